@@ -1,0 +1,18 @@
+"""Part Three: the same training with PyTorch's own DistributedDataParallel.
+
+    python PartThree/main.py --master-ip 10.0.0.1 --num-nodes 4 --rank 0     # and 1, 2, 3
+    torchrun --nproc-per-node 2 PartThree/main.py
+
+What changes against Part Two: the gradients are averaged in buckets, while ``backward`` still computes the others
+(common/sync/ddp.py); on GPUs over NCCL, with automatic mixed precision.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.entry import main
+
+if __name__ == "__main__":
+    sys.exit(main("PartThree", path=sys.argv[0], description=__doc__, sync_choices=("ddp",)))

@@ -1,0 +1,1 @@
+"""What trains: settings, process group, data, models, gradient synchronisation, engine, evaluation and records."""

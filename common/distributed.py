@@ -1,0 +1,216 @@
+"""The group of ranks: ``process_group`` opens and closes it, ``World`` says where this process stands in it.
+
+``agree`` and ``everyone`` make a failure or a difference on one rank a clear error on all of them, in place of a hang.
+"""
+
+import hashlib
+import json
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from common.config import Launch
+from common.errors import GroupError, UserError
+from common.rendezvous import free_port, local_place, meet
+
+__all__ = ["World", "agree", "current_world", "everyone", "explain_collective_failure", "free_port", "on_rank0",
+           "process_group"]
+
+T = TypeVar("T")
+_PATIENCE = timedelta(hours=2)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place: ``rank`` of ``size``, ``local_rank`` of ``local_size`` on its machine; ``backend`` None
+    without a group."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    device: torch.device = torch.device("cpu")
+    backend: str | None = None
+    timeout_seconds: float = 60.0
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is rank 0, the one that speaks and writes."""
+        return self.rank == 0
+
+
+def current_world(device: torch.device | str = "cpu") -> World:
+    """The world of the group that is open in this process, whoever opened it; a world of one without a group."""
+    device = torch.device(device)
+    if not (dist.is_available() and dist.is_initialized()):
+        return World(device=device)
+    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device, backend=dist.get_backend())
+
+
+@contextmanager
+def process_group(launch: Launch, *, backend: str | None = None, timeout_seconds: float = 60.0) -> Iterator[World]:
+    """Form the group, yield this process's World, and close the group whatever happens.
+
+    Without a master's address there is no group, but a World of one. ``backend`` None means NCCL where each rank has
+    a GPU of its own, else Gloo. Gloo trains on the CPU. Raises GroupError and UserError as ``rendezvous.meet`` does.
+    """
+    if launch.master_ip is None:
+        yield World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return
+    _choose_interface(launch.master_ip)
+    store, local_rank, local_size, gpus_suffice = None, launch.local_rank, launch.local_size, True
+    if launch.torchrun:
+        gpus_suffice = torch.cuda.device_count() >= local_size
+    else:
+        store, peers = meet(launch, timeout_seconds)
+        local_rank, local_size = local_place(peers, launch.rank)
+        gpus_suffice = all(peer.gpus >= local_place(peers, rank)[1] for rank, peer in enumerate(peers))
+    if backend == "nccl" and not gpus_suffice:
+        raise UserError(f"--backend nccl needs a GPU for each of the {local_size} ranks on a machine, and this one has "
+                        f"{torch.cuda.device_count()}: give --backend gloo, or fewer ranks")
+    backend = backend or ("nccl" if gpus_suffice and dist.is_nccl_available() else "gloo")
+    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            backend, rank=launch.rank, world_size=launch.size, timeout=timedelta(seconds=timeout_seconds),
+            **({"init_method": "env://"} if store is None else {"store": dist.PrefixStore("group", store)}))
+    except RuntimeError as error:
+        raise GroupError(f"the ranks met at {launch.master_ip}:{launch.master_port}, but {backend} could not connect "
+                         f"them: {_first_line(error)}. If the nodes have several networks, set GLOO_SOCKET_IFNAME "
+                         "(or NCCL_SOCKET_IFNAME) to the interface that joins them") from error
+    try:
+        yield World(launch.rank, launch.size, local_rank, local_size, device, backend, timeout_seconds)
+        dist.barrier()  # nobody takes the store away while others still use it
+    finally:
+        dist.destroy_process_group()
+
+
+def _choose_interface(master_ip: str) -> None:
+    """Make Gloo and NCCL use the interface that routes to the master, unless the user has chosen one.
+
+    Gloo would take the one that the host's name resolves to, which is often loopback.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(master_ip, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: chooses a route, sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return  # an unknown name or no route: the rendezvous says so
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == own for entry in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def agree(world: World, facts: Mapping[str, Any], *, what: str) -> None:
+    """Raise UserError on every rank, naming each fact that differs with the values and who has them.
+
+    One small collective where all agree. ``facts`` are plain values by name, e.g. settings or tensor shapes.
+    """
+    if world.size == 1:
+        return
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(world.device)
+    everyones = torch.empty(world.size, *mine.shape, dtype=mine.dtype, device=world.device)
+    dist.all_gather_into_tensor(everyones, mine)
+    if bool((everyones == everyones[0]).all()):  # the same verdict on every rank
+        return
+    all_facts: list[dict[str, Any]] = [{} for _ in range(world.size)]
+    dist.all_gather_object(all_facts, dict(facts))
+    names = list(dict.fromkeys(name for one in all_facts for name in one))
+    lines = [f"{name}: {_by_value([one.get(name, 'absent') for one in all_facts])}" for name in names
+             if any(one.get(name, "absent") != all_facts[0].get(name, "absent") for one in all_facts)]
+    more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
+    raise UserError(f"the ranks differ in {what}. {'; '.join(lines[:5])}{more}. Start every rank with the same")
+
+
+def _by_value(values: list[Any]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(str(value), []).append(rank)
+    return ", ".join(f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who[:8]))}"
+                     f"{' …' if len(who) > 8 else ''}" for value, who in ranks.items())
+
+
+def everyone(world: World, action: Callable[[], T], *, patient: bool = False) -> T:
+    """Run ``action`` on every rank; if it fails with UserError or OSError on one, raise UserError on all.
+
+    ``patient`` waits for up to two hours (a download), not for the group's timeout.
+    """
+    if world.size == 1:
+        return _told(action)
+    group = dist.new_group(timeout=_PATIENCE, backend=world.backend) if patient else None
+    error: str | None = None
+    try:
+        result = _told(action)
+    except UserError as failure:
+        error = str(failure)
+    errors: list[str | None] = [None] * world.size
+    dist.all_gather_object(errors, error, group=group)
+    if group is not None:
+        dist.destroy_process_group(group)
+    if any(errors):
+        rank = world.rank if errors[world.rank] else next(r for r, text in enumerate(errors) if text)
+        raise UserError(errors[rank] if rank == world.rank else f"rank {rank} stopped: {errors[rank]}")
+    return result
+
+
+def on_rank0(world: World, action: Callable[[], T]) -> T:
+    """Run ``action`` on rank 0 alone and give its result (a small, picklable one) or its error to every rank."""
+    if world.size == 1:
+        return _told(action)
+    shared: list[Any] = [None, None]
+    if world.is_root:
+        try:
+            shared[0] = _told(action)
+        except UserError as failure:
+            shared[1] = str(failure)
+    dist.broadcast_object_list(shared, src=0)
+    if shared[1] is not None:
+        raise UserError(shared[1] if world.is_root else f"rank 0 stopped: {shared[1]}")
+    return shared[0]
+
+
+def _told(action: Callable[[], T]) -> T:
+    try:
+        return action()
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise UserError(f"{error.strerror or error}{where}") from error
+
+
+def explain_collective_failure(error: BaseException) -> str | None:
+    """Return what to tell the user where ``error`` is a broken collective, else None.
+
+    The collective's name is read from the traceback: torch's message has only the address of a neighbour, often not
+    the culprit's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    calls = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
+    text = str(error)
+    if not calls and not isinstance(error, dist.DistError) and "gloo" not in text.lower():
+        return None
+    collective = next((name for name in calls if name != "wrapper"), None)
+    if collective is None:
+        in_backward = any(frame.name == "backward" for frame in frames)
+        collective = "DistributedDataParallel's all_reduce in backward" if in_backward else "a collective"
+    return (f"{collective} broke: another rank has ended, or did not answer in time. Its own output says why; where "
+            f"it has none, its process was killed or its node lost. Finished checkpoints are kept. "
+            f"(torch says: {_first_line(error)})")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).strip().split("\n") if line.strip()]
+    return lines[0] if lines else type(error).__name__

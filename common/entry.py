@@ -1,0 +1,115 @@
+"""What ``PartX/main.py`` calls: parse the flags, run, and turn each failure into one message and an exit status.
+
+Status 0: done; 1: the run failed; 2: the command cannot be run as given; 130: interrupted.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common.config import Config, Launch, parse_arguments, resolve_launch
+from common.errors import GroupError, UserError
+
+INTERRUPTED = 130
+_GRACE_SECONDS = 3.0
+
+HOW_TO_START = """\
+{part} trains on several ranks, so it must know its place among them. Start it on every node, for example
+
+    python {path} --master-ip 10.0.0.1 --num-nodes 2 --rank 0      # on the first node, whose address is 10.0.0.1
+    python {path} --master-ip 10.0.0.1 --num-nodes 2 --rank 1      # on the second
+
+or two ranks on this machine, in two terminals or with a '&' behind the first:
+
+    python {path} --master-ip 127.0.0.1 --num-nodes 2 --rank 0 &
+    python {path} --master-ip 127.0.0.1 --num-nodes 2 --rank 1
+
+or let torchrun start them:
+
+    torchrun --nproc-per-node 2 {path}
+"""
+
+
+def main(part: str, *, path: str, description: str, sync_choices: Sequence[str],
+         defaults: Mapping[str, Any] | None = None, arguments: Sequence[str] | None = None) -> int:
+    """Run one part from its command line and return the exit status.
+
+    Parameters
+    ----------
+    part : the part's name, e.g. "PartTwo".
+    path : the file that was started, for the examples in messages.
+    description : shown by ``--help``.
+    sync_choices : the strategies that the part offers; the first is its default.
+    defaults : settings in which the part differs from ``Config``.
+    arguments : the command line without the program's name (default: ``sys.argv[1:]``).
+    """
+    rank = ""
+    try:
+        config = parse_arguments(part, description, defaults or {}, sync_choices,
+                                 sys.argv[1:] if arguments is None else arguments)
+        launch = _launch_or_explain(config, path)
+        if launch is None:
+            return 2
+        rank = f" (rank {launch.rank})" if launch.size > 1 else ""
+    except UserError as error:
+        return _say(f"error: {error}", 2)
+
+    _end_soon_after_interrupt()
+    from common.distributed import explain_collective_failure
+    from common.experiment import run
+    try:
+        run(config, launch)
+        return 0
+    except (UserError, GroupError) as error:
+        return _say(f"error{rank}: {error}", 1)
+    except KeyboardInterrupt:
+        return _say(f"interrupted{rank}: finished checkpoints and metrics are kept", INTERRUPTED)
+    except MemoryError as error:
+        return _say(f"error{rank}: out of memory ({error}): give a smaller --batch-size or fewer ranks a machine", 1)
+    except RuntimeError as error:
+        explanation = explain_collective_failure(error)
+        if explanation is None:
+            raise
+        return _say(f"error{rank}: {explanation}", 1)
+
+
+def _launch_or_explain(config: Config, path: str) -> Launch | None:
+    launch = resolve_launch(config)
+    if config.sync == "none":
+        if launch is not None and launch.size > 1:
+            raise UserError(f"{config.part} trains on one process, but torchrun started {launch.size}: use one, or "
+                            "PartTwo or PartThree")
+        return Launch()
+    if launch is None:
+        print(HOW_TO_START.format(part=config.part, path=path), file=sys.stderr, end="")
+    return launch
+
+
+def _say(message: str, status: int) -> int:
+    print(message, file=sys.stderr, flush=True)
+    return status
+
+
+def _end_soon_after_interrupt() -> None:
+    """Make Ctrl-C end the process also while it waits inside a collective, where Python sees no signal.
+
+    The signal's number is written to a socket at once, by the interpreter's C handler; a thread that reads it gives
+    the main thread a few seconds for its own clean end, then ends the process.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        while reader.recv(1)[0] != signal.SIGINT:
+            pass
+        threading.Event().wait(_GRACE_SECONDS)
+        os._exit(_say("interrupted: another rank did not answer", INTERRUPTED))
+
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=watch, daemon=True).start()
+    # Keeps the writing end open: only its number is known to the interpreter.
+    watch.writer = writer

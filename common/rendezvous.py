@@ -1,0 +1,163 @@
+"""How ranks that were started by hand meet: a TCP store on rank 0's node, and clear words for those who don't come.
+
+``meet`` is the one function. torch's own rendezvous would do the same, but says neither who is missing nor that a
+rank was started twice.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from common.config import Launch
+from common.errors import GroupError, UserError
+
+_POLL_SECONDS = 0.05
+_FAREWELL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What each rank tells of itself: host name, process id, and how many GPUs its node has."""
+
+    host: str
+    pid: int
+    gpus: int
+
+
+def meet(launch: Launch, timeout_seconds: float) -> tuple[dist.TCPStore, list[Peer]]:
+    """Wait until all ranks are there; return the store they share and the peers by rank.
+
+    Raises GroupError where the master cannot be reached, ranks are missing after ``timeout_seconds``, a rank was
+    started twice or the ranks were given different numbers of nodes; UserError where the port is taken.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    store = _serve(launch, timeout_seconds) if launch.rank == 0 else _connect(launch, deadline, timeout_seconds)
+    try:
+        _join(store, launch)
+        _wait_for_all(store, launch, deadline, timeout_seconds)
+        peers = [Peer(**json.loads(value)) for value in
+                 store.multi_get([_joined(rank) for rank in range(launch.size)])]
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise GroupError(f"lost rank 0 at {_place(launch)} while the ranks were meeting; its own output says why "
+                         f"({_first_line(error)})") from error
+    return store, peers
+
+
+def local_place(peers: list[Peer], rank: int) -> tuple[int, int]:
+    """Return this rank's place among the ranks on its host, and how many those are."""
+    here = [other for other, peer in enumerate(peers) if peer.host == peers[rank].host]
+    return here.index(rank), len(here)
+
+
+def free_port(start: int = 0) -> int:
+    """Return the first TCP port from ``start`` on that nothing listens on (0: any)."""
+    for port in range(start, 65536):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+            return probe.getsockname()[1]
+    raise UserError(f"no free port from {start} on: give a lower --master-port")
+
+
+def _serve(launch: Launch, timeout_seconds: float) -> dist.TCPStore:
+    if launch.master_port != (free := free_port(launch.master_port)):
+        raise UserError(
+            f"port {launch.master_port} is taken on this machine, by another run or by another rank 0 of this one: "
+            f"end that one, or add --master-port {free} on every node")
+    return dist.TCPStore(launch.master_ip, launch.master_port, is_master=True, wait_for_workers=False,
+                         timeout=timedelta(seconds=timeout_seconds))
+
+
+def _connect(launch: Launch, deadline: float, timeout_seconds: float) -> dist.TCPStore:
+    """Reach rank 0's store. A plain socket tries first: its errors are immediate and name the cause."""
+    reason = "no answer"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((launch.master_ip, launch.master_port), timeout=min(left, 5.0)):
+                pass
+            return dist.TCPStore(launch.master_ip, launch.master_port, is_master=False, wait_for_workers=False,
+                                 timeout=timedelta(seconds=max(left, 1.0)))
+        except socket.gaierror as error:
+            raise GroupError(f"--master-ip {launch.master_ip} is not an address and no known host name ({error}): "
+                             "give the IP address of rank 0's node") from error
+        except OSError as error:
+            reason = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+            time.sleep(_POLL_SECONDS)
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            raise GroupError(f"something else than rank 0 answers at {_place(launch)} ({_first_line(error)}): give "
+                             "another --master-port on every node") from error
+    raise GroupError(
+        f"rank {launch.rank} could not reach rank 0 at {_place(launch)} within {timeout_seconds:g} s ({reason}): start "
+        "rank 0, check that --master-ip is its node's address, that --master-port is the same on every node, and that "
+        "no firewall closes it")
+
+
+def _join(store: dist.TCPStore, launch: Launch) -> None:
+    me = Peer(socket.gethostname(), os.getpid(), torch.cuda.device_count())
+    size = int(store.compare_set("size", "", str(launch.size)))
+    if size != launch.size:
+        _abort(store, launch, f"rank {launch.rank} was started with --num-nodes {launch.size}, but others with {size}: "
+               "give the same on every node")
+    if store.add(f"tickets/{launch.rank}", 1) > 1:
+        store.wait([_joined(launch.rank)])
+        first = Peer(**json.loads(store.get(_joined(launch.rank))))
+        _abort(store, launch, f"rank {launch.rank} was started twice: on {first.host} (process {first.pid}) and on "
+               f"{me.host} (process {me.pid}); give each node a --rank of its own")
+    store.set(_joined(launch.rank), json.dumps(me.__dict__))
+
+
+def _wait_for_all(store: dist.TCPStore, launch: Launch, deadline: float, timeout_seconds: float) -> None:
+    everyone = [_joined(rank) for rank in range(launch.size)]
+    while not store.check(everyone):
+        if store.check(["abort"]):
+            raise GroupError(store.get("abort").decode())
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(launch.size) if not store.check([_joined(rank)])]
+            _abort(store, launch, _missing_message(launch, missing, timeout_seconds))
+        time.sleep(_POLL_SECONDS)
+
+
+def _missing_message(launch: Launch, missing: list[int], timeout_seconds: float) -> str:
+    names = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing[:20]))
+    names += f" and {len(missing) - 20} more" if len(missing) > 20 else ""
+    hint = ""
+    if launch.rank == 0 and not _is_own_address(launch.master_ip):
+        hint = f" (note that {launch.master_ip} is none of this node's own addresses)"
+    return (f"{launch.size - len(missing)} of {launch.size} ranks came to {_place(launch)} within {timeout_seconds:g} "
+            f"s; missing: {names}. Start them with the same command and their --rank, or give a longer --timeout{hint}")
+
+
+def _abort(store: dist.TCPStore, launch: Launch, message: str) -> None:
+    """Tell those who are still waiting, then raise. Rank 0 holds the store, so it stays a moment for them to read."""
+    everyone_is_there = store.check([_joined(rank) for rank in range(launch.size)])
+    if not everyone_is_there:  # a latecomer's mistake must not end a run that has begun
+        store.set("abort", message)
+    if launch.rank == 0:
+        time.sleep(_FAREWELL_SECONDS)
+    raise GroupError(message)
+
+
+def _is_own_address(host: str) -> bool:
+    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    return any(entry[4][0] in own or entry[4][0].startswith("127.")
+               for entry in socket.getaddrinfo(host, None))
+
+
+def _joined(rank: int) -> str:
+    return f"joined/{rank}"
+
+
+def _place(launch: Launch) -> str:
+    return f"{launch.master_ip}:{launch.master_port}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

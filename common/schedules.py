@@ -1,0 +1,51 @@
+"""How the learning rate moves over the steps: torch's own schedulers, stepped once per optimiser step."""
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+)
+
+from common.errors import UserError
+
+_ONECYCLE_WARMUP_SHARE = 0.3
+_STEP_MILESTONES = (0.5, 0.75)
+
+
+def build_schedule(optimizer: Optimizer, name: str, *, total_steps: int, warmup_steps: int | None = None) -> LRScheduler:
+    """Return a scheduler of ``total_steps`` steps that moves the rate the optimiser was made with.
+
+    Parameters
+    ----------
+    name : "onecycle" rises over the warm-up (default: 30 % of the steps) and falls along a cosine to almost zero
+        (Smith & Topin, arXiv:1708.07120); "constant" stays; "cosine" falls to zero (Loshchilov & Hutter,
+        arXiv:1608.03983); "step" divides by 10 at 50 % and 75 %.
+    total_steps : optimiser steps of the whole training.
+    warmup_steps : optimiser steps of linear rise before the others begin (default: none).
+
+    Raises UserError where the warm-up leaves no step for the rest.
+    """
+    if warmup_steps is not None and warmup_steps >= total_steps and name != "constant":
+        raise UserError(f"the warm-up of {warmup_steps} steps is not shorter than the training of {total_steps} steps: "
+                        "shorten the one or lengthen the other")
+    if name == "onecycle":
+        share = _ONECYCLE_WARMUP_SHARE if warmup_steps is None else warmup_steps / total_steps
+        return OneCycleLR(optimizer, max_lr=[group["lr"] for group in optimizer.param_groups],
+                          total_steps=total_steps + 1, pct_start=share, cycle_momentum=False)
+    warmup = warmup_steps or 0
+    rest = max(1, total_steps - warmup)
+    if name == "constant":
+        main: LRScheduler = ConstantLR(optimizer, factor=1.0, total_iters=1)
+    elif name == "cosine":
+        main = CosineAnnealingLR(optimizer, T_max=rest)
+    else:
+        main = MultiStepLR(optimizer, milestones=[round(share * rest) for share in _STEP_MILESTONES])
+    if warmup == 0:
+        return main
+    rise = LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)
+    return SequentialLR(optimizer, [rise, main], milestones=[warmup])
