@@ -20,10 +20,7 @@ import torch.distributed as dist
 
 from common.config import Launch
 from common.errors import GroupError, UserError
-from common.rendezvous import free_port, local_place, meet
-
-__all__ = ["World", "agree", "current_world", "everyone", "explain_collective_failure", "free_port", "on_rank0",
-           "process_group"]
+from common.rendezvous import local_place, meet
 
 T = TypeVar("T")
 _PATIENCE = timedelta(hours=2)
@@ -114,6 +111,13 @@ def _choose_interface(master_ip: str) -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
+def set_debug() -> None:
+    """Make torch.distributed and NCCL tell what they do and check each collective; before the group is formed."""
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    os.environ["NCCL_DEBUG"] = "INFO"
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+
+
 def agree(world: World, facts: Mapping[str, Any], *, what: str) -> None:
     """Raise UserError on every rank, naming each fact that differs with the values and who has them.
 
@@ -127,8 +131,7 @@ def agree(world: World, facts: Mapping[str, Any], *, what: str) -> None:
     dist.all_gather_into_tensor(everyones, mine)
     if bool((everyones == everyones[0]).all()):  # the same verdict on every rank
         return
-    all_facts: list[dict[str, Any]] = [{} for _ in range(world.size)]
-    dist.all_gather_object(all_facts, dict(facts))
+    all_facts = gather_objects(world, dict(facts))
     names = list(dict.fromkeys(name for one in all_facts for name in one))
     lines = [f"{name}: {_by_value([one.get(name, 'absent') for one in all_facts])}" for name in names
              if any(one.get(name, "absent") != all_facts[0].get(name, "absent") for one in all_facts)]
@@ -181,6 +184,34 @@ def on_rank0(world: World, action: Callable[[], T]) -> T:
     if shared[1] is not None:
         raise UserError(shared[1] if world.is_root else f"rank 0 stopped: {shared[1]}")
     return shared[0]
+
+
+def gather_objects(world: World, mine: T) -> list[T]:
+    """Return every rank's object (small and picklable), by rank, on every rank."""
+    if world.size == 1:
+        return [mine]
+    objects: list[Any] = [None] * world.size
+    dist.all_gather_object(objects, mine)
+    return objects
+
+
+def broadcast_bytes(world: World, read: Callable[[], bytes]) -> bytes:
+    """Run ``read`` on rank 0 and return its bytes on every rank; its UserError or OSError reaches all of them."""
+    content = b""
+
+    def read_and_count() -> int:
+        nonlocal content
+        content = read()
+        return len(content)
+
+    length = on_rank0(world, read_and_count)
+    if world.size == 1:
+        return content
+    buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8) if world.is_root else torch.empty(
+        length, dtype=torch.uint8)
+    buffer = buffer.to(world.device)
+    dist.broadcast(buffer, src=0)
+    return content if world.is_root else buffer.cpu().numpy().tobytes()
 
 
 def _told(action: Callable[[], T]) -> T:

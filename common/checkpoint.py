@@ -1,0 +1,149 @@
+"""Checkpoints: written whole or not at all, verified when read, never a way to run code.
+
+A checkpoint is one ``torch.save`` file with ``epoch``, ``model_state_dict``, ``optimizer_state_dict``, ``loss`` and what an
+exact resume needs beside them. Its entry ``sha256`` is a digest of all the others, since torch does not notice flipped
+bits.
+"""
+
+import hashlib
+import io
+import os
+import pickle
+import re
+import struct
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.errors import UserError
+
+_REQUIRED = ("epoch", "model_state_dict", "optimizer_state_dict", "loss")
+_NAME = re.compile(r"Epoch_(\d+)\.pt$")
+
+
+def checkpoint_path(folder: Path, epoch: int) -> Path:
+    """Return where the checkpoint of that epoch lies."""
+    return Path(folder) / f"Epoch_{epoch}.pt"
+
+
+def save_checkpoint(path: Path, entries: Mapping[str, Any]) -> None:
+    """Write ``entries`` with their digest: to a temporary file, synced, then renamed.
+
+    UserError where the disk is full or the folder cannot be written; nothing of the half-written file remains, and a
+    file that was at ``path`` is untouched.
+    """
+    path = Path(path)
+    buffer = io.BytesIO()
+    torch.save({**entries, "sha256": digest(entries)}, buffer)
+    write_atomically(path, buffer.getbuffer())
+
+
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
+    """Write a file that is there whole or not at all, also after a crash or a full disk; UserError where it fails."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            temporary = file.name
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        temporary = None
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise UserError(f"{path} could not be written ({error.strerror or error}): make room or permit writing there, or "
+                        "give another --output-dir; earlier files are untouched") from error
+    finally:
+        if temporary is not None:
+            os.unlink(temporary)
+
+
+def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[str, Any]:
+    """Read and verify a checkpoint from a file, or from a file's bytes; tensors are on the CPU.
+
+    UserError where it is missing, cut, altered, hostile (anything but tensors and plain values) or no checkpoint of
+    this kind. Names of a model that was wrapped in DistributedDataParallel lose their ``module.``.
+    """
+    name = name or str(source)
+    try:
+        content = source if isinstance(source, bytes) else Path(source).read_bytes()
+    except OSError as error:
+        raise UserError(f"checkpoint {name} cannot be read ({error.strerror or error})") from error
+    try:
+        entries = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UserError(f"checkpoint {name} is refused: it is damaged, or holds more than tensors and plain values, "
+                        "which could run code when loaded") from error
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError, OverflowError,
+            MemoryError, struct.error, UnicodeDecodeError, AssertionError) as error:
+        raise UserError(f"checkpoint {name} is cut or damaged ({str(error).splitlines()[0][:100] if str(error) else type(error).__name__}): "
+                        "use an earlier one") from error
+    if not isinstance(entries, dict) or any(key not in entries for key in _REQUIRED):
+        raise UserError(f"{name} is no training checkpoint: it needs the entries {', '.join(_REQUIRED)}")
+    kept = entries.pop("sha256", None)
+    if kept is not None and kept != digest(entries):
+        raise UserError(f"checkpoint {name} is damaged: its contents do not match its SHA-256; use an earlier one")
+    entries["model_state_dict"] = {key.removeprefix("module."): value
+                                   for key, value in entries["model_state_dict"].items()}
+    return entries
+
+
+def load_model_state(model: nn.Module, entries: Mapping[str, Any], *, name: str) -> None:
+    """Copy a checkpoint's weights and buffers into ``model``; UserError where they are of another architecture."""
+    state, own = entries["model_state_dict"], model.state_dict()
+    differing = [key for key in own if key not in state or state[key].shape != own[key].shape]
+    differing += [key for key in state if key not in own]
+    if differing:
+        raise UserError(f"checkpoint {name} holds another model's weights: {len(differing)} entries differ, first "
+                        f"{differing[0]!r}; give the --model and --dataset that it was trained with")
+    model.load_state_dict(state)
+
+
+def newest_checkpoint(folders: list[Path]) -> tuple[Path | None, list[str]]:
+    """Return the newest good checkpoint in ``folders``, the latest folder first, and why newer ones were passed over."""
+    passed_over = []
+    for folder in folders:
+        found = [(int(match[1]), path) for path in Path(folder).glob("Epoch_*.pt")
+                 if (match := _NAME.search(path.name))]
+        for _, path in sorted(found, reverse=True):
+            try:
+                load_checkpoint(path)
+            except UserError as error:
+                passed_over.append(str(error))
+            else:
+                return path, passed_over
+    return None, passed_over
+
+
+def digest(value: Any) -> str:
+    """Return the SHA-256 of nested dicts, lists and plain values with tensors: of types, shapes and every byte."""
+    sha = hashlib.sha256()
+    _feed(sha, value)
+    return sha.hexdigest()
+
+
+def _feed(sha: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        tensor = value.detach().cpu().contiguous()
+        sha.update(f"tensor {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, Mapping):
+        sha.update(f"dict {len(value)}".encode())
+        for key, entry in value.items():
+            _feed(sha, key)
+            _feed(sha, entry)
+    elif isinstance(value, list | tuple):
+        sha.update(f"list {len(value)}".encode())
+        for entry in value:
+            _feed(sha, entry)
+    else:
+        sha.update(f"{type(value).__name__} {value!r}".encode())

@@ -1,0 +1,32 @@
+"""Which number type the forward pass uses: automatic mixed precision where the device is fast at it."""
+
+import torch
+
+
+def choose_amp(requested: bool | None, dtype: str, *, default: bool, device: torch.device) -> tuple[torch.dtype | None, str]:
+    """Return the type for autocast (None: float32) and a sentence for the user (empty: nothing to say).
+
+    Parameters
+    ----------
+    requested : the flag; None takes ``default`` on a GPU and float32 on a CPU.
+    dtype : "fp16" or "bf16". A CPU takes bf16 in any case, and only with instructions for it: without them bf16
+        convolutions are 30 to 100 times slower than float32.
+    """
+    if device.type == "cuda":
+        wanted = default if requested is None else requested
+        if not wanted:
+            return None, ""
+        if dtype == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.float16, "this GPU has no fast bf16: AMP uses fp16 with a GradScaler"
+        return (torch.bfloat16 if dtype == "bf16" else torch.float16), ""
+    if not requested:
+        return None, ""
+    if not cpu_has_fast_bf16():
+        return None, "this CPU has no instructions for bf16 (AVX512-BF16 or AMX): AMP is off, training runs in fp32"
+    return torch.bfloat16, "" if dtype == "bf16" else "on a CPU AMP uses bf16, which needs no GradScaler"
+
+
+def cpu_has_fast_bf16() -> bool:
+    """Whether this CPU multiplies bf16 natively, by AVX512-BF16 or AMX."""
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -1,0 +1,129 @@
+"""A run's folder: ``<reports>/<part>-<sync>/<time>/`` with settings, environment, metrics, logs, checkpoints, report.
+
+``RunFolder`` owns the paths and writes the files. Rank 0 writes all of them but ``logs_rank{r}.txt``, one a rank.
+"""
+
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.config import REPOSITORY
+from common.training_engine import StepRecord
+
+_PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "matplotlib", "pillow")
+
+
+def new_run_name(parent: Path) -> str:
+    """Create a folder named by the time in ``parent`` and return its name; two runs never share one.
+
+    Raises OSError where ``parent`` cannot be written.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    time = datetime.now().strftime("%Y-%m-%dT%H-%M-%S")
+    for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
+        try:
+            (parent / (time + suffix)).mkdir()
+            return time + suffix
+        except FileExistsError:
+            continue
+    raise OSError(f"1000 runs within one second in {parent}")
+
+
+class RunFolder:
+    """The folder ``path`` of one run, made where it is missing, and what lies where in it."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.report = path / "report.txt"
+        self._metrics = path / "metrics.jsonl"
+
+    def log(self, rank: int) -> Path:
+        """The log of one rank: a line an epoch."""
+        return self.path / f"logs_rank{rank}.txt"
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a JSON file; what is not finite becomes null."""
+        (self.path / name).write_text(json.dumps(_finite(content), indent=2, ensure_ascii=False) + "\n",
+                                      encoding="utf-8")
+
+    def append_metrics(self, records: Iterable[StepRecord]) -> None:
+        """Append a line a step to ``metrics.jsonl``: loss and accuracy over the global batch, seconds by section."""
+        lines = []
+        for record in records:
+            fields = {"epoch": record.epoch, "step": record.step, "loss": record.loss, "accuracy": record.accuracy,
+                      "local_loss": record.local_loss, "local_samples": record.samples,
+                      "learning_rate": record.learning_rate,
+                      **{f"{name}_seconds": seconds for name, seconds in record.seconds.items()}}
+            lines.append(json.dumps(_finite(fields)) + "\n")
+        with self._metrics.open("a", encoding="utf-8") as file:
+            file.write("".join(lines))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value
+
+
+def environment() -> dict[str, Any]:
+    """Return what a reader needs to judge the numbers: versions, CPU, GPU, threads, git commit."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"python": platform.python_version(), "system": platform.platform(), "cpu": _cpu_name(),
+            "cores": os.cpu_count(), "usable_cores": usable_cores(), "threads": torch.get_num_threads(), "gpus": gpus,
+            "cuda": torch.version.cuda if gpus else None,
+            **{name: _version(name) for name in _PACKAGES},
+            "git_commit": _git("rev-parse", "HEAD"), "git_changes": bool(_git("status", "--porcelain"))}
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory this process has held so far (resident set)."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, timeout=10,
+                              check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

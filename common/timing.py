@@ -1,0 +1,76 @@
+"""How long the parts of a training step take: data, forward, backward, sync, update.
+
+"sync" is exposed time: from the moment this rank's last gradient is ready until all gradients are final. So it is the
+whole exchange for the strategies that begin after backward, and for DistributedDataParallel what backward did not hide.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+SECTIONS = ("data", "forward", "backward", "sync", "update")
+
+
+class StepTimer:
+    """Times the sections of one step after another; on a GPU with CUDA events, so that timing does not wait.
+
+    Use ``with timer.section("forward"):`` around each part, then ``take()`` once a step; ``seconds(taken)`` may be asked
+    later, and waits for the GPU then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._spans: dict[str, tuple] = {}
+        self._last_gradient = None
+        self._hooks: list = []
+
+    def watch_gradients(self, model: nn.Module) -> None:
+        """Note when each parameter's gradient becomes ready; the last one of a step ends "backward"."""
+        self.close()
+        self._hooks = [p.register_hook(self._gradient_ready) for p in model.parameters() if p.requires_grad]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Time what happens inside as the section of that name, one of ``SECTIONS``."""
+        begin = self._now()
+        try:
+            yield
+        finally:
+            self._spans[name] = (begin, self._now())
+
+    def take(self) -> dict[str, tuple]:
+        """Return the step's raw times, for ``seconds``, and begin the next step."""
+        spans = self._spans
+        if self._last_gradient is not None and {"backward", "sync"} <= spans.keys():
+            spans["backward"] = (spans["backward"][0], self._last_gradient)
+            spans["sync"] = (self._last_gradient, spans["sync"][1])
+        self._spans, self._last_gradient = {}, None
+        return spans
+
+    def seconds(self, taken: dict[str, tuple]) -> dict[str, float]:
+        """Return the seconds of each section of a step that ``take`` returned."""
+        if not self._on_gpu:
+            return {name: taken[name][1] - taken[name][0] if name in taken else 0.0 for name in SECTIONS}
+        for _, end in taken.values():
+            end.synchronize()
+        return {name: taken[name][0].elapsed_time(taken[name][1]) / 1000 if name in taken else 0.0
+                for name in SECTIONS}
+
+    def _gradient_ready(self, _gradient: Tensor) -> None:
+        self._last_gradient = self._now()
+
+    def _now(self) -> "float | torch.cuda.Event":
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -1,0 +1,210 @@
+"""The assignment's training functions: they work alone, from a notebook, with any model and loader, and inside ``run``.
+
+Order of the calls: ``prepare_model_for_training``, then ``train_model``.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from common.checkpoint import checkpoint_path, load_checkpoint, load_model_state, save_checkpoint
+from common.distributed import World, agree, broadcast_bytes, current_world, gather_objects, on_rank0
+from common.errors import UserError
+from common.sync import build_sync
+from common.sync.base import GradientSync
+from common.training_engine import EpochResult, StepRecord, TrainingEngine
+from common.training_engine.prediction import unwrap
+
+_STRATEGY_OF_TASK = {"": "none", "PartOne": "gather_scatter", "PartTwo": "all_reduce"}
+
+LOG_LINE = ("Epoch: {}, Train Loss: {:.3f}, Train Accuracy: {:.3f}, Avg Batch Duration: {:.3f} seconds, "
+            "Epoch Duration: {:.3f} seconds")
+
+
+def get_model_parameters(model: nn.Module) -> int:
+    """Return the number of trainable parameters; 9,231,114 for VGG-11."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def prepare_model_for_training(
+        model: nn.Module, device: torch.device | str, learning_rate: float, momentum: float, weight_decay: float,
+        continue_flag: bool, continue_checkpoint_path: str | Path = "", distribute_flag: bool = False, *,
+        opt: str = "sgd", checkpoint: Mapping[str, Any] | None = None) -> tuple[nn.Module, nn.Module, Optimizer]:
+    """Return (model, criterion, optimizer), ready for ``train_model``.
+
+    The model is moved to ``device``, its convolutions in channels_last strides; the criterion is CrossEntropyLoss.
+
+    Parameters
+    ----------
+    continue_flag : load model and optimizer from ``continue_checkpoint_path``. In a process group every rank calls
+        this, rank 0 reads the file and sends it to the others. The optimizer settings in the checkpoint win over
+        ``learning_rate``, ``momentum`` and ``weight_decay``; a warning names those that differ.
+    distribute_flag : wrap the model in DistributedDataParallel; needs an open process group.
+    opt : "sgd" or "adamw".
+    checkpoint : entries already loaded, in place of the file.
+
+    Raises UserError on a checkpoint that cannot be used.
+    """
+    model = model.to(device, memory_format=torch.channels_last)
+    if opt == "sgd":
+        optimizer: Optimizer = SGD(model.parameters(), lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
+    else:
+        optimizer = AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
+    if continue_flag:
+        name = str(continue_checkpoint_path)
+        entries = checkpoint if checkpoint is not None else read_checkpoint(current_world(device), name)
+        load_model_state(unwrap(model), entries, name=name)
+        _load_optimizer(optimizer, entries, name)
+    if distribute_flag:
+        if current_world(device).backend is None:
+            raise UserError("distribute_flag is set, but no process group is open: call "
+                            "torch.distributed.init_process_group first")
+        model = build_sync("ddp").prepare(model, optimizer)
+    return model, nn.CrossEntropyLoss(), optimizer
+
+
+def read_checkpoint(world: World, path: str) -> dict[str, Any]:
+    """Return the checkpoint's entries on every rank; only rank 0 needs the file. Collective; UserError on all ranks."""
+    def read() -> bytes:
+        load_checkpoint(Path(path))  # rank 0 finds out first whether it is good
+        return Path(path).read_bytes()
+
+    return load_checkpoint(broadcast_bytes(world, read), name=path)
+
+
+def _load_optimizer(optimizer: Optimizer, entries: Mapping[str, Any], name: str) -> None:
+    given = [dict(group) for group in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(entries["optimizer_state_dict"])
+    except (ValueError, KeyError) as error:
+        raise UserError(f"checkpoint {name} holds another optimizer's state ({error}): give the --opt and --model that "
+                        "it was trained with") from error
+    kept = [f"{key} {group.get(saved, group[key])} (not {asked[key]})"
+            for asked, group in zip(given, optimizer.param_groups, strict=True)
+            for key, saved in (("lr", "max_lr" if "max_lr" in group else "initial_lr"),
+                               ("momentum", "momentum"), ("weight_decay", "weight_decay"))
+            if key in asked and group.get(saved, group[key]) != asked[key]]
+    if kept:
+        warnings.warn(f"the optimizer goes on with the settings in checkpoint {name}: {', '.join(kept)}", stacklevel=3)
+
+
+def train_model(
+        model: nn.Module, device: torch.device | str, criterion: nn.Module, optimizer: Optimizer, start_epoch: int,
+        end_epoch: int, train_loader: Iterable[tuple[Tensor, Tensor]], logs_path: str | Path,
+        checkpoint_dir: str | Path, distribute_flag: bool, task_flag: str = "", rank: str | int = "", *,
+        sync: GradientSync | str | None = None, scheduler: LRScheduler | None = None,
+        amp_dtype: torch.dtype | None = None, seed: int | None = None, max_steps: int | None = None,
+        resume: Mapping[str, Any] | None = None, checkpoint_extra: Mapping[str, Any] | None = None, log_every: int = 10,
+        on_steps: Callable[[list[StepRecord]], None] | None = None,
+        on_epoch: Callable[[int, EpochResult, Path], None] | None = None) -> nn.Module:
+    """Train epochs ``start_epoch`` to ``end_epoch``, both included, and return the trained model.
+
+    After each epoch a line goes to the end of the file ``logs_path`` (with this rank's own loss, accuracy and times; the
+    average batch duration leaves out the first batch) and rank 0 writes ``Epoch_{n}.pt`` to ``checkpoint_dir``.
+
+    Parameters
+    ----------
+    train_loader : yields (inputs, labels) of this rank's share. If it has a ``sampler`` with ``set_epoch``, that is
+        called; in a group all ranks need the same number of batches.
+    distribute_flag : gradients are averaged by DistributedDataParallel (a model that is wrapped already stays so).
+    task_flag : else "PartOne" averages by gather and scatter, "PartTwo" by all_reduce, "" not at all.
+    rank : for the log line; in a group the group's rank if empty.
+    sync : a strategy or its name, in place of what the two flags choose.
+    scheduler : stepped after each step.
+    amp_dtype : mixed precision in this type.
+    seed : torch's generator is set from (seed, epoch, step, rank) before each step, for an exact resume.
+    max_steps : stop within the epoch once so many steps of the whole training are done.
+    resume : a checkpoint's entries, from which scheduler, GradScaler and step count go on.
+    checkpoint_extra : more entries for the checkpoints.
+    on_steps, on_epoch : called on every rank with the records of the last steps; with each epoch's number, result and
+        checkpoint path. Without ``on_epoch`` rank 0 prints the log line.
+
+    Raises UserError on settings that do not fit, GroupError where the loss is not finite, torch's RuntimeError where
+    another rank is lost.
+    """
+    engine = TrainingEngine(model, device, sync=_strategy(sync, distribute_flag, task_flag), amp_dtype=amp_dtype)
+    world = engine.world
+    agree(world, {"number of batches in train_loader": len(train_loader) if hasattr(train_loader, "__len__") else -1,
+                  "epochs": f"{start_epoch} to {end_epoch}"}, what="how much they train")
+    try:
+        engine.prepare(optimizer, criterion, scheduler)
+        if resume is not None:
+            _go_on(engine, optimizer, scheduler, resume)
+        for epoch in range(start_epoch, end_epoch + 1):
+            if hasattr(getattr(train_loader, "sampler", None), "set_epoch"):
+                train_loader.sampler.set_epoch(epoch)
+            result = engine.train_epoch(train_loader, epoch=epoch, seed=seed, max_steps=max_steps, log_every=log_every,
+                                        on_steps=on_steps)
+            if not result.step_seconds and max_steps is not None:
+                break
+            engine.agree_on_buffers()
+            path = checkpoint_path(Path(checkpoint_dir), epoch)
+            sync_states = gather_objects(world, engine.sync.state_dict())
+            on_rank0(world, lambda path=path, epoch=epoch, loss=result.loss, states=sync_states: save_checkpoint(path, {
+                "epoch": epoch, "step": engine.step, "loss": loss,
+                "model_state_dict": unwrap(engine.model).state_dict(), "optimizer_state_dict": optimizer.state_dict(),
+                "scheduler_state_dict": scheduler.state_dict() if scheduler is not None else None,
+                "scaler_state_dict": engine.scaler.state_dict(), "sync_state_dicts": states,
+                **(checkpoint_extra or {})}))
+            line = _log_line(world, rank, epoch, result)
+            _append(Path(logs_path), line)
+            if on_epoch is not None:
+                on_epoch(epoch, result, path)
+            elif world.is_root:
+                print(line, flush=True)
+    finally:
+        engine.close()
+    return engine.model
+
+
+def _strategy(sync: GradientSync | str | None, distribute_flag: bool, task_flag: str) -> GradientSync | str:
+    if sync is None:
+        if task_flag not in _STRATEGY_OF_TASK:
+            raise UserError(f"task_flag: got {task_flag!r}, give 'PartOne' (gather and scatter), 'PartTwo' (all_reduce) "
+                            "or ''")
+        sync = "ddp" if distribute_flag else _STRATEGY_OF_TASK[task_flag]
+    size = current_world().size
+    if sync == "none" and size > 1:
+        warnings.warn(f"{size} ranks train without averaging their gradients: set distribute_flag or task_flag",
+                      stacklevel=3)
+    if sync != "none" and current_world().backend is None:
+        raise UserError(f"gradients are to be averaged by {sync!r}, but no process group is open: call "
+                        "torch.distributed.init_process_group first")
+    return sync
+
+
+def _go_on(engine: TrainingEngine, optimizer: Optimizer, scheduler: LRScheduler | None,
+           entries: Mapping[str, Any]) -> None:
+    """Take over scheduler, GradScaler, step count and the strategy's own state from a checkpoint."""
+    if scheduler is not None and entries.get("scheduler_state_dict") is not None:
+        scheduler.load_state_dict(entries["scheduler_state_dict"])
+        optimizer.load_state_dict(entries["optimizer_state_dict"])  # making the scheduler has changed the rates
+    if entries.get("scaler_state_dict"):
+        engine.scaler.load_state_dict(entries["scaler_state_dict"])
+    engine.step = entries.get("step", 0)
+    states = entries.get("sync_state_dicts") or []
+    if engine.world.rank < len(states):
+        engine.sync.load_state_dict(states[engine.world.rank])
+
+
+def _log_line(world: World, rank: str | int, epoch: int, result: EpochResult) -> str:
+    prefix = ""
+    if world.size > 1 or rank != "":
+        prefix = f"Rank: {rank if rank != '' else world.rank}, "
+    return prefix + LOG_LINE.format(epoch, result.loss, result.accuracy, result.mean_step_seconds, result.seconds)
+
+
+def _append(path: Path, line: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        raise UserError(f"the log {path} could not be written ({error.strerror or error}): make room, or permit writing "
+                        "there") from error
