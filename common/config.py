@@ -100,7 +100,7 @@ class Config:
     output_dir: Path | None = option(None, RUN, "receives <part>-<sync>/<time>/ (default: reports/ beside the parts)",
                                      type=Path, per_rank=True)
     log_every: int = option(10, RUN, "steps between lines of output", type=int, minimum=1)
-    debug: bool = option(False, RUN, "set TORCH_DISTRIBUTED_DEBUG=DETAIL and NCCL_DEBUG=INFO", type=bool,
+    debug: bool = option(False, RUN, "set TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO", type=bool,
                          per_rank=True)
 
     def __post_init__(self) -> None:
@@ -208,7 +208,7 @@ def build_parser(part: str, description: str, defaults: Mapping[str, Any],
         if rules["group"] not in groups:
             groups[rules["group"]] = parser.add_argument_group(rules["group"])
         group = groups[rules["group"]]
-        default = defaults.get(spec.name, spec.default)
+        default = defaults.get(spec.name, sync_choices[0] if spec.name == "sync" else spec.default)
         assert default is not MISSING, spec.name
         help_text = rules["help"] + ("" if default is None or rules["type"] is bool else f" (default: {default})")
         names = [*(f for f in rules["flags"] if not f.startswith("--")), _flag(spec.name),
@@ -228,7 +228,7 @@ def parse_arguments(part: str, description: str, defaults: Mapping[str, Any], sy
     """Return the settings of ``part``; an underscore in a flag equals a dash. UserError on anything wrong."""
     parser = build_parser(part, description, defaults, sync_choices)
     namespace = parser.parse_args([_dashes(argument) for argument in arguments])
-    return Config(part=part, **{**{"sync": sync_choices[0]}, **vars(namespace)})
+    return Config(part=part, **{"sync": sync_choices[0], **vars(namespace)})
 
 
 def _dashes(argument: str) -> str:

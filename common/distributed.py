@@ -6,6 +6,7 @@
 import hashlib
 import json
 import os
+import re
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,8 @@ from common.errors import GroupError, UserError
 from common.rendezvous import local_place, meet
 
 T = TypeVar("T")
+_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|timed? ?out|connect failure|remote process exited|"
+                   r"socket|peer", re.IGNORECASE)
 _PATIENCE = timedelta(hours=2)
 
 
@@ -112,10 +115,13 @@ def _choose_interface(master_ip: str) -> None:
 
 
 def set_debug() -> None:
-    """Make torch.distributed and NCCL tell what they do and check each collective; before the group is formed."""
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    os.environ["NCCL_DEBUG"] = "INFO"
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    """Make torch.distributed and NCCL tell what they do; before the group is formed. The user's own settings win.
+
+    Not DETAIL: with it DistributedDataParallel ends in a segmentation fault (torch 2.15, Gloo).
+    """
+    os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
+    os.environ.setdefault("NCCL_DEBUG", "INFO")
+    dist.set_debug_level_from_env()
 
 
 def agree(world: World, facts: Mapping[str, Any], *, what: str) -> None:
@@ -127,9 +133,9 @@ def agree(world: World, facts: Mapping[str, Any], *, what: str) -> None:
         return
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(world.device)
-    everyones = torch.empty(world.size, *mine.shape, dtype=mine.dtype, device=world.device)
-    dist.all_gather_into_tensor(everyones, mine)
-    if bool((everyones == everyones[0]).all()):  # the same verdict on every rank
+    everyones = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(everyones, mine)
+    if all(torch.equal(other, everyones[0]) for other in everyones):  # the same verdict on every rank
         return
     all_facts = gather_objects(world, dict(facts))
     names = list(dict.fromkeys(name for one in all_facts for name in one))
@@ -223,15 +229,14 @@ def _told(action: Callable[[], T]) -> T:
 
 
 def explain_collective_failure(error: BaseException) -> str | None:
-    """Return what to tell the user where ``error`` is a broken collective, else None.
+    """Return what to tell the user where ``error`` is a collective that lost a rank, else None.
 
     The collective's name is read from the traceback: torch's message has only the address of a neighbour, often not
     the culprit's.
     """
     frames = traceback.extract_tb(error.__traceback__)
     calls = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
-    text = str(error)
-    if not calls and not isinstance(error, dist.DistError) and "gloo" not in text.lower():
+    if not _LOST.search(str(error)):
         return None
     collective = next((name for name in calls if name != "wrapper"), None)
     if collective is None:

@@ -1,5 +1,6 @@
 """PyTorch's DistributedDataParallel: buckets of gradients, sent while backward still computes the others."""
 
+import warnings
 from contextlib import AbstractContextManager
 
 from torch import nn
@@ -36,9 +37,12 @@ class DDP(GradientSync):
         # With broadcast_buffers=False DDP leaves the buffers alone at its start, too.
         broadcast_from_rank0(list(model.buffers()))
         device = next(model.parameters()).device
-        self._wrapped = DistributedDataParallel(
-            model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False,
-            gradient_as_bucket_view=True, find_unused_parameters=self._find_unused_parameters)
+        with warnings.catch_warnings():
+            # torch 2.15 has another name for broadcast_buffers, which torch 2.11 does not know.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            self._wrapped = DistributedDataParallel(
+                model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False,
+                gradient_as_bucket_view=True, find_unused_parameters=self._find_unused_parameters)
         return self._wrapped
 
     def no_sync(self) -> AbstractContextManager[None]:
