@@ -107,19 +107,21 @@ class Started:
 
     def __init__(self, command: Sequence[str], *, cwd: Path, env: dict[str, str]) -> None:
         self._began = time.monotonic()
-        self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err, cwd=cwd,
-                                        env=env, start_new_session=True)
+        self._folder = tempfile.TemporaryDirectory()
+        self._out, self._err = Path(self._folder.name, "out"), Path(self._folder.name, "err")
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=cwd, env=env,
+                                            start_new_session=True)
 
     def read_out(self) -> str:
         """What it has printed so far."""
-        return _content(self._out)
+        return self._out.read_text()
 
     def wait_for(self, text: str, *, timeout_seconds: float = 60) -> None:
         """Return once ``text`` stands in the output; AssertionError if it ends or the time passes before."""
         deadline = time.monotonic() + timeout_seconds
         while text not in self.read_out():
-            assert self.process.poll() is None, f"ended before {text!r}:\n{self.read_out()}\n{_content(self._err)}"
+            assert self.process.poll() is None, f"ended before {text!r}:\n{self.read_out()}\n{self._err.read_text()}"
             assert time.monotonic() < deadline, f"no {text!r} in {timeout_seconds} s:\n{self.read_out()}"
             time.sleep(0.05)
 
@@ -135,15 +137,8 @@ class Started:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             raise AssertionError(f"still running after {timeout_seconds} s:\n{self.read_out()}\n"
-                                 f"{_content(self._err)}") from None
-        return Ended(status, _content(self._out), _content(self._err), time.monotonic() - self._began)
-
-
-def _content(file: Any) -> str:
-    file.flush()
-    with open(file.fileno(), closefd=False) as copy:
-        copy.seek(0)
-        return copy.read()
+                                 f"{self._err.read_text()}") from None
+        return Ended(status, self._out.read_text(), self._err.read_text(), time.monotonic() - self._began)
 
 
 def start_part(part: str, *arguments: object, cwd: Path, env: dict[str, str] | None = None) -> Started:
