@@ -15,6 +15,9 @@ STRATEGIES = {
 }
 
 
-def build_sync(name: str) -> Any:
-    """Return a new strategy (a ``GradientSync``) of that name; UserError with the choices if it is unknown."""
-    return registry.load(STRATEGIES, name, kind="strategy")()
+def build_sync(name: str, **options: Any) -> Any:
+    """Return a new strategy (a ``GradientSync``) of that name, made with its class's ``options``.
+
+    Raises UserError with the choices if the name is unknown.
+    """
+    return registry.load(STRATEGIES, name, kind="strategy")(**options)

@@ -1,0 +1,34 @@
+# `make demo` and `make test` set everything up first; a second run starts at once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(READY) ## make .venv and install the project into it
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Python 3.11 or later is needed, and $(PYTHON) is %d.%d: install one, then e.g. make PYTHON=python3.12 $(MAKECMDGOALS)" % v[:2])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $(READY)
+
+demo: $(READY) ## train VGG-11 in all four ways on the embedded digits and compare (minutes, no download)
+	@$(BIN)/python -m lab.demo
+
+test: $(READY) ## run the tests but the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(READY) ## run all tests
+	$(BIN)/python -m pytest
+
+lint: $(READY) ## check style
+	$(BIN)/ruff check .
+
+clean: ## remove the environment and caches; reports and data stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache *.egg-info

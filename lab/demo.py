@@ -1,0 +1,100 @@
+"""``make demo``: the four ways on the embedded digits, one after the other, and a table that compares them.
+
+Each way is started as on real nodes, by its own command; the distributed ones as two ranks on this machine.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from common.config import REPOSITORY
+from common.rendezvous import free_port
+
+WAYS = (("PartOne", "none", 1), ("PartTwo", "gather_scatter", 2), ("PartTwo", "all_reduce", 2), ("PartThree", "ddp", 2))
+SETTINGS = ("--dataset", "digits", "--batch-size", "64", "--epochs", "3")
+_LIMIT_SECONDS = 300
+
+console = Console(highlight=False)
+
+
+def main() -> int:
+    """Run the four ways, print the table and return 0 if all of them ended well."""
+    began = time.perf_counter()
+    results = []
+    for part, sync, ranks in WAYS:
+        command = [f"{part}/main.py", *(("--sync", sync) if part == "PartTwo" else ()), *SETTINGS]
+        console.print(f"\n[bold]{part}, {sync}, {ranks} process{'es' if ranks > 1 else ''}[/bold]: python "
+                      + " ".join(command) + (" --master-ip 127.0.0.1 --num-nodes 2 --rank 0 and 1" if ranks > 1 else ""),
+                      soft_wrap=True)
+        summary = run_way(command, ranks)
+        if summary is None:
+            console.print(f"{part} with {sync} failed; its message stands above")
+            return 1
+        results.append(summary)
+    show(results)
+    console.print(f"\n{time.perf_counter() - began:.0f} s in all. The same four commands with --dataset cifar10 train on "
+                  "CIFAR-10; README.md says how to start them on real nodes.", soft_wrap=True)
+    return 0
+
+
+def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
+    """Start one way on ``ranks`` local processes and return its summary, or None if a process failed."""
+    group = ["--master-ip", "127.0.0.1", "--master-port", str(free_port(29500)), "--num-nodes", str(ranks)]
+    before = set(_summaries())
+    with tempfile.TemporaryFile("w+") as errors:
+        processes: list[subprocess.Popen] = []
+        try:
+            for rank in range(ranks):
+                flags = [*group, "--rank", str(rank)] if ranks > 1 else []
+                processes.append(subprocess.Popen(
+                    [sys.executable, str(REPOSITORY / command[0]), *command[1:], *flags],
+                    stderr=None if rank == 0 else errors))
+            statuses = [process.wait(timeout=_LIMIT_SECONDS) for process in processes]
+        except subprocess.TimeoutExpired:
+            console.print(f"not done within {_LIMIT_SECONDS} s")
+            return None
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        if any(statuses):
+            errors.seek(0)
+            console.print(errors.read(), markup=False)
+            return None
+    newest = max(set(_summaries()) - before, key=lambda path: path.stat().st_mtime)
+    return json.loads(newest.read_text(encoding="utf-8"))
+
+
+def _summaries() -> list[Path]:
+    return list((REPOSITORY / "reports").glob("*/*/summary.json"))
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    """Print the ways side by side, and where their reports lie."""
+    table = Table(title="VGG-11 in four ways, on scikit-learn's digits")
+    for heading in ("way", "nodes", "seconds a step", "of it sync", "test accuracy", "equal weights"):
+        table.add_column(heading, justify="left" if heading == "way" else "right")
+    for result in results:
+        equal = "one node" if result["nodes"] == 1 else "yes" if result["ranks_hold_equal_weights"] else "NO"
+        table.add_row(f"{result['part']}: {result['sync']}", str(result["nodes"]), f"{result['step_seconds']:.3f}",
+                      f"{result['section_seconds']['sync']:.3f} ({result['sync_share']:.0%})",
+                      f"{result['test_accuracy']:.1%}", equal)
+    console.print()
+    console.print(table)
+    for result in results:
+        console.print(str(Path(result["folder"]) / "report.txt"), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,347 @@
+"""Every strategy equals one process on the whole batch, after every step; and this test can fail.
+
+The reference is a plain loop, not the engine. Ranks start from different weights; one parameter is frozen, one tied, one
+never used, one used on rank 0 only; shards are uneven, and the last rank of three never has a sample.
+"""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.checkpoint import digest
+from common.errors import UserError
+from common.models import build_model
+from common.sync import STRATEGIES, build_sync
+from common.sync.base import GradientSync
+from common.training_engine import TrainingEngine
+from tests.helpers import RankFailed, run_ranks
+
+DISTRIBUTED = [name for name in STRATEGIES if name != "none"]
+OPTIONS = {"ddp": {"find_unused_parameters": True}}
+SHARES = {1: [(7,), (4,), (5,), (6,)], 2: [(5, 2), (1, 6), (3, 3), (4, 1)], 3: [(4, 3, 0), (2, 5, 0), (3, 3, 0), (6, 1, 0)]}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+
+
+class Awkward(nn.Module):
+    """BatchNorm-free; takes (batch, 3, 8, 8) and returns (batch, 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.frozen = nn.Conv2d(6, 6, 1)
+        self.frozen.requires_grad_(False)
+        self.square, self.tied = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.tied.weight = self.square.weight
+        self.unused = nn.Linear(3, 3)
+        self.sometimes = nn.Linear(6, 4)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = torch.tanh(self.frozen(torch.tanh(self.conv(images)))).mean(dim=(2, 3))
+        hidden = self.tied(torch.tanh(self.square(hidden)))
+        outputs = self.head(hidden)
+        marked = images[:, 0, 0, 0] > 5
+        if bool(marked.any()):
+            outputs = outputs + self.sometimes(hidden) * marked[:, None]
+        return outputs
+
+
+def awkward_batches(size: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, tuple[int, ...]]]:
+    """Global batches with their split; the first sample, on rank 0, is the marked one."""
+    generator = torch.Generator().manual_seed(7)
+    batches = []
+    for shares in SHARES[size]:
+        images = torch.randn(sum(shares), 3, 8, 8, generator=generator, dtype=torch.float64)
+        images[0, 0, 0, 0] = 9.0
+        batches.append((images.to(dtype), torch.randint(0, 4, (sum(shares),), generator=generator), shares))
+    return batches
+
+
+def mine(batch: tuple[Tensor, Tensor, tuple[int, ...]], rank: int) -> tuple[Tensor, Tensor]:
+    """This rank's share of a global batch."""
+    images, labels, shares = batch
+    begin = sum(shares[:rank])
+    return images[begin:begin + shares[rank]], labels[begin:begin + shares[rank]]
+
+
+def largest_error(model: nn.Module, reference: nn.Module, *, floor: float = 1e-12) -> float:
+    """The largest difference over all parameters, by tensor norm, relative to the norm (or to ``floor``: a convolution's
+    bias before BatchNorm has a true gradient of zero and stays at rounding errors)."""
+    with torch.no_grad():
+        return max(float((p - q).norm() / q.norm().clamp_min(floor))
+                   for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+def awkward_errors(rank: int, size: int, sync: GradientSync, dtype: torch.dtype) -> tuple[list[float], list[str]]:
+    """Train through the engine; return, after each step, the error against one process and a digest of the weights."""
+    torch.manual_seed(100)
+    reference = Awkward().to(dtype)
+    torch.manual_seed(100 + rank)
+    model = Awkward().to(dtype)
+    if dtype == torch.float32:
+        model = model.to(memory_format=torch.channels_last)
+    batches = awkward_batches(size, dtype)
+
+    reference_optimizer = torch.optim.SGD(reference.parameters(), **SGD)
+    references = []
+    for images, labels, _ in batches:
+        reference_optimizer.zero_grad()
+        nn.functional.cross_entropy(reference(images), labels).backward()
+        reference_optimizer.step()
+        references.append(copy.deepcopy(reference))
+
+    engine = TrainingEngine(model, "cpu", sync=sync)
+    engine.prepare(torch.optim.SGD(model.parameters(), **SGD), nn.CrossEntropyLoss())
+    errors, digests = [], []
+
+    def compare(_records: list) -> None:
+        errors.append(largest_error(model, references[len(errors)]))
+        digests.append(digest(model.state_dict()))
+
+    engine.train_epoch([mine(batch, rank) for batch in batches], epoch=1, log_every=1, on_steps=compare)
+    engine.close()
+    assert model.unused.weight.grad is None, "a parameter that no rank uses must stay without gradient"
+    return errors, digests
+
+
+def every_strategy_on_awkward(rank: int, size: int) -> dict:
+    """Each strategy and type in turn in one group."""
+    return {(name, dtype): awkward_errors(rank, size, build_sync(name, **OPTIONS.get(name, {})), dtype)
+            for name in DISTRIBUTED for dtype in TOLERANCE}
+
+
+@functools.cache
+def awkward_results(size: int) -> list[dict]:
+    """By rank; computed once for all tests."""
+    return run_ranks(size, every_strategy_on_awkward, size)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", DISTRIBUTED)
+@pytest.mark.parametrize("size", SHARES)
+def test_equals_one_process_after_every_step(size: int, name: str, dtype: torch.dtype) -> None:
+    results = [one[name, dtype] for one in awkward_results(size)]
+    errors = [error for errors, _ in results for error in errors]
+    assert len(errors) == size * len(SHARES[size])
+    assert max(errors) <= TOLERANCE[dtype], errors
+    assert all(digests == results[0][1] for _, digests in results), "the ranks' weights differ in some bit"
+
+
+def test_none_equals_one_process() -> None:
+    errors, _ = awkward_errors(0, 1, build_sync("none"), torch.float64)
+    assert max(errors) <= TOLERANCE[torch.float64]
+
+
+# --- Wrong on purpose. Each is a mistake seen in published solutions, and each must be caught. ---
+
+
+class ByHand(GradientSync):
+    """A right all_reduce, for the mutants to spoil."""
+
+    def synchronize(self, model: nn.Module) -> None:
+        for gradient in self.gradients():
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+
+
+class SumWithoutDividing(GradientSync):
+    def synchronize(self, model: nn.Module) -> None:
+        for gradient in self.gradients():
+            dist.all_reduce(gradient)
+
+
+class SkippedParameter(GradientSync):
+    def synchronize(self, model: nn.Module) -> None:
+        for gradient in self.gradients()[1:]:
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+
+
+class WeightsInsteadOfGradients(GradientSync):
+    def after_step(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                dist.all_reduce(parameter)
+                parameter /= dist.get_world_size()
+
+
+class LiteralWorldSize(GradientSync):
+    def synchronize(self, model: nn.Module) -> None:
+        for gradient in self.gradients():
+            dist.all_reduce(gradient)
+            gradient /= 4
+
+
+class NoInitialBroadcast(ByHand):
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        return model
+
+
+class NoneIsSkippedNotZero(GradientSync):
+    """Leaves out what this rank lacks: the others' sums then meet the wrong partners, or none."""
+
+    def synchronize(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None and dist.get_rank() == 0:
+                parameter.grad /= dist.get_world_size()
+
+
+class UnweightedEngine(ByHand):
+    """The plain mean of the shards' means, as if all shards were equal: undoes the engine's weighting."""
+
+    def synchronize(self, model: nn.Module) -> None:
+        super().synchronize(model)
+        shares = SHARES[dist.get_world_size()]
+        self.step = getattr(self, "step", -1) + 1
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= sum(shares[self.step]) / (max(shares[self.step]) * dist.get_world_size())
+
+
+MUTANTS = [SumWithoutDividing, SkippedParameter, WeightsInsteadOfGradients, LiteralWorldSize, NoInitialBroadcast,
+           NoneIsSkippedNotZero, UnweightedEngine]
+
+
+def every_mutant(rank: int, size: int) -> dict:
+    return {kind.__name__: awkward_errors(rank, size, kind(), torch.float64) for kind in [ByHand, *MUTANTS]}
+
+
+def test_mutation_check() -> None:
+    """The test above passes a right strategy of a user's own, and catches each wrong one."""
+    results = run_ranks(3, every_mutant, 3)
+
+    def passes(name: str) -> bool:
+        errors = [error for one in results for error in one[name][0]]
+        return max(errors) <= TOLERANCE[torch.float64] and all(one[name][1] == results[0][name][1] for one in results)
+
+    assert passes("ByHand")
+    survivors = [kind.__name__ for kind in MUTANTS if passes(kind.__name__)]
+    assert not survivors, f"wrong strategies that the equivalence test lets pass: {survivors}"
+
+
+# --- BatchNorm ---
+
+
+def vgg_errors(rank: int, size: int) -> dict:
+    """VGG-11 in float64 against one process that computes the shards in turn, each with a BatchNorm of its own."""
+    shares = {2: [(3, 2), (2, 4)], 3: [(3, 2, 2), (2, 4, 3)]}[size]
+    generator = torch.Generator().manual_seed(3)
+    batches = [(torch.randn(sum(split), 3, 32, 32, generator=generator, dtype=torch.float64),
+                torch.randint(0, 10, (sum(split),), generator=generator), split) for split in shares]
+    torch.manual_seed(100)
+    first = build_model("vgg11", 10).double()
+    shards = [copy.deepcopy(first) for _ in range(size)]  # equal weights, running statistics of their own
+    optimizers = [torch.optim.SGD(shard.parameters(), **SGD) for shard in shards]
+    for batch in batches:
+        for index, (shard, optimizer) in enumerate(zip(shards, optimizers, strict=True)):
+            images, labels = mine(batch, index)
+            optimizer.zero_grad()
+            (nn.functional.cross_entropy(shard(images), labels) * len(labels) / len(batch[1])).backward()
+        for parameters in zip(*(shard.parameters() for shard in shards), strict=True):
+            total = sum(p.grad for p in parameters)
+            for parameter in parameters:
+                parameter.grad = total.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    seen = [sum(split[index] for split in shares) for index in range(size)]
+    expected = {name: sum(shard.state_dict()[name] * n for shard, n in zip(shards, seen, strict=True)) / sum(seen)
+                for name in first.state_dict() if "running" in name}
+
+    results = {}
+    for name in DISTRIBUTED:
+        torch.manual_seed(100 + rank)
+        model = build_model("vgg11", 10).double()
+        engine = TrainingEngine(model, "cpu", sync=name)
+        engine.prepare(torch.optim.SGD(model.parameters(), **SGD), nn.CrossEntropyLoss())
+        engine.train_epoch([mine(batch, rank) for batch in batches], epoch=1)
+        own = model.state_dict()["features.1.running_mean"].clone()
+        engine.agree_on_buffers()
+        engine.close()
+        state = model.state_dict()
+        results[name] = {
+            "weights": largest_error(model, shards[0], floor=1e-3),
+            "statistics": max(float((state[key] - value).norm() / value.norm()) for key, value in expected.items()),
+            "before": own.numpy(), "digest": digest(state)}
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_vgg11_with_batchnorm_equals_the_shards_in_turn(size: int) -> None:
+    results = run_ranks(size, vgg_errors, size)
+    for name in DISTRIBUTED:
+        assert max(one[name]["weights"] for one in results) <= 1e-9, name
+        assert max(one[name]["statistics"] for one in results) <= 1e-9, f"{name}: running statistics"
+        assert len({one[name]["digest"] for one in results}) == 1, f"{name}: weights or buffers differ between ranks"
+        assert len({one[name]["before"].tobytes() for one in results}) == size, "each rank has statistics of its own before"
+
+
+# --- The edges of the contract ---
+
+
+class Switching(nn.Module):
+    """Uses ``extra`` in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.extra, self.use_extra = nn.Linear(4, 2), nn.Linear(4, 2), False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.base(inputs) + (self.extra(inputs) if self.use_extra else 0)
+
+
+def switches_in_second_step(rank: int, name: str) -> None:
+    model = Switching()
+    engine = TrainingEngine(model, "cpu", sync=name)
+    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    inputs, labels = torch.randn(4, 4), torch.tensor([0, 1, 0, 1])
+    engine.train_step(inputs, labels, global_samples=8)
+    model.use_extra = True
+    engine.train_step(inputs, labels, global_samples=8)
+
+
+@pytest.mark.parametrize("name", ["gather_scatter", "all_reduce"])
+def test_other_gradients_than_in_the_first_step_are_an_error_that_names_the_parameter(name: str) -> None:
+    with pytest.raises(RankFailed, match=r"'extra\.weight' has a gradient in this step, unlike in the first one"):
+        run_ranks(2, switches_in_second_step, name)
+
+
+def different_models(rank: int) -> None:
+    model = nn.Linear(4, 2 + rank)
+    TrainingEngine(model, "cpu", sync="all_reduce").prepare(torch.optim.SGD(model.parameters(), lr=0.1),
+                                                            nn.CrossEntropyLoss())
+
+
+def test_different_models_are_refused_before_the_first_step() -> None:
+    with pytest.raises(RankFailed, match=r"the ranks differ in the model's parameters\. weight: \(2, 4\).* on rank 0"):
+        run_ranks(2, different_models)
+
+
+def test_a_criterion_that_is_no_mean_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="reduction='sum'"):
+        TrainingEngine(model, "cpu").prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(reduction="sum"))
+
+
+def empty_rank_with_batchnorm(rank: int, name: str) -> tuple[bool, str]:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
+    engine = TrainingEngine(model, "cpu", sync=name)
+    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    count = 4 if rank == 0 else 0
+    engine.train_epoch([(torch.randn(count, 3, 8, 8), torch.zeros(count, dtype=torch.int64))] * 2, epoch=1)
+    engine.agree_on_buffers()
+    engine.close()
+    return all(bool(t.isfinite().all()) for t in model.state_dict().values()), digest(model.state_dict())
+
+
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_a_rank_without_samples_leaves_batchnorm_whole(name: str) -> None:
+    results = run_ranks(2, empty_rank_with_batchnorm, name)
+    assert all(finite for finite, _ in results)
+    assert results[0][1] == results[1][1]
