@@ -59,6 +59,8 @@ def main(part: str, *, path: str, description: str, sync_choices: Sequence[str],
         return _say(f"error: {error}", 2)
 
     _end_soon_after_interrupt()
+    if not config.debug:  # read when torch is imported: its C++ warnings repeat, with stack frames, what is told here
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from common.distributed import explain_collective_failure
     from common.experiment import run
     try:

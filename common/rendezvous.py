@@ -11,6 +11,7 @@ import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import psutil
 import torch
@@ -118,7 +119,7 @@ def _wait_for_all(store: dist.TCPStore, launch: Launch, deadline: float, timeout
     everyone = [_joined(rank) for rank in range(launch.size)]
     while not store.check(everyone):
         if store.check(["abort"]):
-            raise GroupError(store.get("abort").decode())
+            _leave(launch, store.get("abort").decode())
         if time.monotonic() > deadline:
             missing = [rank for rank in range(launch.size) if not store.check([_joined(rank)])]
             _abort(store, launch, _missing_message(launch, missing, timeout_seconds))
@@ -135,13 +136,17 @@ def _missing_message(launch: Launch, missing: list[int], timeout_seconds: float)
             f"s; missing: {names}. Start them with the same command and their --rank, or give a longer --timeout{hint}")
 
 
-def _abort(store: dist.TCPStore, launch: Launch, message: str) -> None:
-    """Tell those who are still waiting, then raise. Rank 0 holds the store, so it stays a moment for them to read."""
+def _abort(store: dist.TCPStore, launch: Launch, message: str) -> NoReturn:
+    """Tell those who are still waiting, then raise."""
     everyone_is_there = store.check([_joined(rank) for rank in range(launch.size)])
     if not everyone_is_there:  # a latecomer's mistake must not end a run that has begun
         store.set("abort", message)
+    _leave(launch, message)
+
+
+def _leave(launch: Launch, message: str) -> NoReturn:
     if launch.rank == 0:
-        time.sleep(_FAREWELL_SECONDS)
+        time.sleep(_FAREWELL_SECONDS)  # rank 0 holds the store: the others must have read the message before it goes
     raise GroupError(message)
 
 

@@ -1,0 +1,206 @@
+"""Images a second and core: TrainLoader's batched tensor code against PIL transforms in a DataLoader.
+
+    python benchmarks/loader.py
+
+Three loaders take turns for some seconds each, and every round gives one ratio:
+
+- ours: ``TrainLoader`` on one thread, everything included: order, offsets, crop, flip, normalisation, labels;
+- plain, one core: torchvision's dataset and PIL transforms in a ``DataLoader`` without workers, on one thread;
+- plain, 2 workers: the same in two worker processes, divided by the cores that these can fill. The process that
+  collects their batches counts as free, which is in the plain loader's favour.
+
+Before another loader's turn the workers have filled their queue and sleep (``wait_until_idle``); before the workers'
+own turn the queue is emptied, so that only batches made within the measured time count.
+
+What the other benchmarks share lies here too: the datasets, both loaders, the machine's description, the spread.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+from torchvision import transforms
+from torchvision.datasets import CIFAR10
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from common.data import load_dataset  # noqa: E402
+from common.data.dataset import Dataset, ImageSet  # noqa: E402
+from common.data.loaders import TrainLoader  # noqa: E402
+from common.data.sharding import GlobalBatchSampler  # noqa: E402
+from common.records import environment, usable_cores  # noqa: E402
+
+PLAIN_WORKERS = 2
+PREFETCH_FACTOR = 2
+SEED = 0
+_QUIET_SECONDS = 0.3
+_PATIENCE_SECONDS = 120.0
+
+
+def describe_machine() -> str:
+    """Return CPU, cores, versions and commit in one line, as every benchmark prints them."""
+    facts = environment()
+    commit = f"{(facts['git_commit'] or 'none')[:10]}{' with changes' if facts['git_changes'] else ''}"
+    return (f"machine: {facts['cpu']}, {facts['usable_cores']} cores usable, load {psutil.getloadavg()[0]:.1f}; "
+            f"Python {facts['python']}, torch {torch.__version__}, torchvision {facts['torchvision']}; commit {commit}")
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    """Return 'median (least to most)' of the rounds' values, each in the format ``form``."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def whole_number(text: str) -> int:
+    """Return a flag's value as an int of at least 1, for argparse."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, give a whole number of at least 1")
+    return int(text)
+
+
+def add_data_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose images and batch size."""
+    parser.add_argument("--dataset", choices=("cifar10", "digits"), default="cifar10",
+                        help="digits is taken where CIFAR-10's files are missing (default: cifar10)")
+    parser.add_argument("--data-dir", type=Path, default=REPOSITORY / "data", help="where CIFAR-10 lies")
+    parser.add_argument("--batch-size", type=whole_number, default=256, help="samples a step (default: 256)")
+
+
+def load_benchmark_dataset(name: str, data_dir: Path, *, batch_size: int) -> Dataset:
+    """Return the dataset of that name, or digits, saying so, where CIFAR-10's files are missing: nothing is downloaded.
+
+    Ends the program where a batch would be larger than the training set, or too small for BatchNorm.
+    """
+    if name == "cifar10" and not (data_dir / CIFAR10.base_folder).is_dir():
+        print(f"NOTE: {data_dir / CIFAR10.base_folder} is missing: measuring on digits instead, not on CIFAR-10")
+        name = "digits"
+    dataset = load_dataset(name, data_dir)
+    if not 2 <= batch_size <= len(dataset.train):
+        sys.exit(f"error: --batch-size: got {batch_size}, give 2 to {len(dataset.train)} for {name}")
+    print(f"data: {name}, {len(dataset.train):,} training images")
+    return dataset
+
+
+def our_loader(dataset: Dataset, *, batch_size: int) -> TrainLoader:
+    """Return this project's loader for one process; only whole batches, so that all steps have one size."""
+    whole = len(dataset.train) // batch_size * batch_size
+    return TrainLoader(dataset, GlobalBatchSampler(whole, batch_size=batch_size, seed=SEED))
+
+
+class _PilImages(TorchDataset):
+    """Images in memory as torchvision's own datasets give them: through PIL, one at a time."""
+
+    def __init__(self, images: ImageSet, transform: transforms.Compose) -> None:
+        self._images, self._labels, self._transform = images.images.numpy(), images.labels.tolist(), transform
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self._transform(Image.fromarray(self._images[index])), self._labels[index]
+
+
+def plain_loader(dataset: Dataset, data_dir: Path, *, batch_size: int, workers: int) -> DataLoader:
+    """Return the usual loader: PIL transforms, one image at a time, shuffled; only whole batches."""
+    flip = [transforms.RandomHorizontalFlip()] if dataset.flip else []
+    transform = transforms.Compose([transforms.RandomCrop(32, padding=4), *flip, transforms.ToTensor(),
+                                    transforms.Normalize(dataset.mean, dataset.std)])
+    if dataset.name == "cifar10":
+        images: TorchDataset = CIFAR10(str(data_dir), train=True, transform=transform)
+    else:
+        images = _PilImages(dataset.train, transform)
+    return DataLoader(images, batch_size=batch_size, shuffle=True, drop_last=True, num_workers=workers,
+                      persistent_workers=workers > 0, prefetch_factor=PREFETCH_FACTOR if workers else None)
+
+
+def endless(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches of one epoch after another, each in an order of its own."""
+    for epoch in itertools.count(1):
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        yield from loader
+
+
+def wait_until_idle() -> None:
+    """Return once the processes that this one started (DataLoader workers) use no CPU: their queue is full.
+
+    Raises TimeoutError where they never rest.
+    """
+    def cpu_seconds() -> float:
+        return sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children(recursive=True))
+
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    before = cpu_seconds()
+    while time.monotonic() < deadline:
+        time.sleep(_QUIET_SECONDS)
+        now = cpu_seconds()
+        if now == before:
+            return
+        before = now
+    raise TimeoutError(f"the DataLoader's workers were still busy after {_PATIENCE_SECONDS:.0f} s")
+
+
+def images_per_second(batches: Iterator[tuple[Tensor, Tensor]], *, seconds: float, discard: int = 0) -> float:
+    """Take ``discard`` batches, then as many as come in ``seconds``, whole ones; return the latter's rate."""
+    for _ in range(discard):
+        next(batches)
+    images, began = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - began) < seconds:
+        images += len(next(batches)[1])
+    return images / elapsed
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the rates by loader, images a second and core, one a round; the loaders take turns."""
+    dataset = load_benchmark_dataset(arguments.dataset, arguments.data_dir, batch_size=arguments.batch_size)
+    size = arguments.batch_size
+    loaders = {
+        "ours, 1 thread": our_loader(dataset, batch_size=size),
+        "plain, 1 core": plain_loader(dataset, arguments.data_dir, batch_size=size, workers=0),
+        f"plain, {PLAIN_WORKERS} workers": plain_loader(dataset, arguments.data_dir, batch_size=size,
+                                                        workers=PLAIN_WORKERS)}
+    batches = {name: endless(loader) for name, loader in loaders.items()}
+    cores = min(PLAIN_WORKERS, usable_cores())
+    rates: dict[str, list[float]] = {name: [] for name in loaders}
+    for round_number in range(arguments.rounds + 1):
+        for name, stream in batches.items():
+            workers = getattr(loaders[name], "num_workers", 0)
+            wait_until_idle()
+            rate = images_per_second(stream, seconds=arguments.seconds if round_number else arguments.seconds / 4,
+                                     discard=workers * PREFETCH_FACTOR)
+            if round_number:  # the first round warms up
+                rates[name].append(rate / cores if workers else rate)
+    return rates
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_data_flags(parser)
+    parser.add_argument("--rounds", type=whole_number, default=7, help="turns of each loader (default: 7)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of a turn (default: 2)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(describe_machine())
+    print(f"settings: batch {arguments.batch_size}, 1 thread, {arguments.rounds} rounds of {arguments.seconds:g} s a "
+          "loader after a short one to warm up; median (least to most) over the rounds")
+    rates = measure(arguments)
+    ours = next(iter(rates.values()))
+    print(f"\n{'loader':<18}{'images/s/core':<30}ours / it")
+    for name, values in rates.items():
+        ratios = [mine / its for mine, its in zip(ours, values, strict=True)]
+        print(f"{name:<18}{spread(values, ',.0f'):<30}{spread(ratios, '.1f') if values is not ours else '-'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""One node's training step against a plain loop, and against the machine's own matrix product; its peak memory.
+
+    python benchmarks/train_step.py
+
+In one process, with the same number of threads and the same VGG-11, blocks of steps take turns:
+
+- ours: ``TrainingEngine.train_epoch`` with sync "none", fed by ``TrainLoader``, with all that a run of PartOne does in
+  its steps: data, loss, accuracy, schedule, timing hooks, the check for NaN, a line a step in ``metrics.jsonl``. Only
+  the progress line is left out.
+- plain: torchvision's dataset with PIL transforms in a DataLoader with 2 workers, default (NCHW) strides, zero_grad,
+  forward, loss, backward, step, ``loss.item()`` and scikit-learn's accuracy in each step.
+- sgemm: ``torch.mm`` of two large float32 matrices, before, between and after the two.
+
+How it is kept fair:
+- The plain loop's workers would take cores from the others. They work only to refill their queue; before each block,
+  of either way, the program waits until they use no CPU at all. A batch takes them far less time than a step, so the
+  queue is full again within each block: a block pays for as many batches as it takes.
+- Every other round begins with the other way, and both warm up first.
+- All batches are of one size; time is the wall time of a whole block, divided by its steps.
+- A real run's peak memory is measured in a child process, and first: the peak that Linux gives for a child is at least
+  what its parent held when it started the child, which is less than the child's own only before the training here.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from loader import (
+    PLAIN_WORKERS,
+    REPOSITORY,
+    SEED,
+    add_data_flags,
+    describe_machine,
+    endless,
+    load_benchmark_dataset,
+    our_loader,
+    plain_loader,
+    spread,
+    wait_until_idle,
+    whole_number,
+)
+from sklearn.metrics import accuracy_score
+from torch import nn
+
+from common.data.dataset import Dataset
+from common.models import build_model
+from common.records import RunFolder, usable_cores
+from common.schedules import build_schedule
+from common.training import prepare_model_for_training
+from common.training_engine import TrainingEngine
+
+VGG11_MACS = 152.8e6
+"""Multiply-adds of one sample's forward pass; each is 2 operations, and backward counts as two more such passes."""
+
+_WARM_UP_STEPS = 2
+_MEMORY_STEPS = 4
+_SGEMM_SIZE, _SGEMM_REPEATS = 3072, 2
+
+
+class Ours:
+    """This project's step, as ``common.experiment.run`` puts it together for PartOne on a CPU."""
+
+    def __init__(self, dataset: Dataset, folder: Path, *, batch_size: int, total_steps: int) -> None:
+        torch.manual_seed(SEED)
+        self._loader = our_loader(dataset, batch_size=batch_size)
+        self._folder = RunFolder(folder)
+        model, criterion, optimizer = prepare_model_for_training(
+            build_model("vgg11", len(dataset.class_names)), "cpu", 0.03, 0.9, 5e-4, False)
+        self._engine = TrainingEngine(model, "cpu", sync="none")
+        self._engine.prepare(optimizer, criterion, build_schedule(optimizer, "onecycle", total_steps=total_steps))
+        self._epoch = 0
+
+    def train(self, steps: int) -> None:
+        """Train so many steps; every call begins a new epoch."""
+        last = self._engine.step + steps
+        while self._engine.step < last:
+            self._epoch += 1
+            self._loader.sampler.set_epoch(self._epoch)
+            self._engine.train_epoch(self._loader, epoch=self._epoch, seed=SEED, max_steps=last,
+                                     on_steps=self._folder.append_metrics)
+
+
+class Plain:
+    """The loop that most tutorials show."""
+
+    def __init__(self, dataset: Dataset, data_dir: Path, *, batch_size: int) -> None:
+        torch.manual_seed(SEED)
+        self._batches = endless(plain_loader(dataset, data_dir, batch_size=batch_size, workers=PLAIN_WORKERS))
+        self._model = build_model("vgg11", len(dataset.class_names)).train()
+        self._criterion = nn.CrossEntropyLoss()
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
+        self.history: list[tuple[float, float]] = []
+
+    def train(self, steps: int) -> None:
+        """Train so many steps; the epoch goes on where the last call stopped."""
+        for _ in range(steps):
+            images, labels = next(self._batches)
+            self._optimizer.zero_grad()
+            outputs = self._model(images)
+            loss = self._criterion(outputs, labels)
+            loss.backward()
+            self._optimizer.step()
+            self.history.append((loss.item(), accuracy_score(labels.numpy(), outputs.argmax(dim=1).numpy())))
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds a step of either way; operations a second of each matrix product measured around them."""
+
+    ours: float
+    plain: float
+    sgemm: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast our step is."""
+        return self.plain / self.ours
+
+    def share(self, batch_size: int, *, of: Callable[[list[float]], float] = statistics.median) -> float:
+        """Our operations a second over sgemm's: over the round's median product, or its best with ``of=max``."""
+        return 6 * VGG11_MACS * batch_size / self.ours / of(self.sgemm)
+
+
+def sgemm_rates() -> list[float]:
+    """Return the operations a second of a few products of large float32 matrices."""
+    left, right = (torch.rand(_SGEMM_SIZE, _SGEMM_SIZE) for _ in range(2))
+    out = torch.mm(left, right)
+    rates = []
+    for _ in range(_SGEMM_REPEATS):
+        began = time.perf_counter()
+        torch.mm(left, right, out=out)
+        rates.append(2 * _SGEMM_SIZE**3 / (time.perf_counter() - began))
+    return rates
+
+
+def seconds_a_step(way: Ours | Plain, steps: int) -> float:
+    """Return the wall seconds of a block of ``steps``, by step, begun once the plain loop's workers rest."""
+    wait_until_idle()
+    began = time.perf_counter()
+    way.train(steps)
+    return (time.perf_counter() - began) / steps
+
+
+def measure_round(ours: Ours, plain: Plain, *, steps: int, plain_first: bool) -> Round:
+    """Measure a block of each way, and sgemm before, between and after them."""
+    seconds: dict[Ours | Plain, float] = {}
+    wait_until_idle()
+    sgemm = sgemm_rates()
+    for way in (plain, ours) if plain_first else (ours, plain):
+        seconds[way] = seconds_a_step(way, steps)
+        wait_until_idle()
+        sgemm += sgemm_rates()
+    return Round(seconds[ours], seconds[plain], sgemm)
+
+
+def peak_memory_bytes(arguments: argparse.Namespace, dataset: str) -> int:
+    """Return the most resident memory of a real, short run of PartOne/main.py: training, evaluation, report.
+
+    Ends the program with the run's last words where it fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "output.txt"
+        command = [sys.executable, str(REPOSITORY / "PartOne" / "main.py"), "--max-steps", str(_MEMORY_STEPS),
+                   "--batch-size", str(arguments.batch_size), "--threads", str(arguments.threads), "--dataset", dataset,
+                   "--data-dir", str(arguments.data_dir), "--output-dir", str(Path(folder) / "reports")]
+        with log.open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            sys.exit(f"error: {' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
+    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def parse() -> argparse.Namespace:
+    """Return the flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_data_flags(parser)
+    parser.add_argument("--rounds", type=whole_number, default=6, help="blocks of each way (default: 6)")
+    parser.add_argument("--steps-per-round", type=whole_number, default=8, help="steps a block (default: 8)")
+    parser.add_argument("--threads", type=whole_number, default=usable_cores(),
+                        help="torch's threads, of either way (default: all usable cores)")
+    return parser.parse_args()
+
+
+def report(rounds: list[Round], *, batch_size: int, peak_bytes: int) -> None:
+    """Print what the rounds give together."""
+    shares = [100 * r.share(batch_size) for r in rounds]
+    shares_of_best = [100 * r.share(batch_size, of=max) for r in rounds]
+    print(f"\nmedian (least to most) over {len(rounds)} rounds")
+    print(f"ours, seconds a step       {spread([r.ours for r in rounds], '.3f')}")
+    print(f"plain, seconds a step      {spread([r.plain for r in rounds], '.3f')}")
+    print(f"plain / ours               {spread([r.ratio for r in rounds], '.3f')}")
+    print(f"sgemm, GFLOP/s             {spread([rate / 1e9 for r in rounds for rate in r.sgemm], '.0f')}")
+    print(f"ours, % of sgemm           {spread(shares, '.1f')}")
+    print(f"ours, % of a round's best  {spread(shares_of_best, '.1f')}")
+    print(f"ours, peak memory          {peak_bytes / 1e9:.2f} GB (a run of PartOne/main.py, {_MEMORY_STEPS} steps)")
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = parse()
+    size, steps = arguments.batch_size, arguments.steps_per_round
+    torch.set_num_threads(arguments.threads)
+    print(describe_machine())
+    print(f"settings: batch {size}, {arguments.threads} threads, {arguments.rounds} rounds of {steps} steps after "
+          f"{_WARM_UP_STEPS} to warm up; plain: {PLAIN_WORKERS} workers; sgemm: {_SGEMM_SIZE} x {_SGEMM_SIZE}")
+    dataset = load_benchmark_dataset(arguments.dataset, arguments.data_dir, batch_size=size)
+    peak_bytes = peak_memory_bytes(arguments, dataset.name)
+    rounds = []
+    with tempfile.TemporaryDirectory() as folder:
+        ours = Ours(dataset, Path(folder), batch_size=size, total_steps=_WARM_UP_STEPS + arguments.rounds * steps)
+        plain = Plain(dataset, arguments.data_dir, batch_size=size)
+        plain.train(_WARM_UP_STEPS)
+        wait_until_idle()
+        ours.train(_WARM_UP_STEPS)
+        print(f"\n{'round':<7}{'first':<8}{'ours s/step':<13}{'plain s/step':<14}{'plain/ours':<12}"
+              f"{'sgemm GFLOP/s':<15}ours % of sgemm", flush=True)
+        for number in range(1, arguments.rounds + 1):
+            plain_first = number % 2 == 0
+            r = measure_round(ours, plain, steps=steps, plain_first=plain_first)
+            rounds.append(r)
+            print(f"{number:<7}{'plain' if plain_first else 'ours':<8}{r.ours:<13.3f}{r.plain:<14.3f}{r.ratio:<12.3f}"
+                  f"{statistics.median(r.sgemm) / 1e9:<15.0f}{100 * r.share(size):.1f}", flush=True)
+    report(rounds, batch_size=size, peak_bytes=peak_bytes)
+
+
+if __name__ == "__main__":
+    main()

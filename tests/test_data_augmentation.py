@@ -1,0 +1,215 @@
+"""Crop, flip and normalisation: equal to torchvision's own transforms, and drawn from the right distribution."""
+
+import pytest
+import torch
+from PIL import Image, ImageFilter
+from scipy import stats
+from torchvision.transforms import functional, transforms
+
+from common.data.augmentation import PADDING, Draws, Normaliser, RandomCropFlip, draw
+from common.data.dataset import Dataset, ImageSet
+from common.data.loaders import EvaluationLoader, TrainLoader
+from common.data.sharding import GlobalBatchSampler
+
+MEAN, STD = (125.3 / 255, 123.0 / 255, 113.9 / 255), (63.0 / 255, 62.1 / 255, 66.7 / 255)
+SAMPLES = 12_000
+
+
+def _pictures(n, *, seed=0, size=32):
+    """Blurred noise over the full scale with sharp edges, as a photograph has; uint8 (n, size, size, 3)."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(n, 3, 6, 6, generator=generator)
+    smooth = torch.nn.functional.interpolate(coarse, size=(size, size), mode="bilinear")
+    images = (smooth * 1.4 - 0.2 + 0.03 * torch.randn(n, 3, size, size, generator=generator)).clamp(0, 1)
+    images[:, :, size // 3:size // 2, size // 4:size // 2] = torch.rand(n, 3, 1, 1, generator=generator)
+    return (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def _torchvision(image, top, left, flip):
+    """What torchvision's transforms make of one picture for these offsets: Pad, crop, hflip, ToTensor, Normalize."""
+    size = image.shape[0]
+    picture = transforms.Pad(4)(Image.fromarray(image.numpy()))
+    picture = functional.crop(picture, top, left, size, size)
+    if flip:
+        picture = functional.hflip(picture)
+    return transforms.Normalize(MEAN, STD)(transforms.ToTensor()(picture))
+
+
+def test_equals_torchvision_for_every_offset_and_flip():
+    """All 81 crops, flipped or not (the corners with their padding included), differ from torchvision's by < 1e-6."""
+    images = _pictures(162)
+    places = torch.arange(162)
+    draws = Draws(places % 9, places // 9 % 9, places >= 81)
+    batch = Normaliser(MEAN, STD, width=32)(RandomCropFlip(images)(places, draws))
+    for i in range(162):
+        expected = _torchvision(images[i], int(draws.top[i]), int(draws.left[i]), bool(draws.flip[i]))
+        torch.testing.assert_close(batch[i], expected, rtol=0, atol=1e-6)
+
+
+def test_ids_choose_the_images_and_their_draws():
+    """A batch of ids, in any order and with one twice, gives each sample its own image, offsets and flip."""
+    images = _pictures(50, seed=1)
+    draws = draw(50, seed=3, epoch=4, flip=True)
+    ids = torch.tensor([49, 0, 17, 17, 3, 31])
+    batch = Normaliser(MEAN, STD, width=32)(RandomCropFlip(images)(ids, draws))
+    for row, i in zip(batch, ids.tolist(), strict=True):
+        expected = _torchvision(images[i], int(draws.top[i]), int(draws.left[i]), bool(draws.flip[i]))
+        torch.testing.assert_close(row, expected, rtol=0, atol=1e-6)
+
+
+def test_loader_equals_torchvision_for_the_drawn_offsets():
+    """A whole step of the training loader is torchvision's own for what ``draw`` gives; the evaluation loader's is
+    ToTensor and Normalize alone."""
+    images = ImageSet(_pictures(40, seed=2), torch.arange(40) % 3)
+    dataset = Dataset("pictures", images, images, ("a", "b", "c"), MEAN, STD)
+    sampler = GlobalBatchSampler(40, batch_size=16, rank=1, world_size=2, seed=7)
+    sampler.set_epoch(2)
+    draws = draw(40, seed=7, epoch=2, flip=True)
+    for (batch, _), ids in zip(TrainLoader(dataset, sampler), sampler, strict=True):
+        for row, i in zip(batch, ids.tolist(), strict=True):
+            expected = _torchvision(images.images[i], int(draws.top[i]), int(draws.left[i]), bool(draws.flip[i]))
+            torch.testing.assert_close(row, expected, rtol=0, atol=1e-6)
+    batch, _ = next(iter(EvaluationLoader(images, mean=MEAN, std=STD)))
+    for row, image in zip(batch, images.images, strict=True):
+        expected = transforms.Normalize(MEAN, STD)(transforms.ToTensor()(Image.fromarray(image.numpy())))
+        torch.testing.assert_close(row, expected, rtol=0, atol=1e-6)
+
+
+def test_normaliser_on_every_byte_value():
+    """Each of the 256 values in each channel is what ToTensor and Normalize make of it, within 1e-6."""
+    images = torch.arange(256, dtype=torch.uint8).view(1, 8, 32, 1).repeat(1, 1, 1, 3)
+    expected = transforms.Normalize(MEAN, STD)(transforms.ToTensor()(Image.fromarray(images[0].numpy())))
+    torch.testing.assert_close(Normaliser(MEAN, STD, width=32)(images)[0], expected, rtol=0, atol=1e-6)
+
+
+def test_images_need_not_be_square():
+    """Height and width are not mixed up anywhere."""
+    images = _pictures(8, seed=3, size=48)[:, :24]
+    draws = draw(8, seed=0, epoch=1, flip=True)
+    batch = Normaliser(MEAN, STD, width=48)(RandomCropFlip(images)(torch.arange(8), draws))
+    assert batch.shape == (8, 3, 24, 48)
+    for i in range(8):
+        picture = functional.crop(transforms.Pad(4)(Image.fromarray(images[i].numpy())), int(draws.top[i]),
+                                  int(draws.left[i]), 24, 48)
+        picture = functional.hflip(picture) if draws.flip[i] else picture
+        expected = transforms.Normalize(MEAN, STD)(transforms.ToTensor()(picture))
+        torch.testing.assert_close(batch[i], expected, rtol=0, atol=1e-6)
+
+
+def test_the_set_is_left_as_it_was():
+    """Flipping and cutting work on copies: the next epoch starts from the same images."""
+    images = _pictures(10, seed=4)
+    before = images.clone()
+    cut = RandomCropFlip(images)
+    everywhere = torch.arange(10)
+    ones = torch.ones(10, dtype=torch.int64)
+    first = cut(everywhere, Draws(ones * 4, ones * 4, ones == 1))
+    assert torch.equal(first, before.flip(2))
+    assert torch.equal(cut(everywhere, Draws(ones * 4, ones * 4, ones == 0)), before)
+    assert torch.equal(images, before)
+
+
+def test_result_is_float32_channels_last():
+    """What the model gets has channels_last strides, no copy needed, also for a batch of one epoch's last step."""
+    images = ImageSet(_pictures(21, seed=5), torch.arange(21) % 3)
+    dataset = Dataset("pictures", images, images, ("a", "b", "c"), MEAN, STD)
+    for loader in (TrainLoader(dataset, GlobalBatchSampler(21, batch_size=8)),
+                   EvaluationLoader(images, mean=MEAN, std=STD, batch_size=8)):
+        for batch, labels in loader:
+            assert batch.dtype == torch.float32
+            assert batch.shape == (len(labels), 3, 32, 32)
+            assert batch.stride() == (32 * 32 * 3, 1, 32 * 3, 3)
+            assert batch.is_contiguous(memory_format=torch.channels_last)
+
+
+# --- distribution; the seeds are fixed, so that nothing here is a matter of luck ---
+
+
+def _chi_square(values, kinds):
+    return stats.chisquare(torch.bincount(values, minlength=kinds).numpy()).pvalue
+
+
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 1), (0, 2), (1, 1)])
+def test_offsets_are_uniform_from_0_to_8(seed, epoch):
+    """Each of the 9 offsets of an axis comes equally often (chi-square), and no other; 0 to 7, as an exclusive upper
+    bound gives, or a bell shape would fail."""
+    draws = draw(SAMPLES, seed=seed, epoch=epoch, flip=True)
+    for offsets in (draws.top, draws.left):
+        assert offsets.dtype == torch.int64
+        assert offsets.shape == (SAMPLES,)
+        assert (int(offsets.min()), int(offsets.max())) == (0, 2 * PADDING)
+        assert _chi_square(offsets, 9) > 0.01
+
+
+def test_axes_and_flips_are_independent():
+    """Top, left and flip of a sample know nothing of each other: all 162 combinations equally often, and a contingency
+    test of each pair; the same number for both axes would fail."""
+    draws = draw(SAMPLES, seed=0, epoch=1, flip=True)
+    assert _chi_square((draws.top * 9 + draws.left) * 2 + draws.flip.long(), 162) > 0.01
+    for one, other, kinds in ((draws.top, draws.left, 9), (draws.top, draws.flip.long(), 2),
+                              (draws.left, draws.flip.long(), 2)):
+        table = torch.bincount(one * kinds + other, minlength=9 * kinds).view(9, kinds)
+        assert stats.chi2_contingency(table.numpy()).pvalue > 0.01
+
+
+def test_a_sample_gets_unrelated_draws_in_neighbouring_epochs_and_seeds():
+    """What a sample gets in an epoch says nothing about the next epoch, the next seed or the next sample."""
+    first = draw(SAMPLES, seed=0, epoch=1, flip=True).top
+    for other in (draw(SAMPLES, seed=0, epoch=2, flip=True).top, draw(SAMPLES, seed=1, epoch=1, flip=True).top,
+                  first.roll(1)):
+        table = torch.bincount(first * 9 + other, minlength=81).view(9, 9)
+        assert stats.chi2_contingency(table.numpy()).pvalue > 0.01
+
+
+def test_half_of_the_samples_are_flipped():
+    """The share of flips is one half within the binomial test's bounds, in each of three epochs, and each time others."""
+    flips = [draw(SAMPLES, seed=0, epoch=epoch, flip=True).flip for epoch in (1, 2, 3)]
+    for flip in flips:
+        assert flip.dtype == torch.bool
+        assert stats.binomtest(int(flip.sum()), SAMPLES, 0.5).pvalue > 0.01
+    assert stats.binomtest(int((flips[0] == flips[1]).sum()), SAMPLES, 0.5).pvalue > 0.01
+
+
+def test_no_flips_where_a_mirrored_image_is_another():
+    """Without flips (digits) none is flipped, and the offsets are the same as with them."""
+    with_flips, without = (draw(SAMPLES, seed=0, epoch=1, flip=flip) for flip in (True, False))
+    assert not without.flip.any()
+    assert torch.equal(with_flips.top, without.top)
+    assert torch.equal(with_flips.left, without.left)
+
+
+def test_the_loader_never_flips_digits():
+    """With the real digits each training image is a pure shift of its original; a mirrored 3 would be no digit."""
+    from common.data import load_dataset
+
+    digits = load_dataset("digits", "unused")
+    assert digits.flip is False
+    digits = Dataset("digits", digits.train, digits.test, digits.class_names, (0.0,) * 3, (1 / 255,) * 3,
+                     flip=digits.flip)
+    sampler = GlobalBatchSampler(len(digits.train), batch_size=300)
+    draws = draw(len(digits.train), seed=0, epoch=1, flip=False)
+    padded = torch.nn.functional.pad(digits.train.images, (0, 0, 4, 4, 4, 4))
+    batch, _ = next(iter(TrainLoader(digits, sampler)))
+    for row, i in zip(batch, next(iter(sampler)).tolist(), strict=True):
+        top, left = int(draws.top[i]), int(draws.left[i])
+        assert torch.equal(row.round().to(torch.uint8).permute(1, 2, 0), padded[i, top:top + 32, left:left + 32])
+
+
+def test_draws_do_not_touch_the_global_stream():
+    """Drawing neither reads nor moves torch's own generator, on which initial weights depend."""
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    first = draw(100, seed=0, epoch=1, flip=True)
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(first.top, draw(100, seed=0, epoch=1, flip=True).top)
+
+
+def test_pictures_look_real():
+    """Guards the tests above: the pictures use the whole scale, differ from each other and are not symmetric."""
+    images = _pictures(20)
+    assert int(images.min()) < 10
+    assert int(images.max()) > 245
+    assert not any(torch.equal(image, image.flip(1)) for image in images)
+    edges = Image.fromarray(images[0].numpy()).filter(ImageFilter.FIND_EDGES)
+    assert edges.getextrema()[0][1] > 50

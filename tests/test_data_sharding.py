@@ -1,0 +1,271 @@
+"""Which rank sees which sample, audited by sample ids for 1 to 5 ranks: the sampler and both loaders."""
+
+import pytest
+import torch
+
+from common.data.dataset import Dataset, ImageSet
+from common.data.loaders import EvaluationLoader, TrainLoader
+from common.data.sharding import GlobalBatchSampler, epoch_order, global_batch_bounds, rank_share, stream_seed
+from common.errors import UserError
+
+RANKS = (1, 2, 3, 4, 5)
+# (samples, global batch size): one that divides by all ranks, a batch or a set that does not, a rest of 1, of 4, of 9
+# (too small for 5 ranks), a batch greater than the set, a set of one batch, the assignment's own.
+SIZES = ((120, 60), (100, 32), (97, 10), (101, 20), (64, 13), (49, 20), (104, 10), (23, 256), (40, 40), (1437, 256))
+
+_ids = [f"{samples}by{batch}" for samples, batch in SIZES]
+
+
+def _epoch(samples, batch, world, *, seed=0, epoch=1):
+    """Every rank's batches of an epoch: by rank, a list of lists of ids."""
+    ranks = []
+    for rank in range(world):
+        sampler = GlobalBatchSampler(samples, batch_size=batch, rank=rank, world_size=world, seed=seed)
+        sampler.set_epoch(epoch)
+        ranks.append([ids.tolist() for ids in sampler])
+        assert len(ranks[-1]) == len(sampler)
+    return ranks
+
+
+def _global_batches(ranks):
+    return [[sample for rank in step for sample in rank] for step in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize("world", RANKS)
+@pytest.mark.parametrize(("samples", "batch"), SIZES, ids=_ids)
+def test_each_sample_comes_exactly_once_an_epoch(samples, batch, world):
+    """Over all ranks no training sample is left out (also of the last smaller batch) and none comes twice."""
+    for epoch in (1, 2):
+        steps = _global_batches(_epoch(samples, batch, world, epoch=epoch))
+        assert sorted(sample for step in steps for sample in step) == list(range(samples))
+
+
+@pytest.mark.parametrize("world", RANKS)
+@pytest.mark.parametrize(("samples", "batch"), SIZES, ids=_ids)
+def test_batches_are_full_but_the_last_and_shared_evenly(samples, batch, world):
+    """All global batches have the size asked for but the last; a rank has at least 2 samples of each, and at most one
+    sample more than any other; the sizes announced to the engine are the real ones."""
+    ranks = _epoch(samples, batch, world)
+    sizes = [len(step) for step in _global_batches(ranks)]
+    rest = samples % batch
+    joins = 0 < rest < 2 * world and samples > batch
+    assert sizes[:-1] == [batch] * (len(sizes) - 1)
+    assert sizes[-1] == (batch + rest if joins else rest or batch)
+    for step in zip(*ranks, strict=True):
+        shares = [len(share) for share in step]
+        assert min(shares) >= 2
+        assert max(shares) - min(shares) <= 1
+    for rank in range(world):
+        sampler = GlobalBatchSampler(samples, batch_size=batch, rank=rank, world_size=world)
+        assert sampler.global_batch_sizes == sizes
+
+
+@pytest.mark.parametrize(("samples", "batch"), SIZES, ids=_ids)
+def test_global_batches_do_not_depend_on_the_number_of_ranks(samples, batch):
+    """N ranks train on the very batches, in the very order, of one rank; only a rest with less than two samples a rank
+    joins the batch before it."""
+    alone = _global_batches(_epoch(samples, batch, 1, seed=5, epoch=3))
+    for world in RANKS[1:]:
+        steps = _global_batches(_epoch(samples, batch, world, seed=5, epoch=3))
+        if len(alone) > 1 and len(alone[-1]) < 2 * world:
+            assert steps == [*alone[:-2], alone[-2] + alone[-1]]
+        else:
+            assert steps == alone
+
+
+def test_rest_of_a_single_sample_joins_even_on_one_rank():
+    """BatchNorm cannot train on one sample, so a last batch of one is never made."""
+    sampler = GlobalBatchSampler(101, batch_size=20)
+    assert sampler.global_batch_sizes == [20, 20, 20, 20, 21]
+
+
+def test_bounds_at_the_limit():
+    """A rest of exactly two samples a rank stays a batch, one less joins; a set within one batch is one batch."""
+    assert global_batch_bounds(26, 10, 3) == [0, 10, 20, 26]
+    assert global_batch_bounds(25, 10, 3) == [0, 10, 25]
+    assert global_batch_bounds(20, 10, 3) == [0, 10, 20]
+    assert global_batch_bounds(6, 10, 3) == [0, 6]
+
+
+def test_shares_tile_a_batch():
+    """Shares lie side by side without gap or overlap, and differ by at most one, for any size."""
+    for world in RANKS:
+        for samples in range(40):
+            shares = [range(samples)[rank_share(samples, rank, world)] for rank in range(world)]
+            assert [i for share in shares for i in share] == list(range(samples))
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_order_is_new_each_epoch_and_the_same_for_the_same_seed():
+    """A permutation by (seed, epoch): another epoch or seed shuffles anew, the same ones repeat, nothing else matters."""
+    torch.manual_seed(1)
+    first = epoch_order(500, seed=0, epoch=1)
+    torch.manual_seed(2)
+    assert torch.equal(first, epoch_order(500, seed=0, epoch=1))
+    others = [epoch_order(500, seed=seed, epoch=epoch) for seed, epoch in ((0, 2), (0, 3), (1, 1), (1, 2), (2, 1))]
+    orders = [first, *others]
+    for i, one in enumerate(orders):
+        assert sorted(one.tolist()) == list(range(500))
+        for other in orders[:i]:
+            assert int((one == other).sum()) < 10  # two random permutations agree in one place on average
+    assert int((first == torch.arange(500)).sum()) < 10
+
+
+def test_sampler_repeats_its_epoch_until_told_otherwise():
+    """Iterating twice gives one order; ``set_epoch`` changes it, and going back brings it back. Epochs count from 1."""
+    sampler = GlobalBatchSampler(60, batch_size=20, rank=1, world_size=2)
+    first = [ids.tolist() for ids in sampler]
+    assert [ids.tolist() for ids in sampler] == first
+    sampler.set_epoch(2)
+    assert [ids.tolist() for ids in sampler] != first
+    sampler.set_epoch(1)
+    assert [ids.tolist() for ids in sampler] == first
+
+
+def test_ranks_see_different_samples_in_each_step():
+    """The commonest mistake, every rank on the same batch, would show here."""
+    ranks = _epoch(100, 20, 4)
+    for step in zip(*ranks, strict=True):
+        assert len({sample for share in step for sample in share}) == 20
+
+
+def test_stream_seeds_are_unrelated_and_fit():
+    """Seeds of neighbouring (seed, stream, epoch) all differ, and fit torch's generator."""
+    seeds = [stream_seed(seed, stream, epoch) for seed in range(10) for stream in (1, 2, 3) for epoch in range(10)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert stream_seed(2**31 - 1, 1, 10**6) >= 0
+
+
+@pytest.mark.parametrize("world", RANKS)
+def test_too_small_batch_is_refused(world):
+    """Fewer than two samples a rank: UserError names the flag, the size got and the least that works."""
+    with pytest.raises(UserError, match=rf"--batch-size.*got {2 * world - 1}.*give {2 * world} or more"):
+        GlobalBatchSampler(1000, batch_size=2 * world - 1, world_size=world)
+    GlobalBatchSampler(1000, batch_size=2 * world, world_size=world)
+
+
+@pytest.mark.parametrize("world", RANKS)
+def test_too_small_training_set_is_refused(world):
+    """A set with fewer than two samples a rank is refused with its size; one that just suffices works."""
+    with pytest.raises(UserError, match=rf"{2 * world - 1} images.*{world} rank"):
+        GlobalBatchSampler(2 * world - 1, batch_size=64, world_size=world)
+    sampler = GlobalBatchSampler(2 * world, batch_size=64, world_size=world)
+    assert [len(ids) for ids in sampler] == [2]
+
+
+# --- the loaders, by images that tell who they are ---
+
+
+def _marked_set(samples):
+    """Images that carry their number: base 256 digits in channels 0 and 1 of every pixel, so that any crop that leaves
+    one true pixel shows it; channel 2 is a gradient, so that crop and flip show too. Label: number modulo 7."""
+    number = torch.arange(samples)
+    images = torch.empty(samples, 32, 32, 3, dtype=torch.uint8)
+    images[..., 0] = (number // 200 + 1).to(torch.uint8)[:, None, None]
+    images[..., 1] = (number % 200 + 1).to(torch.uint8)[:, None, None]
+    images[..., 2] = (torch.arange(32)[:, None] * 4 + torch.arange(32)).to(torch.uint8)
+    return ImageSet(images, number % 7)
+
+
+def _numbers(batch):
+    """The sample numbers in a batch normalised with mean 0, std 1 / 255; read at the middle, which no crop loses."""
+    middle = batch[:, :, 16, 16].round().long()
+    return ((middle[:, 0] - 1) * 200 + middle[:, 1] - 1).tolist()
+
+
+def _marked_dataset(samples, *, flip=True):
+    whole = _marked_set(samples)
+    return Dataset("marked", whole, whole, tuple("abcdefg"), (0.0,) * 3, (1 / 255,) * 3, flip=flip)
+
+
+def _loader(dataset, batch, rank=0, world=1, *, seed=0, epoch=1):
+    sampler = GlobalBatchSampler(len(dataset.train), batch_size=batch, rank=rank, world_size=world, seed=seed)
+    sampler.set_epoch(epoch)
+    return TrainLoader(dataset, sampler)
+
+
+def _by_sample(dataset, batch, world, **place):
+    """Every sample's augmented image of an epoch, over all ranks, with the audit that each comes once."""
+    found = {}
+    for rank in range(world):
+        loader = _loader(dataset, batch, rank, world, **place)
+        steps = list(loader)
+        assert len(steps) == len(loader) == len(loader.global_batch_sizes)
+        for (images, labels), ids in zip(steps, loader.sampler, strict=True):
+            assert _numbers(images) == ids.tolist()
+            assert labels.dtype == torch.int64
+            assert torch.equal(labels, ids % 7)
+            for image, sample in zip(images, ids.tolist(), strict=True):
+                assert sample not in found
+                found[sample] = image.clone()
+    assert sorted(found) == list(range(len(dataset.train)))
+    return found
+
+
+@pytest.mark.parametrize("world", RANKS)
+def test_train_loader_yields_the_images_of_the_ids(world):
+    """The images and labels of each step are those of the sampler's ids; over the ranks each image comes once."""
+    _by_sample(_marked_dataset(307), 64, world)
+
+
+def test_a_sample_is_augmented_alike_on_any_number_of_ranks():
+    """The same augmented image bit by bit for a sample on 1 to 5 ranks and for another batch size: results do not depend
+    on the number of ranks."""
+    dataset = _marked_dataset(307)
+    alone = _by_sample(dataset, 64, 1, epoch=2)
+    torch.manual_seed(99)  # the global stream must not matter
+    for world, batch in ((2, 64), (3, 64), (4, 50), (5, 64)):
+        for sample, image in _by_sample(dataset, batch, world, epoch=2).items():
+            assert torch.equal(image, alone[sample]), (world, sample)
+
+
+def test_set_epoch_and_seed_change_the_augmentation():
+    """Another epoch or seed crops and flips most samples anew (a crop and flip are one of 162); an epoch repeats itself."""
+    dataset = _marked_dataset(307)
+    first = _by_sample(dataset, 64, 2, epoch=1)
+    again = _by_sample(dataset, 64, 2, epoch=1)
+    assert all(torch.equal(first[sample], again[sample]) for sample in first)
+    for place in ({"epoch": 2}, {"seed": 1}):
+        other = _by_sample(dataset, 64, 2, **place)
+        unchanged = sum(torch.equal(first[sample], other[sample]) for sample in first)
+        assert unchanged < 20, place
+
+
+def test_samples_of_an_epoch_get_different_crops():
+    """Each sample has offsets of its own, not one crop a batch: most of the 162 kinds occur among 307 samples."""
+    dataset = _marked_dataset(307)
+    gradients = {image[2].numpy().tobytes() for image in _by_sample(dataset, 64, 1).values()}
+    assert len(gradients) > 100  # 137 expected
+
+
+@pytest.mark.parametrize("world", RANKS)
+def test_evaluation_gives_each_of_10000_samples_one_prediction(world):
+    """10,000 images give 10,000 predictions over 1 to 5 ranks: none twice, none left out, no padding; as they are."""
+    test_set = _marked_set(10_000)
+    seen = []
+    for rank in range(world):
+        loader = EvaluationLoader(test_set, mean=(0.0,) * 3, std=(1 / 255,) * 3, batch_size=501, rank=rank,
+                                  world_size=world)
+        steps = list(loader)
+        assert len(steps) == len(loader)
+        numbers = [number for images, _ in steps for number in _numbers(images)]
+        assert numbers == loader.ids.tolist()
+        assert [label for _, labels in steps for label in labels.tolist()] == [number % 7 for number in numbers]
+        assert abs(len(numbers) - 10_000 / world) < 1
+        assert all(torch.equal(image[2].round(), test_set.images[0, :, :, 2].float()) for image in steps[0][0][:20])
+        seen += numbers
+    assert sorted(seen) == list(range(10_000))
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4, 5])
+def test_evaluation_of_fewer_samples_than_ranks(samples):
+    """A test set smaller than the group: some ranks have nothing, no rank fails, every sample comes once, and a loader
+    has as many batches as it says."""
+    test_set, seen = _marked_set(samples), []
+    for rank in range(5):
+        loader = EvaluationLoader(test_set, mean=(0.0,) * 3, std=(1 / 255,) * 3, rank=rank, world_size=5)
+        steps = list(loader)
+        assert len(steps) == len(loader)
+        seen += [number for images, _ in steps for number in _numbers(images)]
+    assert sorted(seen) == list(range(samples))
