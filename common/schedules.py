@@ -33,15 +33,19 @@ def build_schedule(optimizer: Optimizer, name: str, *, total_steps: int, warmup_
     if warmup_steps is not None and warmup_steps >= total_steps and name != "constant":
         raise UserError(f"the warm-up of {warmup_steps} steps is not shorter than the training of {total_steps} steps: "
                         "shorten the one or lengthen the other")
-    if name == "onecycle":
-        share = _ONECYCLE_WARMUP_SHARE if warmup_steps is None else warmup_steps / total_steps
+    if name == "onecycle" and warmup_steps is None:
+        warmup_steps = round(_ONECYCLE_WARMUP_SHARE * total_steps)
+    if name == "onecycle" and warmup_steps:
+        # torch puts the peak at step pct_start * total_steps - 1, counted from 0, and uses one rate more than there are
+        # steps here, the one after the last.
         return OneCycleLR(optimizer, max_lr=[group["lr"] for group in optimizer.param_groups],
-                          total_steps=total_steps + 1, pct_start=share, cycle_momentum=False)
+                          total_steps=total_steps + 1, pct_start=(warmup_steps + 1) / (total_steps + 1),
+                          cycle_momentum=False)
     warmup = warmup_steps or 0
     rest = max(1, total_steps - warmup)
     if name == "constant":
         main: LRScheduler = ConstantLR(optimizer, factor=1.0, total_iters=1)
-    elif name == "cosine":
+    elif name in ("cosine", "onecycle"):  # one cycle without its rise is a cosine
         main = CosineAnnealingLR(optimizer, T_max=rest)
     else:
         main = MultiStepLR(optimizer, milestones=[round(share * rest) for share in _STEP_MILESTONES])
