@@ -99,6 +99,12 @@ def usable_cores() -> int:
 
 def peak_memory_bytes() -> int:
     """Return the most memory this process has held so far (resident set)."""
+    try:  # ru_maxrss would count what the parent held when it started this process
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -1,0 +1,160 @@
+"""Each entry point as a user starts it: from another folder, to the report; also under torchrun."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.checkpoint import load_checkpoint
+from common.models import build_model
+from common.training_engine import predict
+from tests.helpers import ROOT, Started, free_port, make_image_folder, needs_cifar10, only_run_folder, run_part
+
+QUICK = ("--dataset", "digits", "--batch-size", 32, "--log-every", 1, "--max-steps", 3)
+FILES = {"config.json", "environment.json", "metrics.jsonl", "summary.json", "logs_rank0.txt", "report.txt", "report.json",
+         "confusion_matrix.png", "loss.png", "checkpoints"}
+
+
+def test_part_one_without_a_flag_for_the_group(tmp_path: Path) -> None:
+    [ended] = run_part("PartOne", *QUICK, "--output-dir", "out", cwd=tmp_path)
+    assert ended.status == 0, ended.err
+    assert "batch: 32 a rank x 1 rank = 32 global" in ended.out
+    folder = only_run_folder(tmp_path / "out", "PartOne-none")
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert str(folder / "report.txt") in ended.out.replace("out/", str(tmp_path / "out") + "/", 1) or "report" in ended.out
+
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        assert {"loss", "accuracy", *(f"{name}_seconds" for name in ("data", "forward", "backward", "sync", "update"))} <= set(step)
+        assert step["forward_seconds"] > 0
+        assert step["backward_seconds"] > 0
+    report = json.loads((folder / "report.json").read_text())
+    assert np.asarray(report["confusion_matrix"]).sum() == report["samples"] == 360
+    assert "Confusion matrix" in (folder / "report.txt").read_text()
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["torch"] == torch.__version__.split("+")[0] or environment["torch"] == torch.__version__
+    assert environment["git_commit"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["test_accuracy"] == report["accuracy"]
+    assert re.match(r"^Epoch: 1, Train Loss: ", (folder / "logs_rank0.txt").read_text())
+
+
+@pytest.mark.parametrize(("part", "flags", "way"), [
+    ("PartTwo", (), "PartTwo-gather_scatter"), ("PartTwo", ("--sync", "all_reduce"), "PartTwo-all_reduce"),
+    ("PartThree", (), "PartThree-ddp")])
+def test_three_ranks_share_batch_and_test_set(tmp_path: Path, part: str, flags: tuple[str, ...], way: str) -> None:
+    """A batch and a test set that do not divide by three; the report has each test image once."""
+    ended = run_part(part, *flags, *QUICK, "--batch-size", 31, "--output-dir", tmp_path, cwd=tmp_path, ranks=3)
+    assert [one.status for one in ended] == [0, 0, 0], ended
+    folder = only_run_folder(tmp_path, way)
+    assert {path.name for path in folder.iterdir()} == FILES | {"logs_rank1.txt", "logs_rank2.txt"}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["ranks_hold_equal_weights"] is True
+    assert summary["nodes"] == 3
+    assert "= 31 global" in ended[0].out
+    assert ended[1].out == "", "rank 0 speaks"
+    report = json.loads((folder / "report.json").read_text())
+    assert report["samples"] == 360
+
+    # The reported accuracy is that of the checkpoint on the whole test set, in one process.
+    from common.data import load_dataset
+    from common.data.loaders import EvaluationLoader
+
+    digits = load_dataset("digits", tmp_path)
+    model = build_model("vgg11", 10)
+    model.load_state_dict(load_checkpoint(folder / "checkpoints" / "Epoch_1.pt")["model_state_dict"])
+    alone = predict(model, "cpu", torch.nn.CrossEntropyLoss(), EvaluationLoader(digits.test, mean=digits.mean, std=digits.std))
+    assert alone.accuracy == pytest.approx(report["accuracy"], abs=1 / 360)
+    assert alone.mean_loss == pytest.approx(report["test_loss"], rel=1e-3)
+
+
+def test_all_ways_train_on_the_same_batches_and_agree(tmp_path: Path) -> None:
+    """Same seed: the loss over the global batch, step by step, hardly differs between two strategies on two ranks, and
+    the first step's (before any update, but for BatchNorm) hardly between one and two."""
+    ways = {"PartTwo-gather_scatter": ("PartTwo",), "PartThree-ddp": ("PartThree",)}
+    losses = {}
+    for way, (part, *flags) in ways.items():
+        assert [one.status for one in run_part(part, *flags, *QUICK, "--output-dir", tmp_path, cwd=tmp_path, ranks=2)] == [0, 0]
+        lines = (only_run_folder(tmp_path, way) / "metrics.jsonl").read_text().splitlines()
+        losses[way] = [json.loads(line)["loss"] for line in lines]
+    assert losses["PartTwo-gather_scatter"] == pytest.approx(losses["PartThree-ddp"], rel=1e-3)
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
+               "--master-port", str(free_port()), str(ROOT / "PartTwo" / "main.py"), "--sync=all_reduce", *map(str, QUICK), "--output_dir",
+               str(tmp_path)]
+    ended = Started(command, cwd=tmp_path, env=dict(os.environ)).end(timeout_seconds=120)
+    assert ended.status == 0, ended.err
+    summary = json.loads((only_run_folder(tmp_path, "PartTwo-all_reduce") / "summary.json").read_text())
+    assert summary["nodes"] == 2
+    assert summary["ranks_hold_equal_weights"] is True
+
+    contradiction = Started([*command, "--num-nodes", "4"], cwd=tmp_path, env=dict(os.environ)).end(timeout_seconds=120)
+    assert contradiction.status != 0
+    assert "--num-nodes 4 contradicts torchrun's WORLD_SIZE=2" in contradiction.err
+
+
+def test_two_runs_at_once_never_share_a_folder(tmp_path: Path) -> None:
+    from common.records import new_run_name
+
+    names = [new_run_name(tmp_path) for _ in range(5)]
+    assert len(set(names)) == 5
+    assert {path.name for path in tmp_path.iterdir()} == set(names)
+
+
+def test_a_folder_of_images_of_ones_own(tmp_path: Path) -> None:
+    make_image_folder(tmp_path / "data")
+    ended = run_part("PartThree", "--dataset", "folder", "--data-dir", "data", "--local-batch-size", 4, "--output-dir", tmp_path,
+                     "--debug", cwd=tmp_path, ranks=2)
+    assert [one.status for one in ended] == [0, 0], ended
+    assert "batch: 4 a rank x 2 ranks = 8 global" in ended[0].out
+    report = json.loads((only_run_folder(tmp_path, "PartThree-ddp") / "report.json").read_text())
+    assert report["class_names"] == ["cat", "dog"]
+
+
+@pytest.mark.cifar
+@needs_cifar10
+def test_the_assignments_own_setting_runs_on_real_data(tmp_path: Path) -> None:
+    """Constant rate 0.1, as the assignment has it, a few steps of it; peak memory of a rank stays below 2.5 GB."""
+    ended = run_part("PartTwo", "--sync", "all_reduce", "--lr", 0.1, "--schedule", "constant", "--max-steps", 2, "--batch-size",
+                     256, "--output-dir", tmp_path, cwd=tmp_path, ranks=2, timeout_seconds=200)
+    assert [one.status for one in ended] == [0, 0], ended
+    folder = only_run_folder(tmp_path, "PartTwo-all_reduce")
+    rates = [json.loads(line)["learning_rate"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rates == [0.1, 0.1]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert json.loads((folder / "report.json").read_text())["samples"] == 10_000
+    assert summary["peak_memory_bytes"] < 2.5e9
+
+
+@pytest.mark.slow
+@pytest.mark.cifar
+@needs_cifar10
+@pytest.mark.timeout(900)
+def test_41_steps_of_cifar10_with_the_defaults_learn(tmp_path: Path) -> None:
+    [ended] = run_part("PartOne", "--max-steps", 41, "--output-dir", tmp_path, cwd=tmp_path, timeout_seconds=800)
+    assert ended.status == 0, ended.err
+    summary = json.loads((only_run_folder(tmp_path, "PartOne-none") / "summary.json").read_text())
+    assert summary["test_accuracy"] >= 0.33
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_demo_compares_all_four_ways() -> None:
+    done = subprocess.run([sys.executable, "-m", "lab.demo"], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
+                          stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for way in ("PartOne: none", "PartTwo: gather_scatter", "PartTwo: all_reduce", "PartThree: ddp"):
+        assert way in done.stdout
+    reports = re.findall(r"^(/.*report\.txt)$", done.stdout, re.MULTILINE)
+    assert len(reports) == 4
+    accuracies = [json.loads((Path(path).parent / "summary.json").read_text())["test_accuracy"] for path in reports]
+    assert min(accuracies) > 0.85, accuracies
