@@ -84,9 +84,9 @@ def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[st
         raise UserError(f"checkpoint {name} is refused: it is damaged, or holds more than tensors and plain values, "
                         "which could run code when loaded") from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError, OverflowError,
-            MemoryError, struct.error, UnicodeDecodeError, AssertionError) as error:
-        raise UserError(f"checkpoint {name} is cut or damaged ({str(error).splitlines()[0][:100] if str(error) else type(error).__name__}): "
-                        "use an earlier one") from error
+            MemoryError, struct.error, AssertionError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0][:100]
+        raise UserError(f"checkpoint {name} is cut or damaged ({reason}): use an earlier one") from error
     if not isinstance(entries, dict) or any(key not in entries for key in _REQUIRED):
         raise UserError(f"{name} is no training checkpoint: it needs the entries {', '.join(_REQUIRED)}")
     kept = entries.pop("sha256", None)

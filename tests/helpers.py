@@ -33,7 +33,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "common.training", "common.evaluation", "tests.helpers"])
 
 
-class RankFailed(AssertionError):
+class RankError(AssertionError):
     """A rank raised; the message holds its traceback."""
 
 
@@ -60,7 +60,7 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout_
     """Call ``function(rank, *arguments)`` on ``size`` ranks of a Gloo group; return the results by rank.
 
     ``function``, arguments and results must be picklable (a module's function, numpy arrays, plain values). Raises
-    RankFailed with the traceback of the first rank that failed.
+    RankError with the traceback of the first rank that failed.
     """
     results = _context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +74,7 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout_
             while len(found) < size:
                 rank, error, result = results.get(timeout=max(0.1, deadline - time.monotonic()))
                 if error is not None:
-                    raise RankFailed(f"rank {rank} of {size}:\n{error}")
+                    raise RankError(f"rank {rank} of {size}:\n{error}")
                 found[rank] = result
             return [found[rank] for rank in range(size)]
         finally:

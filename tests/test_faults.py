@@ -20,7 +20,7 @@ from common.training import prepare_model_for_training, train_model
 from tests.helpers import (
     ROOT,
     Ended,
-    RankFailed,
+    RankError,
     Started,
     free_port,
     make_image_folder,
@@ -94,7 +94,8 @@ def test_an_unreachable_master_says_why(tmp_path: Path) -> None:
     port = free_port()
     alone = start_rank(1, 2, port, "--timeout", 4, cwd=tmp_path)
     named = start_part("PartTwo", *QUICK, "-M", "no-such-host.invalid", "-N", 2, "-R", 1, "--timeout", 20, cwd=tmp_path)
-    assert_told(alone.end(timeout_seconds=40), rf"could not reach rank 0 at 127\.0\.0\.1:{port} within 4 s \(connection refused\)")
+    assert_told(alone.end(timeout_seconds=40),
+                rf"could not reach rank 0 at 127\.0\.0\.1:{port} within 4 s \(connection refused\)")
     assert_told(named.end(timeout_seconds=40), r"--master-ip no-such-host\.invalid is not an address")
 
 
@@ -207,7 +208,7 @@ class Poisoned:
     def __len__(self) -> int:
         return 4
 
-    def __iter__(self):  # noqa: ANN204
+    def __iter__(self):
         generator = torch.Generator().manual_seed(self.rank)
         for index in range(4):
             inputs = torch.randn(6, 4, generator=generator)
@@ -246,5 +247,5 @@ def train_uneven(rank: int, folder: str) -> None:
 
 
 def test_loaders_of_other_lengths_are_an_error_not_a_hang(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match=r"number of batches in train_loader: 4 on rank 0, 5 on rank 1"):
+    with pytest.raises(RankError, match=r"number of batches in train_loader: 4 on rank 0, 5 on rank 1"):
         run_ranks(2, train_uneven, str(tmp_path))

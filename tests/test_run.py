@@ -13,6 +13,7 @@ import torch
 
 from common.checkpoint import load_checkpoint
 from common.models import build_model
+from common.timing import SECTIONS
 from common.training_engine import predict
 from tests.helpers import ROOT, Started, free_port, make_image_folder, needs_cifar10, only_run_folder, run_part
 
@@ -32,7 +33,7 @@ def test_part_one_without_a_flag_for_the_group(tmp_path: Path) -> None:
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]
     for step in steps:
-        assert {"loss", "accuracy", *(f"{name}_seconds" for name in ("data", "forward", "backward", "sync", "update"))} <= set(step)
+        assert {"loss", "accuracy", *(f"{name}_seconds" for name in SECTIONS)} <= set(step)
         assert step["forward_seconds"] > 0
         assert step["backward_seconds"] > 0
     report = json.loads((folder / "report.json").read_text())
@@ -89,8 +90,8 @@ def test_all_ways_train_on_the_same_batches_and_agree(tmp_path: Path) -> None:
 
 def test_under_torchrun(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-               "--master-port", str(free_port()), str(ROOT / "PartTwo" / "main.py"), "--sync=all_reduce", *map(str, QUICK), "--output_dir",
-               str(tmp_path)]
+               "--master-port", str(free_port()), str(ROOT / "PartTwo" / "main.py"), "--sync=all_reduce", *map(str, QUICK),
+               "--output_dir", str(tmp_path)]
     ended = Started(command, cwd=tmp_path, env=dict(os.environ)).end(timeout_seconds=120)
     assert ended.status == 0, ended.err
     summary = json.loads((only_run_folder(tmp_path, "PartTwo-all_reduce") / "summary.json").read_text())

@@ -18,7 +18,7 @@ from common.models import build_model
 from common.sync import STRATEGIES, build_sync
 from common.sync.base import GradientSync
 from common.training_engine import TrainingEngine
-from tests.helpers import RankFailed, run_ranks
+from tests.helpers import RankError, run_ranks
 
 DISTRIBUTED = [name for name in STRATEGIES if name != "none"]
 OPTIONS = {"ddp": {"find_unused_parameters": True}}
@@ -307,7 +307,7 @@ def switches_in_second_step(rank: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gather_scatter", "all_reduce"])
 def test_other_gradients_than_in_the_first_step_are_an_error_that_names_the_parameter(name: str) -> None:
-    with pytest.raises(RankFailed, match=r"'extra\.weight' has a gradient in this step, unlike in the first one"):
+    with pytest.raises(RankError, match=r"'extra\.weight' has a gradient in this step, unlike in the first one"):
         run_ranks(2, switches_in_second_step, name)
 
 
@@ -318,7 +318,7 @@ def different_models(rank: int) -> None:
 
 
 def test_different_models_are_refused_before_the_first_step() -> None:
-    with pytest.raises(RankFailed, match=r"the ranks differ in the model's parameters\. weight: \(2, 4\).* on rank 0"):
+    with pytest.raises(RankError, match=r"the ranks differ in the model's parameters\. weight: \(2, 4\).* on rank 0"):
         run_ranks(2, different_models)
 
 

@@ -72,7 +72,7 @@ def test_alone_it_leaves_log_checkpoints_and_report(tmp_path: Path) -> None:
 class SlowFirst(DataLoader):
     """A loader whose first batch takes long."""
 
-    def __iter__(self):  # noqa: ANN204
+    def __iter__(self):
         import time
 
         for index, batch in enumerate(super().__iter__()):
