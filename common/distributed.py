@@ -84,6 +84,7 @@ def process_group(launch: Launch, *, backend: str | None = None, timeout_seconds
     try:
         dist.init_process_group(
             backend, rank=launch.rank, world_size=launch.size, timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if device.type == "cuda" else None,
             **({"init_method": "env://"} if store is None else {"store": dist.PrefixStore("group", store)}))
     except RuntimeError as error:
         raise GroupError(f"the ranks met at {launch.master_ip}:{launch.master_port}, but {backend} could not connect "
