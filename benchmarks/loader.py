@@ -76,7 +76,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=whole_number, default=256, help="samples a step (default: 256)")
 
 
-def load_benchmark_dataset(name: str, data_dir: Path, *, batch_size: int) -> Dataset:
+def load_benchmark_dataset(name: str, data_dir: Path, *, batch_size: int, quiet: bool = False) -> Dataset:
     """Return the dataset of that name, or digits, saying so, where CIFAR-10's files are missing: nothing is downloaded.
 
     Ends the program where a batch would be larger than the training set, or too small for BatchNorm.
@@ -87,7 +87,8 @@ def load_benchmark_dataset(name: str, data_dir: Path, *, batch_size: int) -> Dat
     dataset = load_dataset(name, data_dir)
     if not 2 <= batch_size <= len(dataset.train):
         sys.exit(f"error: --batch-size: got {batch_size}, give 2 to {len(dataset.train)} for {name}")
-    print(f"data: {name}, {len(dataset.train):,} training images")
+    if not quiet:
+        print(f"data: {name}, {len(dataset.train):,} training images")
     return dataset
 
 

@@ -2,12 +2,13 @@
 
     python benchmarks/train_step.py
 
-In one process, with the same number of threads and the same VGG-11, blocks of steps take turns:
+In one process tree, with the same number of threads and the same VGG-11, blocks of steps take turns:
 
 - ours: ``TrainingEngine.train_epoch`` with sync "none", fed by ``TrainLoader``, with all that a run of PartOne does in
   its steps: data, loss, accuracy, schedule, timing hooks, the check for NaN, a line a step in ``metrics.jsonl``. Only
   the progress line is left out.
-- plain: torchvision's dataset with PIL transforms in a DataLoader with 2 workers, default (NCHW) strides, zero_grad,
+- plain, in a process of its own, so that no setting of ours reaches it: torchvision's dataset with PIL transforms in a
+  DataLoader with 2 workers, default (NCHW) strides, zero_grad,
   forward, loss, backward, step, ``loss.item()`` and scikit-learn's accuracy in each step.
 - sgemm: ``torch.mm`` of two large float32 matrices, before, between and after the two.
 
@@ -22,6 +23,7 @@ How it is kept fair:
 """
 
 import argparse
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -30,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -51,6 +54,7 @@ from sklearn.metrics import accuracy_score
 from torch import nn
 
 from common.data.dataset import Dataset
+from common.memory import keep_freed_memory
 from common.models import build_model
 from common.records import RunFolder, usable_cores
 from common.schedules import build_schedule
@@ -111,6 +115,37 @@ class Plain:
             self.history.append((loss.item(), accuracy_score(labels.numpy(), outputs.argmax(dim=1).numpy())))
 
 
+def serve_plain(pipe: Connection, arguments: argparse.Namespace) -> None:
+    """The plain loop's process: train as many steps as the pipe says, answer when they are done, until it says 0."""
+    torch.set_num_threads(arguments.threads)
+    dataset = load_benchmark_dataset(arguments.dataset, arguments.data_dir, batch_size=arguments.batch_size, quiet=True)
+    plain = Plain(dataset, arguments.data_dir, batch_size=arguments.batch_size)
+    while steps := pipe.recv():
+        plain.train(steps)
+        pipe.send(steps)
+
+
+class PlainProcess:
+    """The plain loop in its own process; ``train`` returns when the steps are done."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._pipe, far = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=serve_plain, args=(far, arguments))
+        self._process.start()
+        far.close()
+
+    def train(self, steps: int) -> None:
+        """Train so many steps. EOFError where the process has died."""
+        self._pipe.send(steps)
+        self._pipe.recv()
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.send(0)
+        self._process.join(timeout=30)
+
+
 @dataclass(frozen=True)
 class Round:
     """Seconds a step of either way; operations a second of each matrix product measured around them."""
@@ -141,7 +176,7 @@ def sgemm_rates() -> list[float]:
     return rates
 
 
-def seconds_a_step(way: Ours | Plain, steps: int) -> float:
+def seconds_a_step(way: Ours | PlainProcess, steps: int) -> float:
     """Return the wall seconds of a block of ``steps``, by step, begun once the plain loop's workers rest."""
     wait_until_idle()
     began = time.perf_counter()
@@ -149,9 +184,9 @@ def seconds_a_step(way: Ours | Plain, steps: int) -> float:
     return (time.perf_counter() - began) / steps
 
 
-def measure_round(ours: Ours, plain: Plain, *, steps: int, plain_first: bool) -> Round:
+def measure_round(ours: Ours, plain: PlainProcess, *, steps: int, plain_first: bool) -> Round:
     """Measure a block of each way, and sgemm before, between and after them."""
-    seconds: dict[Ours | Plain, float] = {}
+    seconds: dict[Ours | PlainProcess, float] = {}
     wait_until_idle()
     sgemm = sgemm_rates()
     for way in (plain, ours) if plain_first else (ours, plain):
@@ -210,6 +245,7 @@ def main() -> None:
     arguments = parse()
     size, steps = arguments.batch_size, arguments.steps_per_round
     torch.set_num_threads(arguments.threads)
+    keep_freed_memory()  # as run() does
     print(describe_machine())
     print(f"settings: batch {size}, {arguments.threads} threads, {arguments.rounds} rounds of {steps} steps after "
           f"{_WARM_UP_STEPS} to warm up; plain: {PLAIN_WORKERS} workers; sgemm: {_SGEMM_SIZE} x {_SGEMM_SIZE}")
@@ -218,7 +254,7 @@ def main() -> None:
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
         ours = Ours(dataset, Path(folder), batch_size=size, total_steps=_WARM_UP_STEPS + arguments.rounds * steps)
-        plain = Plain(dataset, arguments.data_dir, batch_size=size)
+        plain = PlainProcess(arguments)
         plain.train(_WARM_UP_STEPS)
         wait_until_idle()
         ours.train(_WARM_UP_STEPS)
@@ -230,6 +266,7 @@ def main() -> None:
             rounds.append(r)
             print(f"{number:<7}{'plain' if plain_first else 'ours':<8}{r.ours:<13.3f}{r.plain:<14.3f}{r.ratio:<12.3f}"
                   f"{statistics.median(r.sgemm) / 1e9:<15.0f}{100 * r.share(size):.1f}", flush=True)
+        plain.close()
     report(rounds, batch_size=size, peak_bytes=peak_bytes)
 
 

@@ -10,8 +10,8 @@ import io
 import os
 import pickle
 import re
-import struct
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # a temporary file is for its owner alone
         os.replace(temporary, path)
         temporary = None
         folder = os.open(path.parent, os.O_RDONLY)
@@ -64,7 +65,13 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
                         "give another --output-dir; earlier files are untouched") from error
     finally:
         if temporary is not None:
-            os.unlink(temporary)
+            Path(temporary).unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[str, Any]:
@@ -73,34 +80,40 @@ def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[st
     UserError where it is missing, cut, altered, hostile (anything but tensors and plain values) or no checkpoint of
     this kind. Names of a model that was wrapped in DistributedDataParallel lose their ``module.``.
     """
-    name = name or str(source)
+    name = name or ("(its bytes)" if isinstance(source, bytes) else str(source))
     try:
         content = source if isinstance(source, bytes) else Path(source).read_bytes()
     except OSError as error:
         raise UserError(f"checkpoint {name} cannot be read ({error.strerror or error})") from error
     try:
+        if zipfile.is_zipfile(io.BytesIO(content)):  # torch ignores the CRC-32 of names and plain values
+            with zipfile.ZipFile(io.BytesIO(content)) as file:
+                if (damaged := file.testzip()) is not None:
+                    raise zipfile.BadZipFile(f"the CRC-32 of {damaged} is wrong")
         entries = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(f"checkpoint {name} is refused: it is damaged, or holds more than tensors and plain values, "
                         "which could run code when loaded") from error
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError, OverflowError,
-            MemoryError, struct.error, AssertionError) as error:
+    except Exception as error:  # damaged bytes bring out anything: zlib.error, struct.error, UnicodeDecodeError, ...
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
         raise UserError(f"checkpoint {name} is cut or damaged ({reason}): use an earlier one") from error
     if not isinstance(entries, dict) or any(key not in entries for key in _REQUIRED):
         raise UserError(f"{name} is no training checkpoint: it needs the entries {', '.join(_REQUIRED)}")
+    state = entries["model_state_dict"]
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise UserError(f"{name} is no training checkpoint: its model_state_dict does not hold tensors by name")
     kept = entries.pop("sha256", None)
     if kept is not None and kept != digest(entries):
         raise UserError(f"checkpoint {name} is damaged: its contents do not match its SHA-256; use an earlier one")
     entries["model_state_dict"] = {key.removeprefix("module."): value
-                                   for key, value in entries["model_state_dict"].items()}
+                                   for key, value in state.items()}
     return entries
 
 
 def load_model_state(model: nn.Module, entries: Mapping[str, Any], *, name: str) -> None:
     """Copy a checkpoint's weights and buffers into ``model``; UserError where they are of another architecture."""
     state, own = entries["model_state_dict"], model.state_dict()
-    differing = [key for key in own if key not in state or state[key].shape != own[key].shape]
+    differing = [key for key in own if getattr(state.get(key), "shape", None) != own[key].shape]
     differing += [key for key in state if key not in own]
     if differing:
         raise UserError(f"checkpoint {name} holds another model's weights: {len(differing)} entries differ, first "
@@ -133,7 +146,7 @@ def digest(value: Any) -> str:
 
 def _feed(sha: Any, value: Any) -> None:
     if isinstance(value, Tensor):
-        tensor = value.detach().cpu().contiguous()
+        tensor = value.detach().cpu().clone(memory_format=torch.contiguous_format)
         sha.update(f"tensor {tensor.dtype} {tuple(tensor.shape)}".encode())
         sha.update(tensor.reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, Mapping):

@@ -21,6 +21,7 @@ from common.sync import STRATEGIES
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEFAULT_GLOBAL_BATCH_SIZE = 256
 DEFAULT_MASTER_PORT = 29500
+_LARGEST = 2**31 - 1
 SCHEDULES = ("onecycle", "constant", "cosine", "step")
 DEFAULT_LEARNING_RATE = {"sgd": 0.03, "adamw": 0.001}
 
@@ -147,13 +148,17 @@ def _flag(name: str) -> str:
 def _check(name: str, value: Any, rules: Mapping[str, Any]) -> None:
     if rules["choices"] and value not in rules["choices"]:
         raise UserError(f"{_flag(name)}: got {value!r}, choose one of {', '.join(rules['choices'])}")
+    if rules["type"] in (str, Path) and str(value) == "":
+        raise UserError(f"{_flag(name)}: got '', give a value or leave the flag out")
     if rules["type"] not in (int, float):
         return
     kind = "a whole number" if rules["type"] is int else "a number"
     wrong_type = isinstance(value, bool) or not isinstance(value, int if rules["type"] is int else (int, float))
-    bounds = [f"{word} {rules[key]:g}" for key, word in
+    if rules["type"] is int and rules["maximum"] is None:
+        rules = {**rules, "maximum": _LARGEST}
+    bounds = [f"{word} {rules[key]}" for key, word in
               (("minimum", "of at least"), ("above", "above"), ("maximum", "of at most")) if rules[key] is not None]
-    if (wrong_type or not math.isfinite(value)
+    if (wrong_type or (isinstance(value, float) and not math.isfinite(value))
             or (rules["minimum"] is not None and value < rules["minimum"])
             or (rules["above"] is not None and value <= rules["above"])
             or (rules["maximum"] is not None and value > rules["maximum"])):
@@ -189,7 +194,13 @@ def _number(kind: type, words: str) -> Any:
     return convert
 
 
-_CONVERT = {int: _number(int, "a whole number"), float: _number(float, "a number"), Path: Path, str: str}
+def _path(text: str) -> Path:
+    if not text:  # Path("") would be the current folder
+        raise argparse.ArgumentTypeError("got '', give a path or leave the flag out")
+    return Path(text)
+
+
+_CONVERT = {int: _number(int, "a whole number"), float: _number(float, "a number"), Path: _path, str: str}
 
 
 def build_parser(part: str, description: str, defaults: Mapping[str, Any],
@@ -274,7 +285,7 @@ def resolve_launch(config: Config, environment: Mapping[str, str] = os.environ) 
 def _from_environment(config: Config, environment: Mapping[str, str]) -> Launch:
     def number(name: str, default: str | None = None) -> int:
         text = environment.get(name, default)
-        if text is None or not text.isdigit():
+        if text is None or not text.isdecimal():
             raise UserError(f"the environment has RANK and WORLD_SIZE, as torchrun sets them, but {name}={text!r}: "
                             "start with torchrun, or unset RANK and WORLD_SIZE")
         return int(text)
@@ -282,6 +293,11 @@ def _from_environment(config: Config, environment: Mapping[str, str]) -> Launch:
     launch = Launch(number("RANK"), number("WORLD_SIZE"), environment.get("MASTER_ADDR", "127.0.0.1"),
                     number("MASTER_PORT", str(DEFAULT_MASTER_PORT)), number("LOCAL_RANK", "0"),
                     number("LOCAL_WORLD_SIZE", "1"), torchrun=True)
+    if launch.rank >= launch.size:
+        raise UserError(f"the environment has RANK={launch.rank} of WORLD_SIZE={launch.size}; ranks count from 0: start "
+                        "with torchrun, or unset RANK and WORLD_SIZE")
+    if not 1 <= launch.master_port <= 65535:
+        raise UserError(f"the environment has MASTER_PORT={launch.master_port}: give one from 1 to 65535")
     for flag, got, name, wanted in (("--rank", config.rank, "RANK", launch.rank),
                                     ("--num-nodes", config.num_nodes, "WORLD_SIZE", launch.size),
                                     ("--master-port", config.master_port, "MASTER_PORT", launch.master_port)):

@@ -21,6 +21,7 @@ from common.data.sharding import GlobalBatchSampler
 from common.distributed import World, agree, everyone, gather_objects, on_rank0, process_group, set_debug
 from common.errors import UserError
 from common.evaluation import generate_eval_report
+from common.memory import keep_freed_memory
 from common.models import build_model
 from common.precision import choose_amp
 from common.records import RunFolder, environment, new_run_name, peak_memory_bytes, usable_cores
@@ -37,6 +38,7 @@ def run(config: Config, launch: Launch) -> None:
     """
     if config.debug:
         set_debug()
+    keep_freed_memory()
     with process_group(launch, backend=config.backend, timeout_seconds=config.timeout) as world, _spoken_warnings(world):
         agree(world, config.shared_settings(), what="their settings")
         torch.set_num_threads(config.threads or max(1, usable_cores() // world.local_size))
@@ -220,7 +222,8 @@ def _report(config: Config, world: World, folder: RunFolder, dataset: Dataset, r
     report = generate_eval_report(predictions.labels, predictions.predicted, predictions.mean_loss, folder.report,
                                   checkpoint, class_names=dataset.class_names)
     folder.write_json("report.json", report)
-    title = f"{config.model} on {config.dataset}, {config.sync}, {world.size} rank{'s' if world.size > 1 else ''}"
+    way = f"{config.sync} on {world.size} ranks" if world.size > 1 else "one node"
+    title = f"{config.model} on {config.dataset}, {way}"
     draw_confusion_matrix(folder.path / "confusion_matrix.png", matrix=report["confusion_matrix"],
                           class_names=dataset.class_names, title=f"{title}: accuracy {report['accuracy']:.1%}")
     if history:

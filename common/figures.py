@@ -11,14 +11,15 @@ import matplotlib.pyplot as plt
 
 
 def draw_loss(path: Path, *, steps: Sequence[int], losses: Sequence[float], title: str) -> None:
-    """Draw the training loss of each step (faint) and its running mean."""
+    """Draw the training loss of each step (faint) and its mean over the steps around it."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     window = max(1, min(len(losses) // 10, 50))
     axes.plot(steps, losses, color="tab:blue", alpha=0.3 if window > 1 else 1.0, linewidth=1,
               label="each step (global batch)")
     if window > 1:
         smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
-        axes.plot(steps[window - 1:], smooth, color="tab:blue", linewidth=2, label=f"mean of {window} steps")
+        axes.plot(steps[window // 2:][:len(smooth)], smooth, color="tab:blue", linewidth=2,
+                  label=f"mean of {window} steps around")
     axes.set(xlabel="step", ylabel="training loss", title=title)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import (
 
 from common.errors import UserError
 
-_ONECYCLE_WARMUP_SHARE = 0.3
+_ONECYCLE_WARMUP_SHARE = 0.2
 _STEP_MILESTONES = (0.5, 0.75)
 
 
@@ -22,7 +22,7 @@ def build_schedule(optimizer: Optimizer, name: str, *, total_steps: int, warmup_
 
     Parameters
     ----------
-    name : "onecycle" rises over the warm-up (default: 30 % of the steps) and falls along a cosine to almost zero
+    name : "onecycle" rises over the warm-up (default: 20 % of the steps) and falls along a cosine to almost zero
         (Smith & Topin, arXiv:1708.07120); "constant" stays; "cosine" falls to zero (Loshchilov & Hutter,
         arXiv:1608.03983); "step" divides by 10 at 50 % and 75 %.
     total_steps : optimiser steps of the whole training.

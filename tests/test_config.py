@@ -242,7 +242,8 @@ def test_config_is_frozen_and_plain_as_json():
 
 
 def test_shared_settings():
-    """What must agree between ranks has what changes the training, and nothing that may differ: place, paths, threads."""
+    """What must agree between ranks has what changes the training, and nothing that may differ: place, paths,
+    threads."""
     shared = _parse(*CLUSTER, "--data-dir", "/d", "--threads", 2).shared_settings()
     for flag in ("--rank", "--master-ip", "--master-port", "--num-nodes", "--data-dir", "--output-dir", "--threads",
                  "--resume", "--mirror", "--debug"):
@@ -322,7 +323,8 @@ def test_part_of_the_three_flags(flags, missing, capsys):
     ("MASTER_PORT", "http"), ("LOCAL_RANK", "x"), ("LOCAL_WORLD_SIZE", "x"), ("RANK", "²"),
     ("RANK", "3"), ("RANK", "7"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "0"), ("MASTER_PORT", "70000")])
 def test_environment_that_makes_no_sense(name, value):
-    """Text, a negative, a rank beyond the size, a port that is none: UserError that names the variable and the value."""
+    """Text, a negative, a rank beyond the size, a port that is none: UserError that names the variable and the
+    value."""
     with pytest.raises(UserError) as error:
         resolve_launch(_parse(), TORCHRUN | {name: value})
     assert name in str(error.value)
@@ -345,8 +347,8 @@ def started(tmp_path_factory):
 
 @pytest.mark.parametrize("part", ["PartTwo", "PartThree"])
 def test_started_without_a_place(part, started):
-    """Status 2, nothing on stdout, and both ways of starting in examples that can be pasted: each command names the real
-    file, parses, and the ranks of an example are all there and fit together."""
+    """Status 2, nothing on stdout, and both ways of starting in examples that can be pasted: each command names the
+    real file, parses, and the ranks of an example are all there and fit together."""
     ended = started[part, ""]
     assert ended.status == 2
     assert ended.out == ""
@@ -372,7 +374,8 @@ def test_nonsense_on_a_real_command_line(started):
     """The same one line and status from the real entry point."""
     ended = started["PartTwo", "--epochs=0"]
     assert (ended.status, ended.out) == (2, "")
-    assert ended.err == "error: --epochs: got 0, give a whole number of at least 1\n"
+    assert ended.err.startswith("error: --epochs: got 0, give a whole number of at least 1")
+    assert ended.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("part", SYNCS)
@@ -381,7 +384,8 @@ def test_help_lists_the_flags_without_torch(part, tmp_path):
     ended = subprocess.run([sys.executable, "-X", "importtime", str(ROOT / part / "main.py"), "--help"], cwd=tmp_path,
                            capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0
-    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")}
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()
+                if line.startswith("import time:")}
     assert "common.config" in imported
     assert not {name for name in imported if name.partition(".")[0] in ("torch", "torchvision", "numpy", "sklearn")}
     parser = build_parser(part, "", {}, SYNCS[part])

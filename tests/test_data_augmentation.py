@@ -96,6 +96,23 @@ def test_images_need_not_be_square():
         torch.testing.assert_close(batch[i], expected, rtol=0, atol=1e-6)
 
 
+def test_strides_of_the_source_do_not_matter():
+    """A set whose bytes lie in another order (torchvision's CIFAR: channel by channel) gives the same batches, in the
+    same strides."""
+    labels = torch.arange(20) % 3
+    plain = _pictures(20, seed=6)
+    turned = plain.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+    assert turned.stride() != plain.stride()
+    sets = [ImageSet(images, labels) for images in (plain, turned)]
+    datasets = [Dataset("pictures", images, images, ("a", "b", "c"), MEAN, STD) for images in sets]
+    training = [TrainLoader(dataset, GlobalBatchSampler(20, batch_size=8)) for dataset in datasets]
+    evaluation = [EvaluationLoader(images, mean=MEAN, std=STD, batch_size=8) for images in sets]
+    for loaders in (training, evaluation):
+        for (one, _), (other, _) in zip(*loaders, strict=True):
+            assert torch.equal(one, other)
+            assert one.stride() == other.stride()
+
+
 def test_the_set_is_left_as_it_was():
     """Flipping and cutting work on copies: the next epoch starts from the same images."""
     images = _pictures(10, seed=4)
@@ -162,7 +179,8 @@ def test_a_sample_gets_unrelated_draws_in_neighbouring_epochs_and_seeds():
 
 
 def test_half_of_the_samples_are_flipped():
-    """The share of flips is one half within the binomial test's bounds, in each of three epochs, and each time others."""
+    """The share of flips is one half within the binomial test's bounds, in each of three epochs, and each time
+    others."""
     flips = [draw(SAMPLES, seed=0, epoch=epoch, flip=True).flip for epoch in (1, 2, 3)]
     for flip in flips:
         assert flip.dtype == torch.bool

@@ -97,7 +97,8 @@ def test_shares_tile_a_batch():
 
 
 def test_order_is_new_each_epoch_and_the_same_for_the_same_seed():
-    """A permutation by (seed, epoch): another epoch or seed shuffles anew, the same ones repeat, nothing else matters."""
+    """A permutation by (seed, epoch): another epoch or seed shuffles anew, the same ones repeat, nothing else
+    matters."""
     torch.manual_seed(1)
     first = epoch_order(500, seed=0, epoch=1)
     torch.manual_seed(2)
@@ -210,8 +211,8 @@ def test_train_loader_yields_the_images_of_the_ids(world):
 
 
 def test_a_sample_is_augmented_alike_on_any_number_of_ranks():
-    """The same augmented image bit by bit for a sample on 1 to 5 ranks and for another batch size: results do not depend
-    on the number of ranks."""
+    """The same augmented image bit by bit for a sample on 1 to 5 ranks and for another batch size: results do not
+    depend on the number of ranks."""
     dataset = _marked_dataset(307)
     alone = _by_sample(dataset, 64, 1, epoch=2)
     torch.manual_seed(99)  # the global stream must not matter
@@ -221,7 +222,8 @@ def test_a_sample_is_augmented_alike_on_any_number_of_ranks():
 
 
 def test_set_epoch_and_seed_change_the_augmentation():
-    """Another epoch or seed crops and flips most samples anew (a crop and flip are one of 162); an epoch repeats itself."""
+    """Another epoch or seed crops and flips most samples anew (a crop and flip are one of 162); an epoch repeats
+    itself."""
     dataset = _marked_dataset(307)
     first = _by_sample(dataset, 64, 2, epoch=1)
     again = _by_sample(dataset, 64, 2, epoch=1)
