@@ -23,7 +23,7 @@ DEFAULT_GLOBAL_BATCH_SIZE = 256
 DEFAULT_MASTER_PORT = 29500
 _LARGEST = 2**31 - 1
 SCHEDULES = ("onecycle", "constant", "cosine", "step")
-DEFAULT_LEARNING_RATE = {"sgd": 0.03, "adamw": 0.001}
+DEFAULT_LEARNING_RATE = {"sgd": 0.02, "adamw": 0.001}
 
 CLUSTER = "cluster (the same on every node, but for --rank)"
 DATA = "data"
@@ -85,13 +85,14 @@ class Config:
                             "bf16", choices=("fp16", "bf16"))
 
     learning_rate: float | None = option(None, OPTIMIZER, "constant rate or peak of the schedule; never scaled "
-                                         "(default: 0.03 for sgd, 0.001 for adamw)", "--lr", "--base-lr", type=float,
+                                         "(default: 0.02 for sgd, 0.001 for adamw)", "--lr", "--base-lr", type=float,
                                          above=0)
     opt: str = option("sgd", OPTIMIZER, "which optimiser", choices=tuple(DEFAULT_LEARNING_RATE))
     schedule: str = option("onecycle", OPTIMIZER, "how the rate moves over the steps", choices=SCHEDULES)
     warmup_steps: int | None = option(None, OPTIMIZER, "steps of rising rate", type=int, minimum=0)
     warmup_epochs: float | None = option(None, OPTIMIZER, "the same in epochs", type=float, minimum=0)
     momentum: float = option(0.9, OPTIMIZER, "of sgd", type=float, minimum=0, maximum=0.9999)
+    nesterov: bool = option(True, OPTIMIZER, "sgd's momentum in Nesterov's form (default: yes)", type=bool)
     weight_decay: float = option(5e-4, OPTIMIZER, "L2 penalty", type=float, minimum=0)
 
     threads: int | None = option(None, RUN, "CPU threads of this rank (default: cores / ranks on this machine)",

@@ -66,7 +66,7 @@ def run(config: Config, launch: Launch) -> None:
             _introduce(config, world, model, dataset, plan, folder, amp_dtype, notice)
         model, criterion, optimizer = prepare_model_for_training(
             model, world.device, config.peak_learning_rate, config.momentum, config.weight_decay, entries is not None,
-            resume_path or "", config.sync == "ddp", opt=config.opt, checkpoint=entries)
+            resume_path or "", config.sync == "ddp", opt=config.opt, nesterov=config.nesterov, checkpoint=entries)
         scheduler = build_schedule(optimizer, plan["schedule"], total_steps=plan["total_steps"],
                                    warmup_steps=plan["warmup_steps"])
 

@@ -35,7 +35,8 @@ def get_model_parameters(model: nn.Module) -> int:
 def prepare_model_for_training(
         model: nn.Module, device: torch.device | str, learning_rate: float, momentum: float, weight_decay: float,
         continue_flag: bool, continue_checkpoint_path: str | Path = "", distribute_flag: bool = False, *,
-        opt: str = "sgd", checkpoint: Mapping[str, Any] | None = None) -> tuple[nn.Module, nn.Module, Optimizer]:
+        opt: str = "sgd", nesterov: bool = False,
+        checkpoint: Mapping[str, Any] | None = None) -> tuple[nn.Module, nn.Module, Optimizer]:
     """Return (model, criterion, optimizer), ready for ``train_model``.
 
     The model is moved to ``device``, its convolutions in channels_last strides; the criterion is CrossEntropyLoss.
@@ -47,13 +48,15 @@ def prepare_model_for_training(
         ``learning_rate``, ``momentum`` and ``weight_decay``; a warning names those that differ.
     distribute_flag : wrap the model in DistributedDataParallel; needs an open process group.
     opt : "sgd" or "adamw".
+    nesterov : sgd's momentum in Nesterov's form.
     checkpoint : entries already loaded, in place of the file.
 
     Raises UserError on a checkpoint that cannot be used.
     """
     model = model.to(device, memory_format=torch.channels_last)
     if opt == "sgd":
-        optimizer: Optimizer = SGD(model.parameters(), lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
+        optimizer: Optimizer = SGD(model.parameters(), lr=learning_rate, momentum=momentum, weight_decay=weight_decay,
+                                   nesterov=nesterov and momentum > 0)
     else:
         optimizer = AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
     if continue_flag:

@@ -218,7 +218,7 @@ def test_global_batch_size():
 
 def test_defaults_that_depend():
     """The rate depends on the optimiser unless it is given; data and reports lie beside the parts."""
-    assert _parse().peak_learning_rate == 0.03
+    assert _parse().peak_learning_rate == 0.02
     assert _parse("--opt", "adamw").peak_learning_rate == 0.001
     assert _parse("--opt", "adamw", "--lr", 0.1).peak_learning_rate == 0.1
     assert _parse().data_folder == REPOSITORY / "data"
