@@ -87,9 +87,10 @@ def process_group(launch: Launch, *, backend: str | None = None, timeout_seconds
             device_id=device if device.type == "cuda" else None,
             **({"init_method": "env://"} if store is None else {"store": dist.PrefixStore("group", store)}))
     except RuntimeError as error:
-        raise GroupError(f"the ranks met at {launch.master_ip}:{launch.master_port}, but {backend} could not connect "
-                         f"them: {_first_line(error)}. If the nodes have several networks, set GLOO_SOCKET_IFNAME "
-                         "(or NCCL_SOCKET_IFNAME) to the interface that joins them") from error
+        met = "the ranks met" if store is not None else "torchrun started the ranks to meet"
+        raise GroupError(f"{met} at {launch.master_ip}:{launch.master_port}, but {backend} could not connect them: "
+                         f"{_first_line(error)}. If the nodes have several networks, set GLOO_SOCKET_IFNAME (or "
+                         "NCCL_SOCKET_IFNAME) to the interface that joins them") from error
     try:
         yield World(launch.rank, launch.size, local_rank, local_size, device, backend, timeout_seconds)
         dist.barrier()  # nobody takes the store away while others still use it

@@ -4,6 +4,7 @@ Status 0: done; 1: the run failed; 2: the command cannot be run as given; 130: i
 """
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -61,18 +62,19 @@ def main(part: str, *, path: str, description: str, sync_choices: Sequence[str],
     _end_soon_after_interrupt()
     if not config.debug:  # read when torch is imported: its C++ warnings repeat, with stack frames, what is told here
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from common.distributed import explain_collective_failure
-    from common.experiment import run
     try:
+        from common.distributed import explain_collective_failure
+        from common.experiment import run
+
         run(config, launch)
         return 0
     except (UserError, GroupError) as error:
         return _say(f"error{rank}: {error}", 1)
     except KeyboardInterrupt:
         return _say(f"interrupted{rank}: finished checkpoints and metrics are kept", INTERRUPTED)
-    except MemoryError as error:
-        return _say(f"error{rank}: out of memory ({error}): give a smaller --batch-size or fewer ranks a machine", 1)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
+            return _say(f"error{rank}: out of memory: give a smaller --batch-size or fewer ranks a machine ({error})", 1)
         explanation = explain_collective_failure(error)
         if explanation is None:
             raise
