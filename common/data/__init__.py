@@ -1,0 +1,21 @@
+"""Images in memory: datasets by name, sharding over ranks, batched augmentation, loaders."""
+
+from pathlib import Path
+from typing import Any
+
+from common import registry
+
+DATASETS = {
+    "cifar10": "common.data.cifar:load_cifar10",
+    "cifar100": "common.data.cifar:load_cifar100",
+    "digits": "common.data.digits:load_digits",
+    "folder": "common.data.folder:load_folder",
+}
+
+
+def load_dataset(name: str, data_dir: Path, *, mirror: str | None = None) -> Any:
+    """Return the ``Dataset`` of that name, downloading CIFAR to ``data_dir`` where it is missing.
+
+    Raises UserError where it is unknown, missing and not to be had, damaged or empty.
+    """
+    return registry.load(DATASETS, name, kind="dataset")(Path(data_dir), mirror)
