@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
@@ -39,7 +39,7 @@ class Progress:
         self._began, self._began_at = time.perf_counter(), done_steps
         if visible and _console.is_terminal:
             self._bar = Bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                            TextColumn("{task.fields[numbers]}"), TimeElapsedColumn(), TextColumn("left"),
+                            TextColumn("{task.fields[numbers]}"), TextColumn("left"),
                             TimeRemainingColumn(), console=_console)
             self._task = self._bar.add_task("training", total=total_steps, completed=done_steps, numbers="")
 
