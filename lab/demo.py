@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -79,8 +80,8 @@ def _summaries() -> list[Path]:
 
 def show(results: list[dict[str, Any]]) -> None:
     """Print the ways side by side, and where their reports lie."""
-    table = Table(title="VGG-11 in four ways, on scikit-learn's digits")
-    for heading in ("way", "nodes", "s a step", "of it sync", "accuracy", "ranks equal"):
+    table = Table(title="VGG-11 in four ways, on scikit-learn's digits", box=SIMPLE_HEAD, padding=0)
+    for heading in ("way", "nodes", "s a step", "of it sync", "accuracy", "equal weights"):
         table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)
     for result in results:
         equal = "one node" if result["nodes"] == 1 else "yes" if result["ranks_hold_equal_weights"] else "NO"
