@@ -183,13 +183,8 @@ class NoInitialBroadcast(ByHand):
         return model
 
 
-class NoneIsSkippedNotZero(GradientSync):
-    """Leaves out what this rank lacks: the others' sums then meet the wrong partners, or none."""
-
-    def synchronize(self, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            if parameter.grad is not None and dist.get_rank() == 0:
-                parameter.grad /= dist.get_world_size()
+class EachRankAlone(GradientSync):
+    """No exchange at all: equal weights at the start, and each rank its own way from then on."""
 
 
 class UnweightedEngine(ByHand):
@@ -205,7 +200,7 @@ class UnweightedEngine(ByHand):
 
 
 MUTANTS = [SumWithoutDividing, SkippedParameter, WeightsInsteadOfGradients, LiteralWorldSize, NoInitialBroadcast,
-           NoneIsSkippedNotZero, UnweightedEngine]
+           EachRankAlone, UnweightedEngine]
 
 
 def every_mutant(rank: int, size: int) -> dict:
