@@ -78,7 +78,7 @@ class Ours:
         self._folder = RunFolder(folder)
         model, criterion, optimizer = prepare_model_for_training(
             build_model("vgg11", len(dataset.class_names)), "cpu", 0.02, 0.9, 5e-4, False)
-        self._engine = TrainingEngine(model, "cpu", sync="none")
+        self._engine = TrainingEngine(model, "cpu")
         self._engine.prepare(optimizer, criterion, build_schedule(optimizer, "onecycle", total_steps=total_steps))
         self._epoch = 0
 

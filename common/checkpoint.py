@@ -22,12 +22,19 @@ from torch import Tensor, nn
 from common.errors import UserError
 
 _REQUIRED = ("epoch", "model_state_dict", "optimizer_state_dict", "loss")
-_NAME = re.compile(r"Epoch_(\d+)\.pt$")
+_NAME = re.compile(r"Epoch_(\d+)(?:_Step_(\d+))?\.pt$")
 
 
-def checkpoint_path(folder: Path, epoch: int) -> Path:
-    """Return where the checkpoint of that epoch lies."""
-    return Path(folder) / f"Epoch_{epoch}.pt"
+def checkpoint_path(folder: Path, epoch: int, step: int | None = None) -> Path:
+    """Return where the checkpoint after that epoch lies, or the one within it after ``step`` steps of the training."""
+    return Path(folder) / (f"Epoch_{epoch}.pt" if step is None else f"Epoch_{epoch}_Step_{step}.pt")
+
+
+def checkpoints_by_age(folder: Path) -> list[Path]:
+    """Return the checkpoints in ``folder``, that of the furthest training first."""
+    found = [(int(match[1]), int(match[2]) if match[2] else float("inf"), path) for path in Path(folder).glob("Epoch_*.pt")
+             if (match := _NAME.search(path.name))]
+    return [path for *_, path in sorted(found, reverse=True)]
 
 
 def save_checkpoint(path: Path, entries: Mapping[str, Any]) -> None:
@@ -125,9 +132,7 @@ def newest_checkpoint(folders: list[Path]) -> tuple[Path | None, list[str]]:
     """Return the newest good checkpoint in ``folders``, the latest folder first, and why newer ones were passed over."""
     passed_over = []
     for folder in folders:
-        found = [(int(match[1]), path) for path in Path(folder).glob("Epoch_*.pt")
-                 if (match := _NAME.search(path.name))]
-        for _, path in sorted(found, reverse=True):
+        for path in checkpoints_by_age(folder):
             try:
                 load_checkpoint(path)
             except UserError as error:

@@ -19,7 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.config import Launch
+from common.config import DEFAULT_MASTER_PORT, Launch
 from common.errors import GroupError, UserError
 from common.rendezvous import local_place, meet
 
@@ -60,12 +60,25 @@ def current_world(device: torch.device | str = "cpu") -> World:
 def process_group(launch: Launch, *, backend: str | None = None, timeout_seconds: float = 60.0) -> Iterator[World]:
     """Form the group, yield this process's World, and close the group whatever happens.
 
-    Without a master's address there is no group, but a World of one. ``backend`` None means NCCL where each rank has
-    a GPU of its own, else Gloo. Gloo trains on the CPU. Raises GroupError and UserError as ``rendezvous.meet`` does.
+    Without a master's address there is no group, but a World of one. Otherwise as ``open_group``.
     """
     if launch.master_ip is None:
         yield World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return
+    world = open_group(launch, backend=backend, timeout_seconds=timeout_seconds)
+    try:
+        yield world
+        dist.barrier()  # nobody takes the store away while others still use it
+    finally:
+        dist.destroy_process_group()
+
+
+def open_group(launch: Launch, *, backend: str | None = None, timeout_seconds: float = 60.0) -> World:
+    """Form the group and return this process's World; the caller destroys the group.
+
+    ``backend`` None means NCCL where each rank has a GPU of its own, else Gloo. Gloo trains on the CPU. Raises GroupError
+    and UserError as ``rendezvous.meet`` does.
+    """
     _choose_interface(launch.master_ip)
     store, local_rank, local_size, gpus_suffice = None, launch.local_rank, launch.local_size, True
     if launch.torchrun:
@@ -91,11 +104,17 @@ def process_group(launch: Launch, *, backend: str | None = None, timeout_seconds
         raise GroupError(f"{met} at {launch.master_ip}:{launch.master_port}, but {backend} could not connect them: "
                          f"{_first_line(error)}. If the nodes have several networks, set GLOO_SOCKET_IFNAME (or "
                          "NCCL_SOCKET_IFNAME) to the interface that joins them") from error
-    try:
-        yield World(launch.rank, launch.size, local_rank, local_size, device, backend, timeout_seconds)
-        dist.barrier()  # nobody takes the store away while others still use it
-    finally:
-        dist.destroy_process_group()
+    return World(launch.rank, launch.size, local_rank, local_size, device, backend, timeout_seconds)
+
+
+def place_from_environment(rank: int, world_size: int) -> Launch:
+    """Return the place of a rank that a caller has numbered; where to meet is MASTER_ADDR:MASTER_PORT (default
+    127.0.0.1:29500)."""
+    local = {name: int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ}
+    torchrun = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == (str(rank), str(world_size)) and len(local) == 2
+    return Launch(rank, world_size, os.environ.get("MASTER_ADDR", "127.0.0.1"),
+                  int(os.environ.get("MASTER_PORT", DEFAULT_MASTER_PORT)),
+                  local["LOCAL_RANK"] if torchrun else None, local["LOCAL_WORLD_SIZE"] if torchrun else None, torchrun)
 
 
 def _choose_interface(master_ip: str) -> None:

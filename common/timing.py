@@ -23,7 +23,7 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._spans: dict[str, tuple] = {}
+        self._spans: dict[str, list[tuple]] = {}
         self._last_gradient = None
         self._hooks: list = []
 
@@ -40,30 +40,31 @@ class StepTimer:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Time what happens inside as the section of that name, one of ``SECTIONS``."""
+        """Time what happens inside as the section of that name, one of ``SECTIONS``; a section may come several times."""
         begin = self._now()
         try:
             yield
         finally:
-            self._spans[name] = (begin, self._now())
+            self._spans.setdefault(name, []).append((begin, self._now()))
 
-    def take(self) -> dict[str, tuple]:
+    def take(self) -> dict[str, list[tuple]]:
         """Return the step's raw times, for ``seconds``, and begin the next step."""
         spans = self._spans
         if self._last_gradient is not None and {"backward", "sync"} <= spans.keys():
-            spans["backward"] = (spans["backward"][0], self._last_gradient)
-            spans["sync"] = (self._last_gradient, spans["sync"][1])
+            spans["backward"][-1] = (spans["backward"][-1][0], self._last_gradient)
+            spans["sync"] = [(self._last_gradient, spans["sync"][-1][1])]
         self._spans, self._last_gradient = {}, None
         return spans
 
-    def seconds(self, taken: dict[str, tuple]) -> dict[str, float]:
+    def seconds(self, taken: dict[str, list[tuple]]) -> dict[str, float]:
         """Return the seconds of each section of a step that ``take`` returned."""
+        return {name: sum(self._between(begin, end) for begin, end in taken.get(name, ())) for name in SECTIONS}
+
+    def _between(self, begin: "float | torch.cuda.Event", end: "float | torch.cuda.Event") -> float:
         if not self._on_gpu:
-            return {name: taken[name][1] - taken[name][0] if name in taken else 0.0 for name in SECTIONS}
-        for _, end in taken.values():
-            end.synchronize()
-        return {name: taken[name][0].elapsed_time(taken[name][1]) / 1000 if name in taken else 0.0
-                for name in SECTIONS}
+            return end - begin
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
 
     def _gradient_ready(self, _gradient: Tensor) -> None:
         self._last_gradient = self._now()

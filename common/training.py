@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from common.checkpoint import checkpoint_path, load_checkpoint, load_model_state, save_checkpoint
-from common.distributed import World, agree, broadcast_bytes, current_world, gather_objects, on_rank0
+from common.checkpoint import load_checkpoint, load_model_state
+from common.distributed import World, agree, broadcast_bytes, current_world
 from common.errors import UserError
+from common.saving import Saver
 from common.sync import build_sync
-from common.sync.base import GradientSync
 from common.training_engine import EpochResult, StepRecord, TrainingEngine
 from common.training_engine.prediction import unwrap
 
@@ -35,7 +35,7 @@ def get_model_parameters(model: nn.Module) -> int:
 def prepare_model_for_training(
         model: nn.Module, device: torch.device | str, learning_rate: float, momentum: float, weight_decay: float,
         continue_flag: bool, continue_checkpoint_path: str | Path = "", distribute_flag: bool = False, *,
-        opt: str = "sgd", nesterov: bool = False,
+        opt: str = "sgd", nesterov: bool = False, label_smoothing: float = 0.0,
         checkpoint: Mapping[str, Any] | None = None) -> tuple[nn.Module, nn.Module, Optimizer]:
     """Return (model, criterion, optimizer), ready for ``train_model``.
 
@@ -49,16 +49,18 @@ def prepare_model_for_training(
     distribute_flag : wrap the model in DistributedDataParallel; needs an open process group.
     opt : "sgd" or "adamw".
     nesterov : sgd's momentum in Nesterov's form.
+    label_smoothing : share of each label that is spread over all classes, 0 to 1.
     checkpoint : entries already loaded, in place of the file.
 
     Raises UserError on a checkpoint that cannot be used.
     """
     model = model.to(device, memory_format=torch.channels_last)
+    trained = [p for p in model.parameters() if p.requires_grad]
     if opt == "sgd":
-        optimizer: Optimizer = SGD(model.parameters(), lr=learning_rate, momentum=momentum, weight_decay=weight_decay,
+        optimizer: Optimizer = SGD(trained, lr=learning_rate, momentum=momentum, weight_decay=weight_decay,
                                    nesterov=nesterov and momentum > 0)
     else:
-        optimizer = AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
+        optimizer = AdamW(trained, lr=learning_rate, weight_decay=weight_decay)
     if continue_flag:
         name = str(continue_checkpoint_path)
         entries = checkpoint if checkpoint is not None else read_checkpoint(current_world(device), name)
@@ -69,7 +71,7 @@ def prepare_model_for_training(
             raise UserError("distribute_flag is set, but no process group is open: call "
                             "torch.distributed.init_process_group first")
         model = build_sync("ddp").prepare(model, optimizer)
-    return model, nn.CrossEntropyLoss(), optimizer
+    return model, nn.CrossEntropyLoss(label_smoothing=label_smoothing), optimizer
 
 
 def read_checkpoint(world: World, path: str) -> dict[str, Any]:
@@ -101,11 +103,10 @@ def train_model(
         model: nn.Module, device: torch.device | str, criterion: nn.Module, optimizer: Optimizer, start_epoch: int,
         end_epoch: int, train_loader: Iterable[tuple[Tensor, Tensor]], logs_path: str | Path,
         checkpoint_dir: str | Path, distribute_flag: bool, task_flag: str = "", rank: str | int = "", *,
-        sync: GradientSync | str | None = None, scheduler: LRScheduler | None = None,
-        amp_dtype: torch.dtype | None = None, seed: int | None = None, max_steps: int | None = None,
-        resume: Mapping[str, Any] | None = None, checkpoint_extra: Mapping[str, Any] | None = None, log_every: int = 10,
-        on_steps: Callable[[list[StepRecord]], None] | None = None,
-        on_epoch: Callable[[int, EpochResult, Path], None] | None = None) -> nn.Module:
+        engine: TrainingEngine | None = None, scheduler: LRScheduler | None = None, seed: int | None = None,
+        max_steps: int | None = None, resume: Mapping[str, Any] | None = None, saver: Saver | None = None,
+        log_every: int = 10, on_steps: Callable[[list[StepRecord]], None] | None = None,
+        on_epoch: Callable[[int, EpochResult, Path], bool | None] | None = None) -> nn.Module:
     """Train epochs ``start_epoch`` to ``end_epoch``, both included, and return the trained model.
 
     After each epoch a line goes to the end of the file ``logs_path`` (with this rank's own loss, accuracy and times; the
@@ -118,82 +119,56 @@ def train_model(
     distribute_flag : gradients are averaged by DistributedDataParallel (a model that is wrapped already stays so).
     task_flag : else "PartOne" averages by gather and scatter, "PartTwo" by all_reduce, "" not at all.
     rank : for the log line; in a group the group's rank if empty.
-    sync : a strategy or its name, in place of what the two flags choose.
+    engine : made by the caller from ``model``, in place of what the two flags choose.
     scheduler : stepped after each step.
-    amp_dtype : mixed precision in this type.
     seed : torch's generator is set from (seed, epoch, step, rank) before each step, for an exact resume.
     max_steps : stop within the epoch once so many steps of the whole training are done.
-    resume : a checkpoint's entries, from which scheduler, GradScaler and step count go on.
-    checkpoint_extra : more entries for the checkpoints.
+    resume : a checkpoint's entries, from which scheduler, GradScaler, averages, step count and place in the epoch go on.
+    saver : writes the checkpoints, in place of one an epoch in ``checkpoint_dir``.
     on_steps, on_epoch : called on every rank with the records of the last steps; with each epoch's number, result and
-        checkpoint path. Without ``on_epoch`` rank 0 prints the log line.
+        checkpoint path, and ends the training by returning True. Without ``on_epoch`` rank 0 prints the log line.
 
     Raises UserError on settings that do not fit, GroupError where the loss is not finite, torch's RuntimeError where
     another rank is lost.
     """
-    engine = TrainingEngine(model, device, sync=_strategy(sync, distribute_flag, task_flag), amp_dtype=amp_dtype)
-    world = engine.world
+    if engine is None:
+        strategy = _strategy(distribute_flag, task_flag)
+        engine = TrainingEngine(model, device, distributed=strategy != "none", sync=strategy, sync_batchnorm=False)
+    world, saver = engine.world, saver or Saver(Path(checkpoint_dir))
     agree(world, {"number of batches in train_loader": len(train_loader) if hasattr(train_loader, "__len__") else -1,
                   "epochs": f"{start_epoch} to {end_epoch}"}, what="how much they train")
     try:
         engine.prepare(optimizer, criterion, scheduler)
         if resume is not None:
-            _go_on(engine, optimizer, scheduler, resume)
-        for epoch in range(start_epoch, end_epoch + 1):
-            if hasattr(getattr(train_loader, "sampler", None), "set_epoch"):
-                train_loader.sampler.set_epoch(epoch)
-            result = engine.train_epoch(train_loader, epoch=epoch, seed=seed, max_steps=max_steps, log_every=log_every,
-                                        on_steps=on_steps)
-            if not result.step_seconds and max_steps is not None:
-                break
-            engine.agree_on_buffers()
-            path = checkpoint_path(Path(checkpoint_dir), epoch)
-            sync_states = gather_objects(world, engine.sync.state_dict())
-            on_rank0(world, lambda path=path, epoch=epoch, loss=result.loss, states=sync_states: save_checkpoint(path, {
-                "epoch": epoch, "step": engine.step, "loss": loss,
-                "model_state_dict": unwrap(engine.model).state_dict(), "optimizer_state_dict": optimizer.state_dict(),
-                "scheduler_state_dict": scheduler.state_dict() if scheduler is not None else None,
-                "scaler_state_dict": engine.scaler.state_dict(), "sync_state_dicts": states,
-                **(checkpoint_extra or {})}))
+            engine.load_state(resume)
+        saver.attach(engine, first_epoch=start_epoch)
+        for epoch, result in engine.epochs(
+                train_loader, start_epoch, end_epoch, start_step=resume.get("step_in_epoch", 0) if resume else 0, seed=seed,
+                max_steps=max_steps, log_every=log_every, on_steps=on_steps, after_step=saver.after_step):
+            path = saver.save_epoch(epoch, result)
             line = _log_line(world, rank, epoch, result)
             _append(Path(logs_path), line)
-            if on_epoch is not None:
-                on_epoch(epoch, result, path)
-            elif world.is_root:
+            if on_epoch is None and world.is_root:
                 print(line, flush=True)
+            if on_epoch is not None and on_epoch(epoch, result, path):
+                break
     finally:
         engine.close()
     return engine.model
 
 
-def _strategy(sync: GradientSync | str | None, distribute_flag: bool, task_flag: str) -> GradientSync | str:
-    if sync is None:
-        if task_flag not in _STRATEGY_OF_TASK:
-            raise UserError(f"task_flag: got {task_flag!r}, give 'PartOne' (gather and scatter), 'PartTwo' (all_reduce) "
-                            "or ''")
-        sync = "ddp" if distribute_flag else _STRATEGY_OF_TASK[task_flag]
+def _strategy(distribute_flag: bool, task_flag: str) -> str:
+    if task_flag not in _STRATEGY_OF_TASK:
+        raise UserError(f"task_flag: got {task_flag!r}, give 'PartOne' (gather and scatter), 'PartTwo' (all_reduce) or ''")
+    strategy = "ddp" if distribute_flag else _STRATEGY_OF_TASK[task_flag]
     size = current_world().size
-    if sync == "none" and size > 1:
+    if strategy == "none" and size > 1:
         warnings.warn(f"{size} ranks train without averaging their gradients: set distribute_flag or task_flag",
                       stacklevel=3)
-    if sync != "none" and current_world().backend is None:
-        raise UserError(f"gradients are to be averaged by {sync!r}, but no process group is open: call "
+    if strategy != "none" and current_world().backend is None:
+        raise UserError(f"gradients are to be averaged by {strategy!r}, but no process group is open: call "
                         "torch.distributed.init_process_group first")
-    return sync
-
-
-def _go_on(engine: TrainingEngine, optimizer: Optimizer, scheduler: LRScheduler | None,
-           entries: Mapping[str, Any]) -> None:
-    """Take over scheduler, GradScaler, step count and the strategy's own state from a checkpoint."""
-    if scheduler is not None and entries.get("scheduler_state_dict") is not None:
-        scheduler.load_state_dict(entries["scheduler_state_dict"])
-        optimizer.load_state_dict(entries["optimizer_state_dict"])  # making the scheduler has changed the rates
-    if entries.get("scaler_state_dict"):
-        engine.scaler.load_state_dict(entries["scaler_state_dict"])
-    engine.step = entries.get("step", 0)
-    states = entries.get("sync_state_dicts") or []
-    if engine.world.rank < len(states):
-        engine.sync.load_state_dict(states[engine.world.rank])
+    return strategy
 
 
 def _log_line(world: World, rank: str | int, epoch: int, result: EpochResult) -> str:

@@ -95,7 +95,7 @@ def awkward_errors(rank: int, size: int, sync: GradientSync, dtype: torch.dtype)
         reference_optimizer.step()
         references.append(copy.deepcopy(reference))
 
-    engine = TrainingEngine(model, "cpu", sync=sync)
+    engine = TrainingEngine(model, "cpu", distributed=True, sync=sync)
     engine.prepare(torch.optim.SGD(model.parameters(), **SGD), nn.CrossEntropyLoss())
     errors, digests = [], []
 
@@ -252,7 +252,7 @@ def vgg_errors(rank: int, size: int) -> dict:
     for name in DISTRIBUTED:
         torch.manual_seed(100 + rank)
         model = build_model("vgg11", 10).double()
-        engine = TrainingEngine(model, "cpu", sync=name)
+        engine = TrainingEngine(model, "cpu", distributed=True, sync=name)
         engine.prepare(torch.optim.SGD(model.parameters(), **SGD), nn.CrossEntropyLoss())
         engine.train_epoch([mine(batch, rank) for batch in batches], epoch=1)
         own = model.state_dict()["features.1.running_mean"].clone()
@@ -292,12 +292,12 @@ class Switching(nn.Module):
 
 def switches_in_second_step(rank: int, name: str) -> None:
     model = Switching()
-    engine = TrainingEngine(model, "cpu", sync=name)
+    engine = TrainingEngine(model, "cpu", distributed=True, sync=name)
     engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
     inputs, labels = torch.randn(4, 4), torch.tensor([0, 1, 0, 1])
-    engine.train_step(inputs, labels, global_samples=8)
+    engine.train_step([(inputs, labels)], global_samples=8)
     model.use_extra = True
-    engine.train_step(inputs, labels, global_samples=8)
+    engine.train_step([(inputs, labels)], global_samples=8)
 
 
 @pytest.mark.parametrize("name", ["gather_scatter", "all_reduce"])
@@ -308,7 +308,7 @@ def test_other_gradients_than_in_the_first_step_are_an_error_that_names_the_para
 
 def different_models(rank: int) -> None:
     model = nn.Linear(4, 2 + rank)
-    TrainingEngine(model, "cpu", sync="all_reduce").prepare(torch.optim.SGD(model.parameters(), lr=0.1),
+    TrainingEngine(model, "cpu", distributed=True, sync="all_reduce").prepare(torch.optim.SGD(model.parameters(), lr=0.1),
                                                             nn.CrossEntropyLoss())
 
 
@@ -326,7 +326,7 @@ def test_a_criterion_that_is_no_mean_is_refused() -> None:
 def empty_rank_with_batchnorm(rank: int, name: str) -> tuple[bool, str]:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
-    engine = TrainingEngine(model, "cpu", sync=name)
+    engine = TrainingEngine(model, "cpu", distributed=True, sync=name)
     engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
     count = 4 if rank == 0 else 0
     engine.train_epoch([(torch.randn(count, 3, 8, 8), torch.zeros(count, dtype=torch.int64))] * 2, epoch=1)

@@ -212,13 +212,13 @@ def timed_step(rank: int) -> dict:
     from common.training_engine import TrainingEngine
 
     model = SlowBackward()
-    engine = TrainingEngine(model, "cpu", sync="ddp")
+    engine = TrainingEngine(model, "cpu", distributed=True, sync="ddp")
     engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
     for _ in range(2):  # DDP rearranges its buckets, with a message, at the start of the second step
-        engine.train_step(torch.randn(4, 4), torch.zeros(4, dtype=torch.int64), global_samples=8)
+        engine.train_step([(torch.randn(4, 4), torch.zeros(4, dtype=torch.int64))], global_samples=8)
     engine.timer.take()
     time.sleep(4 * rank)
-    engine.train_step(torch.randn(4, 4), torch.zeros(4, dtype=torch.int64), global_samples=8)
+    engine.train_step([(torch.randn(4, 4), torch.zeros(4, dtype=torch.int64))], global_samples=8)
     return engine.timer.seconds(engine.timer.take())
 
 

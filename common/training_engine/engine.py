@@ -1,134 +1,136 @@
-"""TrainingEngine: the training step and the epoch around it, the same for every strategy, device and part.
+"""TrainingEngine: the training step and the epoch around it, the same for every strategy, device, part and recipe.
 
-Order of the calls: ``TrainingEngine(...)``, ``prepare`` once, ``train_epoch`` for each epoch, ``close``.
+Order of the calls: ``TrainingEngine(...)``, then ``train`` (fitting.py), which does the rest; or, with a loop of one's own,
+``prepare`` once, ``train_epoch`` for each epoch or ``epochs`` for several, ``close``.
 """
 
-import hashlib
 import itertools
-import math
 import time
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from common.data.sharding import STEP_STREAM, stream_seed
-from common.distributed import World, agree, current_world, gather_objects
-from common.errors import GroupError, UserError
+from common.distributed import World, agree, current_world
+from common.ema import build_ema
+from common.errors import UserError
+from common.precision import choose_amp
 from common.sync import build_sync
 from common.sync.base import GradientSync
 from common.sync.none import NoSync
 from common.timing import StepTimer
-from common.training_engine.batchnorm import agree_on_buffers
+from common.training_engine import batchnorm, fitting, group, resumption
 from common.training_engine.prediction import to_device, unwrap
+from common.training_engine.steps import EpochResult, StepLedger, StepOutcome, StepRecord
 
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One step: ``loss`` and ``accuracy`` over the global batch, ``local_loss`` over this rank's share, seconds by
-    section, the learning rate it used. Steps count from 1 over the whole training."""
-
-    epoch: int
-    step: int
-    samples: int
-    loss: float
-    accuracy: float
-    local_loss: float
-    learning_rate: float
-    seconds: dict[str, float]
-
-
-@dataclass
-class EpochResult:
-    """What this rank did in one epoch: ``samples``, their summed loss, how many it predicted right, the seconds of each
-    step and of the whole epoch."""
-
-    samples: int = 0
-    loss_sum: float = 0.0
-    correct: float = 0.0
-    step_seconds: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def add(self, *, loss_sum: float, correct: float, samples: int, step_seconds: float) -> None:
-        """Count one step."""
-        self.samples += samples
-        self.loss_sum += loss_sum
-        self.correct += correct
-        self.step_seconds.append(step_seconds)
-
-    @property
-    def loss(self) -> float:
-        """Mean over this rank's samples."""
-        return self.loss_sum / self.samples if self.samples else math.nan
-
-    @property
-    def accuracy(self) -> float:
-        """Share of this rank's samples predicted right, before each step's update; 0 to 1."""
-        return self.correct / self.samples if self.samples else math.nan
-
-    @property
-    def mean_step_seconds(self) -> float:
-        """Mean over the steps but the first, which warms up."""
-        warm = self.step_seconds[1:] or self.step_seconds
-        return sum(warm) / len(warm) if warm else math.nan
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A step whose numbers may still be on the GPU: mean loss, right predictions, norm of the gradients."""
-
-    step: int
-    loss: Tensor
-    correct: Tensor
-    gradient_norm: Tensor
-    samples: int
-    learning_rate: float
-    times: dict[str, tuple]
+MicroBatch = tuple[Tensor, Tensor]
 
 
 class TrainingEngine:
-    """Trains any ``nn.Module`` on any loader of (inputs, labels), alone or in the open process group.
+    """Trains any ``nn.Module`` on any loader of (inputs, labels), on one device or in the open process group.
 
     Parameters
     ----------
-    model : moved to ``device`` already; may be wrapped in DistributedDataParallel.
-    sync : a strategy or its name; see common/sync.
-    amp_dtype : torch.float16 (with a GradScaler) or torch.bfloat16 for mixed precision; None for float32.
+    model : moved to ``device`` here; may be wrapped in DistributedDataParallel.
+    device : "cuda" in a group means the GPU of ``local_rank``.
+    distributed : average gradients over the group that is open (``setup_distributed``, ``launch_distributed_training``).
+    world_size, backend : what the caller believes the group to be; a contradiction is an error.
+    use_amp : mixed precision: fp16 with a GradScaler on a GPU, bf16 on a CPU that is fast at it. ``amp_dtype``
+        (torch.float16, torch.bfloat16) chooses the type by itself.
+    use_ema : keep an exponential moving average of the weights (common/ema.py), evaluated and saved beside them.
+    sync_batchnorm : in a group on GPUs, BatchNorm layers that train normalise over all ranks; else by rank.
+    accumulation_steps : micro-batches (the loader's batches) of one optimiser step; communicated once.
+    sync : a strategy or its name, see common/sync; used where ``distributed``.
+    clip_norm : largest norm of all gradients together.
+    experiment_name, output_dir : ``train`` writes to ``output_dir/experiment_name/``.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device | str, *, sync: GradientSync | str = "none",
-                 amp_dtype: torch.dtype | None = None) -> None:
-        self.device = torch.device(device)
-        self.sync: GradientSync = build_sync(sync) if isinstance(sync, str) else sync
-        self.world = World(device=self.device) if isinstance(self.sync, NoSync) else current_world(self.device)
-        self._amp_dtype = amp_dtype
+    def __init__(self, model: nn.Module, device: torch.device | str, *, distributed: bool = False, local_rank: int = 0,
+                 world_size: int = 1, backend: str | None = None, use_amp: bool = False,
+                 amp_dtype: torch.dtype | None = None, use_ema: bool = False, ema_decay: float = 0.9999,
+                 sync_batchnorm: bool = True, accumulation_steps: int = 1, sync: GradientSync | str = "ddp",
+                 clip_norm: float | None = None, experiment_name: str = "experiment",
+                 output_dir: str | Path = "reports") -> None:
+        self.device = group.own_device(device, local_rank, distributed=distributed)
+        self.sync: GradientSync = NoSync() if not distributed else build_sync(sync) if isinstance(sync, str) else sync
+        self.world = World(device=self.device)
+        if distributed and not isinstance(self.sync, NoSync):
+            group.check_open(world_size, backend)
+            self.world = current_world(self.device)
+        for name, value in (("accumulation_steps", accumulation_steps), ("clip_norm", clip_norm)):
+            if value is not None and value <= 0:
+                raise UserError(f"{name}: got {value}, give a number above 0")
+        if use_ema and not 0 < ema_decay < 1:
+            raise UserError(f"ema_decay: got {ema_decay}, give a number between 0 and 1, e.g. 0.9999")
+        if use_amp and amp_dtype is None:
+            amp_dtype, notice = choose_amp(True, "fp16", default=True, device=self.device)
+            self.notice(notice)
+        self.amp_dtype = amp_dtype
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=amp_dtype == torch.float16)
         self.timer = StepTimer(self.device)
-        self.model = model
+        self.model = self._with_batchnorm(model.to(self.device), sync_batchnorm)
+        self.ema: AveragedModel | None = None
+        self._ema_decay = ema_decay if use_ema else None
+        self._accumulation_steps, self._clip_norm = accumulation_steps, clip_norm
+        self.output_folder = Path(output_dir) / experiment_name
         self.step = 0
+        self.stopping = False
+        self._stop_requested = False
         self._first_batch = True
-        self._samples_since_agreement = 0
+        self._pieces: Sequence[int] = ()
+        self._shards: batchnorm.ShardStatistics | None = None
 
-    def prepare(self, optimizer: Optimizer, criterion: nn.Module, scheduler: LRScheduler | None = None) -> None:
+    setup_distributed = staticmethod(group.setup_distributed)
+    cleanup_distributed = staticmethod(group.cleanup_distributed)
+    train = fitting.train
+    state = resumption.state
+    load_state = resumption.load_state
+
+    def notice(self, text: str) -> None:
+        """Tell the user, once, what is done in another way than asked for; nothing where ``text`` is empty."""
+        if text and self.world.is_root:
+            warnings.warn(text, stacklevel=3)
+
+    def _with_batchnorm(self, model: nn.Module, sync_batchnorm: bool) -> nn.Module:
+        if not sync_batchnorm or self.world.size == 1 or not batchnorm.has_batchnorm(model):
+            return model
+        if self.device.type != "cuda":
+            self.notice("BatchNorm uses each rank's own batch: SyncBatchNorm needs GPUs, torch has none for Gloo on CPUs")
+            return model
+        return model if isinstance(model, DistributedDataParallel) else batchnorm.synchronise_batchnorm(model)
+
+    def prepare(self, optimizer: Optimizer, criterion: nn.Module, scheduler: LRScheduler | None = None, *,
+                scheduler_by_epoch: bool = False) -> None:
         """Hand over what trains, give all ranks rank 0's weights, and check that they train the same model.
 
-        ``scheduler`` is stepped after every optimiser step. Raises UserError where the ranks' parameters differ in
+        ``scheduler`` is stepped after every optimiser step, or by the caller after every epoch. Raises UserError where the ranks' parameters differ in
         name, shape or type, and where ``criterion`` is not a mean over the batch.
         """
         if getattr(criterion, "reduction", "mean") != "mean":
             raise UserError(f"the criterion has reduction={criterion.reduction!r}: use 'mean', since the ranks' losses "
                             "are weighted as means")
-        self._optimizer, self._criterion, self._scheduler = optimizer, criterion, scheduler
+        self.optimizer, self.criterion, self.scheduler = optimizer, criterion, scheduler
+        self._scheduler_by_epoch = scheduler_by_epoch
         agree(self.world, {name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
                            for name, p in unwrap(self.model).named_parameters()}, what="the model's parameters")
+        if not any(p.requires_grad for p in self.model.parameters()):
+            raise UserError("no parameter of the model trains: set requires_grad on those that shall")
         self.model = self.sync.prepare(self.model, optimizer)
+        if self._ema_decay is not None and self.ema is None:
+            self.ema = build_ema(unwrap(self.model), self._ema_decay)
         self._trained = [p for p in self.model.parameters() if p.requires_grad]
+        self._shards = batchnorm.ShardStatistics(unwrap(self.model), 1)
         self.timer.watch_gradients(self.model)
 
     def close(self) -> None:
@@ -136,155 +138,194 @@ class TrainingEngine:
         self.timer.close()
         self.sync.close()
 
-    def train_step(self, inputs: Tensor, labels: Tensor, *, global_samples: int) -> tuple[Tensor, Tensor, Tensor]:
-        """One optimiser step on this rank's share of a global batch of ``global_samples``.
+    def request_stop(self) -> None:
+        """Ask all ranks to end the epoch at the next step on which they agree; may be called from a signal handler."""
+        self._stop_requested = True
 
-        The mean loss is weighted by local samples x ranks / global samples, so that the plain mean of the ranks'
-        gradients is the gradient of the mean loss over the global batch, also where shares differ. Returns the
-        unweighted mean loss, the number of right predictions and the norm of the synchronised gradients, as tensors.
+    def train_step(self, micro_batches: Sequence[MicroBatch], *, global_samples: int,
+                   seeds: Sequence[int] | None = None) -> StepOutcome:
+        """One optimiser step on this rank's share, in one or several parts, of a global batch of ``global_samples``.
+
+        Each part's mean loss is weighted by its samples x ranks / global samples, so that the plain mean of the ranks'
+        gradients is the gradient of the mean loss over the global batch, also where shares differ. Ranks communicate
+        once. ``seeds``, one a part, set torch's generator before its forward pass.
         """
-        timer, share = self.timer, len(labels)
-        self._optimizer.zero_grad(set_to_none=True)
-        with timer.section("forward"):
-            outputs, loss = self._forward(inputs, labels)
-            weighted = loss * (share * self.world.size / global_samples)
-        with timer.section("backward"):
-            self.scaler.scale(weighted).backward()
+        timer, losses, corrects = self.timer, [], []
+        samples = sum(len(labels) for _, labels in micro_batches)
+        per_shard = max(1, len(micro_batches) // max(1, len(self._shards)))
+        self.optimizer.zero_grad(set_to_none=True)
+        for part, (inputs, labels) in enumerate(micro_batches):
+            if seeds is not None:
+                torch.manual_seed(seeds[part])
+            last = part == len(micro_batches) - 1
+            shard = min(part // per_shard, len(self._shards) - 1)
+            with nullcontext() if last else self.sync.no_sync(), self._shards.of(shard, len(labels)):
+                with timer.section("forward"):
+                    outputs, loss = self._forward(inputs, labels)
+                    weighted = loss * (len(labels) * self.world.size / global_samples)
+                with timer.section("backward"):
+                    self.scaler.scale(weighted).backward()
+            losses.append(loss.detach())
+            corrects.append(_right(outputs, labels))
         with timer.section("sync"):
             self.sync.synchronize(self.model)
         with timer.section("update"):
-            self.scaler.unscale_(self._optimizer)
-            norm = torch.nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
-            self.scaler.step(self._optimizer)
-            self.scaler.update()
-            self.sync.after_step(self.model)
-            if self._scheduler is not None:
-                self._scheduler.step()
-            correct = (outputs.detach().argmax(dim=1) == labels).sum() if share else torch.zeros((), device=self.device)
-        self.step += 1
-        self._samples_since_agreement += share
-        return loss.detach(), correct, norm
+            norm = self._update()
+        return StepOutcome(_weighted_mean(losses, [len(labels) / max(1, samples) for _, labels in micro_batches]),
+                           sum(corrects), norm)
 
     def _forward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(self.device.type, dtype=self._amp_dtype, enabled=self._amp_dtype is not None):
+        with torch.autocast(self.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
             if len(labels):
                 outputs = self.model(inputs)
-                return outputs, self._criterion(outputs, labels)
-            # No sample on this rank: take part with zero gradients, but BatchNorm must not learn from nothing.
-            learning = [m for m in self.model.modules() if isinstance(m, _BatchNorm) and m.training]
-            for layer in learning:
-                layer.eval()
-            outputs = self.model(inputs)
-            for layer in learning:
-                layer.train()
+                return outputs, self.criterion(outputs, labels)
+            with batchnorm.without_samples(self.model):  # take part, with zero gradients
+                outputs = self.model(inputs)
             return outputs, outputs.sum() * 0
 
-    def train_epoch(self, loader: Iterable[tuple[Tensor, Tensor]], *, epoch: int, seed: int | None = None,
+    def _update(self) -> Tensor:
+        """Unscale, clip, step, and what follows a step; return the norm of the gradients before clipping."""
+        self.scaler.unscale_(self.optimizer)
+        if self._clip_norm is not None:
+            norm = clip_grad_norm_(self._trained, self._clip_norm)
+        else:
+            norm = get_total_norm([p.grad for p in self._trained if p.grad is not None])
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.sync.after_step(self.model)
+        if self.scheduler is not None and not self._scheduler_by_epoch:
+            self.scheduler.step()
+        if self.ema is not None:
+            self._shards.blend()
+            self.ema.update_parameters(unwrap(self.model))
+        self.step += 1
+        return norm
+
+    def epochs(self, loader: Iterable[MicroBatch], first: int, last: int, *, start_step: int = 0,
+               **options: Any) -> Iterator[tuple[int, EpochResult]]:
+        """Train epochs ``first`` to ``last``, both included, and yield each one's number and result, buffers agreed on.
+
+        ``start_step`` : steps of the first epoch that are done already. ``options`` are those of ``train_epoch``. Ends
+        early where ``max_steps`` are done or the ranks have agreed to stop.
+        """
+        samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+        for epoch in range(first, last + 1):
+            for sampler in samplers:
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(epoch)
+            result = self.train_epoch(loader, epoch=epoch, start_step=start_step if epoch == first else 0, **options)
+            if not result.step_seconds:
+                return
+            self.agree_on_buffers()
+            yield epoch, result
+            if self.stopping:
+                return
+
+    def train_epoch(self, loader: Iterable[MicroBatch], *, epoch: int, seed: int | None = None, start_step: int = 0,
                     max_steps: int | None = None, log_every: int = 10,
-                    on_steps: Callable[[list[StepRecord]], None] | None = None) -> EpochResult:
+                    on_steps: Callable[[list[StepRecord]], None] | None = None,
+                    after_step: Callable[[int], None] | None = None) -> EpochResult:
         """Train on every batch of ``loader`` once, or until ``self.step`` reaches ``max_steps``.
 
         Parameters
         ----------
         loader : yields (inputs, labels). If it has ``global_batch_sizes`` (samples of each step over all ranks), these
-            weight the loss; else each step costs an 8-byte all_reduce.
-        seed : if given, torch's generator is set before each step from (seed, epoch, step, rank).
-        on_steps : called on every rank every ``log_every`` steps with their records; one small all_reduce each time.
+            weight the loss; else each step costs an 8-byte all_reduce. If it has ``pieces``, these are the numbers of
+            its micro-batches within each global batch; else ``accumulation_steps`` of its batches make a step.
+        seed : if given, torch's generator is set before each micro-batch from (seed, epoch, step, piece).
+        start_step : steps of this epoch that are done already; ``loader.start_at`` is told.
+        on_steps : called on every rank every ``log_every`` steps, or sooner, with their records.
+        after_step : called on every rank after every step with the number of steps done in this epoch.
 
         Raises GroupError on every rank where loss or gradients are not finite on one.
         """
-        result, began = EpochResult(), time.perf_counter()
-        pending: list[_Pending] = []
+        began = time.perf_counter()
+        ledger = StepLedger(self.world, self.timer, epoch=epoch, log_every=log_every,
+                            overflow_is_normal=self.scaler.is_enabled(), on_steps=on_steps)
         sizes = getattr(loader, "global_batch_sizes", None)
+        self._take_pieces(loader)
+        if start_step:
+            loader.start_at(start_step)
         batches = iter(loader)
         self.model.train()
+        batchnorm.hold_frozen_batchnorm(self.model)
         try:
-            for index in itertools.count():
+            for index in itertools.count(start_step):
                 if max_steps is not None and self.step >= max_steps:
                     break
+                seeds = None
                 if seed is not None:
-                    torch.manual_seed(stream_seed(seed, STEP_STREAM, epoch, index, self.world.rank))
+                    seeds = [stream_seed(seed, STEP_STREAM, epoch, index, piece) for piece in self._pieces]
+                    torch.manual_seed(seeds[0])
                 with self.timer.section("data"):
-                    batch = next(batches, None)
-                    if batch is None:
-                        break
-                    inputs, labels = to_device(batch[0], self.device), batch[1].to(self.device, non_blocking=True)
+                    window = [(to_device(inputs, self.device), labels.to(self.device, non_blocking=True))
+                              for inputs, labels in itertools.islice(batches, len(self._pieces))]
+                if not window:
+                    break
                 if self._first_batch:
-                    self._warn_of_equal_batches(inputs, labels)
-                global_samples = sizes[index] if sizes is not None else self._global_samples(len(labels))
-                rate = self._optimizer.param_groups[0]["lr"]
-                loss, correct, norm = self.train_step(inputs, labels, global_samples=global_samples)
-                pending.append(_Pending(self.step, loss, correct, norm, len(labels), rate, self.timer.take()))
-                # All ranks hold the same gradients, so all of them see here that they are not finite.
-                if self.step % log_every == 0 or (self.device.type == "cpu" and not math.isfinite(float(norm))):
-                    self._flush(pending, result, epoch, on_steps)
-            self._flush(pending, result, epoch, on_steps)
+                    self._first_batch = False
+                    group.warn_of_equal_batches(self.world, *window[0])
+                local = sum(len(labels) for _, labels in window)
+                global_samples = sizes[index] if sizes is not None else self._sum_over_ranks(local)
+                rate = self.optimizer.param_groups[0]["lr"]
+                outcome = self.train_step(window, global_samples=global_samples, seeds=seeds)
+                ledger.add(self.step, outcome, samples=local, learning_rate=rate)
+                if ledger.due:
+                    self.stopping = ledger.flush(stop=self._stop_requested)
+                if after_step is not None:
+                    after_step(index + 1)
+                if self.stopping:
+                    ledger.result.complete = sizes is not None and index + 1 == len(sizes)
+                    break
+            self.timer.take()
+            self.stopping = ledger.flush(stop=self._stop_requested) or self.stopping
         except BaseException:
-            if on_steps is not None and pending:  # what was trained is recorded, as far as this rank knows it
-                on_steps([self._record(epoch, step, loss=math.nan, accuracy=math.nan) for step in pending])
+            ledger.rescue()
             raise
-        result.seconds = time.perf_counter() - began
-        return result
+        ledger.result.seconds = time.perf_counter() - began
+        return ledger.result
+
+    def _take_pieces(self, loader: Iterable[MicroBatch]) -> None:
+        """See which micro-batches of each global batch this rank computes, and of how many shards."""
+        own = range(self.world.rank * self._accumulation_steps, (self.world.rank + 1) * self._accumulation_steps)
+        self._pieces = getattr(loader, "pieces", own)
+        shards = getattr(loader, "shards_here", 1)
+        if shards != len(self._shards):
+            self._shards = batchnorm.ShardStatistics(unwrap(self.model), shards)
 
     def agree_on_buffers(self) -> None:
         """Make the buffers equal on all ranks, as common/training_engine/batchnorm.py says; before evaluation and
         before a checkpoint. Collective."""
-        if self.world.size > 1:
-            agree_on_buffers(unwrap(self.model), self._samples_since_agreement)
-        self._samples_since_agreement = 0
+        taken = self._shards.take()
+        if self.world.size > 1 or len(taken) > 1:
+            batchnorm.agree_on_buffers(unwrap(self.model), taken)
+            self._shards.spread()
+            if self.ema is not None:
+                samples = sum(count for count, _ in taken)
+                batchnorm.agree_on_buffers(self.ema.module, [(samples, batchnorm.statistics(self.ema.module))])
 
-    def _global_samples(self, local: int) -> int:
+    def _sum_over_ranks(self, count: int) -> int:
         if self.world.size == 1:
-            return local
-        count = torch.tensor([local], dtype=torch.int64, device=self.device)
-        dist.all_reduce(count)
-        return int(count)
+            return count
+        total = torch.tensor([count], dtype=torch.int64, device=self.device)
+        dist.all_reduce(total)
+        return int(total)
 
-    def _warn_of_equal_batches(self, inputs: Tensor, labels: Tensor) -> None:
-        """The commonest mistake of all: no sampler, so that all ranks train on the same samples."""
-        self._first_batch = False
-        if self.world.size == 1:
-            return
-        mine = [hashlib.sha256(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
-                for t in (inputs, labels)]
-        others = gather_objects(self.world, (*mine, len(labels) >= 8 and len(labels.unique()) > 1))
-        same_inputs, same_labels = (len({other[column] for other in others}) == 1 for column in (0, 1))
-        if len(labels) and (same_inputs or (same_labels and all(telling for *_, telling in others))):
-            warnings.warn("all ranks train on the same samples: their first batches are equal. Give each rank a share of "
-                          "its own, e.g. by torch.utils.data.DistributedSampler", stacklevel=4)
-
-    def _flush(self, pending: list[_Pending], result: EpochResult, epoch: int,
-               on_steps: Callable[[list[StepRecord]], None] | None) -> None:
-        """Turn the steps since the last flush into records of the global batch, and stop where one is not finite."""
-        if not pending:
-            return
-        table = torch.zeros(len(pending), 4, dtype=torch.float64)  # loss sum, right predictions, samples, not finite
-        for row, step in zip(table, pending, strict=True):
-            loss, bad_norm = float(step.loss), not math.isfinite(float(step.gradient_norm))
-            bad = not math.isfinite(loss) or (bad_norm and not self.scaler.is_enabled())
-            row[:] = torch.tensor([loss * step.samples if step.samples else 0.0, float(step.correct), step.samples, bad])
-        total = table.to(self.device)
+    def _reduce_tensor(self, t: Tensor) -> Tensor:
+        """Return the mean of a metric over the ranks, as a new tensor. Collective."""
+        mean = t.detach().clone().to(self.device)
         if self.world.size > 1:
-            dist.all_reduce(total)
-        good = [step for step, row in zip(pending, total.tolist(), strict=True) if row[3] == 0]
-        for step, mine in zip(good, table.tolist(), strict=False):
-            result.add(loss_sum=mine[0], correct=mine[1], samples=step.samples,
-                       step_seconds=sum(self.timer.seconds(step.times).values()))
-        if on_steps is not None and good:
-            on_steps([self._record(epoch, step, loss=row[0] / row[2], accuracy=row[1] / row[2])
-                      for step, row in zip(good, total.tolist(), strict=False)])
-        bad_steps = pending[len(good):]
-        pending.clear()
-        if bad_steps:
-            self._raise_not_finite(epoch, bad_steps[0])
+            dist.all_reduce(mean)
+            mean /= self.world.size
+        return mean
 
-    def _record(self, epoch: int, step: _Pending, *, loss: float, accuracy: float) -> StepRecord:
-        return StepRecord(epoch, step.step, step.samples, loss, accuracy, float(step.loss), step.learning_rate,
-                          self.timer.seconds(step.times))
 
-    def _raise_not_finite(self, epoch: int, step: _Pending) -> None:
-        losses = gather_objects(self.world, float(step.loss))
-        culprits = [f"loss {loss} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]
-        what = ", ".join(culprits) if culprits else "gradients overflowed, the loss was finite"
-        raise GroupError(f"not finite in epoch {epoch}, step {step.step}: {what}. All ranks stop; earlier checkpoints are "
-                         "kept. Lower --learning-rate, warm up longer, or look for broken inputs")
+@torch.no_grad()
+def _right(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (outputs.argmax(dim=1) == labels).sum() if len(labels) else torch.zeros((), device=outputs.device)
+
+
+def _weighted_mean(losses: list[Tensor], weights: list[float]) -> Tensor:
+    if len(losses) == 1:
+        return losses[0]
+    return sum(loss.double() * weight for loss, weight in zip(losses, weights, strict=True))

@@ -1,0 +1,31 @@
+"""The exponential moving average of a model's weights, by torch.optim.swa_utils.
+
+Order of the calls: ``build_ema`` once, ``update_parameters`` after every optimiser step; evaluate ``.module``.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+
+def warmed_up_decay(decay: float, updates: int) -> float:
+    """Return min(decay, (1 + n) / (10 + n)) after n updates, as in TensorFlow's ExponentialMovingAverage: a constant
+    0.9999 would keep a tenth of the initial weights for 23,000 steps."""
+    return min(decay, (1 + updates) / (10 + updates))
+
+
+def build_ema(model: nn.Module, decay: float) -> AveragedModel:
+    """Return the average of ``model`` (the bare module, never a wrapper), beginning with the weights of the first update.
+
+    Buffers of floating point, BatchNorm's running statistics, are averaged alike, since they must fit the averaged
+    weights; the other buffers are copied.
+    """
+    def average(averages: list[Tensor], values: list[Tensor], _updates: Tensor) -> None:
+        if averages[0].is_floating_point():
+            updates = int(averaged.n_averaged)  # the argument's copy is on the GPU, and reading it would wait for that
+            torch._foreach_lerp_(averages, values, 1 - warmed_up_decay(decay, updates))
+        else:
+            torch._foreach_copy_(averages, values)
+
+    averaged = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+    return averaged.requires_grad_(False).eval()

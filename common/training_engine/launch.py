@@ -1,0 +1,192 @@
+"""One process a rank on this machine: ``launch_distributed_training`` starts them from a script or a notebook.
+
+Each rank is a fresh interpreter (worker.py) that reads the function and its arguments from a file, pickled by cloudpickle,
+so that lambdas and functions of a notebook work, and the caller's script is not run again.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from common.config import REPOSITORY
+from common.distributed import current_world
+from common.errors import UserError
+from common.training_engine.engine import TrainingEngine
+
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 5.0
+_OUTCOME = "outcome{}.pkl"
+
+
+class WorkerError(RuntimeError):
+    """A rank failed: ``rank``, and ``worker_traceback``, which the message holds too."""
+
+    def __init__(self, rank: int, worker_traceback: str) -> None:
+        super().__init__(f"rank {rank} failed:\n{worker_traceback}")
+        self.rank, self.worker_traceback = rank, worker_traceback
+
+
+class _NoGroup(Exception):
+    """The ranks could not form a group; nothing was trained."""
+
+
+def distributed_train_worker(
+        rank: int, world_size: int, *, model_fn: Callable[[], nn.Module], train_dataset: Dataset,
+        val_dataset: Dataset | None = None, batch_size: int, num_workers: int = 0,
+        optimizer_fn: Callable[..., Optimizer], criterion_fn: Callable[[], nn.Module],
+        scheduler_fn: Callable[[Optimizer], LRScheduler] | None = None, engine_kwargs: dict[str, Any] | None = None,
+        train_kwargs: dict[str, Any] | None = None) -> dict[str, list[float]]:
+    """Build model, loaders, optimiser and engine on this rank, train, and return the history of ``TrainingEngine.train``.
+
+    Parameters
+    ----------
+    model_fn, criterion_fn : return a new model and criterion. Ranks may draw other weights: rank 0's go to all.
+    train_dataset, val_dataset : of (input, label); shared out by a DistributedSampler.
+    batch_size : PER PROCESS: the global batch is this x ``world_size`` x ``accumulation_steps``.
+    num_workers : of each loader, a process.
+    optimizer_fn, scheduler_fn : called with the model's parameters that train; with the optimiser.
+    engine_kwargs, train_kwargs : further arguments of ``TrainingEngine`` and ``TrainingEngine.train`` (``num_epochs``, ...).
+    """
+    if world_size > 1:
+        TrainingEngine.setup_distributed(rank, world_size)
+    world = current_world()
+    device = torch.device("cuda" if torch.cuda.is_available() and world.backend != "gloo" else "cpu")
+    train_loader = _loader(train_dataset, rank, world_size, batch_size, num_workers, train=True)
+    val_loader = None if val_dataset is None else _loader(val_dataset, rank, world_size, batch_size, num_workers, train=False)
+    engine = TrainingEngine(model_fn(), device, distributed=world_size > 1,
+                            local_rank=rank % max(1, torch.cuda.device_count()), **engine_kwargs or {})
+    optimizer = optimizer_fn([p for p in engine.model.parameters() if p.requires_grad])
+    scheduler = scheduler_fn(optimizer) if scheduler_fn is not None else None
+    return engine.train(train_loader, val_loader, optimizer, criterion_fn(), scheduler=scheduler, **train_kwargs or {})
+
+
+def _loader(dataset: Dataset, rank: int, world_size: int, batch_size: int, num_workers: int, *, train: bool) -> DataLoader:
+    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=train)
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler, num_workers=num_workers,
+                      pin_memory=torch.cuda.is_available(), persistent_workers=num_workers > 0)
+
+
+def launch_distributed_training(train_fn: Callable[..., Any], world_size: int, backend: str = "nccl",
+                                **config: Any) -> Any:
+    """Call ``train_fn(rank, world_size, **config)`` on ``world_size`` processes of this machine; return rank 0's result.
+
+    Parameters
+    ----------
+    train_fn : e.g. ``distributed_train_worker``. The process group is open when it is called. Lambdas and functions of a
+        notebook are fine, as in ``config``.
+    world_size : ranks, one process each; 0 (``torch.cuda.device_count()`` without a GPU) or 1 is one process, this one.
+    backend : "nccl" needs a GPU for each rank; where they are missing a warning says so, and Gloo on the CPU serves.
+
+    Where the group cannot be set up, a warning says why, and one device trains. Raises WorkerError with rank and traceback
+    where a rank fails in training, which is never tried again; UserError on other values. No process is left behind.
+    """
+    if backend not in ("nccl", "gloo"):
+        raise UserError(f"backend: got {backend!r}, choose nccl or gloo")
+    if world_size < 0:
+        raise UserError(f"world_size: got {world_size}, give the number of processes (0: one, on this device)")
+    if world_size <= 1:
+        return _here(train_fn, config)
+    if backend == "nccl" and (reason := _no_nccl(world_size)):
+        warnings.warn(f"{reason}: training on the CPU with Gloo", stacklevel=2)
+        backend = "gloo"
+    try:
+        return _in_processes(train_fn, world_size, backend, config)
+    except _NoGroup as error:
+        warnings.warn(f"the process group could not be set up ({error}): training on one device", stacklevel=2)
+        return _here(train_fn, config)
+
+
+def _no_nccl(world_size: int) -> str:
+    """Why NCCL cannot serve so many ranks here; empty where it can."""
+    if not dist.is_nccl_available():
+        return "this torch has no NCCL"
+    gpus = torch.cuda.device_count()
+    return f"NCCL needs a GPU for each of the {world_size} ranks, and this machine has {gpus}" if gpus < world_size else ""
+
+
+def _here(train_fn: Callable[..., Any], config: dict[str, Any]) -> Any:
+    try:
+        return train_fn(0, 1, **config)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        import traceback
+
+        raise WorkerError(0, traceback.format_exc()) from error
+
+
+def _in_processes(train_fn: Callable[..., Any], world_size: int, backend: str, config: dict[str, Any]) -> Any:
+    with tempfile.TemporaryDirectory(prefix="data-parallel-") as name:
+        folder, workers = Path(name), []
+        (folder / "call.pkl").write_bytes(cloudpickle.dumps((train_fn, world_size, backend, config)))
+        # Its own folder first, for `-m`; the caller's path lies in the call, for modules pickled by name.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])}
+        try:
+            for rank in range(world_size):
+                workers.append(subprocess.Popen(
+                    [sys.executable, "-m", "common.training_engine.worker", name, str(rank)], env=environment,
+                    stdin=subprocess.PIPE))  # a worker ends when this pipe closes, i.e. also when the caller is killed
+            return _wait(workers, folder)
+        finally:
+            _end(workers)
+
+
+def _wait(workers: list[subprocess.Popen], folder: Path) -> Any:
+    """Return rank 0's result once all have ended well; raise for the first that has not."""
+    while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
+        time.sleep(_POLL_SECONDS)
+    if any(worker.poll() for worker in workers):  # its neighbours notice within moments, and tell less
+        _settle(workers)
+    outcomes = {rank: _read(folder / _OUTCOME.format(rank)) for rank in range(len(workers))}
+    failed = [rank for rank, worker in enumerate(workers) if worker.returncode or outcomes[rank] is None]
+    if not failed:
+        return outcomes[0]["result"]
+    told = [rank for rank in failed if outcomes[rank] is not None]
+    if any(outcomes[rank]["stage"] == "group" for rank in told):
+        raise _NoGroup("; ".join(outcomes[rank]["error"] for rank in told if outcomes[rank]["stage"] == "group"))
+    silent = [rank for rank in failed if "error" not in (outcomes[rank] or {}) and workers[rank].returncode is not None]
+    culprits = [rank for rank in told if "error" in outcomes[rank] and not outcomes[rank]["consequence"]] or silent or told
+    first = min(culprits, key=lambda rank: outcomes[rank]["time"] if rank not in silent else 0.0)
+    text = outcomes[first]["traceback"] if first not in silent else (
+        f"its process ended with status {workers[first].returncode} and left no word (killed, or out of memory)")
+    raise WorkerError(first, text)
+
+
+def _settle(workers: list[subprocess.Popen]) -> None:
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return cloudpickle.loads(path.read_bytes())
+    except (OSError, EOFError, pickle.UnpicklingError):
+        return None
+
+
+def _end(workers: list[subprocess.Popen]) -> None:
+    for worker in workers:
+        worker.stdin.close()
+        if worker.poll() is None:
+            worker.terminate()
+    _settle(workers)
+    for worker in workers:
+        if worker.poll() is None:
+            worker.kill()
+        worker.wait()

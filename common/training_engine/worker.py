@@ -1,0 +1,69 @@
+"""One rank of ``launch_distributed_training``: ``python -m common.training_engine.worker FOLDER RANK``.
+
+Opens the group, calls the function that lies in FOLDER, and leaves its outcome there: the result, or the stage at which it
+failed ("arguments", "group" or "training") with the traceback.
+"""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from common.distributed import explain_collective_failure
+from common.records import usable_cores
+from common.training_engine.launch import _OUTCOME, TrainingEngine
+
+_TIMEOUT = timedelta(seconds=60)
+
+
+def main(folder: Path, rank: int) -> int:
+    """Run the rank and return its exit status."""
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
+    outcome: dict[str, Any] = {"stage": "arguments", "result": None, "consequence": False}
+    try:
+        train_fn, world_size, backend, config = cloudpickle.loads((folder / "call.pkl").read_bytes())
+        outcome["stage"] = "group"
+        _open_group(folder, rank, world_size, backend)
+        outcome["stage"] = "training"
+        outcome["result"] = train_fn(rank, world_size, **config)
+        if dist.is_initialized():  # the function may have closed it
+            dist.barrier()
+        status = 0
+    except BaseException as error:
+        outcome |= {"error": str(error) or type(error).__name__, "traceback": traceback.format_exc(), "time": time.time(),
+                    "consequence": explain_collective_failure(error) is not None}
+        status = 1
+    written = folder / f"{rank}.tmp"
+    written.write_bytes(cloudpickle.dumps(outcome if rank == 0 or status else outcome | {"result": None}))
+    written.rename(folder / _OUTCOME.format(rank))
+    TrainingEngine.cleanup_distributed()
+    return status
+
+
+def _open_group(folder: Path, rank: int, world_size: int, backend: str) -> None:
+    """Meet by a file: no port can be taken. The ranks of one machine talk over loopback unless the user says otherwise."""
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(max(1, usable_cores() // world_size))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(backend, store=dist.FileStore(str(folder / "store"), world_size), rank=rank,
+                            world_size=world_size, timeout=_TIMEOUT)
+    dist.barrier()  # only now is the group known to work
+
+
+def _end_with_the_caller() -> None:
+    os.read(sys.stdin.fileno(), 1)  # not sys.stdin.read: its lock would disturb the interpreter's own end
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
