@@ -1,17 +1,15 @@
-"""Settings: one frozen dataclass, the argparse groups made from it, and where this process stands in the group.
+"""Settings: one frozen dataclass, whose fields are also the flags and the keys of a recipe.
 
-``parse_arguments`` turns a command line into a ``Config``; ``resolve_launch`` joins its flags with the environment
-that ``torchrun`` sets. Nothing here imports torch, so that ``--help`` answers at once.
+arguments.py makes a ``Config`` from a recipe and a command line. Nothing here imports torch, so that ``--help`` answers at
+once. Longer than other files, since every setting stands here once, with its meaning and its limits.
 """
 
-import argparse
 import math
-import os
-import socket
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from common.data import DATASETS
 from common.errors import UserError
@@ -25,6 +23,7 @@ _LARGEST = 2**31 - 1
 SCHEDULES = ("onecycle", "constant", "cosine", "step")
 DEFAULT_LEARNING_RATE = {"sgd": 0.02, "adamw": 0.001}
 
+RECIPE = "recipe"
 CLUSTER = "cluster (the same on every node, but for --rank)"
 DATA = "data"
 TRAINING = "training"
@@ -34,11 +33,12 @@ RUN = "this run"
 
 def option(default: Any, group: str, help: str, *flags: str, type: type = str, choices: Sequence[str] | None = None,
            minimum: float | None = None, above: float | None = None, maximum: float | None = None,
-           per_rank: bool = False) -> Any:
-    """A dataclass field that is also a flag; ``per_rank`` settings may differ between ranks."""
+           per_rank: bool = False, in_recipe: bool = True) -> Any:
+    """A dataclass field that is also a flag; ``per_rank`` settings may differ between ranks; those of one start only, such
+    as its rank, are not ``in_recipe``."""
     return field(default=default, metadata={
         "group": group, "help": help, "flags": flags, "type": type, "choices": choices, "minimum": minimum,
-        "above": above, "maximum": maximum, "per_rank": per_rank})
+        "above": above, "maximum": maximum, "per_rank": per_rank, "in_recipe": in_recipe})
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,29 @@ class Config:
     """Every setting of a run; a field's help text says what it means. Raises UserError on a value out of range."""
 
     part: str
+    recipe: str | None = option(None, RECIPE, "settings of a known experiment, by name (recipes/*.toml) or as a file; every "
+                                "flag overrides them", in_recipe=False)
+    print_config: bool = option(False, RECIPE, "show the settings that result, as a recipe, and end", type=bool,
+                                per_rank=True, in_recipe=False)
+
     sync: str = option("none", TRAINING, "how gradients are averaged over the ranks", choices=tuple(STRATEGIES))
 
-    master_ip: str | None = option(None, CLUSTER, "address of rank 0's node", "-M", per_rank=True)
+    master_ip: str | None = option(None, CLUSTER, "address of rank 0's node", "-M", per_rank=True, in_recipe=False)
     num_nodes: int | None = option(None, CLUSTER, "number of ranks, one process each", "-N", "--world-size",
-                                   type=int, minimum=1)
+                                   type=int, minimum=1, in_recipe=False)
     rank: int | None = option(None, CLUSTER, "this process's place, from 0 to num-nodes - 1", "-R", type=int,
-                              minimum=0, per_rank=True)
+                              minimum=0, per_rank=True, in_recipe=False)
     master_port: int | None = option(None, CLUSTER, f"port on rank 0's node (default: {DEFAULT_MASTER_PORT})",
-                                     type=int, minimum=1, maximum=65535, per_rank=True)
+                                     type=int, minimum=1, maximum=65535, per_rank=True, in_recipe=False)
+    dist_url: str | None = option(None, CLUSTER, "tcp://ADDRESS:PORT, in place of --master-ip and --master-port",
+                                  per_rank=True, in_recipe=False)
+    distributed: bool = option(False, CLUSTER, "start all ranks here, --world-size of them (default: one a GPU; two without)",
+                               type=bool, per_rank=True, in_recipe=False)
+    local_rank: int | None = option(None, CLUSTER, "taken from launchers that pass it", type=int, minimum=0, per_rank=True,
+                                    in_recipe=False)
+    shards: int | None = option(None, CLUSTER, "parts of each global batch, fixed for the whole job; a rank computes one or "
+                                "several (default: the largest number of ranks that torchrun may start)", type=int,
+                                minimum=1)
     timeout: float = option(60.0, CLUSTER, "seconds to wait for another rank before giving up", type=float, above=0,
                             maximum=86400)
     backend: str | None = option(None, CLUSTER, "default: nccl where each rank has a GPU of its own, else gloo",
@@ -66,13 +80,18 @@ class Config:
                                    "the parts)", type=Path, per_rank=True)
     mirror: str | None = option(None, DATA, "URL of a folder (or of the archive itself) to download CIFAR from; the "
                                 "same MD5 is checked", per_rank=True)
+    normalise: str = option("dataset", DATA, "by whose mean and standard deviation pixels are normalised",
+                            choices=("dataset", "imagenet"))
 
     model: str = option("vgg11", TRAINING, "which network", choices=tuple(MODELS))
     batch_size: int | None = option(None, TRAINING, "GLOBAL batch size, shared out over the ranks "
                                     f"(default: {DEFAULT_GLOBAL_BATCH_SIZE})", "--global-batch-size", type=int,
                                     minimum=1)
-    local_batch_size: int | None = option(None, TRAINING, "batch size of each rank, in place of --batch-size", "-b",
-                                          type=int, minimum=1)
+    local_batch_size: int | None = option(None, TRAINING, "samples of one forward pass of each rank, in place of "
+                                          "--batch-size; global is this x ranks x --accumulation-steps", "-b", type=int,
+                                          minimum=1)
+    accumulation_steps: int = option(1, TRAINING, "forward and backward passes of each optimiser step; communicated once",
+                                     type=int, minimum=1)
     epochs: int = option(1, TRAINING, "length of the training and of the schedule", type=int, minimum=1)
     max_steps: int | None = option(None, TRAINING, "length in steps, in place of --epochs", type=int, minimum=1)
     stop_after_epoch: int | None = option(None, TRAINING, "stop early, after this epoch; the schedule keeps its "
@@ -83,6 +102,26 @@ class Config:
                               "--use-amp", type=bool)
     amp_dtype: str = option("fp16", TRAINING, "fp16 scales the loss (GradScaler), bf16 needs no scaling; a CPU takes "
                             "bf16", choices=("fp16", "bf16"))
+    ema: bool = option(False, TRAINING, "keep an exponential moving average of the weights, evaluated and saved beside them",
+                       "--use-ema", type=bool)
+    ema_decay: float = option(0.9999, TRAINING, "share of the average that a step keeps, at most", type=float, above=0,
+                              maximum=0.999999)
+    sync_batchnorm: bool = option(False, TRAINING, "on several GPUs BatchNorm normalises over all ranks, not by rank",
+                                  type=bool)
+    label_smoothing: float = option(0.0, TRAINING, "share of each label spread over all classes", type=float, minimum=0,
+                                    maximum=0.99)
+    validate: bool = option(False, TRAINING, "evaluate the test set after every epoch and keep best.pt (--target-accuracy "
+                            "does too)", type=bool)
+    target_accuracy: float | None = option(None, TRAINING, "end once the evaluation after an epoch has reached it, as a "
+                                           "fraction, in --patience epochs in a row", type=float, above=0, maximum=1)
+    patience: int = option(2, TRAINING, "epochs in a row, for --target-accuracy", type=int, minimum=1)
+    pretrained_weights: str | None = option(None, TRAINING, "file or URL of them, for a pretrained model (default: "
+                                            "torchvision's download)", per_rank=True)
+    unfreeze: bool = option(False, TRAINING, "train all layers of a pretrained model, not only the last", type=bool)
+    input_size: int = option(224, TRAINING, "height and width at which images reach a pretrained model", type=int, minimum=32,
+                             maximum=1024)
+    deterministic: bool = option(False, TRAINING, "make a GPU run repeatable, bit for bit, and measure what it costs",
+                                 type=bool)
 
     learning_rate: float | None = option(None, OPTIMIZER, "constant rate or peak of the schedule; never scaled "
                                          "(default: 0.02 for sgd, 0.001 for adamw)", "--lr", "--base-lr", type=float,
@@ -91,16 +130,34 @@ class Config:
     schedule: str = option("onecycle", OPTIMIZER, "how the rate moves over the steps", choices=SCHEDULES)
     warmup_steps: int | None = option(None, OPTIMIZER, "steps of rising rate", type=int, minimum=0)
     warmup_epochs: float | None = option(None, OPTIMIZER, "the same in epochs", type=float, minimum=0)
+    milestones: str = option("0.5,0.75", OPTIMIZER, "of --schedule step: when the rate falls, as shares of the training after "
+                             "the warm-up")
+    step_factor: float = option(0.1, OPTIMIZER, "of --schedule step: by what the rate is multiplied then", type=float,
+                                above=0, maximum=1)
     momentum: float = option(0.9, OPTIMIZER, "of sgd", type=float, minimum=0, maximum=0.9999)
     nesterov: bool = option(True, OPTIMIZER, "sgd's momentum in Nesterov's form (default: yes)", type=bool)
     weight_decay: float = option(5e-4, OPTIMIZER, "L2 penalty", type=float, minimum=0)
+    clip_norm: float | None = option(None, OPTIMIZER, "largest norm of all gradients together", type=float, above=0)
+    scale_lr: bool = option(False, OPTIMIZER, "multiply the rate by global batch / --reference-batch-size", type=bool)
+    reference_batch_size: int = option(DEFAULT_GLOBAL_BATCH_SIZE, OPTIMIZER, "the global batch that the rate is meant for",
+                                       type=int, minimum=1)
 
     threads: int | None = option(None, RUN, "CPU threads of this rank (default: cores / ranks on this machine)",
                                  type=int, minimum=1, maximum=4096, per_rank=True)
-    resume: str | None = option(None, RUN, "a checkpoint's path, or 'auto': the newest good one of earlier runs of "
-                                "this part; rank 0 reads it", per_rank=True)
-    output_dir: Path | None = option(None, RUN, "receives <part>-<sync>/<time>/ (default: reports/ beside the parts)",
+    resume: str | None = option(None, RUN, "a checkpoint's path, or 'auto': the newest good one of earlier runs of this part "
+                                "or recipe, on whichever node it lies", per_rank=True, in_recipe=False)
+    run_name: str | None = option(None, RUN, "name of the run's folder (default: the time)", in_recipe=False)
+    output_dir: Path | None = option(None, RUN, "receives <part>-<sync>/<time>/ or <recipe>/<time>/ (default: reports/)",
                                      type=Path, per_rank=True)
+    checkpoint_every: int | None = option(None, RUN, "steps between checkpoints within an epoch, beside the one after it",
+                                          type=int, minimum=1)
+    keep_checkpoints: int | None = option(None, RUN, "how many of the newest stay (default: all)", type=int, minimum=1)
+    checkpoint: Path | None = option(None, RUN, "a file that always holds the newest checkpoint too; --resume auto reads it",
+                                     type=Path, per_rank=True, in_recipe=False)
+    gpu_ids: str | None = option(None, RUN, "GPUs of this machine to use, e.g. 0,1", "--cuda", per_rank=True, in_recipe=False)
+    profile: bool = option(False, RUN, "write a torch.profiler trace of a few steps, a file a rank", type=bool)
+    log_wandb: bool = option(False, RUN, "send the numbers to Weights & Biases (offline without an account)", type=bool)
+    log_tensorboard: bool = option(False, RUN, "write the numbers for TensorBoard", type=bool)
     log_every: int = option(10, RUN, "steps between lines of output", type=int, minimum=1)
     debug: bool = option(False, RUN, "set TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO", type=bool,
                          per_rank=True)
@@ -126,15 +183,30 @@ class Config:
         """Where runs write."""
         return self.output_dir if self.output_dir is not None else REPOSITORY / "reports"
 
+    @property
+    def milestone_shares(self) -> tuple[float, ...]:
+        """When the rate falls, as shares of the training after the warm-up."""
+        return tuple(float(share) for share in self.milestones.split(","))
+
+    @property
+    def validates(self) -> bool:
+        """Whether the test set is evaluated after every epoch."""
+        return self.validate or self.target_accuracy is not None
+
+    @property
+    def experiment(self) -> str:
+        """What the run is filed under: the recipe's name, or part and strategy."""
+        return Path(self.recipe).stem if self.recipe is not None else f"{self.part}-{self.sync}"
+
     def global_batch_size(self, world_size: int) -> int:
-        """Samples of one step over all ranks."""
+        """Samples of one optimiser step over all ranks."""
         if self.local_batch_size is not None:
-            return self.local_batch_size * world_size
+            return self.local_batch_size * world_size * self.accumulation_steps
         return self.batch_size if self.batch_size is not None else DEFAULT_GLOBAL_BATCH_SIZE
 
     def shared_settings(self) -> dict[str, Any]:
         """The settings that must be the same on every rank, by flag, in the order of ``--help``."""
-        return {_flag(s.name): getattr(self, s.name) for s in fields(self) if not s.metadata.get("per_rank")
+        return {flag(s.name): getattr(self, s.name) for s in fields(self) if not s.metadata.get("per_rank")
                 and s.name != "num_nodes"}
 
     def as_json(self) -> dict[str, Any]:
@@ -142,15 +214,20 @@ class Config:
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """Return the flag of a setting."""
     return "--" + name.replace("_", "-")
 
 
 def _check(name: str, value: Any, rules: Mapping[str, Any]) -> None:
     if rules["choices"] and value not in rules["choices"]:
-        raise UserError(f"{_flag(name)}: got {value!r}, choose one of {', '.join(rules['choices'])}")
+        raise UserError(f"{flag(name)}: got {value!r}, choose one of {', '.join(rules['choices'])}")
     if rules["type"] in (str, Path) and str(value) == "":
-        raise UserError(f"{_flag(name)}: got '', give a value or leave the flag out")
+        raise UserError(f"{flag(name)}: got '', give a value or leave the flag out")
+    if rules["type"] is bool and not isinstance(value, bool):
+        raise UserError(f"{flag(name)}: got {value!r}, give true or false")
+    if rules["type"] is str and not isinstance(value, str):
+        raise UserError(f"{flag(name)}: got {value!r}, give a text")
     if rules["type"] not in (int, float):
         return
     kind = "a whole number" if rules["type"] is int else "a number"
@@ -163,12 +240,18 @@ def _check(name: str, value: Any, rules: Mapping[str, Any]) -> None:
             or (rules["minimum"] is not None and value < rules["minimum"])
             or (rules["above"] is not None and value <= rules["above"])
             or (rules["maximum"] is not None and value > rules["maximum"])):
-        raise UserError(f"{_flag(name)}: got {value!r}, give {' '.join([kind, ' and '.join(bounds)]).strip()}")
+        raise UserError(f"{flag(name)}: got {value!r}, give {' '.join([kind, ' and '.join(bounds)]).strip()}")
 
 
 def _check_together(config: Config) -> None:
     if config.batch_size is not None and config.local_batch_size is not None:
         raise UserError("--batch-size (global) and --local-batch-size (per rank) are both given: give one")
+    if config.gpu_ids is not None and not re.fullmatch(r"\d+(,\d+)*", config.gpu_ids):
+        raise UserError(f"--gpu-ids: got {config.gpu_ids!r}, give numbers with commas between, e.g. 0,1")
+    if not re.fullmatch(r"0?\.\d+(,0?\.\d+)*", config.milestones):
+        raise UserError(f"--milestones: got {config.milestones!r}, give shares below 1 with commas between, e.g. 0.3,0.6,0.8")
+    if config.run_name is not None and not re.fullmatch(r"\w[\w.@+-]*", config.run_name):
+        raise UserError(f"--run-name: got {config.run_name!r}, give a name of letters, digits, dots and dashes")
     if config.warmup_steps is not None and config.warmup_epochs is not None:
         raise UserError("--warmup-steps and --warmup-epochs are both given: give one")
     if config.stop_after_epoch is not None and config.max_steps is None and config.stop_after_epoch > config.epochs:
@@ -177,141 +260,3 @@ def _check_together(config: Config) -> None:
     if config.rank is not None and config.num_nodes is not None and config.rank >= config.num_nodes:
         raise UserError(f"--rank: got {config.rank} of --num-nodes {config.num_nodes}; ranks count from 0, so give "
                         f"0 to {config.num_nodes - 1}")
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse without the page of usage before each error."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} ({self.prog} --help lists the flags)")
-
-
-def _number(kind: type, words: str) -> Any:
-    def convert(text: str) -> Any:
-        try:
-            return kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"got {text!r}, give {words}") from None
-    return convert
-
-
-def _path(text: str) -> Path:
-    if not text:  # Path("") would be the current folder
-        raise argparse.ArgumentTypeError("got '', give a path or leave the flag out")
-    return Path(text)
-
-
-_CONVERT = {int: _number(int, "a whole number"), float: _number(float, "a number"), Path: _path, str: str}
-
-
-def build_parser(part: str, description: str, defaults: Mapping[str, Any],
-                 sync_choices: Sequence[str]) -> argparse.ArgumentParser:
-    """The part's flags, in groups; ``defaults`` override the dataclass's, ``sync_choices`` limit ``--sync``."""
-    parser = _Parser(prog=f"{part}/main.py", description=description, allow_abbrev=False,
-                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    groups: dict[str, Any] = {}
-    distributed = tuple(sync_choices) != ("none",)
-    for spec in fields(Config):
-        rules = spec.metadata
-        hidden = (spec.name == "sync" and len(sync_choices) == 1) or (
-            rules and rules["group"] == CLUSTER and not distributed)
-        if not rules or hidden:
-            continue
-        if rules["group"] not in groups:
-            groups[rules["group"]] = parser.add_argument_group(rules["group"])
-        group = groups[rules["group"]]
-        default = defaults.get(spec.name, sync_choices[0] if spec.name == "sync" else spec.default)
-        assert default is not MISSING, spec.name
-        help_text = rules["help"] + ("" if default is None or rules["type"] is bool else f" (default: {default})")
-        names = [*(f for f in rules["flags"] if not f.startswith("--")), _flag(spec.name),
-                 *(f for f in rules["flags"] if f.startswith("--"))]
-        if rules["type"] is bool:
-            action = "store_true" if default is False else argparse.BooleanOptionalAction
-            group.add_argument(*names, dest=spec.name, action=action, default=default, help=help_text)
-            continue
-        choices = sync_choices if spec.name == "sync" else rules["choices"]
-        group.add_argument(*names, dest=spec.name, type=_CONVERT[rules["type"]], choices=choices, default=default,
-                           metavar=None if choices else spec.name.upper(), help=help_text)
-    return parser
-
-
-def parse_arguments(part: str, description: str, defaults: Mapping[str, Any], sync_choices: Sequence[str],
-                    arguments: Sequence[str]) -> Config:
-    """Return the settings of ``part``; an underscore in a flag equals a dash. UserError on anything wrong."""
-    parser = build_parser(part, description, defaults, sync_choices)
-    namespace = parser.parse_args([_dashes(argument) for argument in arguments])
-    return Config(part=part, **{"sync": sync_choices[0], **vars(namespace)})
-
-
-def _dashes(argument: str) -> str:
-    if not argument.startswith("--"):
-        return argument
-    flag, equals, value = argument.partition("=")
-    return flag.replace("_", "-") + equals + value
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Where this process stands: from the flags, or from the environment that torchrun sets.
-
-    ``size`` is 1 and ``master_ip`` None for a process without a group; ``local_rank`` and ``local_size`` are None
-    where only the ranks' meeting can tell them.
-    """
-
-    rank: int = 0
-    size: int = 1
-    master_ip: str | None = None
-    master_port: int = DEFAULT_MASTER_PORT
-    local_rank: int | None = None
-    local_size: int | None = None
-    torchrun: bool = False
-
-
-def resolve_launch(config: Config, environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """Join flags and torchrun's environment; None where neither says anything. UserError on a contradiction."""
-    torchrun = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
-    flags = {"--master-ip": config.master_ip, "--num-nodes": config.num_nodes, "--rank": config.rank}
-    given = {name: value for name, value in flags.items() if value is not None}
-    if len(torchrun) == 2:
-        return _from_environment(config, environment)
-    if not given:
-        return None
-    missing = [name for name in flags if name not in given]
-    if missing:
-        raise UserError(f"{', '.join(given)} given without {' and '.join(missing)}: give --master-ip, --num-nodes and "
-                        "--rank together, for example --master-ip 10.0.0.1 --num-nodes 4 --rank 0")
-    return Launch(config.rank, config.num_nodes, config.master_ip, config.master_port or DEFAULT_MASTER_PORT)
-
-
-def _from_environment(config: Config, environment: Mapping[str, str]) -> Launch:
-    def number(name: str, default: str | None = None) -> int:
-        text = environment.get(name, default)
-        if text is None or not text.isdecimal():
-            raise UserError(f"the environment has RANK and WORLD_SIZE, as torchrun sets them, but {name}={text!r}: "
-                            "start with torchrun, or unset RANK and WORLD_SIZE")
-        return int(text)
-
-    launch = Launch(number("RANK"), number("WORLD_SIZE"), environment.get("MASTER_ADDR", "127.0.0.1"),
-                    number("MASTER_PORT", str(DEFAULT_MASTER_PORT)), number("LOCAL_RANK", "0"),
-                    number("LOCAL_WORLD_SIZE", "1"), torchrun=True)
-    if launch.rank >= launch.size:
-        raise UserError(f"the environment has RANK={launch.rank} of WORLD_SIZE={launch.size}; ranks count from 0: start "
-                        "with torchrun, or unset RANK and WORLD_SIZE")
-    if not 1 <= launch.master_port <= 65535:
-        raise UserError(f"the environment has MASTER_PORT={launch.master_port}: give one from 1 to 65535")
-    for flag, got, name, wanted in (("--rank", config.rank, "RANK", launch.rank),
-                                    ("--num-nodes", config.num_nodes, "WORLD_SIZE", launch.size),
-                                    ("--master-port", config.master_port, "MASTER_PORT", launch.master_port)):
-        if got is not None and got != wanted:
-            raise UserError(f"{flag} {got} contradicts torchrun's {name}={wanted}: leave the flag out under torchrun")
-    if config.master_ip is not None and _addresses(config.master_ip).isdisjoint(_addresses(launch.master_ip)):
-        raise UserError(f"--master-ip {config.master_ip} contradicts torchrun's MASTER_ADDR={launch.master_ip}: leave "
-                        "the flag out under torchrun")
-    return launch
-
-
-def _addresses(host: str) -> set[str]:
-    try:
-        return {host, *(entry[4][0] for entry in socket.getaddrinfo(host, None))}
-    except OSError:
-        return {host}

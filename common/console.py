@@ -31,9 +31,12 @@ class Progress:
     ----------
     global_batch_size : samples of a step over all ranks, for the samples a second.
     visible : False on all ranks but 0.
+    log_every : steps between plain lines.
     """
 
-    def __init__(self, total_steps: int, *, done_steps: int, global_batch_size: int, visible: bool) -> None:
+    def __init__(self, total_steps: int, *, done_steps: int, global_batch_size: int, visible: bool,
+                 log_every: int = 1) -> None:
+        self._log_every = log_every
         self._total, self._done, self._batch, self._visible = total_steps, done_steps, global_batch_size, visible
         self._bar: Bar | None = None
         self._began, self._began_at = time.perf_counter(), done_steps
@@ -63,9 +66,10 @@ class Progress:
         steps = max(1, self._done - self._began_at)
         rate = steps * self._batch / elapsed
         numbers = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}  {rate:,.0f} samples/s"
+        due = any(record.step % self._log_every == 0 or record.step == self._total for record in records)
         if self._bar is not None:
             self._bar.update(self._task, completed=last.step, description=f"epoch {last.epoch}", numbers=numbers)
-        else:
+        elif due:
             left = (self._total - self._done) * elapsed / steps
             say(f"epoch {last.epoch}  step {last.step}/{self._total}  {numbers}  {_duration(left)} left")
 

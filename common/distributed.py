@@ -19,8 +19,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.config import DEFAULT_MASTER_PORT, Launch
+from common.config import DEFAULT_MASTER_PORT
 from common.errors import GroupError, UserError
+from common.place import Launch
 from common.rendezvous import local_place, meet
 
 T = TypeVar("T")
@@ -222,23 +223,19 @@ def gather_objects(world: World, mine: T) -> list[T]:
     return objects
 
 
-def broadcast_bytes(world: World, read: Callable[[], bytes]) -> bytes:
-    """Run ``read`` on rank 0 and return its bytes on every rank; its UserError or OSError reaches all of them."""
-    content = b""
-
-    def read_and_count() -> int:
-        nonlocal content
-        content = read()
-        return len(content)
-
-    length = on_rank0(world, read_and_count)
+def broadcast_bytes(world: World, read: Callable[[], bytes], *, source: int = 0) -> bytes:
+    """Run ``read`` on rank ``source`` and return its bytes on every rank; its UserError or OSError reaches all of them."""
+    content = everyone(world, lambda: read() if world.rank == source else b"")
     if world.size == 1:
         return content
-    buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8) if world.is_root else torch.empty(
-        length, dtype=torch.uint8)
+    length = torch.tensor([len(content)], dtype=torch.int64, device=world.device)
+    dist.broadcast(length, src=source)
+    buffer = torch.empty(int(length), dtype=torch.uint8)
+    if world.rank == source:
+        buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     buffer = buffer.to(world.device)
-    dist.broadcast(buffer, src=0)
-    return content if world.is_root else buffer.cpu().numpy().tobytes()
+    dist.broadcast(buffer, src=source)
+    return content if world.rank == source else buffer.cpu().numpy().tobytes()
 
 
 def _told(action: Callable[[], T]) -> T:

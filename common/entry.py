@@ -1,6 +1,7 @@
 """What ``PartX/main.py`` calls: parse the flags, run, and turn each failure into one message and an exit status.
 
-Status 0: done; 1: the run failed; 2: the command cannot be run as given; 130: interrupted.
+Status 0: done; 1: the run failed; 2: the command cannot be run as given; 75: stopped by a signal, saved, to be gone on with;
+130: interrupted.
 """
 
 import os
@@ -10,12 +11,15 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from common.config import Config, Launch, parse_arguments, resolve_launch
-from common.errors import GroupError, UserError
+from common.arguments import parse_arguments, print_recipe
+from common.config import Config
+from common.errors import GroupError, Stopped, UserError
+from common.place import Launch, choose_gpus, launcher_command, processes_to_start, resolve_launch
 
 INTERRUPTED = 130
+TO_BE_CONTINUED = 75
 _GRACE_SECONDS = 3.0
 
 HOW_TO_START = """\
@@ -48,10 +52,15 @@ def main(part: str, *, path: str, description: str, sync_choices: Sequence[str],
     defaults : settings in which the part differs from ``Config``.
     arguments : the command line without the program's name (default: ``sys.argv[1:]``).
     """
-    rank = ""
+    rank, arguments = "", list(sys.argv[1:] if arguments is None else arguments)
     try:
-        config = parse_arguments(part, description, defaults or {}, sync_choices,
-                                 sys.argv[1:] if arguments is None else arguments)
+        config = parse_arguments(part, description, defaults or {}, sync_choices, arguments)
+        if config.print_config:
+            print(print_recipe(config))
+            return 0
+        choose_gpus(config.gpu_ids)
+        if processes := processes_to_start(config):
+            _become_launcher(config, processes, [path, *arguments])
         launch = _launch_or_explain(config, path)
         if launch is None:
             return 2
@@ -68,6 +77,8 @@ def main(part: str, *, path: str, description: str, sync_choices: Sequence[str],
 
         run(config, launch)
         return 0
+    except Stopped as stopped:
+        return _say(f"stopped{rank}: {stopped}", TO_BE_CONTINUED)
     except (UserError, GroupError) as error:
         return _say(f"error{rank}: {error}", 1)
     except KeyboardInterrupt:
@@ -88,9 +99,17 @@ def _launch_or_explain(config: Config, path: str) -> Launch | None:
             raise UserError(f"{config.part} trains on one process, but torchrun started {launch.size}: use one, or "
                             "PartTwo or PartThree")
         return Launch()
+    if launch is None and config.recipe is not None:
+        return Launch()
     if launch is None:
         print(HOW_TO_START.format(part=config.part, path=path), file=sys.stderr, end="")
     return launch
+
+
+def _become_launcher(config: Config, processes: int, command: list[str]) -> NoReturn:
+    """Replace this process by torchrun, which starts the ranks; they have RANK set, so none of them comes here again."""
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # run() sets the threads
+    os.execve(sys.executable, [sys.executable, *launcher_command(config, processes, command)], environment)
 
 
 def _say(message: str, status: int) -> int:

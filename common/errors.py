@@ -1,4 +1,4 @@
-"""The two kinds of failure that are told to the user in one sentence instead of a traceback."""
+"""What ends a run with one sentence to the user instead of a traceback."""
 
 
 class UserError(ValueError):
@@ -7,3 +7,7 @@ class UserError(ValueError):
 
 class GroupError(RuntimeError):
     """The group of ranks cannot be formed or has broken; the message says who, where and what to do."""
+
+
+class Stopped(Exception):  # noqa: N818 - not a failure
+    """The run was asked to stop and has saved its state; the message says where it goes on."""

@@ -1,40 +1,45 @@
 """One run from beginning to end. ``run`` is the walk; read it downward, and leave it only to go deeper."""
 
-import statistics
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from common.checkpoint import digest, newest_checkpoint
-from common.config import Config, Launch
-from common.console import Progress, card, say
+from common import determinism
+from common.checkpoint import digest
+from common.config import Config
+from common.console import Progress, say
 from common.data import load_dataset
 from common.data.dataset import Dataset
 from common.data.loaders import EvaluationLoader, TrainLoader
 from common.data.sharding import GlobalBatchSampler
-from common.distributed import World, agree, everyone, gather_objects, on_rank0, process_group, set_debug
-from common.errors import UserError
-from common.evaluation import generate_eval_report
+from common.distributed import World, agree, everyone, gather_objects, process_group, set_debug
+from common.jobs import find_checkpoint, open_job, refuse_other_training
 from common.memory import keep_freed_memory
-from common.models import build_model
+from common.models import PRETRAINED, build_model
+from common.place import Launch
 from common.precision import choose_amp
-from common.records import RunFolder, environment, new_run_name, peak_memory_bytes, usable_cores
+from common.profiling import step_profiler
+from common.recorder import Recorder, introduce, report
+from common.records import environment, usable_cores
+from common.saving import Saver
 from common.schedules import build_schedule
-from common.training import get_model_parameters, prepare_model_for_training, read_checkpoint, train_model
-from common.training_engine import EpochResult, Predictions, StepRecord, predict
+from common.signals import stop_on_signals
+from common.trackers import Trackers
+from common.training import prepare_model_for_training, train_model
+from common.training_engine import EarlyStop, EpochResult, Predictions, TrainingEngine, predict, report_epoch
 from common.training_engine.prediction import unwrap
 
 
 def run(config: Config, launch: Launch) -> None:
     """Train, evaluate and report as ``config`` says, at the place in the group that ``launch`` says.
 
-    Raises UserError, GroupError, or torch's RuntimeError where a collective breaks.
+    Raises UserError, GroupError, Stopped after a signal, or torch's RuntimeError where a collective breaks.
     """
     if config.debug:
         set_debug()
@@ -43,52 +48,68 @@ def run(config: Config, launch: Launch) -> None:
         agree(world, config.shared_settings(), what="their settings")
         torch.set_num_threads(config.threads or max(1, usable_cores() // world.local_size))
         torch.manual_seed(config.seed)
-        name = on_rank0(world, lambda: new_run_name(_way_folder(config)))
-        folder = everyone(world, lambda: RunFolder(_way_folder(config) / name))
+        determinism.choose_algorithms(world.device, deterministic=config.deterministic)
+        job = open_job(config, launch, world)
+        folder = job.folder
+
+        dataset = everyone(world, lambda: _load_dataset(config), patient=True)
+        agree(world, _fingerprint(dataset), what="their dataset")
+        path, entries = find_checkpoint(config, job, world)
+        train_loader, plan = _share_out(config, launch, world, dataset, entries if job.goes_on else None)
+        if entries is not None:
+            refuse_other_training(path, entries, plan)
         if world.is_root:
-            folder.write_json("config.json", config.as_json() | {"world_size": world.size, "backend": world.backend})
+            folder.write_json("config.json", config.as_json() | {"world_size": world.size, "backend": world.backend} | plan)
             folder.write_json("environment.json", environment())
 
-        dataset = everyone(world, lambda: load_dataset(config.dataset, config.data_folder, mirror=config.mirror),
-                           patient=True)
-        agree(world, _fingerprint(dataset), what="their dataset")
-        batch_size = config.global_batch_size(world.size)
-        sampler = GlobalBatchSampler(len(dataset.train), batch_size=batch_size, rank=world.rank,
-                                     world_size=world.size, seed=config.seed)
-        train_loader = TrainLoader(dataset, sampler, device=world.device)
-        plan = _plan(config, batch_size=batch_size, steps_per_epoch=len(train_loader), dataset=dataset)
-
-        resume_path, entries = _read_resume(config, world, plan)
-        model = build_model(config.model, len(dataset.class_names))
+        model = _build_model(config, world, dataset, pretrained=entries is None)
         amp_dtype, notice = choose_amp(config.amp, config.amp_dtype, default=config.part == "PartThree",
                                        device=world.device)
+        rate = _learning_rate(config, plan)
         if world.is_root:
-            _introduce(config, world, model, dataset, plan, folder, amp_dtype, notice)
+            for line in _notices(config, launch, world, plan, entries, amp_notice=notice):
+                say(f"notice: {line}")
+            introduce(config, world, model, dataset, plan, learning_rate=rate, amp_dtype=amp_dtype, folder=folder)
         model, criterion, optimizer = prepare_model_for_training(
-            model, world.device, config.peak_learning_rate, config.momentum, config.weight_decay, entries is not None,
-            resume_path or "", config.sync == "ddp", opt=config.opt, nesterov=config.nesterov, checkpoint=entries)
+            model, world.device, rate, config.momentum, config.weight_decay, entries is not None, path or "",
+            opt=config.opt, nesterov=config.nesterov, label_smoothing=config.label_smoothing, checkpoint=entries)
         scheduler = build_schedule(optimizer, plan["schedule"], total_steps=plan["total_steps"],
-                                   warmup_steps=plan["warmup_steps"])
+                                   warmup_steps=plan["warmup_steps"], milestones=config.milestone_shares,
+                                   step_factor=config.step_factor)
+        extra = _price_of_determinism(config, world, model, train_loader, amp_dtype)
+        engine = TrainingEngine(
+            model, world.device, distributed=world.backend is not None, sync=config.sync, amp_dtype=amp_dtype,
+            use_ema=config.ema, ema_decay=config.ema_decay, clip_norm=config.clip_norm,
+            sync_batchnorm=config.sync_batchnorm and plan["shards"] == world.size)
 
         first_epoch, last_epoch = _epochs(config, plan, entries)
-        with Progress(plan["total_steps"], done_steps=entries["step"] if entries else 0, global_batch_size=batch_size,
-                      visible=world.is_root) as progress:
-            recorder = _Recorder(world, folder, progress)
-            model = train_model(
-                model, world.device, criterion, optimizer, first_epoch, last_epoch, train_loader, folder.log(world.rank),
-                folder.checkpoints, config.sync == "ddp", rank=world.rank if world.size > 1 else "", sync=config.sync,
-                scheduler=scheduler, amp_dtype=amp_dtype, seed=config.seed, max_steps=config.max_steps, resume=entries,
-                checkpoint_extra={"plan": plan}, log_every=config.log_every, on_steps=recorder.steps,
-                on_epoch=recorder.epoch)
+        saver = Saver(folder.checkpoints, every=config.checkpoint_every, keep=config.keep_checkpoints, writes=job.writes,
+                      copy_to=config.checkpoint, extra={"plan": plan})
+        trackers = _on_rank0_alone(world, lambda: _trackers(config, folder.path))
+        with Progress(plan["total_steps"], done_steps=entries["step"] if entries else 0, log_every=config.log_every,
+                      global_batch_size=plan["batch_size"], visible=world.is_root) as progress:
+            recorder = Recorder(world, folder, progress, trackers,
+                                folder.earlier_steps(entries["step"] if entries else 0) if job.goes_on else [])
+            judge = _Judge(config, world, engine, saver, recorder, dataset, entries)
+            trace = folder.path / f"profile_rank{world.rank}.json" if config.profile else None
+            with (step_profiler(trace) as profiled,
+                  stop_on_signals(engine.request_stop, lambda: _where_it_stopped(engine, saver))):
+                model = train_model(
+                    model, world.device, criterion, optimizer, first_epoch, last_epoch, train_loader, folder.log(world.rank),
+                    folder.checkpoints, False, rank=world.rank if world.size > 1 else "", engine=engine,
+                    scheduler=scheduler, seed=config.seed, max_steps=config.max_steps, resume=entries, saver=saver,
+                    log_every=config.log_every, on_steps=recorder.steps, on_epoch=judge.epoch, after_step=profiled)
+        total_seconds = recorder.total_seconds
 
-        predictions = _evaluate(model, criterion, dataset, world)
+        predictions = _evaluate(model, dataset, world, amp_dtype)
+        ema_predictions = _evaluate(engine.ema.module, dataset, world, amp_dtype) if engine.ema is not None else None
         equal = len(set(gather_objects(world, digest(unwrap(model).state_dict())))) == 1
+        if trackers is not None:
+            trackers.close()
     if world.is_root:  # the group is closed: nobody waits while rank 0 draws
-        _report(config, world, folder, dataset, recorder, predictions, ranks_equal=equal, resumed_from=resume_path)
-
-
-def _way_folder(config: Config) -> Path:
-    return config.reports_folder / f"{config.part}-{config.sync}"
+        report(config, world, folder, dataset, recorder, predictions=predictions, ema_predictions=ema_predictions,
+               checkpoint=saver.newest or path, ranks_equal=equal, resumed_from=path, batch_size=plan["batch_size"],
+               total_seconds=total_seconds, extra=extra)
 
 
 @contextmanager
@@ -107,6 +128,11 @@ def _spoken_warnings(world: World) -> Iterator[None]:
         yield
 
 
+def _load_dataset(config: Config) -> Dataset:
+    dataset = load_dataset(config.dataset, config.data_folder, mirror=config.mirror)
+    return dataset if config.normalise == "dataset" else dataset.normalised_as_imagenet()
+
+
 def _fingerprint(dataset: Dataset) -> dict[str, Any]:
     return {"classes": list(dataset.class_names), "training images": len(dataset.train),
             "test images": len(dataset.test),
@@ -114,47 +140,87 @@ def _fingerprint(dataset: Dataset) -> dict[str, Any]:
                                           dataset.test.labels])}
 
 
-def _plan(config: Config, *, batch_size: int, steps_per_epoch: int, dataset: Dataset) -> dict[str, Any]:
-    """What a resumed run must share with the one that it goes on with."""
-    warmup = config.warmup_steps
-    if config.warmup_epochs is not None:
-        warmup = round(config.warmup_epochs * steps_per_epoch)
-    return {"dataset": config.dataset, "training_images": len(dataset.train), "model": config.model, "opt": config.opt,
-            "batch_size": batch_size, "seed": config.seed, "schedule": config.schedule,
-            "total_steps": config.max_steps or config.epochs * steps_per_epoch, "warmup_steps": warmup,
-            "steps_per_epoch": steps_per_epoch}
+def _share_out(config: Config, launch: Launch, world: World, dataset: Dataset,
+               going_on: Mapping[str, Any] | None) -> tuple[TrainLoader, dict[str, Any]]:
+    """Return this rank's loader, and the plan: what a resumed run must share with the one that it goes on with.
+
+    The global batch and the number of shards are fixed when a job begins; ``going_on`` is the checkpoint of a job that was
+    started again, perhaps with another number of ranks.
+    """
+    fixed = going_on["plan"] if going_on is not None else {
+        "batch_size": config.global_batch_size(world.size), "shards": config.shards or launch.largest_size or world.size}
+    sampler = GlobalBatchSampler(len(dataset.train), batch_size=fixed["batch_size"], rank=world.rank,
+                                 world_size=world.size, seed=config.seed, shards=fixed["shards"],
+                                 accumulation_steps=config.accumulation_steps)
+    steps = len(sampler.global_batch_sizes)
+    warmup = round(config.warmup_epochs * steps) if config.warmup_epochs is not None else config.warmup_steps
+    plan = {"dataset": config.dataset, "training_images": len(dataset.train), "model": config.model, "opt": config.opt,
+            "batch_size": fixed["batch_size"], "shards": fixed["shards"], "accumulation_steps": config.accumulation_steps,
+            "seed": config.seed, "schedule": config.schedule, "total_steps": config.max_steps or config.epochs * steps,
+            "warmup_steps": warmup, "steps_per_epoch": steps}
+    return TrainLoader(dataset, sampler, device=world.device), plan
 
 
-def _read_resume(config: Config, world: World, plan: Mapping[str, Any]) -> tuple[str | None, dict[str, Any] | None]:
-    """Return path and entries of the checkpoint to go on from, on every rank; (None, None) for a fresh start."""
-    if on_rank0(world, lambda: config.resume) is None:
-        return None, None
-    path = on_rank0(world, lambda: _find_checkpoint(config))
-    if path is None:
-        return None, None
-    entries = read_checkpoint(world, path)
-    saved = entries.get("plan")
-    if saved is None:
-        raise UserError(f"checkpoint {path} was written by train_model alone and does not tell its schedule: go on with "
-                        "prepare_model_for_training(continue_flag=True) and train_model")
-    differing = [f"{name} {saved.get(name)} there, {value} here" for name, value in plan.items()
-                 if saved.get(name) != value]
-    if differing:
-        raise UserError(f"checkpoint {path} belongs to another training: {'; '.join(differing)}. Give the same flags, and "
-                        "stop early with --stop-after-epoch, not by a shorter training")
-    return path, entries
+def _build_model(config: Config, world: World, dataset: Dataset, *, pretrained: bool) -> nn.Module:
+    """Return the model; rank 0's has its pretrained weights, which the first step gives to all."""
+    if config.model not in PRETRAINED:
+        return build_model(config.model, len(dataset.class_names))
+    model = build_model(config.model, len(dataset.class_names), input_size=config.input_size, unfreeze=config.unfreeze)
+
+    def load() -> None:
+        from common.models.transfer import load_pretrained
+
+        if world.is_root and pretrained:
+            say(f"pretrained weights from {load_pretrained(model, config.pretrained_weights)}")
+
+    everyone(world, load, patient=True)
+    return model
 
 
-def _find_checkpoint(config: Config) -> str | None:
-    if config.resume != "auto":
-        return config.resume
-    runs = sorted((path / "checkpoints" for path in _way_folder(config).iterdir() if path.is_dir()), reverse=True)
-    path, passed_over = newest_checkpoint(runs)
-    for reason in passed_over:
-        say(f"warning: {reason}")
-    say(f"--resume auto: going on from {path}" if path else
-        f"--resume auto: no checkpoint in {_way_folder(config)}; starting anew")
-    return str(path) if path else None
+def _learning_rate(config: Config, plan: Mapping[str, Any]) -> float:
+    scale = plan["batch_size"] / config.reference_batch_size if config.scale_lr else 1.0
+    return config.peak_learning_rate * scale
+
+
+def _notices(config: Config, launch: Launch, world: World, plan: Mapping[str, Any], entries: Mapping[str, Any] | None, *,
+             amp_notice: str) -> list[str]:
+    """What is done in another way than one might expect."""
+    idle = world.size - plan["shards"]
+    earlier = entries.get("world_size") if entries is not None else None
+    return [text for text in (
+        amp_notice,
+        f"{idle} of {world.size} ranks have no shard and compute nothing: begin a job with --shards, the most ranks that it "
+        "may have" if idle > 0 else "",
+        f"the job has {world.size} ranks now, {earlier} before; its {plan['shards']} shards and its batch stay the same"
+        if earlier not in (None, world.size) else "",
+        "a CPU run repeats bit for bit as it is, with the same threads" if config.deterministic
+        and world.device.type == "cpu" else "",
+        "SyncBatchNorm is off: the job has another number of shards than ranks" if config.sync_batchnorm
+        and world.device.type == "cuda" and plan["shards"] != world.size else "",
+        "torchrun may start these workers again, but under Gloo they would then read the old ranks' addresses: end this, and "
+        "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before the command" if launch.restarts > 0
+        and launch.stale_addresses and world.backend == "gloo" else "") if text]
+
+
+def _price_of_determinism(config: Config, world: World, model: nn.Module, loader: TrainLoader,
+                          amp_dtype: torch.dtype | None) -> dict[str, float]:
+    if not config.deterministic or world.device.type != "cuda":
+        return {}
+    images, labels = next(iter(loader))
+    times = determinism.cost(model, images, labels, amp_dtype=amp_dtype)
+    if world.is_root:
+        say(f"deterministic: forward and backward take {times:.2f} times as long as with the fastest algorithms")
+    return {"deterministic_cost": times}
+
+
+def _on_rank0_alone(world: World, action: Any) -> Any:
+    """Run ``action`` on rank 0 and return its result there, None elsewhere; its UserError reaches all ranks."""
+    return everyone(world, lambda: action() if world.is_root else None)
+
+
+def _trackers(config: Config, folder: Any) -> Trackers:
+    return Trackers(wandb=config.log_wandb, tensorboard=config.log_tensorboard, folder=folder,
+                    name=f"{config.experiment}/{folder.name}", settings=config.as_json())
 
 
 def _epochs(config: Config, plan: Mapping[str, Any], entries: Mapping[str, Any] | None) -> tuple[int, int]:
@@ -163,98 +229,50 @@ def _epochs(config: Config, plan: Mapping[str, Any], entries: Mapping[str, Any] 
     return (entries["epoch"] + 1 if entries else 1), min(last, config.stop_after_epoch or last)
 
 
-def _introduce(config: Config, world: World, model: nn.Module, dataset: Dataset, plan: Mapping[str, Any],
-               folder: RunFolder, amp_dtype: torch.dtype | None, notice: str) -> None:
-    if notice:
-        say(f"notice: {notice}")
-    local = plan["batch_size"] / world.size
-    say(f"{config.part}: {config.model} ({get_model_parameters(model):,} parameters) on {config.dataset} "
-        f"({len(dataset.train):,} training images), sync {config.sync}, {world.backend or 'one process'} on "
-        f"{world.device.type}, {'fp32' if amp_dtype is None else str(amp_dtype).removeprefix('torch.')}, "
-        f"{torch.get_num_threads()} threads a rank")
-    say(f"batch: {local:g} a rank x {world.size} rank{'s' if world.size > 1 else ''} = {plan['batch_size']} global; "
-        f"{plan['total_steps']} steps, {plan['steps_per_epoch']} an epoch; {config.opt}, {plan['schedule']}, rate "
-        f"{config.peak_learning_rate:g}")
-    say(f"writing to {folder.path}")
+def _where_it_stopped(engine: TrainingEngine, saver: Saver) -> str:
+    return f"stopped after step {engine.step}, saved as {saver.newest}; --resume auto goes on" if engine.stopping else ""
 
 
-class _Recorder:
-    """Takes down the training on rank 0: metrics, progress, epochs."""
+class _Judge:
+    """After each epoch: the numbers over all ranks, whether they are the best so far, and whether the target is reached."""
 
-    def __init__(self, world: World, folder: RunFolder, progress: Progress) -> None:
-        self._world, self._folder, self._progress = world, folder, progress
-        self.history: list[StepRecord] = []
-        self.checkpoint: Path | None = None
+    def __init__(self, config: Config, world: World, engine: TrainingEngine, saver: Saver, recorder: Recorder,
+                 dataset: Dataset, entries: Mapping[str, Any] | None) -> None:
+        self._engine, self._saver, self._recorder, self._world, self._config = engine, saver, recorder, world, config
+        progress = (entries or {}).get("progress") or {}
+        self._best = progress.get("best_accuracy", -1.0)
+        self._stop = EarlyStop(config.target_accuracy, config.patience)
+        self._stop.in_a_row = progress.get("in_a_row", 0)
+        self._loader = _evaluation_loader(dataset, world) if config.validates else None
+        saver.extra |= {"world_size": world.size, "progress": progress}
 
-    def steps(self, records: list[StepRecord]) -> None:
-        """Record steps that are done."""
-        if self._world.is_root:
-            self.history += records
-            self._folder.append_metrics(records)
-            self._progress.show(records)
+    def epoch(self, epoch: int, result: EpochResult) -> bool:
+        """Judge one epoch, and say whether to end; the same on every rank."""
+        report = report_epoch(self._engine, epoch, result, self._loader, nn.CrossEntropyLoss())
+        accuracy = report.deciding_accuracy
+        is_best = not math.isnan(accuracy) and accuracy > self._best
+        ends = self._stop.reached(accuracy)
+        self._best = accuracy if is_best else self._best
+        self._saver.extra["progress"] = {"best_accuracy": self._best, "in_a_row": self._stop.in_a_row}
+        self._recorder.epoch(report, step=self._engine.step, is_best=is_best)
+        if is_best:
+            self._saver.save_best(epoch, report.train_loss)
+        if ends and self._world.is_root:
+            say(f"Target accuracy reached: {self._config.target_accuracy:g} in {self._config.patience} epochs in a row")
+        return ends
 
-    def epoch(self, epoch: int, result: EpochResult, checkpoint: Path) -> None:
-        """Record an epoch that is done and saved."""
-        self.checkpoint = checkpoint
-        if self._world.is_root:
-            say(f"epoch {epoch} done in {result.seconds:.1f} s, checkpoint {checkpoint}")
+
+def _evaluation_loader(dataset: Dataset, world: World) -> EvaluationLoader:
+    return EvaluationLoader(dataset.test, mean=dataset.mean, std=dataset.std, rank=world.rank, world_size=world.size,
+                            device=world.device)
 
 
-def _evaluate(model: nn.Module, criterion: nn.Module, dataset: Dataset, world: World) -> Predictions:
+def _evaluate(model: nn.Module, dataset: Dataset, world: World, amp_dtype: torch.dtype | None) -> Predictions:
     """Share the test set out, without padding, and return the whole set's predictions, on every rank."""
-    loader = EvaluationLoader(dataset.test, mean=dataset.mean, std=dataset.std, rank=world.rank, world_size=world.size,
-                              device=world.device)
-    mine = predict(model, world.device, criterion, loader)
+    loader = _evaluation_loader(dataset, world)
+    mine = predict(model, world.device, nn.CrossEntropyLoss(), loader, amp_dtype=amp_dtype)
     parts = gather_objects(world, (loader.ids.numpy(), mine))
     order = np.argsort(np.concatenate([ids for ids, _ in parts]))
     return Predictions(np.concatenate([part.labels for _, part in parts])[order],
                        np.concatenate([part.predicted for _, part in parts])[order],
                        sum(part.loss_sum for _, part in parts))
-
-
-def _report(config: Config, world: World, folder: RunFolder, dataset: Dataset, recorder: _Recorder,
-            predictions: Predictions, *, ranks_equal: bool, resumed_from: str | None) -> None:
-    """Write report, figures and summary, and show the card."""
-    from common.figures import draw_confusion_matrix, draw_loss  # matplotlib: only the rank that draws pays for it
-
-    history = recorder.history
-    checkpoint = str(recorder.checkpoint or resumed_from)
-    report = generate_eval_report(predictions.labels, predictions.predicted, predictions.mean_loss, folder.report,
-                                  checkpoint, class_names=dataset.class_names)
-    folder.write_json("report.json", report)
-    way = f"{config.sync} on {world.size} ranks" if world.size > 1 else "one node"
-    title = f"{config.model} on {config.dataset}, {way}"
-    draw_confusion_matrix(folder.path / "confusion_matrix.png", matrix=report["confusion_matrix"],
-                          class_names=dataset.class_names, title=f"{title}: accuracy {report['accuracy']:.1%}")
-    if history:
-        draw_loss(folder.path / "loss.png", steps=[record.step for record in history],
-                  losses=[record.loss for record in history], title=title)
-    seconds = _median_seconds(history)
-    step = sum(seconds.values()) if seconds else None
-    summary = {
-        "part": config.part, "sync": config.sync, "nodes": world.size, "backend": world.backend,
-        "device": world.device.type, "dataset": config.dataset, "model": config.model,
-        "global_batch_size": config.global_batch_size(world.size), "steps": len(history),
-        "last_step": history[-1].step if history else None, "step_seconds": step, "section_seconds": seconds,
-        "sync_share": seconds["sync"] / step if step else None,
-        "samples_per_second": config.global_batch_size(world.size) / step if step else None,
-        "train_loss_last_step": history[-1].loss if history else None, "test_loss": report["test_loss"],
-        "test_accuracy": report["accuracy"], "ranks_hold_equal_weights": ranks_equal, "checkpoint": checkpoint,
-        "resumed_from": resumed_from, "peak_memory_bytes": peak_memory_bytes(), "folder": str(folder.path)}
-    folder.write_json("summary.json", summary)
-    card(f"{config.part}: {config.sync}", {
-        "nodes": world.size,
-        "seconds a step": f"{step:.3f} (median of {max(1, len(history) - 1)})" if step else "none: nothing was left to train",
-        "of it sync": f"{seconds['sync']:.3f} s, {seconds['sync'] / step:.0%}" if step else "-",
-        "test accuracy": f"{report['accuracy']:.2%} of {report['samples']:,} images",
-        "test loss": f"{report['test_loss']:.3f}",
-        "equal weights": ("yes, on all ranks" if ranks_equal else "NO: the ranks differ") if world.size > 1 else "one rank",
-        "report": folder.report})
-
-
-def _median_seconds(history: list[StepRecord]) -> dict[str, float] | None:
-    """Return the median seconds of each section over the steps but the first, which warms up."""
-    steps = history[1:] or history
-    if not steps:
-        return None
-    return {name: statistics.median(record.seconds[name] for record in steps) for name in steps[0].seconds}

@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,8 +19,10 @@ from typing import Any
 
 import torch
 
+from common.checkpoint import write_atomically
 from common.config import REPOSITORY
-from common.training_engine import StepRecord
+from common.timing import SECTIONS
+from common.training_engine import EpochReport, StepRecord
 
 _PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "matplotlib", "pillow")
 
@@ -48,7 +51,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.report = path / "report.txt"
-        self._metrics = path / "metrics.jsonl"
+        self._metrics, self._epochs = path / "metrics.jsonl", path / "epochs.jsonl"
 
     def log(self, rank: int) -> Path:
         """The log of one rank: a line an epoch."""
@@ -68,8 +71,28 @@ class RunFolder:
                       "learning_rate": record.learning_rate,
                       **{f"{name}_seconds": seconds for name, seconds in record.seconds.items()}}
             lines.append(json.dumps(_finite(fields)) + "\n")
-        with self._metrics.open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
+        _append(self._metrics, "".join(lines))
+
+    def append_epoch(self, report: EpochReport) -> None:
+        """Append a line to ``epochs.jsonl``: losses and accuracies over all ranks, samples a second."""
+        _append(self._epochs, json.dumps(_finite(asdict(report))) + "\n")
+
+    def earlier_steps(self, last: int) -> list[StepRecord]:
+        """Return the steps of the run so far up to ``last``; lines of later ones, which are trained again, are dropped."""
+        if not self._metrics.exists():
+            return []
+        entries = [json.loads(line) for line in self._metrics.read_text(encoding="utf-8").splitlines()]
+        kept = [entry for entry in entries if entry["step"] <= last]
+        if len(kept) < len(entries):
+            write_atomically(self._metrics, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
+        return [StepRecord(entry["epoch"], entry["step"], entry["local_samples"], *(
+            math.nan if entry[name] is None else entry[name] for name in ("loss", "accuracy", "local_loss")),
+            entry["learning_rate"], {name: entry[f"{name}_seconds"] for name in SECTIONS}) for entry in kept]
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _finite(value: Any) -> Any:

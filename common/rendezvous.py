@@ -17,8 +17,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.config import Launch
 from common.errors import GroupError, UserError
+from common.place import Launch
 
 _POLL_SECONDS = 0.05
 _FAREWELL_SECONDS = 1.0

@@ -20,14 +20,14 @@ class Saver:
     ----------
     every : steps between checkpoints within an epoch; None: none.
     keep : how many of the newest stay; None: all.
-    extra : more entries for each checkpoint.
+    extra : more entries for each checkpoint; may be changed between them.
     writes : whether this rank writes; None: rank 0 does. Every rank must call every method all the same.
     copy_to : a file that always holds the newest checkpoint too; rank 0 writes it.
     """
 
     def __init__(self, folder: Path, *, every: int | None = None, keep: int | None = None,
                  extra: Mapping[str, Any] | None = None, writes: bool | None = None, copy_to: Path | None = None) -> None:
-        self._folder, self._every, self._keep, self._extra = folder, every, keep, dict(extra or {})
+        self._folder, self._every, self._keep, self.extra = folder, every, keep, dict(extra or {})
         self._writes, self._copy_to = writes, copy_to
         self.newest: Path | None = None
 
@@ -52,14 +52,14 @@ class Saver:
 
     def save_best(self, epoch: int, loss: float) -> None:
         """Write ``best.pt`` beside the others. Collective."""
-        entries = self._engine.state(epoch=epoch, loss=loss) | self._extra
+        entries = self._engine.state(epoch=epoch, loss=loss) | self.extra
         everyone(self._engine.world, lambda: self._is_writer() and save_checkpoint(self._folder / "best.pt", entries))
 
     def _is_writer(self) -> bool:
         return self._engine.world.is_root if self._writes is None else self._writes
 
     def _save(self, path: Path, entries: Mapping[str, Any]) -> None:
-        entries = {**entries, **self._extra}
+        entries = {**entries, **self.extra}
 
         def write() -> None:
             if self._is_writer():

@@ -1,5 +1,7 @@
 """How the learning rate moves over the steps: torch's own schedulers, stepped once per optimiser step."""
 
+from collections.abc import Sequence
+
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ConstantLR,
@@ -14,19 +16,20 @@ from torch.optim.lr_scheduler import (
 from common.errors import UserError
 
 _ONECYCLE_WARMUP_SHARE = 0.2
-_STEP_MILESTONES = (0.5, 0.75)
 
 
-def build_schedule(optimizer: Optimizer, name: str, *, total_steps: int, warmup_steps: int | None = None) -> LRScheduler:
+def build_schedule(optimizer: Optimizer, name: str, *, total_steps: int, warmup_steps: int | None = None,
+                   milestones: Sequence[float] = (0.5, 0.75), step_factor: float = 0.1) -> LRScheduler:
     """Return a scheduler of ``total_steps`` steps that moves the rate the optimiser was made with.
 
     Parameters
     ----------
     name : "onecycle" rises over the warm-up (default: 20 % of the steps) and falls along a cosine to almost zero
         (Smith & Topin, arXiv:1708.07120); "constant" stays; "cosine" falls to zero (Loshchilov & Hutter,
-        arXiv:1608.03983); "step" divides by 10 at 50 % and 75 %.
+        arXiv:1608.03983); "step" multiplies by ``step_factor`` at each of ``milestones``.
     total_steps : optimiser steps of the whole training.
     warmup_steps : optimiser steps of linear rise before the others begin (default: none).
+    milestones : shares of the steps after the warm-up.
 
     Raises UserError where the warm-up leaves no step for the rest.
     """
@@ -48,7 +51,7 @@ def build_schedule(optimizer: Optimizer, name: str, *, total_steps: int, warmup_
     elif name in ("cosine", "onecycle"):  # one cycle without its rise is a cosine
         main = CosineAnnealingLR(optimizer, T_max=rest)
     else:
-        main = MultiStepLR(optimizer, milestones=[round(share * rest) for share in _STEP_MILESTONES])
+        main = MultiStepLR(optimizer, milestones=[round(share * rest) for share in milestones], gamma=step_factor)
     if warmup == 0:
         return main
     rise = LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)

@@ -63,7 +63,7 @@ def prepare_model_for_training(
         optimizer = AdamW(trained, lr=learning_rate, weight_decay=weight_decay)
     if continue_flag:
         name = str(continue_checkpoint_path)
-        entries = checkpoint if checkpoint is not None else read_checkpoint(current_world(device), name)
+        entries = checkpoint if checkpoint is not None else _read_checkpoint(current_world(device), name)
         load_model_state(unwrap(model), entries, name=name)
         _load_optimizer(optimizer, entries, name)
     if distribute_flag:
@@ -74,7 +74,7 @@ def prepare_model_for_training(
     return model, nn.CrossEntropyLoss(label_smoothing=label_smoothing), optimizer
 
 
-def read_checkpoint(world: World, path: str) -> dict[str, Any]:
+def _read_checkpoint(world: World, path: str) -> dict[str, Any]:
     """Return the checkpoint's entries on every rank; only rank 0 needs the file. Collective; UserError on all ranks."""
     def read() -> bytes:
         load_checkpoint(Path(path))  # rank 0 finds out first whether it is good
@@ -106,7 +106,8 @@ def train_model(
         engine: TrainingEngine | None = None, scheduler: LRScheduler | None = None, seed: int | None = None,
         max_steps: int | None = None, resume: Mapping[str, Any] | None = None, saver: Saver | None = None,
         log_every: int = 10, on_steps: Callable[[list[StepRecord]], None] | None = None,
-        on_epoch: Callable[[int, EpochResult, Path], bool | None] | None = None) -> nn.Module:
+        on_epoch: Callable[[int, EpochResult], bool] | None = None,
+        after_step: Callable[[], None] | None = None) -> nn.Module:
     """Train epochs ``start_epoch`` to ``end_epoch``, both included, and return the trained model.
 
     After each epoch a line goes to the end of the file ``logs_path`` (with this rank's own loss, accuracy and times; the
@@ -125,8 +126,9 @@ def train_model(
     max_steps : stop within the epoch once so many steps of the whole training are done.
     resume : a checkpoint's entries, from which scheduler, GradScaler, averages, step count and place in the epoch go on.
     saver : writes the checkpoints, in place of one an epoch in ``checkpoint_dir``.
-    on_steps, on_epoch : called on every rank with the records of the last steps; with each epoch's number, result and
-        checkpoint path, and ends the training by returning True. Without ``on_epoch`` rank 0 prints the log line.
+    on_steps, on_epoch : called on every rank with the records of the last steps; with each epoch's number and result, before
+        its checkpoint, and ends the training by returning True. Without ``on_epoch`` rank 0 prints the log line.
+    after_step : called on every rank after every step.
 
     Raises UserError on settings that do not fit, GroupError where the loss is not finite, torch's RuntimeError where
     another rank is lost.
@@ -135,8 +137,14 @@ def train_model(
         strategy = _strategy(distribute_flag, task_flag)
         engine = TrainingEngine(model, device, distributed=strategy != "none", sync=strategy, sync_batchnorm=False)
     world, saver = engine.world, saver or Saver(Path(checkpoint_dir))
-    agree(world, {"number of batches in train_loader": len(train_loader) if hasattr(train_loader, "__len__") else -1,
-                  "epochs": f"{start_epoch} to {end_epoch}"}, what="how much they train")
+
+    def stepped(step_in_epoch: int) -> None:
+        saver.after_step(step_in_epoch)
+        if after_step is not None:
+            after_step()
+
+    agree(world, {"number of batches in train_loader": _steps(train_loader), "epochs": f"{start_epoch} to {end_epoch}"},
+          what="how much they train")
     try:
         engine.prepare(optimizer, criterion, scheduler)
         if resume is not None:
@@ -144,17 +152,25 @@ def train_model(
         saver.attach(engine, first_epoch=start_epoch)
         for epoch, result in engine.epochs(
                 train_loader, start_epoch, end_epoch, start_step=resume.get("step_in_epoch", 0) if resume else 0, seed=seed,
-                max_steps=max_steps, log_every=log_every, on_steps=on_steps, after_step=saver.after_step):
-            path = saver.save_epoch(epoch, result)
+                max_steps=max_steps, log_every=log_every, on_steps=on_steps, after_step=stepped):
+            ends = result.complete and on_epoch is not None and on_epoch(epoch, result)
+            saver.save_epoch(epoch, result)
             line = _log_line(world, rank, epoch, result)
             _append(Path(logs_path), line)
             if on_epoch is None and world.is_root:
                 print(line, flush=True)
-            if on_epoch is not None and on_epoch(epoch, result, path):
+            if ends:
                 break
     finally:
         engine.close()
     return engine.model
+
+
+def _steps(loader: Iterable[tuple[Tensor, Tensor]]) -> int:
+    """Steps of an epoch where the loader tells them, else its batches; -1 where it has no length."""
+    if hasattr(loader, "global_batch_sizes"):
+        return len(loader.global_batch_sizes)
+    return len(loader) if hasattr(loader, "__len__") else -1
 
 
 def _strategy(distribute_flag: bool, task_flag: str) -> str:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from common.config import DEFAULT_MASTER_PORT, REPOSITORY, Config, Launch, build_parser, parse_arguments, resolve_launch
+from common.arguments import build_parser, parse_arguments
+from common.config import DEFAULT_MASTER_PORT, REPOSITORY, Config
 from common.entry import main
 from common.errors import UserError
 from common.models import MODELS
+from common.place import Launch, resolve_launch
 from common.sync import STRATEGIES
 from tests.helpers import ROOT, start_part
 
@@ -56,6 +58,20 @@ NONSENSE = {
     "--warmup-epochs": _NOT_NEGATIVE,
     "--seed": ("-1", "1.5", "nan", "inf", "luck", "", str(2**31), "9" * 400),
     "--threads": (*_POSITIVE_WHOLE, "4097"),
+    "--shards": _POSITIVE_WHOLE,
+    "--local-rank": ("-1", "1.5", "nan", "first", "", "9" * 400),
+    "--accumulation-steps": _POSITIVE_WHOLE,
+    "--patience": _POSITIVE_WHOLE,
+    "--checkpoint-every": _POSITIVE_WHOLE,
+    "--keep-checkpoints": _POSITIVE_WHOLE,
+    "--reference-batch-size": _POSITIVE_WHOLE,
+    "--input-size": (*_POSITIVE_WHOLE, "31", "1025"),
+    "--ema-decay": (*_ABOVE_ZERO, "1", "1.5"),
+    "--label-smoothing": (*_NOT_NEGATIVE, "1"),
+    "--target-accuracy": (*_ABOVE_ZERO, "85"),
+    "--clip-norm": _ABOVE_ZERO,
+    "--step-factor": (*_ABOVE_ZERO, "1.5"),
+    "--normalise": ("ImageNet", "none", ""),
     "--log-every": _POSITIVE_WHOLE,
     "--learning-rate": _ABOVE_ZERO,
     "--momentum": (*_NOT_NEGATIVE, "1", "2"),
@@ -272,7 +288,7 @@ def test_launch_from_flags():
 
 def test_launch_from_torchrun():
     """Everything from the environment."""
-    assert resolve_launch(_parse(), TORCHRUN) == Launch(1, 3, "127.0.0.1", 4000, 1, 3, True)
+    assert resolve_launch(_parse(), TORCHRUN) == Launch(1, 3, "127.0.0.1", 4000, 1, 3, True, largest_size=3)
 
 
 def test_flags_that_repeat_torchrun_are_fine():

@@ -18,7 +18,7 @@ from common.training_engine import predict
 from tests.helpers import ROOT, Started, free_port, make_image_folder, needs_cifar10, only_run_folder, run_part
 
 QUICK = ("--dataset", "digits", "--batch-size", 32, "--log-every", 1, "--max-steps", 3)
-FILES = {"config.json", "environment.json", "metrics.jsonl", "summary.json", "logs_rank0.txt", "report.txt", "report.json",
+FILES = {"epochs.jsonl", "config.json", "environment.json", "metrics.jsonl", "summary.json", "logs_rank0.txt", "report.txt", "report.json",
          "confusion_matrix.png", "loss.png", "checkpoints"}
 
 

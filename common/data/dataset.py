@@ -1,6 +1,6 @@
 """What a dataset is here: two sets of images in memory as bytes, and how to normalise them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,10 @@ class Dataset:
     def __post_init__(self) -> None:
         self.train.check(f"the training set of {self.name}", len(self.class_names))
         self.test.check(f"the test set of {self.name}", len(self.class_names))
+
+    def normalised_as_imagenet(self) -> "Dataset":
+        """The same images with ImageNet's mean and standard deviation, for networks that have learned with these."""
+        return replace(self, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 
 def pixel_statistics(images: Tensor) -> tuple[tuple[float, float, float], tuple[float, float, float]]:

@@ -11,7 +11,7 @@ from common.data.sharding import GlobalBatchSampler
 
 
 class TrainLoader:
-    """Augmented batches of this rank's share: images float32 (local batch, 3, 32, 32), channels_last; labels int64.
+    """Augmented micro-batches of this rank's share: images float32 (batch, 3, 32, 32), channels_last; labels int64.
 
     Parameters
     ----------
@@ -29,6 +29,20 @@ class TrainLoader:
     def global_batch_sizes(self) -> list[int]:
         """Samples of each step over all ranks; the engine weights the loss by them without a message."""
         return self.sampler.global_batch_sizes
+
+    @property
+    def pieces(self) -> range:
+        """Which micro-batches of each global batch come from here, in this order."""
+        return self.sampler.pieces
+
+    @property
+    def shards_here(self) -> int:
+        """Of how many shards they are."""
+        return self.sampler.shards_here
+
+    def start_at(self, step: int) -> None:
+        """Leave out the first ``step`` global batches of the next epoch."""
+        self.sampler.start_at(step)
 
     def __len__(self) -> int:
         return len(self.sampler)

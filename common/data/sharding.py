@@ -1,8 +1,9 @@
 """Which rank sees which sample.
 
-The order of an epoch is one permutation that all ranks compute alike; each global batch is a slice of it, and each
-rank takes its share of every slice. So the global batches do not depend on the number of ranks, and over all ranks
-every sample comes exactly once an epoch.
+The order of an epoch is one permutation that all ranks compute alike; each global batch is a slice of it. A job cuts every
+global batch into as many shards as it began with, and a shard into as many pieces as gradients are accumulated; a rank
+computes the pieces of one or several shards (mostly: one). So neither the global batches nor the shards depend on the
+number of ranks, and over all ranks every sample comes exactly once an epoch.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from common.errors import UserError
 
-_MIN_SAMPLES_PER_RANK = 2
+_MIN_SAMPLES_PER_PIECE = 2
 """BatchNorm needs two values a channel in training, and after VGG's last pooling a sample has one."""
 
 _ORDER_STREAM, AUGMENTATION_STREAM, STEP_STREAM = 1, 2, 3
@@ -31,14 +32,14 @@ def epoch_order(samples: int, *, seed: int, epoch: int) -> Tensor:
     return torch.randperm(samples, generator=generator)
 
 
-def global_batch_bounds(samples: int, batch_size: int, world_size: int) -> list[int]:
+def global_batch_bounds(samples: int, batch_size: int, pieces: int) -> list[int]:
     """Return where each global batch begins, and at last ``samples``.
 
-    All batches have ``batch_size`` samples but the last, which has the rest; a rest too small to give every rank two
+    All batches have ``batch_size`` samples but the last, which has the rest; a rest too small to give every piece two
     samples joins the batch before it.
     """
     bounds = [*range(0, samples, batch_size), samples]
-    if len(bounds) > 2 and samples - bounds[-2] < _MIN_SAMPLES_PER_RANK * world_size:
+    if len(bounds) > 2 and samples - bounds[-2] < _MIN_SAMPLES_PER_PIECE * pieces:
         del bounds[-2]
     return bounds
 
@@ -49,23 +50,38 @@ def rank_share(samples: int, rank: int, world_size: int) -> slice:
 
 
 class GlobalBatchSampler:
-    """This rank's sample ids of each global batch: an iterable of int64 tensors.
+    """This rank's sample ids, one int64 tensor for each of its pieces of each global batch.
 
     Parameters
     ----------
     samples : size of the training set.
     batch_size : global batch size, over all ranks.
+    shards : parts of a global batch, each with BatchNorm statistics of its own; None: one a rank. With more ranks than
+        shards, some ranks get empty tensors.
+    accumulation_steps : pieces of a shard, computed one after the other.
     """
 
-    def __init__(self, samples: int, *, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0) -> None:
-        if batch_size < _MIN_SAMPLES_PER_RANK * world_size:
-            raise UserError(f"--batch-size: got {batch_size} for {world_size} rank{'s' if world_size > 1 else ''}; "
-                            f"BatchNorm needs two samples a rank, so give {_MIN_SAMPLES_PER_RANK * world_size} or more")
-        if samples < _MIN_SAMPLES_PER_RANK * world_size:
-            raise UserError(f"the training set has {samples} images, too few for {world_size} ranks: BatchNorm needs "
+    def __init__(self, samples: int, *, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0,
+                 shards: int | None = None, accumulation_steps: int = 1) -> None:
+        shards = shards or world_size
+        count = shards * accumulation_steps
+        if batch_size < _MIN_SAMPLES_PER_PIECE * count:
+            parts = f"{shards} rank{'s' if shards > 1 else ''}"
+            parts += f" x {accumulation_steps} accumulation steps" if accumulation_steps > 1 else ""
+            raise UserError(f"--batch-size: got {batch_size} for {parts}; "
+                            f"BatchNorm needs two samples a rank, so give {_MIN_SAMPLES_PER_PIECE * count} or more")
+        if samples < _MIN_SAMPLES_PER_PIECE * count:
+            raise UserError(f"the training set has {samples} images, too few for {shards} ranks: BatchNorm needs "
                             f"two samples a rank")
-        self.samples, self.rank, self.world_size, self.seed, self.epoch = samples, rank, world_size, seed, 1
-        self._bounds = global_batch_bounds(samples, batch_size, world_size)
+        self.samples, self.seed, self.epoch = samples, seed, 1
+        self._bounds = global_batch_bounds(samples, batch_size, count)
+        own = range(shards)[rank_share(shards, rank, world_size)]
+        self.shards_here = max(1, len(own))
+        self._count = count
+        self.pieces = range(own.start * accumulation_steps, own.stop * accumulation_steps)
+        if not own:  # a rank without a shard takes part with no sample, under a number that no piece has
+            self.pieces = range(count + rank, count + rank + 1)
+        self._start = 0
 
     @property
     def global_batch_sizes(self) -> list[int]:
@@ -76,10 +92,17 @@ class GlobalBatchSampler:
         """Choose the epoch, from 1, whose order the next iteration has."""
         self.epoch = epoch
 
+    def start_at(self, step: int) -> None:
+        """Leave out the first ``step`` global batches in the next iteration, and in that only."""
+        self._start = step
+
     def __len__(self) -> int:
-        return len(self._bounds) - 1
+        return len(self.global_batch_sizes) * len(self.pieces)
 
     def __iter__(self) -> Iterator[Tensor]:
         order = epoch_order(self.samples, seed=self.seed, epoch=self.epoch)
-        for begin, size in zip(self._bounds, self.global_batch_sizes, strict=False):
-            yield order[begin:begin + size][rank_share(size, self.rank, self.world_size)]
+        start, self._start = self._start, 0
+        for begin, end in list(zip(self._bounds, self._bounds[1:], strict=False))[start:]:
+            for piece in self.pieces:
+                share = rank_share(end - begin, piece, self._count) if piece < self._count else slice(0)
+                yield order[begin:end][share]

@@ -9,9 +9,18 @@ MODELS = {
     "vgg13": "common.models.vgg:vgg13",
     "vgg16": "common.models.vgg:vgg16",
     "vgg19": "common.models.vgg:vgg19",
+    "resnet18": "common.models.resnet:resnet18",
+    "resnet50": "common.models.resnet:resnet50",
+    "wide_resnet28_10": "common.models.wide_resnet:wide_resnet28_10",
+    "wide_resnet16_4": "common.models.wide_resnet:wide_resnet16_4",
+    "resnet18_transfer": "common.models.transfer:resnet18_transfer",
 }
 
 
-def build_model(name: str, num_classes: int) -> Any:
-    """Return a freshly initialised model of that name with ``num_classes`` outputs."""
-    return registry.load(MODELS, name, kind="model")(num_classes)
+PRETRAINED = ("resnet18_transfer",)
+"""Models that begin with weights trained elsewhere; see transfer.py."""
+
+
+def build_model(name: str, num_classes: int, **options: Any) -> Any:
+    """Return a freshly initialised model of that name with ``num_classes`` outputs, made with its builder's ``options``."""
+    return registry.load(MODELS, name, kind="model")(num_classes, **options)

@@ -114,8 +114,8 @@ class TrainingEngine:
                 scheduler_by_epoch: bool = False) -> None:
         """Hand over what trains, give all ranks rank 0's weights, and check that they train the same model.
 
-        ``scheduler`` is stepped after every optimiser step, or by the caller after every epoch. Raises UserError where the ranks' parameters differ in
-        name, shape or type, and where ``criterion`` is not a mean over the batch.
+        ``scheduler`` is stepped after every optimiser step, or by the caller after every epoch. Raises UserError where the
+        ranks' parameters differ in name, shape or type, and where ``criterion`` is not a mean over the batch.
         """
         if getattr(criterion, "reduction", "mean") != "mean":
             raise UserError(f"the criterion has reduction={criterion.reduction!r}: use 'mean', since the ranks' losses "

@@ -41,7 +41,7 @@ class WorkerError(RuntimeError):
         self.rank, self.worker_traceback = rank, worker_traceback
 
 
-class _NoGroup(Exception):
+class _NoGroupError(Exception):
     """The ranks could not form a group; nothing was trained."""
 
 
@@ -106,7 +106,7 @@ def launch_distributed_training(train_fn: Callable[..., Any], world_size: int, b
         backend = "gloo"
     try:
         return _in_processes(train_fn, world_size, backend, config)
-    except _NoGroup as error:
+    except _NoGroupError as error:
         warnings.warn(f"the process group could not be set up ({error}): training on one device", stacklevel=2)
         return _here(train_fn, config)
 
@@ -158,7 +158,7 @@ def _wait(workers: list[subprocess.Popen], folder: Path) -> Any:
         return outcomes[0]["result"]
     told = [rank for rank in failed if outcomes[rank] is not None]
     if any(outcomes[rank]["stage"] == "group" for rank in told):
-        raise _NoGroup("; ".join(outcomes[rank]["error"] for rank in told if outcomes[rank]["stage"] == "group"))
+        raise _NoGroupError("; ".join(outcomes[rank]["error"] for rank in told if outcomes[rank]["stage"] == "group"))
     silent = [rank for rank in failed if "error" not in (outcomes[rank] or {}) and workers[rank].returncode is not None]
     culprits = [rank for rank in told if "error" in outcomes[rank] and not outcomes[rank]["consequence"]] or silent or told
     first = min(culprits, key=lambda rank: outcomes[rank]["time"] if rank not in silent else 0.0)

@@ -1,0 +1,44 @@
+"""Runs that repeat bit for bit on a GPU: ``choose_algorithms`` before the first CUDA call, ``cost`` to see what that takes.
+
+A CPU run repeats as it is, with the same number of threads. Algorithms are by torch (docs: Reproducibility).
+"""
+
+import copy
+import os
+import time
+
+import torch
+from torch import Tensor, nn
+
+_REPEATS = 8
+
+
+def choose_algorithms(device: torch.device, *, deterministic: bool) -> None:
+    """Let cuDNN search the fastest algorithms, or make torch use deterministic ones and warn where it has none."""
+    if device.type != "cuda":
+        return
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    torch.backends.cudnn.benchmark = not deterministic
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+
+
+def cost(model: nn.Module, images: Tensor, labels: Tensor, *, amp_dtype: torch.dtype | None) -> float:
+    """Return how many times as long forward and backward take deterministically: medians, measured in turns on a copy of
+    the model, so that the training is not touched. GPU only; leaves the algorithms deterministic."""
+    trial = copy.deepcopy(model).train()
+    state, seconds = torch.get_rng_state(), {True: [], False: []}
+    for repeat in range(_REPEATS + 2):
+        for deterministic in (False, True):
+            choose_algorithms(images.device, deterministic=deterministic)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            with torch.autocast("cuda", dtype=amp_dtype, enabled=amp_dtype is not None):
+                loss = nn.functional.cross_entropy(trial(images), labels)
+            loss.backward()
+            torch.cuda.synchronize()
+            if repeat >= 2:
+                seconds[deterministic].append(time.perf_counter() - began)
+    torch.set_rng_state(state)
+    medians = {key: sorted(values)[len(values) // 2] for key, values in seconds.items()}
+    return medians[True] / medians[False]

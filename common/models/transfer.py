@@ -1,0 +1,89 @@
+"""torchvision's ResNet-18, trained on ImageNet, with a new last layer.
+
+The network has learned from images of 224x224 pixels, normalised by ImageNet's statistics: small images are enlarged inside
+``forward``, and the loaders normalise by ``--normalise imagenet``.
+"""
+
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models import ResNet18_Weights
+from torchvision.models import resnet18 as torchvision_resnet18
+
+from common.errors import UserError
+
+_HEAD = "fc."
+
+
+class Transfer(nn.Module):
+    """A pretrained network behind a bilinear resize.
+
+    ``forward`` takes images of shape (batch, 3, h, w) and returns logits of shape (batch, num_classes).
+
+    Parameters
+    ----------
+    input_size : images reach the network with this height and width.
+    """
+
+    def __init__(self, network: nn.Module, *, input_size: int) -> None:
+        super().__init__()
+        self.network, self.input_size = network, input_size
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.shape[-2:] != (self.input_size, self.input_size):
+            images = F.interpolate(images, size=(self.input_size, self.input_size), mode="bilinear", align_corners=False)
+        return self.network(images)
+
+
+def resnet18_transfer(num_classes: int = 10, *, input_size: int = 224, unfreeze: bool = False) -> Transfer:
+    """ResNet-18 with the ImageNet stem, still without its pretrained weights: see ``load_pretrained``.
+
+    11,181,642 parameters for 10 classes, of which the last layer's 5,130 train; all of them with ``unfreeze``.
+    """
+    network = torchvision_resnet18(num_classes=num_classes)
+    if not unfreeze:
+        network.requires_grad_(False)
+        network.fc.requires_grad_(True)
+    return Transfer(network, input_size=input_size)
+
+
+def load_pretrained(model: Transfer, source: str | None) -> str:
+    """Load weights trained on ImageNet into all layers but the last one and return where they came from.
+
+    Parameters
+    ----------
+    source : a file, or a URL of one, with a state dict of torchvision's ResNet-18; None: torchvision's own download
+        (kept in torch's cache).
+
+    Raises UserError where they cannot be had or do not fit.
+    """
+    where = source or ResNet18_Weights.IMAGENET1K_V1.url
+    state = _read(source, where)
+    own = model.network.state_dict()
+    wanted = {name for name in own if not name.startswith(_HEAD)}
+    if isinstance(state, dict):
+        state = {name.removeprefix("module."): value for name, value in state.items()}
+    if not isinstance(state, dict) or any(getattr(state.get(name), "shape", None) != own[name].shape for name in wanted):
+        raise UserError(f"--pretrained-weights: {where} holds no state dict of torchvision's ResNet-18: give one as saved by "
+                        "torch.save(torchvision.models.resnet18(weights='DEFAULT').state_dict(), FILE)")
+    model.network.load_state_dict(own | {name: state[name] for name in wanted})
+    return where
+
+
+def _read(source: str | None, where: str) -> Any:
+    try:
+        if source is not None and "://" not in source:
+            return torch.load(Path(source), map_location="cpu", weights_only=True)
+        return torch.hub.load_state_dict_from_url(where, map_location="cpu", progress=False, weights_only=True,
+                                                  check_hash=source is None)
+    except (URLError, TimeoutError, ConnectionError, FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise UserError(f"the pretrained weights could not be had from {where} ({reason}): give --pretrained-weights FILE, "
+                        "a copy of that file from another machine. Training does not begin with random weights") from error
+    except Exception as error:  # a damaged file brings out anything
+        raise UserError(f"--pretrained-weights: {where} cannot be read as a file of weights "
+                        f"({str(error).splitlines()[0][:100]}): copy it again") from error

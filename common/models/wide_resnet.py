@@ -1,0 +1,68 @@
+"""WideResNet (Zagoruyko & Komodakis, arXiv:1605.07146) for 32x32 images: residual blocks with BatchNorm and ReLU before each
+convolution, few layers deep and ``width`` times as many channels."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes.
+
+    ``forward`` takes (batch, channels_in, h, w) and returns (batch, channels_out, h / stride, w / stride).
+    """
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(channels_in)
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels_out)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
+        changes = stride != 1 or channels_in != channels_out
+        self.shortcut = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False) if changes else None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        activated = F.relu(self.bn1(inputs))
+        residual = self.conv2(F.relu(self.bn2(self.conv1(activated))))
+        return residual + (inputs if self.shortcut is None else self.shortcut(activated))
+
+
+class WideResNet(nn.Module):
+    """Three stages at 32x32, 16x16 and 8x8 with 16, 32 and 64 times ``width`` channels, then the mean and a linear layer.
+
+    ``forward`` takes images of shape (batch, 3, 32, 32) and returns logits of shape (batch, num_classes).
+
+    Parameters
+    ----------
+    depth : convolutions along the main path, 6 n + 4.
+    """
+
+    def __init__(self, depth: int, width: int, num_classes: int) -> None:
+        super().__init__()
+        blocks, rest = divmod(depth - 4, 6)
+        assert rest == 0, depth
+        self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        layers, channels = [], 16
+        for stage, stride in ((16, 1), (32, 2), (64, 2)):
+            for block in range(blocks):
+                layers.append(Block(channels, stage * width, stride if block == 0 else 1))
+                channels = stage * width
+        self.blocks = nn.Sequential(*layers)
+        self.bn = nn.BatchNorm2d(channels)
+        self.classifier = nn.Linear(channels, num_classes)
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.zeros_(self.classifier.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.classifier(F.relu(self.bn(self.blocks(self.conv(images)))).mean(dim=(2, 3)))
+
+
+def wide_resnet28_10(num_classes: int = 100) -> WideResNet:
+    """WRN-28-10: 36,536,884 parameters for 100 classes."""
+    return WideResNet(28, 10, num_classes)
+
+
+def wide_resnet16_4(num_classes: int = 100) -> WideResNet:
+    """WRN-16-4: 2,772,020 parameters for 100 classes."""
+    return WideResNet(16, 4, num_classes)

@@ -1,0 +1,22 @@
+"""A trace of a few training steps by torch.profiler, to be opened in Perfetto (ui.perfetto.dev) or chrome://tracing."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+_SKIP, _WARM_UP, _RECORD = 1, 1, 3
+
+
+@contextmanager
+def step_profiler(path: Path | None) -> Iterator[Callable[[], None]]:
+    """Yield what to call after every step; steps 3 to 5 are written to ``path`` (JSON). None: no profiler."""
+    if path is None:
+        yield lambda: None
+        return
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities, schedule=schedule(skip_first=_SKIP, wait=0, warmup=_WARM_UP, active=_RECORD, repeat=1),
+                 on_trace_ready=lambda done: done.export_chrome_trace(str(path))) as profiler:
+        yield profiler.step

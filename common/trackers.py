@@ -1,0 +1,70 @@
+"""Dashboards: Weights & Biases and TensorBoard, each an extra of the package, written by rank 0 alone.
+
+``Trackers`` takes the numbers of every step and epoch; docs/dashboards.md says what each field means.
+"""
+
+import os
+from collections.abc import Mapping
+from netrc import NetrcParseError, netrc
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+
+_WANDB_HOST = "api.wandb.ai"
+
+
+class Trackers:
+    """What is asked for and nothing else; without any, every method does nothing.
+
+    Parameters
+    ----------
+    folder : the run's; both write there, Weights & Biases also to its server where the user has an account.
+
+    Raises UserError where a package is missing.
+    """
+
+    def __init__(self, *, wandb: bool, tensorboard: bool, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
+        self._wandb = self._tensorboard = None
+        if wandb:
+            try:
+                import wandb as library
+            except ImportError as error:
+                raise _missing("--log-wandb", "wandb") from error
+            self._wandb = library.init(project="data-parallel-lab", name=name, config=dict(settings), dir=str(folder),
+                                       mode=_wandb_mode())
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise _missing("--log-tensorboard", "tensorboard") from error
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, numbers: Mapping[str, float], *, step: int) -> None:
+        """Write numbers by name, e.g. "train/loss", as of that optimiser step."""
+        if self._wandb is not None:
+            self._wandb.log(dict(numbers), step=step)
+        if self._tensorboard is not None:
+            for name, value in numbers.items():
+                self._tensorboard.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        if self._wandb is not None:
+            self._wandb.finish(quiet=True)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def _missing(flag: str, package: str) -> UserError:
+    return UserError(f"{flag} needs the package {package}: pip install -e '.[{package}]', or leave the flag out")
+
+
+def _wandb_mode() -> str | None:
+    """None where wandb's own rules decide: with an account or a WANDB_MODE; else offline, in place of its prompt."""
+    if os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY"):
+        return None
+    try:
+        return None if netrc().authenticators(_WANDB_HOST) else "offline"
+    except (OSError, NetrcParseError):
+        return "offline"
