@@ -39,7 +39,8 @@ def open_job(config: Config, launch: Launch, world: World) -> Job:
     Raises UserError where it cannot be written, and where --run-name exists already and --resume is not given.
     """
     parent = config.reports_folder / config.experiment
-    record = parent / _AGENTS / launch.agent if launch.agent is not None else None
+    may_start_again = launch.agent is not None and (launch.restarts > 0 or launch.largest_size > launch.size)
+    record = parent / _AGENTS / launch.agent if may_start_again else None
     mine = record.read_text(encoding="utf-8") if record is not None and record.is_file() else ""
     names = [name for name in gather_objects(world, mine) if name]
     goes_on = bool(names)

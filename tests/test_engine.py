@@ -5,11 +5,13 @@ References are plain loops in one process, never the engine. Ranks are real Gloo
 
 import copy
 import functools
+import io
 import math
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -444,7 +446,7 @@ def test_without_a_val_loader_there_is_no_best_epoch(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["last.pt"]
 
 
-# Epochs have two optimiser steps. The rate that an epoch's history shows is the one after its steps, before the next epoch's.
+# Epochs have two optimiser steps. The rate in an epoch's history is the one after its steps, before the next epoch's.
 SCHEDULES: dict[str, tuple] = {
     "StepLR by epoch": (lambda o: StepLR(o, 1, gamma=0.1), {}, 3, [0.5, 0.05, 0.005]),
     "LambdaLR by epoch": (lambda o: LambdaLR(o, lambda n: 1 / (1 + n)), {}, 3, [0.5, 0.25, 0.5 / 3]),
@@ -490,11 +492,8 @@ SCRIPT = [(10, 10, 0, 10, 10, 0, 0), (5, 0, 10, 5, 5, 0, 0)]
 
 
 def train_to_a_target(rank: int, folder: str) -> tuple[list[float], str]:
-    import contextlib
-    import io
-
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with redirect_stdout(printed):
         history, _ = train_steady(Path(folder), SCRIPT[rank], epochs=7, rank=rank, target_accuracy=0.75, patience=2,
                                   engine_kwargs={"distributed": True, "sync": "all_reduce"})
     return history["val_accuracy"], printed.getvalue()
@@ -636,7 +635,8 @@ def own_numbers(rank: int, folder: str) -> dict[str, Any]:
     inputs, labels = joined(batches)
     with torch.no_grad():
         outputs = model(inputs)
-    loss, accuracy = float(nn.functional.cross_entropy(outputs, labels)), float((outputs.argmax(1) == labels).double().mean())
+    loss = float(nn.functional.cross_entropy(outputs, labels))
+    accuracy = float((outputs.argmax(1) == labels).double().mean())
 
     model = small_model()
     engine = TrainingEngine(model, "cpu", distributed=True, sync="all_reduce")
@@ -660,8 +660,8 @@ def test_an_epochs_result_and_log_line_are_of_this_ranks_samples(tmp_path: Path)
     for one in results:
         assert one["result"] == pytest.approx(one["own"], rel=1e-12)
         assert one["samples"] == 11
-        loss, accuracy = (float(value) for value in re.search(r"Loss: ([\d.]+), Train Accuracy: ([\d.]+)", one["line"]).groups())
-        assert (loss, accuracy) == pytest.approx(one["own"], abs=6e-4)
+        logged = re.search(r"Train Loss: ([\d.]+), Train Accuracy: ([\d.]+)", one["line"]).groups()
+        assert tuple(map(float, logged)) == pytest.approx(one["own"], abs=6e-4)
     assert results[0]["global"] == results[1]["global"], "records are of the global batch"
     for step, (loss, _) in enumerate(results[0]["global"]):
         assert loss == pytest.approx((results[0]["local"][step] + results[1]["local"][step]) / 2, rel=1e-12)
@@ -766,8 +766,6 @@ def in_an_open_group(rank: int, port: int) -> dict[str, Any]:
     engine.cleanup_distributed()
     engine.cleanup_distributed()
     found["closed"] = dist.is_initialized()
-    import os
-
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     first, again = (TrainingEngine.setup_distributed(rank, 2) for _ in range(2))
     found["worlds"] = [(world.rank, world.size, world.backend) for world in (first, again)]

@@ -1,0 +1,345 @@
+"""``launch_distributed_training``: real processes, from their start to their end, however they end.
+
+Functions that the workers run are defined inside the tests where the point is that they may be; those of this module are
+found by name.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from common.errors import UserError
+from common.training_engine import WorkerError, distributed_train_worker, launch, launch_distributed_training
+from tests.helpers import ROOT, Started
+
+LONG = 600  # seconds: far longer than any test waits
+
+
+def gather(mine: Any, size: int) -> list[Any]:
+    everyones: list[Any] = [None] * size
+    dist.all_gather_object(everyones, mine)
+    return everyones
+
+
+def note(folder: str | Path, name: str, text: object) -> None:
+    """Leave a file that is there whole or not at all."""
+    temporary = Path(folder, f".{name}")
+    temporary.write_text(str(text))
+    temporary.rename(Path(folder, name))
+
+
+def wait_for(condition: Callable[[], bool], what: str, *, timeout_seconds: float = 60) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not in {timeout_seconds} s"
+        time.sleep(0.05)
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in sorted(folder.glob("pid*"))]
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there; one that has ended and waits for its new parent to notice is not."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def assert_all_ended(numbers: Iterable[int], *, count: int) -> None:
+    numbers = list(numbers)
+    assert len(numbers) == count
+    assert not [pid for pid in numbers if runs(pid)], "a worker is left behind"
+
+
+# --- What comes back ---
+
+
+def test_lambdas_and_local_classes_reach_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also: NCCL without GPUs is a warning that says so, and Gloo serves."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    class Point:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+        def doubled(self) -> int:
+            return 2 * self.x
+
+    caller = os.getpid()
+
+    def train(rank: int, world_size: int, *, scale: Callable[[int], int], point: Point) -> dict[str, Any]:
+        note(tmp_path, f"pid{rank}", os.getpid())
+        return {"ranks": gather((rank, scale(rank), point.doubled(), os.getpid() != caller), world_size),
+                "backend": dist.get_backend(), "this": rank}
+
+    with pytest.warns(UserWarning, match=r"NCCL needs a GPU for each of the 3 ranks, and this machine has 0.*Gloo"):
+        result = launch_distributed_training(train, 2, scale=lambda rank: 10 ** rank, point=Point(21))
+    assert result == {"ranks": [(0, 1, 42, True), (1, 10, 42, True)], "backend": "gloo", "this": 0}
+    assert_all_ended(pids(tmp_path), count=2)
+
+
+@pytest.mark.parametrize("world_size", [0, 1])
+def test_one_rank_is_this_process(world_size: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = launch_distributed_training(lambda rank, size, word: (os.getpid(), rank, size, word), world_size, word="x")
+    assert result == (os.getpid(), 0, 1, "x")
+    assert not dist.is_initialized()
+
+
+def test_an_error_in_this_process_has_its_traceback() -> None:
+    def train(rank: int, world_size: int) -> None:
+        raise ZeroDivisionError("here")
+
+    with pytest.raises(WorkerError, match="ZeroDivisionError: here") as caught:
+        launch_distributed_training(train, 1)
+    assert caught.value.rank == 0
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(("arguments", "words"), [((2, "mpi"), "backend: got 'mpi', choose nccl or gloo"),
+                                                  ((-1, "gloo"), "world_size: got -1")])
+def test_values_that_cannot_be(arguments: tuple, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        launch_distributed_training(lambda *_: pytest.fail("must not be called"), *arguments)
+
+
+# --- distributed_train_worker ---
+
+SAMPLES, EPOCHS = 20, 2
+
+
+def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path: Path) -> None:
+    class Recorded(Dataset):
+        """Writes down which samples it gave, a line each, in a file of this process."""
+
+        def __init__(self, name: str, count: int) -> None:
+            self.name, self.count = name, count
+
+        def __len__(self) -> int:
+            return self.count
+
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            with (tmp_path / f"{self.name}-{os.getpid()}").open("a") as file:
+                file.write(f"{index}\n")
+            return torch.randn(4, generator=torch.Generator().manual_seed(index)), index % 2
+
+    def seen(name: str) -> list[list[int]]:
+        return [[int(line) for line in path.read_text().split()] for path in sorted(tmp_path.glob(f"{name}-*"))]
+
+    def model() -> nn.Module:
+        return nn.Linear(4, 2)
+
+    history = launch_distributed_training(
+        distributed_train_worker, 2, "gloo", model_fn=model, train_dataset=Recorded("train", SAMPLES),
+        val_dataset=Recorded("val", 7), batch_size=3, optimizer_fn=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        criterion_fn=nn.CrossEntropyLoss, scheduler_fn=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5),
+        engine_kwargs={"output_dir": tmp_path, "experiment_name": "run", "accumulation_steps": 2},
+        train_kwargs={"num_epochs": EPOCHS})
+    assert history["epoch"] == [1, 2]
+    assert history["learning_rate"] == [0.1, 0.05]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["best.pt", "last.pt"]
+    # Ten samples a rank in batches of three are four batches, hence two optimiser steps, in each of two epochs.
+    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 4
+
+    ranks = seen("train")
+    assert [len(one) for one in ranks] == [SAMPLES // 2 * EPOCHS] * 2
+    epochs = [[one[k * SAMPLES // 2:(k + 1) * SAMPLES // 2] for one in ranks] for k in range(EPOCHS)]
+    for shares in epochs:
+        assert sorted(chain(*shares)) == list(range(SAMPLES)), "each sample once, on one rank"
+    assert epochs[0] != epochs[1], "set_epoch gives each epoch an order of its own"
+    assert epochs[0][0] != sorted(epochs[0][0]), "shuffled"
+    # Seven on two ranks: one is fetched twice so that the shares are equal; nothing is shuffled.
+    assert Counter(chain(*seen("val"))) == {0: 2 * EPOCHS} | dict.fromkeys(range(1, 7), EPOCHS)
+
+
+# --- What goes wrong ---
+
+
+def test_a_group_that_cannot_be_set_up_is_told_and_one_device_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    with pytest.warns(UserWarning, match=r"could not be set up \(.*nosuch0.*\): training on one device"):
+        result = launch_distributed_training(lambda rank, size: (os.getpid(), rank, size), 2, "gloo")
+    assert result == (os.getpid(), 0, 1)
+
+
+def failing(rank: int, world_size: int, *, folder: str, how: str) -> None:
+    """Rank 1 fails while rank 0 waits for it in a collective; rank 2 is deaf: it neither communicates nor heeds SIGTERM."""
+    with Path(folder, "calls").open("a") as file:
+        file.write(f"{rank}\n")
+    note(folder, f"pid{rank}", os.getpid())
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dist.barrier()
+    if rank == 1 and how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        raise KeyError("the very reason")
+    if rank == 2:
+        time.sleep(LONG)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.filterwarnings("error")  # no fallback, which would warn
+@pytest.mark.parametrize(("how", "size", "words"), [("raise", 3, "KeyError: 'the very reason'"), ("kill", 2, "status -9")])
+def test_a_rank_that_fails_is_named_and_nothing_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str,
+                                                               size: int, words: str) -> None:
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 3.0)
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=words) as caught:
+        launch_distributed_training(failing, size, "gloo", folder=str(tmp_path), how=how)
+    assert time.monotonic() - began < 50, "not only after the group's timeout of 60 s"
+    assert caught.value.rank == 1
+    assert "rank 1 failed" in str(caught.value)
+    if how == "raise":
+        assert 'raise KeyError("the very reason")' in caught.value.worker_traceback
+    assert sorted((tmp_path / "calls").read_text().split()) == [str(rank) for rank in range(size)]
+    assert_all_ended(pids(tmp_path), count=size)
+
+
+class OnlyHere:
+    """Can be pickled, but not read back in another process."""
+
+    def __reduce__(self) -> tuple:
+        return _read_back, (os.getpid(),)
+
+
+def _read_back(pid: int) -> OnlyHere:
+    if pid != os.getpid():
+        raise RuntimeError("made for another process")
+    return OnlyHere()
+
+
+@pytest.mark.filterwarnings("error")
+def test_arguments_that_a_worker_cannot_read_are_an_error_not_a_fallback() -> None:
+    with pytest.raises(WorkerError, match="made for another process"):
+        launch_distributed_training(lambda rank, size, thing: pytest.fail("must not train"), 2, "gloo", thing=OnlyHere())
+
+
+def test_a_result_that_cannot_be_sent_back_says_so() -> None:
+    def train(rank: int, world_size: int) -> Any:
+        return (number for number in range(3))  # a generator has no pickle
+
+    with pytest.raises(WorkerError, match="cannot pickle 'generator' object") as caught:
+        launch_distributed_training(train, 2, "gloo")
+    assert caught.value.rank == 0
+
+
+def test_a_failure_in_training_counts_more_than_a_group_that_breaks_of_it(tmp_path: Path) -> None:
+    """A rank may fail so early that another is still in the last message of the set-up: no reason to train again."""
+    for rank, outcome in enumerate([
+            {"stage": "group", "error": "Connection closed", "traceback": "...", "time": 1.0, "consequence": True},
+            {"stage": "training", "error": "boom", "traceback": "ValueError: boom", "time": 2.0, "consequence": False}]):
+        (tmp_path / f"outcome{rank}.pkl").write_bytes(cloudpickle.dumps(outcome | {"result": None}))
+    workers = [SimpleNamespace(returncode=1, poll=lambda: 1) for _ in range(2)]
+    with pytest.raises(WorkerError, match="boom") as caught:
+        launch._wait(workers, tmp_path)
+    assert caught.value.rank == 1
+
+
+# --- From a script, and its end ---
+
+SCRIPT = """
+    import sys
+    import torch.distributed as dist
+    from beside import triple  # a module of the script's own folder, which the workers must find too
+    from common.training_engine import launch_distributed_training
+
+    print("the script runs", flush=True)
+
+    def train(rank, world_size, factor):
+        ranks = [None] * world_size
+        dist.all_gather_object(ranks, rank)
+        return [triple(rank) * factor for rank in ranks]
+
+    print("result", launch_distributed_training(train, 2, "gloo", factor=5), flush=True)
+"""
+
+
+def script_environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def write_script(folder: Path, text: str) -> tuple[Path, Path]:
+    """Return the script, and another folder to start it from."""
+    (folder / "scripts").mkdir()
+    (folder / "elsewhere").mkdir()
+    (folder / "scripts" / "beside.py").write_text("def triple(x):\n    return 3 * x\n")
+    script = folder / "scripts" / "script.py"
+    script.write_text(textwrap.dedent(text))
+    return script, folder / "elsewhere"
+
+
+def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
+    script, cwd = write_script(tmp_path, SCRIPT)
+    (cwd / "common.py").write_text("")  # a usual name; `python -m` would find it before ours
+    ended = subprocess.run([sys.executable, script], cwd=cwd, env=script_environment(), capture_output=True, text=True,
+                           timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["the script runs", "result [0, 15]"]
+
+
+WAITING = f"""
+    import os, signal, sys, time
+    from pathlib import Path
+    import torch.distributed as dist
+    from common.training_engine import launch_distributed_training
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+    folder = sys.argv[1]
+
+    def train(rank, world_size):
+        Path(folder, f".pid{{rank}}").write_text(str(os.getpid()))
+        Path(folder, f".pid{{rank}}").rename(Path(folder, f"pid{{rank}}"))
+        if rank == 0:
+            dist.barrier()  # waits in torch's C++ code for the other, which sleeps
+        time.sleep({LONG})
+
+    launch_distributed_training(train, 2, "gloo")
+"""
+
+
+def test_workers_end_with_their_caller(tmp_path: Path) -> None:
+    """By SIGKILL, which nobody can catch, and by Ctrl-C; both callers run at once to save time."""
+    script, cwd = write_script(tmp_path, WAITING)
+    callers: dict[signal.Signals, Started] = {}
+    try:
+        for number in (signal.SIGKILL, signal.SIGINT):
+            folder = tmp_path / number.name
+            folder.mkdir()
+            callers[number] = Started([sys.executable, str(script), str(folder)], cwd=cwd, env=script_environment())
+        for number in callers:
+            wait_for(lambda number=number: len(pids(tmp_path / number.name)) == 2, "the workers' start")
+        workers = {number: pids(tmp_path / number.name) for number in callers}
+        assert all(runs(pid) for numbers in workers.values() for pid in numbers)
+        for number, caller in callers.items():
+            caller.send(number)
+        ended = {number: caller.end(timeout_seconds=30) for number, caller in callers.items()}
+        assert_all_ended(workers[signal.SIGINT], count=2)  # the caller sees to it before it ends
+        wait_for(lambda: not any(runs(pid) for pid in workers[signal.SIGKILL]), "the end of the workers", timeout_seconds=20)
+    finally:
+        for caller in callers.values():
+            if caller.process.poll() is None:
+                os.killpg(caller.process.pid, signal.SIGKILL)
+                caller.process.wait()
+    assert "KeyboardInterrupt" in ended[signal.SIGINT].err
+    assert ended[signal.SIGINT].status != 0
