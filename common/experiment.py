@@ -153,7 +153,9 @@ def _share_out(config: Config, launch: Launch, world: World, dataset: Dataset,
                                  world_size=world.size, seed=config.seed, shards=fixed["shards"],
                                  accumulation_steps=config.accumulation_steps)
     steps = len(sampler.global_batch_sizes)
-    warmup = round(config.warmup_epochs * steps) if config.warmup_epochs is not None else config.warmup_steps
+    warmup = config.warmup_steps
+    if config.warmup_epochs is not None:  # a trial of a few steps warms up over a fifth of them at most
+        warmup = min(round(config.warmup_epochs * steps), config.max_steps // 5 if config.max_steps else config.epochs * steps)
     plan = {"dataset": config.dataset, "training_images": len(dataset.train), "model": config.model, "opt": config.opt,
             "batch_size": fixed["batch_size"], "shards": fixed["shards"], "accumulation_steps": config.accumulation_steps,
             "seed": config.seed, "schedule": config.schedule, "total_steps": config.max_steps or config.epochs * steps,

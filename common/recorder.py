@@ -138,7 +138,7 @@ def report(config: Config, world: World, folder: RunFolder, dataset: Dataset, re
         "test loss": f"{result['test_loss']:.3f}"}
     if ema_result is not None:
         rows["EMA accuracy"] = f"{ema_result['accuracy']:.2%}, of the averaged weights"
-    card(f"{config.recipe or config.part}: {config.sync}", rows | {
+    card(config.recipe or f"{config.part}: {config.sync}", rows | {
         "equal weights": ("yes, on all ranks" if ranks_equal else "NO: the ranks differ") if world.size > 1 else "one rank",
         "report": folder.report})
 

@@ -92,7 +92,7 @@ def test_lambdas_and_local_classes_reach_every_rank(tmp_path: Path, monkeypatch:
         return {"ranks": gather((rank, scale(rank), point.doubled(), os.getpid() != caller), world_size),
                 "backend": dist.get_backend(), "this": rank}
 
-    with pytest.warns(UserWarning, match=r"NCCL needs a GPU for each of the 3 ranks, and this machine has 0.*Gloo"):
+    with pytest.warns(UserWarning, match=r"NCCL needs a GPU for each of the 2 ranks, and this machine has 0.*Gloo"):
         result = launch_distributed_training(train, 2, scale=lambda rank: 10 ** rank, point=Point(21))
     assert result == {"ranks": [(0, 1, 42, True), (1, 10, 42, True)], "backend": "gloo", "this": 0}
     assert_all_ended(pids(tmp_path), count=2)
