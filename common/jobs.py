@@ -39,6 +39,7 @@ def open_job(config: Config, launch: Launch, world: World) -> Job:
     Raises UserError where it cannot be written, and where --run-name exists already and --resume is not given.
     """
     parent = config.reports_folder / config.experiment
+    # The same on every rank: it decides on collectives below.
     may_start_again = launch.agent is not None and (launch.restarts > 0 or launch.largest_size > launch.size)
     record = parent / _AGENTS / launch.agent if may_start_again else None
     mine = record.read_text(encoding="utf-8") if record is not None and record.is_file() else ""
@@ -51,7 +52,8 @@ def open_job(config: Config, launch: Launch, world: World) -> Job:
     if record is not None and world.local_rank == 0:
         record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(name, encoding="utf-8")
-    return Job(folder, goes_on, world.is_root or (launch.restarts > 0 and _own_disk(folder.path, world)))
+    own_disk = _own_disk(folder.path, world) if may_start_again else False
+    return Job(folder, goes_on, world.is_root or own_disk)
 
 
 def _new_name(config: Config, parent: Path) -> str:

@@ -30,7 +30,7 @@ needs_cifar100 = pytest.mark.skipif(
     not (CIFAR / "cifar-100-python" / "test").exists(), reason="the real CIFAR-100 is not in data/")
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "common.training", "common.evaluation", "tests.helpers"])
+_context.set_forkserver_preload(["torch", "torch._dynamo", "common.training", "common.evaluation", "tests.helpers"])
 
 
 class RankError(AssertionError):

@@ -58,7 +58,8 @@ class ShardStatistics:
 
     @torch.no_grad()
     def blend(self) -> None:
-        """Put the mean over this rank's shards in the model, for the average of the weights to follow."""
+        """Put the mean over this rank's shards in the model, for the averaged weights' statistics to follow; exact where the
+        shards have as many samples, which differ by one at most."""
         for position, tensor in enumerate(self._in_model[:self._statistics]):
             if self._kept:
                 tensor.copy_(torch.stack([tensors[position] for tensors in self._kept]).mean(dim=0))

@@ -134,12 +134,13 @@ def _in_processes(train_fn: Callable[..., Any], world_size: int, backend: str, c
     with tempfile.TemporaryDirectory(prefix="data-parallel-") as name:
         folder, workers = Path(name), []
         (folder / "call.pkl").write_bytes(cloudpickle.dumps((train_fn, world_size, backend, config)))
-        # Its own folder first, for `-m`; the caller's path lies in the call, for modules pickled by name.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])}
+        # This repository first, for `-m`, then the caller's path, for modules pickled by name. -P: the current folder
+        # is not put before them, since a `common` there would be taken for ours.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *(p or os.getcwd() for p in sys.path)])}
         try:
             for rank in range(world_size):
                 workers.append(subprocess.Popen(
-                    [sys.executable, "-m", "common.training_engine.worker", name, str(rank)], env=environment,
+                    [sys.executable, "-P", "-m", "common.training_engine.worker", name, str(rank)], env=environment,
                     stdin=subprocess.PIPE))  # a worker ends when this pipe closes, i.e. also when the caller is killed
             return _wait(workers, folder)
         finally:
@@ -157,8 +158,10 @@ def _wait(workers: list[subprocess.Popen], folder: Path) -> Any:
     if not failed:
         return outcomes[0]["result"]
     told = [rank for rank in failed if outcomes[rank] is not None]
-    if any(outcomes[rank]["stage"] == "group" for rank in told):
-        raise _NoGroupError("; ".join(outcomes[rank]["error"] for rank in told if outcomes[rank]["stage"] == "group"))
+    without_group = [rank for rank in told if outcomes[rank]["stage"] == "group"]
+    if without_group and without_group == told:
+        raise _NoGroupError("; ".join(outcomes[rank]["error"] for rank in told))
+    told = [rank for rank in told if rank not in without_group]  # these broke of another's failure
     silent = [rank for rank in failed if "error" not in (outcomes[rank] or {}) and workers[rank].returncode is not None]
     culprits = [rank for rank in told if "error" in outcomes[rank] and not outcomes[rank]["consequence"]] or silent or told
     first = min(culprits, key=lambda rank: outcomes[rank]["time"] if rank not in silent else 0.0)

@@ -129,7 +129,7 @@ class StepLedger:
             loss, bad_norm = float(step.outcome.loss), not math.isfinite(float(step.outcome.gradient_norm))
             bad = not math.isfinite(loss) or (bad_norm and not self._overflow_is_normal)
             row[:] = torch.tensor([loss * step.samples if step.samples else 0.0, float(step.outcome.correct), step.samples,
-                                   bad])
+                                   bad], dtype=torch.float64)
         table[-1, 0], table[-1, 1] = float(stop), sum(seconds)
         mine = table.tolist()
         total = table.to(self._world.device)

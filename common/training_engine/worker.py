@@ -36,13 +36,13 @@ def main(folder: Path, rank: int) -> int:
         outcome["result"] = train_fn(rank, world_size, **config)
         if dist.is_initialized():  # the function may have closed it
             dist.barrier()
-        status = 0
+        content, status = cloudpickle.dumps(outcome if rank == 0 else outcome | {"result": None}), 0
     except BaseException as error:
-        outcome |= {"error": str(error) or type(error).__name__, "traceback": traceback.format_exc(), "time": time.time(),
-                    "consequence": explain_collective_failure(error) is not None}
-        status = 1
+        outcome |= {"result": None, "error": str(error) or type(error).__name__, "traceback": traceback.format_exc(),
+                    "time": time.time(), "consequence": explain_collective_failure(error) is not None}
+        content, status = cloudpickle.dumps(outcome), 1
     written = folder / f"{rank}.tmp"
-    written.write_bytes(cloudpickle.dumps(outcome if rank == 0 or status else outcome | {"result": None}))
+    written.write_bytes(content)
     written.rename(folder / _OUTCOME.format(rank))
     TrainingEngine.cleanup_distributed()
     return status

@@ -1,0 +1,165 @@
+"""Jobs that lose workers and nodes, gain nodes, and are asked to stop: real torchrun agents, real signals.
+
+VGG-11 on digits, one thread a rank. What a disturbed run ends with is compared with an undisturbed one.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from common.checkpoint import load_checkpoint
+from tests.helpers import ROOT, Started, free_port, start_part, start_ranks
+
+TORCHRUN = str(Path(sys.executable).parent / "torchrun")
+STEPS, EVERY = 24, 4
+ARGUMENTS = ["--sync", "all_reduce", "--dataset", "digits", "--batch-size", 36, "--max-steps", STEPS, "--checkpoint-every", EVERY,
+             "--log-every", 1, "--threads", 1, "--timeout", 20]
+WAY = "PartTwo-all_reduce"
+
+
+def start_agent(folder: Path, *flags: object, env: dict[str, str] | None = None, arguments: list = ARGUMENTS) -> Started:
+    """One node: a torchrun agent with one output folder of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [TORCHRUN, "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1", "--monitor-interval", "0.2", *flags,
+               ROOT / "PartTwo" / "main.py", *arguments, "--output-dir", folder]
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    return Started([str(word) for word in command], cwd=folder, env=os.environ | environment | (env or {}))
+
+
+def workers(agent: Started) -> list[psutil.Process]:
+    """The ranks that an agent has started, by rank."""
+    found = [child for child in psutil.Process(agent.process.pid).children(recursive=True) if "LOCAL_RANK" in child.environ()]
+    return sorted(found, key=lambda child: int(child.environ()["LOCAL_RANK"]))
+
+
+def lose(agent: Started) -> None:
+    """The node goes away at once: the agent and all that it has started."""
+    processes = [psutil.Process(agent.process.pid), *psutil.Process(agent.process.pid).children(recursive=True)]
+    for process in processes:
+        process.kill()
+    agent.process.wait(timeout=10)
+
+
+def last_checkpoint(*folders: Path) -> dict:
+    """The furthest checkpoint of all nodes."""
+    found = [load_checkpoint(path) for folder in folders for path in folder.glob(f"{WAY}/*/checkpoints/Epoch_*.pt")]
+    return max(found, key=lambda entries: (entries["step"], entries["epoch"]))
+
+
+def largest_difference(one: dict, other: dict) -> float:
+    """Over all weights and buffers, by tensor norm."""
+    pairs = [(value.double(), other["model_state_dict"][name].double()) for name, value in one["model_state_dict"].items()]
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-3)) for a, b in pairs)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps in metrics.jsonl of the only run in ``folder``."""
+    [metrics] = folder.glob(f"{WAY}/*/metrics.jsonl")
+    return [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+
+
+def going_on(text: str) -> list[int]:
+    """From which steps the output says that it went on."""
+    return [int(step) for step in re.findall(r"going on from \S+(?: of rank \d+'s node)?, step (\d+)", text)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+    """The last checkpoint of a run that nothing happens to, for 2 ranks and for 3."""
+    ended = {}
+    for size in (2, 3):
+        folder = tmp_path_factory.mktemp(f"undisturbed{size}")
+        for one in start_ranks("PartTwo", size, *ARGUMENTS, "--output-dir", folder, cwd=folder):
+            result = one.end(timeout_seconds=150)
+            assert result.status == 0, result.err
+        ended[size] = last_checkpoint(folder)
+    return ended
+
+
+def test_a_killed_worker_is_started_again_and_loses_no_more_than_the_steps_between_checkpoints(
+        tmp_path: Path, undisturbed: dict[int, dict]) -> None:
+    agent = start_agent(tmp_path, "--nproc-per-node", 2, "--max-restarts", 2, "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    agent.wait_for(f"step 10/{STEPS}", timeout_seconds=120)
+    workers(agent)[1].kill()
+    ended = agent.end(timeout_seconds=150)
+    assert ended.status == 0, ended.err
+    [step] = going_on(ended.out)
+    assert step >= 8, "a checkpoint is due every four steps"
+    assert steps_in(tmp_path) == list(range(1, STEPS + 1)), "no step twice, none left out"
+    last = last_checkpoint(tmp_path)
+    assert all(torch.equal(value, undisturbed[2]["model_state_dict"][name]) for name, value in last["model_state_dict"].items())
+
+
+def test_a_node_leaves_another_joins_and_the_weights_stay_those_of_an_undisturbed_run(
+        tmp_path: Path, undisturbed: dict[int, dict]) -> None:
+    port = free_port()
+    flags = ["--nnodes", "1:3", "--nproc-per-node", 1, "--max-restarts", 5, "--rdzv-id", "job", "--rdzv-endpoint",
+             f"127.0.0.1:{port}", "--rdzv-conf"]
+    patience = "last_call_timeout=4,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
+    nodes = [start_agent(tmp_path / str(node), *flags, f"is_host={int(node == 0)},{patience}") for node in range(2)]
+    first = tmp_path / "0"
+    said = nodes[0]
+    said.wait_for("3 shards on 2 ranks", timeout_seconds=120)
+    lead = nodes[0] if f"step 5/{STEPS}" in nodes[0].read_out() else nodes[0]
+    lead.wait_for(f"step 6/{STEPS}", timeout_seconds=120)
+    lose(nodes[1])
+    lead.wait_for("3 shards on 1 rank", timeout_seconds=120)
+    lead.wait_for(f"step 12/{STEPS}", timeout_seconds=120)
+    joined = start_agent(tmp_path / "2", *flags, f"is_host=0,{patience}")
+    ended = [agent.end(timeout_seconds=200) for agent in (nodes[0], joined)]
+    assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+    output = ended[0].out + ended[1].out
+    assert output.count("3 shards on 2 ranks") == 2
+    assert "the job has 1 ranks now, 2 before; its 3 shards and its batch stay the same" in output
+    assert len(going_on(output)) == 2
+    last = last_checkpoint(first, tmp_path / "2")
+    assert last["step"] == STEPS
+    assert largest_difference(last, undisturbed[3]) < 1e-5
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_later(
+        tmp_path: Path, undisturbed: dict[int, dict], number: signal.Signals) -> None:
+    arguments = [*ARGUMENTS, "--output-dir", tmp_path, "--run-name", "job-7"]
+    ranks = start_ranks("PartTwo", 2, *arguments, cwd=tmp_path)
+    ranks[0].wait_for(f"step 6/{STEPS}", timeout_seconds=120)
+    ranks[1].send(number)
+    ended = [rank.end(timeout_seconds=60) for rank in ranks]
+    assert [one.status for one in ended] == [75, 75], ended[0].err
+    stopped_at = last_checkpoint(tmp_path)["step"]
+    assert 6 <= stopped_at < STEPS - 1
+    assert f"stopped after step {stopped_at}, saved as" in ended[0].err
+    assert number.name in ended[1].err
+    for rank in start_ranks("PartTwo", 2, *arguments, "--resume", "auto", cwd=tmp_path):
+        result = rank.end(timeout_seconds=120)
+        assert result.status == 0, result.err
+    assert steps_in(tmp_path) == list(range(1, STEPS + 1))
+    parameters = {name: value for name, value in last_checkpoint(tmp_path)["model_state_dict"].items() if "running" not in name}
+    assert all(torch.equal(value, undisturbed[2]["model_state_dict"][name]) for name, value in parameters.items())
+
+
+def test_a_run_name_that_exists_is_refused_without_resume(tmp_path: Path) -> None:
+    quick = ["--dataset", "digits", "--max-steps", 1, "--output-dir", tmp_path, "--run-name", "mine"]
+    assert start_part("PartOne", *quick, cwd=tmp_path).end().status == 0
+    refused = start_part("PartOne", *quick, cwd=tmp_path).end()
+    assert refused.status == 1
+    assert "holds a run already: add --resume auto" in refused.err
+
+
+def test_a_setting_under_which_restarts_would_fail_is_named(tmp_path: Path) -> None:
+    agent = start_agent(tmp_path, "--nproc-per-node", 1, "--max-restarts", 1, "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
+                        env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"},
+                        arguments=["--sync", "all_reduce", "--dataset", "digits", "--max-steps", 1, "--threads", 1])
+    began = time.monotonic()
+    ended = agent.end(timeout_seconds=120)
+    assert ended.status == 0, ended.err
+    assert "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in ended.out
+    assert time.monotonic() - began < 120
