@@ -5,6 +5,7 @@
 
 import argparse
 import difflib
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -113,7 +114,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     another type; ``Config`` checks the rest."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no TOML, no UTF-8, a number of 5000 digits
         raise UserError(f"recipe {path} cannot be read: {error}") from error
     specs = {spec.name: spec.metadata for spec in fields(Config) if spec.metadata and spec.metadata["in_recipe"]}
     settings = {}
@@ -128,7 +129,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
             words = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a text in quotes")
             raise UserError(f"recipe {path}: {key} = {value!r}, give {words}")
-        settings[name] = Path(value) if kind is Path else float(value) if kind is float else value
+        settings[name] = Path(value) if kind is Path else float(str(value)) if kind is float else value  # str: 10**400 is inf
     return settings
 
 
@@ -151,7 +152,7 @@ def _toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
-    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return json.dumps(str(value), ensure_ascii=False)  # TOML's basic strings escape as JSON's do
 
 
 def _dashes(argument: str) -> str:

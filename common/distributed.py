@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from common.config import DEFAULT_MASTER_PORT
-from common.errors import GroupError, UserError
+from common.errors import GroupError, Stopped, UserError
 from common.place import Launch
 from common.rendezvous import local_place, meet
 
@@ -68,7 +68,11 @@ def process_group(launch: Launch, *, backend: str | None = None, timeout_seconds
         return
     world = open_group(launch, backend=backend, timeout_seconds=timeout_seconds)
     try:
-        yield world
+        try:
+            yield world
+        except Stopped:  # on all ranks alike
+            dist.barrier()
+            raise
         dist.barrier()  # nobody takes the store away while others still use it
     finally:
         dist.destroy_process_group()

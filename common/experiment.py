@@ -193,7 +193,7 @@ def _notices(config: Config, launch: Launch, world: World, plan: Mapping[str, An
         amp_notice,
         f"{idle} of {world.size} ranks have no shard and compute nothing: begin a job with --shards, the most ranks that it "
         "may have" if idle > 0 else "",
-        f"the job has {world.size} ranks now, {earlier} before; its {plan['shards']} shards and its batch stay the same"
+        f"the job has {world.size} rank{'s' if world.size > 1 else ''} now, {earlier} before; its {plan['shards']} shards and its batch stay the same"
         if earlier not in (None, world.size) else "",
         "a CPU run repeats bit for bit as it is, with the same threads" if config.deterministic
         and world.device.type == "cpu" else "",

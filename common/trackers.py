@@ -31,8 +31,12 @@ class Trackers:
                 import wandb as library
             except ImportError as error:
                 raise _missing("--log-wandb", "wandb") from error
-            self._wandb = library.init(project="data-parallel-lab", name=name, config=dict(settings), dir=str(folder),
-                                       mode=_wandb_mode())
+            try:
+                self._wandb = library.init(project="data-parallel-lab", name=name, config=dict(settings), dir=str(folder),
+                                           mode=_wandb_mode())
+            except library.Error as error:
+                raise UserError(f"--log-wandb: {' '.join(str(error).split())}: set WANDB_MODE=offline, or leave "
+                                "the flag out") from error
         if tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -51,7 +55,7 @@ class Trackers:
     def close(self) -> None:
         """Write what is still in memory."""
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
         if self._tensorboard is not None:
             self._tensorboard.close()
 

@@ -1,6 +1,6 @@
 """Jobs that lose workers and nodes, gain nodes, and are asked to stop: real torchrun agents, real signals.
 
-VGG-11 on digits, one thread a rank. What a disturbed run ends with is compared with an undisturbed one.
+VGG-11 on generated images, one thread a rank. What a disturbed run ends with is compared with an undisturbed one.
 """
 
 import json
@@ -15,17 +15,22 @@ import psutil
 import pytest
 import torch
 
+from torch import Tensor
+
 from common.checkpoint import load_checkpoint
-from tests.helpers import ROOT, Started, free_port, start_part, start_ranks
+from common.models import build_model
+from tests.helpers import ROOT, Started, free_port, make_image_folder, start_part, start_ranks
 
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 STEPS, EVERY = 24, 4
-ARGUMENTS = ["--sync", "all_reduce", "--dataset", "digits", "--batch-size", 36, "--max-steps", STEPS, "--checkpoint-every", EVERY,
-             "--log-every", 1, "--threads", 1, "--timeout", 20]
+# Rounding grows about tenfold in two steps of VGG-11 in float32 at usual rates; at this one it stays small.
+RATE = 2e-5
+ARGUMENTS = ["--sync", "all_reduce", "--batch-size", 48, "--max-steps", STEPS, "--checkpoint-every", EVERY, "--learning-rate", RATE,
+             "--schedule", "constant", "--log-every", 1, "--threads", 1, "--timeout", 20]
 WAY = "PartTwo-all_reduce"
 
 
-def start_agent(folder: Path, *flags: object, env: dict[str, str] | None = None, arguments: list = ARGUMENTS) -> Started:
+def start_agent(folder: Path, *flags: object, env: dict[str, str] | None = None, arguments: list) -> Started:
     """One node: a torchrun agent with one output folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [TORCHRUN, "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1", "--monitor-interval", "0.2", *flags,
@@ -48,16 +53,24 @@ def lose(agent: Started) -> None:
     agent.process.wait(timeout=10)
 
 
+def wait_for_any(agents: list[Started], text: str) -> None:
+    """Wait until one of them, the one with rank 0, has printed ``text``."""
+    deadline = time.monotonic() + 120
+    while not any(text in agent.read_out() for agent in agents):
+        assert time.monotonic() < deadline, [agent.read_out() for agent in agents]
+        time.sleep(0.05)
+
+
 def last_checkpoint(*folders: Path) -> dict:
     """The furthest checkpoint of all nodes."""
     found = [load_checkpoint(path) for folder in folders for path in folder.glob(f"{WAY}/*/checkpoints/Epoch_*.pt")]
     return max(found, key=lambda entries: (entries["step"], entries["epoch"]))
 
 
-def largest_difference(one: dict, other: dict) -> float:
-    """Over all weights and buffers, by tensor norm."""
-    pairs = [(value.double(), other["model_state_dict"][name].double()) for name, value in one["model_state_dict"].items()]
-    return max(float((a - b).norm() / b.norm().clamp_min(1e-3)) for a, b in pairs)
+def weights(entries: dict) -> Tensor:
+    """All parameters as one vector."""
+    return torch.cat([value.double().flatten() for name, value in entries["model_state_dict"].items()
+                      if "running" not in name and "tracked" not in name])
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -72,12 +85,18 @@ def going_on(text: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+def images(tmp_path_factory: pytest.TempPathFactory) -> list:
+    """Flags of a set of noisy images: with the digits' black borders BatchNorm divides by variances of zero."""
+    return ["--dataset", "folder", "--data-dir", make_image_folder(tmp_path_factory.mktemp("images"), train_per_class=200)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, images: list) -> dict[int, dict]:
     """The last checkpoint of a run that nothing happens to, for 2 ranks and for 3."""
     ended = {}
     for size in (2, 3):
         folder = tmp_path_factory.mktemp(f"undisturbed{size}")
-        for one in start_ranks("PartTwo", size, *ARGUMENTS, "--output-dir", folder, cwd=folder):
+        for one in start_ranks("PartTwo", size, *ARGUMENTS, *images, "--output-dir", folder, cwd=folder):
             result = one.end(timeout_seconds=150)
             assert result.status == 0, result.err
         ended[size] = last_checkpoint(folder)
@@ -85,8 +104,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
 
 
 def test_a_killed_worker_is_started_again_and_loses_no_more_than_the_steps_between_checkpoints(
-        tmp_path: Path, undisturbed: dict[int, dict]) -> None:
-    agent = start_agent(tmp_path, "--nproc-per-node", 2, "--max-restarts", 2, "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+        tmp_path: Path, images: list, undisturbed: dict[int, dict]) -> None:
+    agent = start_agent(tmp_path, "--nproc-per-node", 2, "--max-restarts", 2, "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
+                        arguments=[*ARGUMENTS, *images])
     agent.wait_for(f"step 10/{STEPS}", timeout_seconds=120)
     workers(agent)[1].kill()
     ended = agent.end(timeout_seconds=150)
@@ -99,36 +119,39 @@ def test_a_killed_worker_is_started_again_and_loses_no_more_than_the_steps_betwe
 
 
 def test_a_node_leaves_another_joins_and_the_weights_stay_those_of_an_undisturbed_run(
-        tmp_path: Path, undisturbed: dict[int, dict]) -> None:
+        tmp_path: Path, images: list, undisturbed: dict[int, dict]) -> None:
     port = free_port()
     flags = ["--nnodes", "1:3", "--nproc-per-node", 1, "--max-restarts", 5, "--rdzv-id", "job", "--rdzv-endpoint",
              f"127.0.0.1:{port}", "--rdzv-conf"]
     patience = "last_call_timeout=4,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
-    nodes = [start_agent(tmp_path / str(node), *flags, f"is_host={int(node == 0)},{patience}") for node in range(2)]
-    first = tmp_path / "0"
-    said = nodes[0]
-    said.wait_for("3 shards on 2 ranks", timeout_seconds=120)
-    lead = nodes[0] if f"step 5/{STEPS}" in nodes[0].read_out() else nodes[0]
-    lead.wait_for(f"step 6/{STEPS}", timeout_seconds=120)
-    lose(nodes[1])
-    lead.wait_for("3 shards on 1 rank", timeout_seconds=120)
-    lead.wait_for(f"step 12/{STEPS}", timeout_seconds=120)
-    joined = start_agent(tmp_path / "2", *flags, f"is_host=0,{patience}")
-    ended = [agent.end(timeout_seconds=200) for agent in (nodes[0], joined)]
+    arguments = [*ARGUMENTS, *images]
+    staying, leaving = (start_agent(tmp_path / str(node), *flags, f"is_host={int(node == 0)},{patience}", arguments=arguments)
+                        for node in range(2))
+    wait_for_any([staying, leaving], "3 shards on 2 ranks")
+    wait_for_any([staying, leaving], f"step 6/{STEPS}")
+    lose(leaving)
+    staying.wait_for("3 shards on 1 rank ", timeout_seconds=120)
+    staying.wait_for(f"step 12/{STEPS}", timeout_seconds=120)
+    joined = start_agent(tmp_path / "2", *flags, f"is_host=0,{patience}", arguments=arguments)
+    ended = [agent.end(timeout_seconds=200) for agent in (staying, joined)]
     assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
     output = ended[0].out + ended[1].out
-    assert output.count("3 shards on 2 ranks") == 2
-    assert "the job has 1 ranks now, 2 before; its 3 shards and its batch stay the same" in output
-    assert len(going_on(output)) == 2
-    last = last_checkpoint(first, tmp_path / "2")
+    assert "3 shards on 2 ranks" in output[output.index("3 shards on 1 rank "):]
+    assert "the job has 1 rank now, 2 before; its 3 shards and its batch stay the same" in output
+    assert len(going_on(output)) >= 2
+    last = last_checkpoint(tmp_path / "0", tmp_path / "2")
     assert last["step"] == STEPS
-    assert largest_difference(last, undisturbed[3]) < 1e-5
+    torch.manual_seed(0)
+    initial = weights({"model_state_dict": build_model("vgg11", 2).state_dict()})
+    mine, wanted = weights(last), weights(undisturbed[3])
+    assert float((mine - wanted).norm() / wanted.norm()) < 1e-5
+    assert float((mine - wanted).norm() / (wanted - initial).norm()) < 0.05, "the training moved them much further"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_later(
-        tmp_path: Path, undisturbed: dict[int, dict], number: signal.Signals) -> None:
-    arguments = [*ARGUMENTS, "--output-dir", tmp_path, "--run-name", "job-7"]
+        tmp_path: Path, images: list, undisturbed: dict[int, dict], number: signal.Signals) -> None:
+    arguments = [*ARGUMENTS, *images, "--output-dir", tmp_path, "--run-name", "job-7"]
     ranks = start_ranks("PartTwo", 2, *arguments, cwd=tmp_path)
     ranks[0].wait_for(f"step 6/{STEPS}", timeout_seconds=120)
     ranks[1].send(number)

@@ -210,9 +210,15 @@ def test_images_reach_a_pretrained_model_in_the_size_it_asks_for(input_size: int
     assert seen[0].shape == (2, 3, input_size, input_size)
     assert torch.allclose(seen[0], torch.tensor(0.25))
 
+    ramp = torch.arange(32.0).expand(1, 3, 32, 32)
+    output_shapes(model, ["network.maxpool"], ramp)
+    row = seen[1][0, 0, input_size // 2]
+    assert len(row.unique()) > input_size // 2, "values between two pixels, not copies of one"
+    assert (row.diff() >= 0).all()
+
     fits = torch.randn(1, 3, input_size, input_size)
     output_shapes(model, ["network.maxpool"], fits)
-    assert torch.equal(seen[1], fits), "an image that fits stays as it is"
+    assert torch.equal(seen[2], fits), "an image that fits stays as it is"
 
 
 @pytest.mark.parametrize("classes", [1000, 10])

@@ -73,7 +73,7 @@ class RandomCropFlip:
     def __call__(self, ids: Tensor, draws: Draws) -> Tensor:
         """Return the crops of the samples ``ids``, flipped where drawn: uint8 of shape (batch, h, w, 3)."""
         crops = self._windows[ids, draws.top[ids], draws.left[ids]]
-        crops = crops.view(len(ids), self._height, self._width, -1)
+        crops = crops.view(len(ids), self._height, self._width, 3)
         mirrored = draws.flip[ids].nonzero().squeeze(1)
         crops[mirrored] = crops[mirrored].flip(2)
         return crops
