@@ -1,8 +1,7 @@
 """One run from beginning to end. ``run`` is the walk; read it downward, and leave it only to go deeper."""
 
-import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,13 +15,14 @@ from common.config import Config
 from common.console import Progress, say
 from common.data import load_dataset
 from common.data.dataset import Dataset
-from common.data.loaders import EvaluationLoader, TrainLoader
-from common.data.sharding import GlobalBatchSampler
+from common.data.loaders import TrainLoader
 from common.distributed import World, agree, everyone, gather_objects, process_group, set_debug
-from common.jobs import find_checkpoint, open_job, refuse_other_training
+from common.jobs import find_checkpoint, open_job
+from common.judge import Judge, evaluation_loader
 from common.memory import keep_freed_memory
 from common.models import PRETRAINED, build_model
 from common.place import Launch
+from common.plan import epochs_to_train, learning_rate, notices, refuse_other_training, share_out
 from common.precision import choose_amp
 from common.profiling import step_profiler
 from common.recorder import Recorder, introduce, report
@@ -32,7 +32,7 @@ from common.schedules import build_schedule
 from common.signals import stop_on_signals
 from common.trackers import Trackers
 from common.training import prepare_model_for_training, train_model
-from common.training_engine import EarlyStop, EpochResult, Predictions, TrainingEngine, predict, report_epoch
+from common.training_engine import Predictions, TrainingEngine, predict
 from common.training_engine.prediction import unwrap
 
 
@@ -55,7 +55,7 @@ def run(config: Config, launch: Launch) -> None:
         dataset = everyone(world, lambda: _load_dataset(config), patient=True)
         agree(world, _fingerprint(dataset), what="their dataset")
         path, entries = find_checkpoint(config, job, world)
-        train_loader, plan = _share_out(config, launch, world, dataset, entries if job.goes_on else None)
+        train_loader, plan = share_out(config, launch, world, dataset, entries if job.goes_on else None)
         if entries is not None:
             refuse_other_training(path, entries, plan)
         if world.is_root:
@@ -65,9 +65,9 @@ def run(config: Config, launch: Launch) -> None:
         model = _build_model(config, world, dataset, pretrained=entries is None)
         amp_dtype, notice = choose_amp(config.amp, config.amp_dtype, default=config.part == "PartThree",
                                        device=world.device)
-        rate = _learning_rate(config, plan)
+        rate = learning_rate(config, plan)
         if world.is_root:
-            for line in _notices(config, launch, world, plan, entries, amp_notice=notice):
+            for line in notices(config, launch, world, plan, entries, amp_notice=notice):
                 say(f"notice: {line}")
             introduce(config, world, model, dataset, plan, learning_rate=rate, amp_dtype=amp_dtype, folder=folder)
         model, criterion, optimizer = prepare_model_for_training(
@@ -82,7 +82,7 @@ def run(config: Config, launch: Launch) -> None:
             use_ema=config.ema, ema_decay=config.ema_decay, clip_norm=config.clip_norm,
             sync_batchnorm=config.sync_batchnorm and plan["shards"] == world.size)
 
-        first_epoch, last_epoch = _epochs(config, plan, entries)
+        first_epoch, last_epoch = epochs_to_train(config, plan, entries)
         saver = Saver(folder.checkpoints, every=config.checkpoint_every, keep=config.keep_checkpoints, writes=job.writes,
                       copy_to=config.checkpoint, extra={"plan": plan})
         trackers = _on_rank0_alone(world, lambda: _trackers(config, folder.path))
@@ -90,7 +90,7 @@ def run(config: Config, launch: Launch) -> None:
                       global_batch_size=plan["batch_size"], visible=world.is_root) as progress:
             recorder = Recorder(world, folder, progress, trackers,
                                 folder.earlier_steps(entries["step"] if entries else 0) if job.goes_on else [])
-            judge = _Judge(config, world, engine, saver, recorder, dataset, entries)
+            judge = Judge(config, world, engine, saver, recorder, dataset, entries)
             trace = folder.path / f"profile_rank{world.rank}.json" if config.profile else None
             with (step_profiler(trace) as profiled,
                   stop_on_signals(engine.request_stop, lambda: _where_it_stopped(engine, saver))):
@@ -99,6 +99,8 @@ def run(config: Config, launch: Launch) -> None:
                     folder.checkpoints, False, rank=world.rank if world.size > 1 else "", engine=engine,
                     scheduler=scheduler, seed=config.seed, max_steps=config.max_steps, resume=entries, saver=saver,
                     log_every=config.log_every, on_steps=recorder.steps, on_epoch=judge.epoch, after_step=profiled)
+        if trace is not None and not trace.exists() and world.is_root:
+            say("warning: --profile: the training was too short for a trace; give it three steps or more")
         total_seconds = recorder.total_seconds
 
         predictions = _evaluate(model, dataset, world, amp_dtype)
@@ -140,29 +142,6 @@ def _fingerprint(dataset: Dataset) -> dict[str, Any]:
                                           dataset.test.labels])}
 
 
-def _share_out(config: Config, launch: Launch, world: World, dataset: Dataset,
-               going_on: Mapping[str, Any] | None) -> tuple[TrainLoader, dict[str, Any]]:
-    """Return this rank's loader, and the plan: what a resumed run must share with the one that it goes on with.
-
-    The global batch and the number of shards are fixed when a job begins; ``going_on`` is the checkpoint of a job that was
-    started again, perhaps with another number of ranks.
-    """
-    fixed = going_on["plan"] if going_on is not None else {
-        "batch_size": config.global_batch_size(world.size), "shards": config.shards or launch.largest_size or world.size}
-    sampler = GlobalBatchSampler(len(dataset.train), batch_size=fixed["batch_size"], rank=world.rank,
-                                 world_size=world.size, seed=config.seed, shards=fixed["shards"],
-                                 accumulation_steps=config.accumulation_steps)
-    steps = len(sampler.global_batch_sizes)
-    warmup = config.warmup_steps
-    if config.warmup_epochs is not None:  # a trial of a few steps warms up over a fifth of them at most
-        warmup = min(round(config.warmup_epochs * steps), config.max_steps // 5 if config.max_steps else config.epochs * steps)
-    plan = {"dataset": config.dataset, "training_images": len(dataset.train), "model": config.model, "opt": config.opt,
-            "batch_size": fixed["batch_size"], "shards": fixed["shards"], "accumulation_steps": config.accumulation_steps,
-            "seed": config.seed, "schedule": config.schedule, "total_steps": config.max_steps or config.epochs * steps,
-            "warmup_steps": warmup, "steps_per_epoch": steps}
-    return TrainLoader(dataset, sampler, device=world.device), plan
-
-
 def _build_model(config: Config, world: World, dataset: Dataset, *, pretrained: bool) -> nn.Module:
     """Return the model; rank 0's has its pretrained weights, which the first step gives to all."""
     if config.model not in PRETRAINED:
@@ -177,31 +156,6 @@ def _build_model(config: Config, world: World, dataset: Dataset, *, pretrained: 
 
     everyone(world, load, patient=True)
     return model
-
-
-def _learning_rate(config: Config, plan: Mapping[str, Any]) -> float:
-    scale = plan["batch_size"] / config.reference_batch_size if config.scale_lr else 1.0
-    return config.peak_learning_rate * scale
-
-
-def _notices(config: Config, launch: Launch, world: World, plan: Mapping[str, Any], entries: Mapping[str, Any] | None, *,
-             amp_notice: str) -> list[str]:
-    """What is done in another way than one might expect."""
-    idle = world.size - plan["shards"]
-    earlier = entries.get("world_size") if entries is not None else None
-    return [text for text in (
-        amp_notice,
-        f"{idle} of {world.size} ranks have no shard and compute nothing: begin a job with --shards, the most ranks that it "
-        "may have" if idle > 0 else "",
-        f"the job has {world.size} rank{'s' if world.size > 1 else ''} now, {earlier} before; its {plan['shards']} shards and its batch stay the same"
-        if earlier not in (None, world.size) else "",
-        "a CPU run repeats bit for bit as it is, with the same threads" if config.deterministic
-        and world.device.type == "cpu" else "",
-        "SyncBatchNorm is off: the job has another number of shards than ranks" if config.sync_batchnorm
-        and world.device.type == "cuda" and plan["shards"] != world.size else "",
-        "torchrun may start these workers again, but under Gloo they would then read the old ranks' addresses: end this, and "
-        "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before the command" if launch.restarts > 0
-        and launch.stale_addresses and world.backend == "gloo" else "") if text]
 
 
 def _price_of_determinism(config: Config, world: World, model: nn.Module, loader: TrainLoader,
@@ -225,53 +179,13 @@ def _trackers(config: Config, folder: Any) -> Trackers:
                     name=f"{config.experiment}/{folder.name}", settings=config.as_json())
 
 
-def _epochs(config: Config, plan: Mapping[str, Any], entries: Mapping[str, Any] | None) -> tuple[int, int]:
-    """Return the first and the last epoch to train, both included; none is left where the first is the later one."""
-    last = -(-plan["total_steps"] // plan["steps_per_epoch"])
-    return (entries["epoch"] + 1 if entries else 1), min(last, config.stop_after_epoch or last)
-
-
 def _where_it_stopped(engine: TrainingEngine, saver: Saver) -> str:
     return f"stopped after step {engine.step}, saved as {saver.newest}; --resume auto goes on" if engine.stopping else ""
 
 
-class _Judge:
-    """After each epoch: the numbers over all ranks, whether they are the best so far, and whether the target is reached."""
-
-    def __init__(self, config: Config, world: World, engine: TrainingEngine, saver: Saver, recorder: Recorder,
-                 dataset: Dataset, entries: Mapping[str, Any] | None) -> None:
-        self._engine, self._saver, self._recorder, self._world, self._config = engine, saver, recorder, world, config
-        progress = (entries or {}).get("progress") or {}
-        self._best = progress.get("best_accuracy", -1.0)
-        self._stop = EarlyStop(config.target_accuracy, config.patience)
-        self._stop.in_a_row = progress.get("in_a_row", 0)
-        self._loader = _evaluation_loader(dataset, world) if config.validates else None
-        saver.extra |= {"world_size": world.size, "progress": progress}
-
-    def epoch(self, epoch: int, result: EpochResult) -> bool:
-        """Judge one epoch, and say whether to end; the same on every rank."""
-        report = report_epoch(self._engine, epoch, result, self._loader, nn.CrossEntropyLoss())
-        accuracy = report.deciding_accuracy
-        is_best = not math.isnan(accuracy) and accuracy > self._best
-        ends = self._stop.reached(accuracy)
-        self._best = accuracy if is_best else self._best
-        self._saver.extra["progress"] = {"best_accuracy": self._best, "in_a_row": self._stop.in_a_row}
-        self._recorder.epoch(report, step=self._engine.step, is_best=is_best)
-        if is_best:
-            self._saver.save_best(epoch, report.train_loss)
-        if ends and self._world.is_root:
-            say(f"Target accuracy reached: {self._config.target_accuracy:g} in {self._config.patience} epochs in a row")
-        return ends
-
-
-def _evaluation_loader(dataset: Dataset, world: World) -> EvaluationLoader:
-    return EvaluationLoader(dataset.test, mean=dataset.mean, std=dataset.std, rank=world.rank, world_size=world.size,
-                            device=world.device)
-
-
 def _evaluate(model: nn.Module, dataset: Dataset, world: World, amp_dtype: torch.dtype | None) -> Predictions:
     """Share the test set out, without padding, and return the whole set's predictions, on every rank."""
-    loader = _evaluation_loader(dataset, world)
+    loader = evaluation_loader(dataset, world)
     mine = predict(model, world.device, nn.CrossEntropyLoss(), loader, amp_dtype=amp_dtype)
     parts = gather_objects(world, (loader.ids.numpy(), mine))
     order = np.argsort(np.concatenate([ids for ids, _ in parts]))

@@ -5,7 +5,6 @@ process on each node), which outlives the workers; the newest checkpoint among t
 """
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,16 +124,3 @@ def _newest_here(config: Config, job: Job) -> tuple[Path, int] | None:
     for reason in passed_over:
         say(f"warning: {reason}")
     return (path, load_checkpoint(path).get("step", 0)) if path is not None else None
-
-
-def refuse_other_training(path: str, entries: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
-    """UserError where the checkpoint's ``plan`` differs from this run's."""
-    saved = entries.get("plan")
-    if saved is None:
-        raise UserError(f"checkpoint {path} was written by train_model alone and does not tell its schedule: go on with "
-                        "prepare_model_for_training(continue_flag=True) and train_model")
-    differing = [f"{name} {saved.get(name)} there, {value} here" for name, value in plan.items()
-                 if saved.get(name) != value]
-    if differing:
-        raise UserError(f"checkpoint {path} belongs to another training: {'; '.join(differing)}. Give the same flags, and "
-                        "stop early with --stop-after-epoch, not by a shorter training")

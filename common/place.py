@@ -145,7 +145,7 @@ def processes_to_start(config: Config, environment: Mapping[str, str] = os.envir
         return 0
     gpus = len(config.gpu_ids.split(",")) if config.gpu_ids is not None else None
     if not config.distributed:
-        return gpus if gpus is not None and gpus > 1 and config.sync != "none" else 0
+        return gpus if gpus is not None and (gpus > 1 or config.dist_url) and config.sync != "none" else 0
     if config.num_nodes is not None:
         return config.num_nodes
     if gpus is None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-
 from torch import Tensor
 
 from common.checkpoint import load_checkpoint
@@ -25,8 +24,8 @@ TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 STEPS, EVERY = 24, 4
 # Rounding grows about tenfold in two steps of VGG-11 in float32 at usual rates; at this one it stays small.
 RATE = 2e-5
-ARGUMENTS = ["--sync", "all_reduce", "--batch-size", 48, "--max-steps", STEPS, "--checkpoint-every", EVERY, "--learning-rate", RATE,
-             "--schedule", "constant", "--log-every", 1, "--threads", 1, "--timeout", 20]
+ARGUMENTS = ["--sync", "all_reduce", "--batch-size", 48, "--max-steps", STEPS, "--checkpoint-every", EVERY,
+             "--learning-rate", RATE, "--schedule", "constant", "--log-every", 1, "--threads", 1, "--timeout", 20]
 WAY = "PartTwo-all_reduce"
 
 

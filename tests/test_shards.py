@@ -35,8 +35,8 @@ class Double:
 def network() -> nn.Module:
     """With BatchNorm and dropout, whose draws must be those of the shard."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.Tanh(), nn.Dropout(0.3), nn.Conv2d(8, 8, 3, stride=2),
-                         nn.BatchNorm2d(8), nn.Tanh(), nn.Flatten(), nn.Linear(392, 10)).double()
+    return nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.Tanh(), nn.Dropout(0.3),
+                         nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8), nn.Tanh(), nn.Flatten(), nn.Linear(392, 10)).double()
 
 
 def train(rank: int, size: int, sync: str, accumulation_steps: int, stop_after: int | None = None) -> dict[str, np.ndarray]:

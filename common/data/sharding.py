@@ -75,7 +75,7 @@ class GlobalBatchSampler:
                             f"two samples a rank")
         self.samples, self.seed, self.epoch = samples, seed, 1
         self._bounds = global_batch_bounds(samples, batch_size, count)
-        own = range(shards)[rank_share(shards, rank, world_size)]
+        own = range(shards)[rank_share(shards, rank, min(world_size, shards))]  # the last ranks of too many get none
         self.shards_here = max(1, len(own))
         self._count = count
         self.pieces = range(own.start * accumulation_steps, own.stop * accumulation_steps)

@@ -1,7 +1,8 @@
 """TrainingEngine: the training step and the epoch around it, the same for every strategy, device, part and recipe.
 
 Order of the calls: ``TrainingEngine(...)``, then ``train`` (fitting.py), which does the rest; or, with a loop of one's own,
-``prepare`` once, ``train_epoch`` for each epoch or ``epochs`` for several, ``close``.
+``prepare`` once, ``train_epoch`` for each epoch or ``epochs`` for several, ``close``. Longer than other files, so that the
+one step and the one epoch loop of the project are read in one place.
 """
 
 import itertools

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from common.checkpoint import save_checkpoint
-from common.distributed import everyone
+from common.distributed import agree, everyone
 from common.errors import UserError
 from common.training_engine.prediction import validate
 from common.training_engine.steps import EpochResult
@@ -127,6 +127,8 @@ def train(engine: "TrainingEngine", train_loader: Iterable[tuple[Tensor, Tensor]
         raise UserError(f"num_epochs: got {num_epochs}, give at least 1")
     if target_accuracy is not None and val_loader is None:
         raise UserError("target_accuracy needs a val_loader: give one, or leave it out")
+    agree(engine.world, {"number of batches in train_loader": len(train_loader) if hasattr(train_loader, "__len__") else -1,
+                         "num_epochs": num_epochs}, what="how much they train")
     stop = EarlyStop(target_accuracy, patience)
     by_epoch = steps_by_epoch(scheduler) if scheduler_by_epoch is None else scheduler_by_epoch
     history: dict[str, list[float]] = {}

@@ -21,7 +21,7 @@ from common.distributed import explain_collective_failure
 from common.records import usable_cores
 from common.training_engine.launch import _OUTCOME, TrainingEngine
 
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT, _PATIENCE = timedelta(seconds=60), timedelta(hours=2)
 
 
 def main(folder: Path, rank: int) -> int:
@@ -31,11 +31,11 @@ def main(folder: Path, rank: int) -> int:
     try:
         train_fn, world_size, backend, config = cloudpickle.loads((folder / "call.pkl").read_bytes())
         outcome["stage"] = "group"
-        _open_group(folder, rank, world_size, backend)
+        patient = _open_group(folder, rank, world_size, backend)
         outcome["stage"] = "training"
         outcome["result"] = train_fn(rank, world_size, **config)
         if dist.is_initialized():  # the function may have closed it
-            dist.barrier()
+            dist.barrier(group=patient)  # rank 0 may still be writing a report
         content, status = cloudpickle.dumps(outcome if rank == 0 else outcome | {"result": None}), 0
     except BaseException as error:
         outcome |= {"result": None, "error": str(error) or type(error).__name__, "traceback": traceback.format_exc(),
@@ -48,8 +48,9 @@ def main(folder: Path, rank: int) -> int:
     return status
 
 
-def _open_group(folder: Path, rank: int, world_size: int, backend: str) -> None:
-    """Meet by a file: no port can be taken. The ranks of one machine talk over loopback unless the user says otherwise."""
+def _open_group(folder: Path, rank: int, world_size: int, backend: str) -> dist.ProcessGroup:
+    """Meet by a file: no port can be taken. The ranks of one machine talk over loopback unless the user says otherwise.
+    Returns a second group, whose members wait long for each other."""
     if backend == "nccl":
         torch.cuda.set_device(rank)
     else:
@@ -58,6 +59,7 @@ def _open_group(folder: Path, rank: int, world_size: int, backend: str) -> None:
     dist.init_process_group(backend, store=dist.FileStore(str(folder / "store"), world_size), rank=rank,
                             world_size=world_size, timeout=_TIMEOUT)
     dist.barrier()  # only now is the group known to work
+    return dist.new_group(backend="gloo", timeout=_PATIENCE)
 
 
 def _end_with_the_caller() -> None:
