@@ -198,10 +198,10 @@ class Config:
         """What the run is filed under: the recipe's name, or part and strategy."""
         return Path(self.recipe).stem if self.recipe is not None else f"{self.part}-{self.sync}"
 
-    def global_batch_size(self, world_size: int) -> int:
-        """Samples of one optimiser step over all ranks."""
+    def global_batch_size(self, shards: int) -> int:
+        """Samples of one optimiser step over all ranks; ``shards`` is the number of ranks, of an elastic job the largest."""
         if self.local_batch_size is not None:
-            return self.local_batch_size * world_size * self.accumulation_steps
+            return self.local_batch_size * shards * self.accumulation_steps
         return self.batch_size if self.batch_size is not None else DEFAULT_GLOBAL_BATCH_SIZE
 
     def shared_settings(self) -> dict[str, Any]:

@@ -22,8 +22,8 @@ def share_out(config: Config, launch: Launch, world: World, dataset: Dataset,
     The global batch and the number of shards are fixed when a job begins; ``going_on`` is the checkpoint of a job that was
     started again, perhaps with another number of ranks.
     """
-    fixed = going_on["plan"] if going_on is not None else {
-        "batch_size": config.global_batch_size(world.size), "shards": config.shards or launch.largest_size or world.size}
+    shards = config.shards or launch.largest_size or world.size
+    fixed = going_on["plan"] if going_on is not None else {"batch_size": config.global_batch_size(shards), "shards": shards}
     sampler = GlobalBatchSampler(len(dataset.train), batch_size=fixed["batch_size"], rank=world.rank,
                                  world_size=world.size, seed=config.seed, shards=fixed["shards"],
                                  accumulation_steps=config.accumulation_steps)

@@ -102,6 +102,15 @@ class Ended:
     seconds: float
 
 
+_started: "list[Started]" = []
+
+
+def kill_started() -> None:
+    """End every entry point that a test has left running."""
+    while _started:
+        _started.pop().kill()
+
+
 class Started:
     """A running entry point; ``end`` waits for it with a limit and returns what it left."""
 
@@ -112,6 +121,14 @@ class Started:
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=cwd, env=env,
                                             start_new_session=True)
+
+        _started.append(self)
+
+    def kill(self) -> None:
+        """End it, and all that it has started in its session, if it still runs."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     def read_out(self) -> str:
         """What it has printed so far."""
@@ -134,8 +151,7 @@ class Started:
         try:
             status = self.process.wait(timeout=timeout_seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            self.kill()
             raise AssertionError(f"still running after {timeout_seconds} s:\n{self.read_out()}\n"
                                  f"{self._err.read_text()}") from None
         return Ended(status, self._out.read_text(), self._err.read_text(), time.monotonic() - self._began)

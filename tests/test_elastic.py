@@ -3,12 +3,14 @@
 VGG-11 on generated images, one thread a rank. What a disturbed run ends with is compared with an undisturbed one.
 """
 
+import functools
 import json
 import os
 import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from common.checkpoint import load_checkpoint
 from common.models import build_model
-from tests.helpers import ROOT, Started, free_port, make_image_folder, start_part, start_ranks
+from tests.helpers import ROOT, Ended, Started, free_port, make_image_folder, start_part, start_ranks
 
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 STEPS, EVERY = 24, 4
@@ -90,20 +92,22 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> list:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, images: list) -> dict[int, dict]:
-    """The last checkpoint of a run that nothing happens to, for 2 ranks and for 3."""
-    ended = {}
-    for size in (2, 3):
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, images: list) -> Callable[[int], dict]:
+    """Gives the last checkpoint of a run on so many ranks that nothing happens to; trained when first asked for."""
+    @functools.cache
+    def trained(size: int) -> dict:
         folder = tmp_path_factory.mktemp(f"undisturbed{size}")
         for one in start_ranks("PartTwo", size, *ARGUMENTS, *images, "--output-dir", folder, cwd=folder):
             result = one.end(timeout_seconds=150)
             assert result.status == 0, result.err
-        ended[size] = last_checkpoint(folder)
-    return ended
+        return last_checkpoint(folder)
+
+    return trained
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_started_again_and_loses_no_more_than_the_steps_between_checkpoints(
-        tmp_path: Path, images: list, undisturbed: dict[int, dict]) -> None:
+        tmp_path: Path, images: list, undisturbed: Callable[[int], dict]) -> None:
     agent = start_agent(tmp_path, "--nproc-per-node", 2, "--max-restarts", 2, "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
                         arguments=[*ARGUMENTS, *images])
     agent.wait_for(f"step 10/{STEPS}", timeout_seconds=120)
@@ -114,16 +118,17 @@ def test_a_killed_worker_is_started_again_and_loses_no_more_than_the_steps_betwe
     assert step >= 8, "a checkpoint is due every four steps"
     assert steps_in(tmp_path) == list(range(1, STEPS + 1)), "no step twice, none left out"
     last = last_checkpoint(tmp_path)
-    assert all(torch.equal(value, undisturbed[2]["model_state_dict"][name]) for name, value in last["model_state_dict"].items())
+    assert all(torch.equal(value, undisturbed(2)["model_state_dict"][name]) for name, value in last["model_state_dict"].items())
 
 
+@pytest.mark.slow
 def test_a_node_leaves_another_joins_and_the_weights_stay_those_of_an_undisturbed_run(
-        tmp_path: Path, images: list, undisturbed: dict[int, dict]) -> None:
+        tmp_path: Path, images: list, undisturbed: Callable[[int], dict]) -> None:
     port = free_port()
     flags = ["--nnodes", "1:3", "--nproc-per-node", 1, "--max-restarts", 5, "--rdzv-id", "job", "--rdzv-endpoint",
              f"127.0.0.1:{port}", "--rdzv-conf"]
     patience = "last_call_timeout=4,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
-    arguments = [*ARGUMENTS, *images]
+    arguments = [{"--batch-size": "--local-batch-size", 48: 16}.get(word, word) for word in [*ARGUMENTS, *images]]
     staying, leaving = (start_agent(tmp_path / str(node), *flags, f"is_host={int(node == 0)},{patience}", arguments=arguments)
                         for node in range(2))
     wait_for_any([staying, leaving], "3 shards on 2 ranks")
@@ -142,14 +147,39 @@ def test_a_node_leaves_another_joins_and_the_weights_stay_those_of_an_undisturbe
     assert last["step"] == STEPS
     torch.manual_seed(0)
     initial = weights({"model_state_dict": build_model("vgg11", 2).state_dict()})
-    mine, wanted = weights(last), weights(undisturbed[3])
+    mine, wanted = weights(last), weights(undisturbed(3))
     assert float((mine - wanted).norm() / wanted.norm()) < 1e-5
     assert float((mine - wanted).norm() / (wanted - initial).norm()) < 0.05, "the training moved them much further"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.slow
+def test_the_newest_checkpoint_counts_on_whichever_node_it_lies(tmp_path: Path, images: list) -> None:
+    """Two agents, each with a folder of its own; only rank 0 writes, until its files are moved to the other node."""
+    def run_both(*flags: object) -> list[Ended]:
+        port = free_port()
+        agents = [Started([TORCHRUN, "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", "--master-addr",
+                           "127.0.0.1", "--master-port", str(port), str(ROOT / "PartTwo" / "main.py"),
+                           *map(str, [*ARGUMENTS, *images, *flags, "--output-dir", tmp_path / str(node)])], cwd=tmp_path,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"}) for node in range(2)]
+        ended = [agent.end(timeout_seconds=150) for agent in agents]
+        assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+        return ended
+
+    run_both("--stop-after-epoch", 1)
+    [checkpoints] = (tmp_path / "0").glob(f"{WAY}/*/checkpoints")
+    assert not list((tmp_path / "1").glob(f"{WAY}/*/checkpoints/*")), "rank 0 alone writes"
+    moved = tmp_path / "1" / checkpoints.relative_to(tmp_path / "0")
+    moved.parent.mkdir(parents=True, exist_ok=True)
+    checkpoints.rename(moved)
+    first, _ = run_both("--resume", "auto", "--stop-after-epoch", 2)
+    [step] = going_on(first.out)
+    assert "of rank 1's node" in first.out
+    assert step == load_checkpoint(moved / "Epoch_1.pt")["step"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_later(
-        tmp_path: Path, images: list, undisturbed: dict[int, dict], number: signal.Signals) -> None:
+        tmp_path: Path, images: list, undisturbed: Callable[[int], dict], number: signal.Signals) -> None:
     arguments = [*ARGUMENTS, *images, "--output-dir", tmp_path, "--run-name", "job-7"]
     ranks = start_ranks("PartTwo", 2, *arguments, cwd=tmp_path)
     ranks[0].wait_for(f"step 6/{STEPS}", timeout_seconds=120)
@@ -165,7 +195,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_later(
         assert result.status == 0, result.err
     assert steps_in(tmp_path) == list(range(1, STEPS + 1))
     parameters = {name: value for name, value in last_checkpoint(tmp_path)["model_state_dict"].items() if "running" not in name}
-    assert all(torch.equal(value, undisturbed[2]["model_state_dict"][name]) for name, value in parameters.items())
+    assert all(torch.equal(value, undisturbed(2)["model_state_dict"][name]) for name, value in parameters.items())
 
 
 def test_a_run_name_that_exists_is_refused_without_resume(tmp_path: Path) -> None:

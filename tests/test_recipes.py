@@ -504,6 +504,7 @@ def test_wide_resnet_28_10_runs_as_its_recipes_have_it(tmp_path: Path, images: P
     check(ended, tmp_path, recipe, ranks=1, model="wide_resnet28_10")
 
 
+@pytest.mark.slow
 def test_wide_resnet_full_with_ranks_that_are_told_their_places(tmp_path: Path, images: Path) -> None:
     """--num-nodes, --rank and --master-ip; the rate is scaled by the global batch against the reference, not by ranks."""
     ended = run_part("PartThree", *quick("wide-resnet-cifar100-full", images, tmp_path), "--model", "wide_resnet16_4",
@@ -517,7 +518,8 @@ def test_wide_resnet_full_with_ranks_that_are_told_their_places(tmp_path: Path, 
     assert "rate 0.005" in ended[0].out
 
 
-@pytest.mark.parametrize("recipe", ["resnet50-cifar100", pytest.param("resnet50-cifar100-fast", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["resnet50-cifar100", "resnet50-cifar100-fast"])
 def test_resnet50_under_torchrun(tmp_path: Path, images: Path, recipe: str) -> None:
     """``-b`` is a rank's; it puts aside the global batch of the fast recipe."""
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master-addr", "127.0.0.1", "--master-port",
@@ -558,6 +560,7 @@ def test_transfer_learning_with_a_dist_url(tmp_path: Path, images: Path, weights
     assert len(latest["optimizer_state_dict"]["state"]) == (62 if unfreeze else 2)
 
 
+@pytest.mark.slow
 def test_resnet_with_averaged_weights_starts_its_ranks_by_itself(tmp_path: Path, images: Path) -> None:
     """--distributed --world-size 2 from one command; both ranks' accuracies of both kinds of weights are reduced."""
     [ended] = run_part("PartThree", *quick("resnet-cifar10-ema", images, tmp_path), "--distributed", "--world-size", 2,
@@ -602,6 +605,7 @@ def test_without_pretrained_weights_nothing_is_trained(tmp_path: Path, images: P
     assert not list(folder.rglob("*.pt"))
 
 
+@pytest.mark.slow
 def test_checkpoint_holds_the_latest_state_and_resume_auto_goes_on_from_it(
         tmp_path: Path, images: Path, weights: Path) -> None:
     """Also after the first run's folder is gone, without the pretrained file; the end is that of a training without an
