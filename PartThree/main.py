@@ -1,10 +1,12 @@
 """Part Three: the same training with PyTorch's own DistributedDataParallel.
 
     python PartThree/main.py --master-ip 10.0.0.1 --num-nodes 4 --rank 0     # and 1, 2, 3
+    python PartThree/main.py --sync ddp_fp16 --master-ip 10.0.0.1 --num-nodes 4 --rank 0
     torchrun --nproc-per-node 2 PartThree/main.py
 
 What changes against Part Two: the gradients are averaged in buckets, while ``backward`` still computes the others
-(common/sync/ddp.py); on GPUs over NCCL, with automatic mixed precision.
+(common/sync/ddp.py); on GPUs over NCCL, with automatic mixed precision. Two more ways send less than all bits, by torch's
+own hooks: ddp_fp16 and ddp_powersgd.
 """
 
 import sys
@@ -14,5 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.entry import main
 
+CHOICES = ("ddp", "ddp_fp16", "ddp_powersgd")
+
 if __name__ == "__main__":
-    sys.exit(main("PartThree", path=sys.argv[0], description=__doc__, sync_choices=("ddp",)))
+    sys.exit(main("PartThree", path=sys.argv[0], description=__doc__, sync_choices=CHOICES))

@@ -5,7 +5,9 @@
     torchrun --nproc-per-node 2 PartTwo/main.py --sync all_reduce
 
 What changes against Part One: each rank takes its share of every global batch, and between ``backward`` and the
-optimiser's step the gradients are averaged, in common/sync/gather_scatter.py or common/sync/all_reduce.py.
+optimiser's step the gradients are averaged. Each way of ``--sync`` is a file of one screen in common/sync/: the
+assignment's gather_scatter and all_reduce, and beside them what improves on these (one flat buffer, trees, rings, buckets
+that are sent during ``backward``) and what saves messages by sending less (topk, local_sgd).
 """
 
 import sys
@@ -15,5 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.entry import main
 
+CHOICES = ("gather_scatter", "gather_scatter_flat", "reduce_broadcast", "all_reduce", "all_reduce_flat", "tree", "ring",
+           "halving_doubling", "overlapped", "topk", "local_sgd")
+
 if __name__ == "__main__":
-    sys.exit(main("PartTwo", path=sys.argv[0], description=__doc__, sync_choices=("gather_scatter", "all_reduce")))
+    sys.exit(main("PartTwo", path=sys.argv[0], description=__doc__, sync_choices=CHOICES))

@@ -108,6 +108,14 @@ class Config:
                               maximum=0.999999)
     sync_batchnorm: bool = option(False, TRAINING, "on several GPUs BatchNorm normalises over all ranks, not by rank",
                                   type=bool)
+    bucket_mb: float | None = option(None, TRAINING, "of ddp and overlapped: MiB of gradients that are sent together (default: 1 "
+                                     "in the first bucket, then 25, as DistributedDataParallel has it)", type=float, above=0)
+    topk_ratio: float = option(0.01, TRAINING, "of topk: share of the gradient's entries that a rank sends", type=float,
+                               above=0, maximum=1)
+    powersgd_rank: int = option(2, TRAINING, "of ddp_powersgd: rank of the matrices that stand for a gradient", type=int,
+                                minimum=1, maximum=1024)
+    averaging_period: int = option(4, TRAINING, "of local_sgd: steps from one average of the weights to the next", type=int,
+                                   minimum=1)
     label_smoothing: float = option(0.0, TRAINING, "share of each label spread over all classes", type=float, minimum=0,
                                     maximum=0.99)
     validate: bool = option(False, TRAINING, "evaluate the test set after every epoch and keep best.pt (--target-accuracy "
@@ -156,6 +164,9 @@ class Config:
                                      type=Path, per_rank=True, in_recipe=False)
     gpu_ids: str | None = option(None, RUN, "GPUs of this machine to use, e.g. 0,1", "--cuda", per_rank=True, in_recipe=False)
     profile: bool = option(False, RUN, "write a torch.profiler trace of a few steps, a file a rank", type=bool)
+    timeline: bool = option(False, RUN, "take down when each message of the last steps began and ended, on every rank", type=bool)
+    untimed_steps: int = option(1, RUN, "first steps that the medians of the times leave out, as warm-up", type=int, minimum=0)
+    measure_only: bool = option(False, RUN, "train and take times: no checkpoint, no evaluation, no report", type=bool)
     log_wandb: bool = option(False, RUN, "send the numbers to Weights & Biases (offline without an account)", type=bool)
     log_tensorboard: bool = option(False, RUN, "write the numbers for TensorBoard", type=bool)
     log_every: int = option(10, RUN, "steps between lines of output", type=int, minimum=1)
@@ -252,6 +263,9 @@ def _check_together(config: Config) -> None:
         raise UserError(f"--milestones: got {config.milestones!r}, give shares below 1 with commas between, e.g. 0.3,0.6,0.8")
     if config.run_name is not None and not re.fullmatch(r"\w[\w.@+-]*", config.run_name):
         raise UserError(f"--run-name: got {config.run_name!r}, give a name of letters, digits, dots and dashes")
+    if config.measure_only and (config.validates or config.resume or config.checkpoint or config.checkpoint_every):
+        raise UserError("--measure-only evaluates and saves nothing: leave it out, or leave out --validate, "
+                        "--target-accuracy, --resume and --checkpoint")
     if config.warmup_steps is not None and config.warmup_epochs is not None:
         raise UserError("--warmup-steps and --warmup-epochs are both given: give one")
     if config.stop_after_epoch is not None and config.max_steps is None and config.stop_after_epoch > config.epochs:

@@ -19,6 +19,7 @@ from common.data.loaders import TrainLoader
 from common.distributed import World, agree, everyone, gather_objects, process_group, set_debug
 from common.jobs import find_checkpoint, open_job
 from common.judge import Judge, evaluation_loader
+from common.measured import gather_measurements
 from common.memory import keep_freed_memory
 from common.models import PRETRAINED, build_model
 from common.place import Launch
@@ -30,6 +31,8 @@ from common.records import environment, usable_cores
 from common.saving import Saver
 from common.schedules import build_schedule
 from common.signals import stop_on_signals
+from common.sync import build_sync_from
+from common.timeline import Timeline
 from common.trackers import Trackers
 from common.training import prepare_model_for_training, train_model
 from common.training_engine import Predictions, TrainingEngine, predict
@@ -78,18 +81,22 @@ def run(config: Config, launch: Launch) -> None:
                                    step_factor=config.step_factor)
         extra = _price_of_determinism(config, world, model, train_loader, amp_dtype)
         engine = TrainingEngine(
-            model, world.device, distributed=world.backend is not None, sync=config.sync, amp_dtype=amp_dtype,
+            model, world.device, distributed=world.backend is not None, amp_dtype=amp_dtype,
+            sync=build_sync_from(config.sync, vars(config)),
             use_ema=config.ema, ema_decay=config.ema_decay, clip_norm=config.clip_norm,
             sync_batchnorm=config.sync_batchnorm and plan["shards"] == world.size)
 
+        if config.timeline:
+            engine.timeline = Timeline(plan["total_steps"] - engine.sync.period + 1, plan["total_steps"])
         first_epoch, last_epoch = epochs_to_train(config, plan, entries)
         saver = Saver(folder.checkpoints, every=config.checkpoint_every, keep=config.keep_checkpoints, writes=job.writes,
-                      copy_to=config.checkpoint, extra={"plan": plan})
+                      copy_to=config.checkpoint, extra={"plan": plan}, off=config.measure_only)
         trackers = _on_rank0_alone(world, lambda: _trackers(config, folder.path))
         with Progress(plan["total_steps"], done_steps=entries["step"] if entries else 0, log_every=config.log_every,
                       global_batch_size=plan["batch_size"], visible=world.is_root) as progress:
             recorder = Recorder(world, folder, progress, trackers,
-                                folder.earlier_steps(entries["step"] if entries else 0) if job.goes_on else [])
+                                folder.earlier_steps(entries["step"] if entries else 0) if job.goes_on else [],
+                                engine.timeline)
             judge = Judge(config, world, engine, saver, recorder, dataset, entries)
             trace = folder.path / f"profile_rank{world.rank}.json" if config.profile else None
             with (step_profiler(trace) as profiled,
@@ -103,8 +110,12 @@ def run(config: Config, launch: Launch) -> None:
             say("warning: --profile: the training was too short for a trace; give it three steps or more")
         total_seconds = recorder.total_seconds
 
-        predictions = _evaluate(model, dataset, world, amp_dtype)
-        ema_predictions = _evaluate(engine.ema.module, dataset, world, amp_dtype) if engine.ema is not None else None
+        gather_measurements(world, folder, recorder.own_steps, sync=config.sync, untimed_steps=config.untimed_steps,
+                            timeline=engine.timeline)
+        predictions = ema_predictions = None
+        if not config.measure_only:
+            predictions = _evaluate(model, dataset, world, amp_dtype)
+            ema_predictions = _evaluate(engine.ema.module, dataset, world, amp_dtype) if engine.ema is not None else None
         equal = len(set(gather_objects(world, digest(unwrap(model).state_dict())))) == 1
         if trackers is not None:
             trackers.close()

@@ -5,7 +5,6 @@ Order of the calls: ``introduce``, then a ``Recorder`` whose ``steps`` and ``epo
 """
 
 import math
-import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,9 @@ from common.console import Progress, card, say
 from common.data.dataset import Dataset
 from common.distributed import World
 from common.evaluation import generate_eval_report
+from common.measured import median_seconds, timed
 from common.records import RunFolder, peak_memory_bytes
+from common.timeline import Timeline
 from common.trackers import Trackers
 from common.training import get_model_parameters
 from common.training_engine import EpochReport, Predictions, StepRecord
@@ -52,20 +53,25 @@ class Recorder:
     Parameters
     ----------
     history : of an earlier part of the same run.
+    timeline : records the messages of some steps, whose times do not count.
+
+    ``own_steps`` are this rank's of this process, ``history`` all of the run, complete on rank 0.
     """
 
     def __init__(self, world: World, folder: RunFolder, progress: Progress, trackers: Trackers | None,
-                 history: list[StepRecord]) -> None:
+                 history: list[StepRecord], timeline: Timeline | None = None) -> None:
         self._world, self._folder, self._progress, self._trackers = world, folder, progress, trackers
-        self.history = history
+        self.history, self.own_steps = history, []
+        self.timeline = timeline
         self.epochs: list[EpochReport] = []
         self._began = time.perf_counter()
 
     def steps(self, records: list[StepRecord]) -> None:
         """Record steps that are done."""
+        self.history += records
+        self.own_steps += records
         if not self._world.is_root:
             return
-        self.history += records
         self._folder.append_metrics(records)
         self._progress.show(records)
         if self._trackers is not None:
@@ -94,9 +100,49 @@ class Recorder:
 
 
 def report(config: Config, world: World, folder: RunFolder, dataset: Dataset, recorder: Recorder, *,
-           predictions: Predictions, ema_predictions: Predictions | None, checkpoint: Path | str, ranks_equal: bool,
-           resumed_from: str | None, batch_size: int, total_seconds: float, extra: Mapping[str, Any]) -> None:
-    """Write report, figures and summary, and show the card; on rank 0 alone."""
+           predictions: Predictions | None, ema_predictions: Predictions | None, checkpoint: Path | str | None,
+           ranks_equal: bool, resumed_from: str | None, batch_size: int, total_seconds: float,
+           extra: Mapping[str, Any]) -> None:
+    """Write report, figures and summary, and show the card; on rank 0 alone. Without ``predictions`` times alone."""
+    result = ema_result = None
+    if predictions is not None:
+        result, ema_result = _report_accuracy(config, world, folder, dataset, recorder, predictions, ema_predictions, checkpoint)
+    history = recorder.history
+    steps = timed(history, config.untimed_steps, recorder.timeline)
+    seconds = median_seconds(steps)
+    step = sum(seconds.values()) if seconds else None
+    folder.write_json("summary.json", {
+        "part": config.part, "recipe": config.recipe, "sync": config.sync, "nodes": world.size, "backend": world.backend,
+        "device": world.device.type, "dataset": config.dataset, "model": config.model,
+        "global_batch_size": batch_size, "steps": len(history),
+        "last_step": history[-1].step if history else None, "step_seconds": step, "section_seconds": seconds,
+        "sync_share": seconds["sync"] / step if step else None,
+        "samples_per_second": batch_size / step if step else None, "total_seconds": total_seconds,
+        "train_loss_last_step": history[-1].loss if history else None, "test_loss": result["test_loss"] if result else None,
+        "test_accuracy": result["accuracy"] if result else None,
+        "ema_test_loss": ema_result["test_loss"] if ema_result else None,
+        "ema_test_accuracy": ema_result["accuracy"] if ema_result else None, "ranks_hold_equal_weights": ranks_equal,
+        "checkpoint": str(checkpoint) if checkpoint else None, "resumed_from": resumed_from,
+        "peak_memory_bytes": peak_memory_bytes(), "folder": str(folder.path), **extra})
+    rows = {
+        "nodes": world.size,
+        "seconds a step": f"{step:.3f} (median of {len(steps)})" if step else "none: nothing was left to train",
+        "of it sync": f"{seconds['sync']:.3f} s, {seconds['sync'] / step:.0%}" if step else "-",
+        "total time": f"{total_seconds:.1f} s, {_throughput(recorder)}"}
+    if result is not None:
+        rows |= {"test accuracy": f"{result['accuracy']:.2%} of {result['samples']:,} images",
+                 "test loss": f"{result['test_loss']:.3f}"}
+    if ema_result is not None:
+        rows["EMA accuracy"] = f"{ema_result['accuracy']:.2%}, of the averaged weights"
+    card(config.recipe or f"{config.part}: {config.sync}", rows | {
+        "equal weights": ("yes, on all ranks" if ranks_equal else "NO: the ranks differ") if world.size > 1 else "one rank",
+        "report" if result else "folder": folder.report if result else folder.path})
+
+
+def _report_accuracy(config: Config, world: World, folder: RunFolder, dataset: Dataset, recorder: Recorder,
+                     predictions: Predictions, ema_predictions: Predictions | None,
+                     checkpoint: Path | str | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Write the evaluation's report and the figures; return its numbers, and those of the averaged weights."""
     from common.figures import draw_confusion_matrix, draw_loss  # matplotlib: only the rank that draws pays for it
 
     history = recorder.history
@@ -115,32 +161,7 @@ def report(config: Config, world: World, folder: RunFolder, dataset: Dataset, re
     if history:
         draw_loss(folder.path / "loss.png", steps=[record.step for record in history],
                   losses=[record.loss for record in history], title=title)
-    seconds = _median_seconds(history)
-    step = sum(seconds.values()) if seconds else None
-    folder.write_json("summary.json", {
-        "part": config.part, "recipe": config.recipe, "sync": config.sync, "nodes": world.size, "backend": world.backend,
-        "device": world.device.type, "dataset": config.dataset, "model": config.model,
-        "global_batch_size": batch_size, "steps": len(history),
-        "last_step": history[-1].step if history else None, "step_seconds": step, "section_seconds": seconds,
-        "sync_share": seconds["sync"] / step if step else None,
-        "samples_per_second": batch_size / step if step else None, "total_seconds": total_seconds,
-        "train_loss_last_step": history[-1].loss if history else None, "test_loss": result["test_loss"],
-        "test_accuracy": result["accuracy"], "ema_test_loss": ema_result["test_loss"] if ema_result else None,
-        "ema_test_accuracy": ema_result["accuracy"] if ema_result else None, "ranks_hold_equal_weights": ranks_equal,
-        "checkpoint": str(checkpoint), "resumed_from": resumed_from, "peak_memory_bytes": peak_memory_bytes(),
-        "folder": str(folder.path), **extra})
-    rows = {
-        "nodes": world.size,
-        "seconds a step": f"{step:.3f} (median of {max(1, len(history) - 1)})" if step else "none: nothing was left to train",
-        "of it sync": f"{seconds['sync']:.3f} s, {seconds['sync'] / step:.0%}" if step else "-",
-        "total time": f"{total_seconds:.1f} s, {_throughput(recorder)}",
-        "test accuracy": f"{result['accuracy']:.2%} of {result['samples']:,} images",
-        "test loss": f"{result['test_loss']:.3f}"}
-    if ema_result is not None:
-        rows["EMA accuracy"] = f"{ema_result['accuracy']:.2%}, of the averaged weights"
-    card(config.recipe or f"{config.part}: {config.sync}", rows | {
-        "equal weights": ("yes, on all ranks" if ranks_equal else "NO: the ranks differ") if world.size > 1 else "one rank",
-        "report": folder.report})
+    return result, ema_result
 
 
 def _throughput(recorder: Recorder) -> str:
@@ -149,10 +170,3 @@ def _throughput(recorder: Recorder) -> str:
     samples = sum(report.samples_per_second * report.seconds for report in recorder.epochs)
     return f"{samples / seconds:,.0f} samples/s in training" if seconds else "no epoch was left to train"
 
-
-def _median_seconds(history: list[StepRecord]) -> dict[str, float] | None:
-    """Return the median seconds of each section over the steps but the first, which warms up."""
-    steps = history[1:] or history
-    if not steps:
-        return None
-    return {name: statistics.median(record.seconds[name] for record in steps) for name in steps[0].seconds}

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from common.checkpoint import write_atomically
 from common.config import REPOSITORY
+from common.files import write_atomically
 from common.timing import SECTIONS
 from common.training_engine import EpochReport, StepRecord
 
@@ -69,7 +69,8 @@ class RunFolder:
             fields = {"epoch": record.epoch, "step": record.step, "loss": record.loss, "accuracy": record.accuracy,
                       "local_loss": record.local_loss, "local_samples": record.samples,
                       "learning_rate": record.learning_rate,
-                      **{f"{name}_seconds": seconds for name, seconds in record.seconds.items()}}
+                      **{f"{name}_seconds": seconds for name, seconds in record.seconds.items()},
+                      "wait_seconds": record.wait_seconds}
             lines.append(json.dumps(_finite(fields)) + "\n")
         _append(self._metrics, "".join(lines))
 
@@ -87,7 +88,8 @@ class RunFolder:
             write_atomically(self._metrics, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
         return [StepRecord(entry["epoch"], entry["step"], entry["local_samples"], *(
             math.nan if entry[name] is None else entry[name] for name in ("loss", "accuracy", "local_loss")),
-            entry["learning_rate"], {name: entry[f"{name}_seconds"] for name in SECTIONS}) for entry in kept]
+            entry["learning_rate"], {name: entry[f"{name}_seconds"] for name in SECTIONS}, entry.get("wait_seconds", 0.0))
+            for entry in kept]
 
 
 def _append(path: Path, text: str) -> None:

@@ -23,12 +23,14 @@ class Saver:
     extra : more entries for each checkpoint; may be changed between them.
     writes : whether this rank writes; None: rank 0 does. Every rank must call every method all the same.
     copy_to : a file that always holds the newest checkpoint too; rank 0 writes it.
+    off : nothing is ever saved.
     """
 
     def __init__(self, folder: Path, *, every: int | None = None, keep: int | None = None,
-                 extra: Mapping[str, Any] | None = None, writes: bool | None = None, copy_to: Path | None = None) -> None:
+                 extra: Mapping[str, Any] | None = None, writes: bool | None = None, copy_to: Path | None = None,
+                 off: bool = False) -> None:
         self._folder, self._every, self._keep, self.extra = folder, every, keep, dict(extra or {})
-        self._writes, self._copy_to = writes, copy_to
+        self._writes, self._copy_to, self._off = writes, copy_to, off
         self.newest: Path | None = None
 
     def attach(self, engine: TrainingEngine, *, first_epoch: int) -> None:
@@ -38,14 +40,14 @@ class Saver:
     def after_step(self, step_in_epoch: int) -> None:
         """Save within the epoch where it is time, or where the ranks have agreed to stop. Collective then."""
         self._step_in_epoch = step_in_epoch
-        if self._engine.stopping or (self._every is not None and self._engine.step % self._every == 0):
+        if not self._off and (self._engine.stopping or (self._every is not None and self._engine.step % self._every == 0)):
             self._engine.agree_on_buffers()
             entries = self._engine.state(epoch=self._epoch - 1, loss=math.nan, step_in_epoch=step_in_epoch)
             self._save(checkpoint_path(self._folder, self._epoch, self._engine.step), entries)
 
-    def save_epoch(self, epoch: int, result: EpochResult) -> Path:
+    def save_epoch(self, epoch: int, result: EpochResult) -> Path | None:
         """Save after an epoch, unless a stop has cut it short and saved; return the newest checkpoint. Collective."""
-        if result.complete or self.newest is None:
+        if not self._off and (result.complete or self.newest is None):
             self._save(checkpoint_path(self._folder, epoch), self._engine.state(epoch=epoch, loss=result.loss))
             self._epoch = epoch + 1
         return self.newest

@@ -1,7 +1,8 @@
 """How long the parts of a training step take: data, forward, backward, sync, update.
 
 "sync" is exposed time: from the moment this rank's last gradient is ready until all gradients are final. So it is the
-whole exchange for the strategies that begin after backward, and for DistributedDataParallel what backward did not hide.
+whole exchange for the strategies that begin after backward, and for DistributedDataParallel what backward did not hide. A
+strategy that averages weights after the optimiser's step has a second part there.
 """
 
 import time
@@ -17,8 +18,8 @@ SECTIONS = ("data", "forward", "backward", "sync", "update")
 class StepTimer:
     """Times the sections of one step after another; on a GPU with CUDA events, so that timing does not wait.
 
-    Use ``with timer.section("forward"):`` around each part, then ``take()`` once a step; ``seconds(taken)`` may be asked
-    later, and waits for the GPU then.
+    Use ``with timer.section("forward"):`` around each part, then ``take()`` once a step; ``seconds(taken)`` and ``spans(taken)``
+    may be asked later, and wait for the GPU then.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,6 +27,10 @@ class StepTimer:
         self._spans: dict[str, list[tuple]] = {}
         self._last_gradient = None
         self._hooks: list = []
+        self._origin = (self._now(), 0.0)
+        if self._on_gpu:
+            self._origin[0].synchronize()
+            self._origin = (self._origin[0], time.perf_counter())
 
     def watch_gradients(self, model: nn.Module) -> None:
         """Note when each parameter's gradient becomes ready; the last one of a step ends "backward"."""
@@ -52,13 +57,20 @@ class StepTimer:
         spans = self._spans
         if self._last_gradient is not None and {"backward", "sync"} <= spans.keys():
             spans["backward"][-1] = (spans["backward"][-1][0], self._last_gradient)
-            spans["sync"] = [(self._last_gradient, spans["sync"][-1][1])]
+            spans["sync"][0] = (self._last_gradient, spans["sync"][0][1])
         self._spans, self._last_gradient = {}, None
         return spans
 
     def seconds(self, taken: dict[str, list[tuple]]) -> dict[str, float]:
         """Return the seconds of each section of a step that ``take`` returned."""
         return {name: sum(self._between(begin, end) for begin, end in taken.get(name, ())) for name in SECTIONS}
+
+    def spans(self, taken: dict[str, list[tuple]]) -> dict[str, list[tuple[float, float]]]:
+        """Return when each part of each section of a step began and ended, by ``time.perf_counter``."""
+        return {name: [(self._moment(begin), self._moment(end)) for begin, end in taken.get(name, ())] for name in SECTIONS}
+
+    def _moment(self, when: "float | torch.cuda.Event") -> float:
+        return self._origin[1] + self._between(self._origin[0], when) if self._on_gpu else when
 
     def _between(self, begin: "float | torch.cuda.Event", end: "float | torch.cuda.Event") -> float:
         if not self._on_gpu:

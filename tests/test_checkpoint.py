@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-import common.checkpoint
+import common.files
 from common.checkpoint import (
     checkpoint_path,
     digest,
@@ -24,9 +24,9 @@ from common.checkpoint import (
     load_model_state,
     newest_checkpoint,
     save_checkpoint,
-    write_atomically,
 )
 from common.errors import UserError
+from common.files import write_atomically
 from tests import helpers
 
 assert helpers.ROOT  # importing helpers tells the fork server what to load once
@@ -444,7 +444,7 @@ def test_error_at_the_last_moment(fails, saved, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(common.checkpoint.os, fails, refuse)
+    monkeypatch.setattr(common.files.os, fails, refuse)
     with pytest.raises(UserError, match="No space left on device"):
         write_atomically(path, b"new")
     assert [entry.name for entry in tmp_path.iterdir()] == ["Epoch_3.pt"]
@@ -459,7 +459,7 @@ def test_folder_that_vanishes(tmp_path, monkeypatch):
         shutil.rmtree(folder)
         raise FileNotFoundError(2, "No such file or directory")
 
-    monkeypatch.setattr(common.checkpoint.os, "replace", vanish)
+    monkeypatch.setattr(common.files.os, "replace", vanish)
     with pytest.raises(UserError, match="No such file"):
         write_atomically(folder / "Epoch_1.pt", b"new")
 
@@ -491,8 +491,8 @@ def test_order_of_sync_and_rename(tmp_path, monkeypatch):
         events.append("rename")
         replace(source, target)
 
-    monkeypatch.setattr(common.checkpoint.os, "fsync", note_fsync)
-    monkeypatch.setattr(common.checkpoint.os, "replace", note_replace)
+    monkeypatch.setattr(common.files.os, "fsync", note_fsync)
+    monkeypatch.setattr(common.files.os, "replace", note_replace)
     write_atomically(tmp_path / "Epoch_1.pt", b"content")
     assert events == ["sync file", "rename", "sync folder"]
 

@@ -3,6 +3,8 @@
 To add one, write the class and add a line here; the tests and comparisons find it through this dict.
 """
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from common import registry
@@ -10,8 +12,19 @@ from common import registry
 STRATEGIES = {
     "none": "common.sync.none:NoSync",
     "gather_scatter": "common.sync.gather_scatter:GatherScatter",
+    "gather_scatter_flat": "common.sync.gather_scatter_flat:GatherScatterFlat",
+    "reduce_broadcast": "common.sync.reduce_broadcast:ReduceBroadcast",
     "all_reduce": "common.sync.all_reduce:AllReduce",
+    "all_reduce_flat": "common.sync.all_reduce_flat:AllReduceFlat",
+    "tree": "common.sync.tree:Tree",
+    "ring": "common.sync.ring:Ring",
+    "halving_doubling": "common.sync.halving_doubling:HalvingDoubling",
+    "overlapped": "common.sync.overlapped:Overlapped",
     "ddp": "common.sync.ddp:DDP",
+    "ddp_fp16": "common.sync.ddp_fp16:DDPFp16",
+    "ddp_powersgd": "common.sync.ddp_powersgd:DDPPowerSGD",
+    "topk": "common.sync.topk:TopK",
+    "local_sgd": "common.sync.local_sgd:LocalSGD",
 }
 
 
@@ -21,3 +34,9 @@ def build_sync(name: str, **options: Any) -> Any:
     Raises UserError with the choices if the name is unknown.
     """
     return registry.load(STRATEGIES, name, kind="strategy")(**options)
+
+
+def build_sync_from(name: str, settings: Mapping[str, Any]) -> Any:
+    """Return a new strategy with those of ``settings`` that its class takes, by name."""
+    taken = inspect.signature(registry.load(STRATEGIES, name, kind="strategy")).parameters
+    return build_sync(name, **{key: value for key, value in settings.items() if key in taken})

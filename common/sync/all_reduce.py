@@ -1,9 +1,12 @@
 """all_reduce by hand: one collective for each parameter, no root."""
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch import nn
 
 from common.sync.base import GradientSync
+from common.sync.traffic import Operation
 
 
 class AllReduce(GradientSync):
@@ -23,3 +26,7 @@ class AllReduce(GradientSync):
             total /= size
             if total is not gradient:  # channels_last: `total` was a contiguous copy
                 gradient.copy_(total)
+
+    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
+        """See the base class."""
+        return [Operation("all_reduce", size) for size in sizes]

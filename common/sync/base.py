@@ -1,10 +1,12 @@
 """The contract of a strategy: defaults that most strategies keep, and which gradients they exchange.
 
 Order of the calls: ``prepare`` once; in every step ``synchronize`` after the last backward and ``after_step`` after the
-optimiser's step; ``close`` at the end.
+optimiser's step; ``settle`` before evaluation and checkpoint; ``close`` at the end.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.errors import UserError
+from common.sync.traffic import Operation, sent_bytes
 
 
 class GradientSync:
@@ -24,6 +27,12 @@ class GradientSync:
 
     exact = True
     """False: lossy or periodic; such a strategy says what it keeps instead."""
+
+    equal_gradients = True
+    """Whether ``synchronize`` leaves the same gradients on every rank, so that all see an overflow alike."""
+
+    period = 1
+    """Steps after which what a step sends repeats itself."""
 
     def __init__(self) -> None:
         self._parameters: dict[str, nn.Parameter] = {}
@@ -50,6 +59,23 @@ class GradientSync:
     def after_step(self, model: nn.Module) -> None:
         """After the optimiser's step; periodic strategies average the weights here."""
 
+    def settle(self, model: nn.Module) -> None:
+        """Make weights and the optimiser's state equal on all ranks, before evaluation or a checkpoint; where ``synchronize``
+        keeps them equal there is nothing to do. Collective."""
+
+    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
+        """List what ``period`` steps send, in order, on the way that takes longest; for the cost model.
+
+        ``sizes`` : bytes of each parameter's gradient, in the order of the parameters; ``GradientSize.of(parameters)``
+        for the strategies that look at types and shapes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what it sends")
+
+    def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
+        """Return the payload bytes that ``rank`` sends in ``period`` steps; with exchanges a strategy must count by itself."""
+        return sum((one.count * sent_bytes(one.kind, one.nbytes, rank=rank, ranks=ranks)
+                    for one in self.operations(sizes, ranks)), Fraction(0))
+
     def close(self) -> None:
         """Remove what ``prepare`` attached to the model."""
 
@@ -61,7 +87,15 @@ class GradientSync:
         """Take back what ``state_dict`` gave."""
 
     def gradients(self) -> list[Tensor]:
-        """The gradients to exchange, the same list on every rank, each parameter once (tied ones too).
+        """The gradients of ``exchanged``, zeros where this rank has none."""
+        parameters = self.exchanged()
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in parameters]
+
+    def exchanged(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are exchanged, the same list on every rank, each once (tied ones too).
 
         A gradient that is None on some ranks counts as zero there; one that is None on all ranks stays None, so that
         the optimiser skips it as it would in one process. The ranks agree on this in the first step.
@@ -77,11 +111,7 @@ class GradientSync:
                     f"parameter {name!r} {'has a' if now else 'has no'} gradient in this step, unlike in the first one; "
                     "the ranks agreed in the first step on which gradients they exchange. Use every parameter in every "
                     "step, or PyTorch's DistributedDataParallel with find_unused_parameters=True")
-        exchanged = [p for p, used in zip(self._parameters.values(), self._used, strict=True) if used]
-        for parameter in exchanged:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return [parameter.grad for parameter in exchanged]
+        return [p for p, used in zip(self._parameters.values(), self._used, strict=True) if used]
 
 
 def _used_anywhere(pattern: list[bool], parameters: dict[str, nn.Parameter]) -> list[bool]:

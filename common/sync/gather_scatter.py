@@ -1,10 +1,13 @@
 """Gather and scatter by hand: rank 0 collects every gradient, averages, and sends the mean back."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from common.sync.base import GradientSync
+from common.sync.traffic import Operation
 
 
 class GatherScatter(GradientSync):
@@ -33,3 +36,8 @@ class GatherScatter(GradientSync):
             dist.scatter(mine, means, src=0)
             if mine is not gradient:  # channels_last: `mine` was a contiguous copy
                 gradient.copy_(mine)
+
+    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
+        """See the base class."""
+        return [operation for size in sizes for operation in
+                (Operation("gather", size, summed_bytes=(ranks - 1) * size), Operation("scatter", size))]

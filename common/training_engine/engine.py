@@ -30,6 +30,7 @@ from common.precision import choose_amp
 from common.sync import build_sync
 from common.sync.base import GradientSync
 from common.sync.none import NoSync
+from common.timeline import Timeline
 from common.timing import StepTimer
 from common.training_engine import batchnorm, fitting, group, resumption
 from common.training_engine.prediction import to_device, unwrap
@@ -79,6 +80,7 @@ class TrainingEngine:
             self.notice(notice)
         self.amp_dtype = amp_dtype
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=amp_dtype == torch.float16)
+        _check_strategy(self.sync, scales=self.scaler.is_enabled(), use_ema=use_ema)
         self.timer = StepTimer(self.device)
         self.model = self._with_batchnorm(model.to(self.device), sync_batchnorm)
         self.ema: AveragedModel | None = None
@@ -86,6 +88,7 @@ class TrainingEngine:
         self._accumulation_steps, self._clip_norm = accumulation_steps, clip_norm
         self.output_folder = Path(output_dir) / experiment_name
         self.step = 0
+        self.timeline: Timeline | None = None
         self.stopping = False
         self._stop_requested = False
         self._first_batch = True
@@ -172,6 +175,11 @@ class TrainingEngine:
             self.sync.synchronize(self.model)
         with timer.section("update"):
             norm = self._update()
+        with timer.section("sync"):
+            self.sync.after_step(self.model)
+        with timer.section("update"):
+            self._after_update()
+        self.step += 1
         return StepOutcome(_weighted_mean(losses, [len(labels) / max(1, samples) for _, labels in micro_batches]),
                            sum(corrects), norm)
 
@@ -185,7 +193,7 @@ class TrainingEngine:
             return outputs, outputs.sum() * 0
 
     def _update(self) -> Tensor:
-        """Unscale, clip, step, and what follows a step; return the norm of the gradients before clipping."""
+        """Unscale, clip and step; return the norm of the gradients before clipping."""
         self.scaler.unscale_(self.optimizer)
         if self._clip_norm is not None:
             norm = clip_grad_norm_(self._trained, self._clip_norm)
@@ -193,14 +201,14 @@ class TrainingEngine:
             norm = get_total_norm([p.grad for p in self._trained if p.grad is not None])
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.sync.after_step(self.model)
+        return norm
+
+    def _after_update(self) -> None:
         if self.scheduler is not None and not self._scheduler_by_epoch:
             self.scheduler.step()
         if self.ema is not None:
             self._shards.blend()
             self.ema.update_parameters(unwrap(self.model))
-        self.step += 1
-        return norm
 
     def epochs(self, loader: Iterable[MicroBatch], first: int, last: int, *, start_step: int = 0,
                **options: Any) -> Iterator[tuple[int, EpochResult]]:
@@ -242,7 +250,8 @@ class TrainingEngine:
         """
         began = time.perf_counter()
         ledger = StepLedger(self.world, self.timer, epoch=epoch, log_every=log_every,
-                            overflow_is_normal=self.scaler.is_enabled(), on_steps=on_steps)
+                            overflow_is_normal=self.scaler.is_enabled(), equal_gradients=self.sync.equal_gradients,
+                            on_steps=on_steps)
         sizes = getattr(loader, "global_batch_sizes", None)
         self._take_pieces(loader)
         if start_step:
@@ -269,8 +278,12 @@ class TrainingEngine:
                 local = sum(len(labels) for _, labels in window)
                 global_samples = sizes[index] if sizes is not None else self._sum_over_ranks(local)
                 rate = self.optimizer.param_groups[0]["lr"]
-                outcome = self.train_step(window, global_samples=global_samples, seeds=seeds)
-                ledger.add(self.step, outcome, samples=local, learning_rate=rate)
+                with self.timeline.around(self.step + 1) if self.timeline is not None else nullcontext():
+                    outcome = self.train_step(window, global_samples=global_samples, seeds=seeds)
+                times = self.timer.take()
+                if self.timeline is not None:
+                    self.timeline.took(self.step, self.timer.spans(times))
+                ledger.add(self.step, outcome, samples=local, learning_rate=rate, times=times)
                 if ledger.due:
                     self.stopping = ledger.flush(stop=self._stop_requested)
                 if after_step is not None:
@@ -295,8 +308,9 @@ class TrainingEngine:
             self._shards = batchnorm.ShardStatistics(unwrap(self.model), shards)
 
     def agree_on_buffers(self) -> None:
-        """Make the buffers equal on all ranks, as common/training_engine/batchnorm.py says; before evaluation and
-        before a checkpoint. Collective."""
+        """Make the buffers equal on all ranks, as common/training_engine/batchnorm.py says, and with a periodic strategy the
+        weights first; before evaluation and before a checkpoint. Collective."""
+        self.sync.settle(self.model)
         taken = self._shards.take()
         if self.world.size > 1 or len(taken) > 1:
             batchnorm.agree_on_buffers(unwrap(self.model), taken)
@@ -319,6 +333,15 @@ class TrainingEngine:
             dist.all_reduce(mean)
             mean /= self.world.size
         return mean
+
+
+def _check_strategy(sync: GradientSync, *, scales: bool, use_ema: bool) -> None:
+    if scales and not sync.exact:
+        raise UserError(f"{type(sync).__name__} does not keep every step's exact gradient, which fp16's loss scaling needs: "
+                        "got both, give --amp-dtype bf16 (torch.bfloat16) or an exact strategy")
+    if use_ema and not sync.equal_gradients:
+        raise UserError(f"{type(sync).__name__} lets the ranks' weights differ between averages, so that each would keep a "
+                        "moving average of its own: leave out --ema, or take another strategy")
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.clock import clock_offset
 from common.distributed import World, gather_objects
 from common.errors import GroupError
 from common.timing import StepTimer
@@ -21,7 +22,8 @@ _FLUSH_SECONDS = 2.0
 @dataclass(frozen=True)
 class StepRecord:
     """One step: ``loss`` and ``accuracy`` over the global batch, ``local_loss`` over this rank's share, seconds by
-    section, the learning rate it used. Steps count from 1 over the whole training."""
+    section, the learning rate it used. ``wait_seconds`` is the part of "sync" in which the slowest rank still computed; the
+    rest is the wire. Steps count from 1 over the whole training."""
 
     epoch: int
     step: int
@@ -31,6 +33,7 @@ class StepRecord:
     local_loss: float
     learning_rate: float
     seconds: dict[str, float]
+    wait_seconds: float = 0.0
 
 
 @dataclass
@@ -96,26 +99,30 @@ class StepLedger:
     log_every : most steps between two flushes; slow steps are flushed sooner, about every two seconds, so that a request
         to stop is soon agreed on.
     overflow_is_normal : gradients that are not finite are no error, since a GradScaler skips such steps.
+    equal_gradients : all ranks hold the same gradients after the exchange.
     """
 
     def __init__(self, world: World, timer: StepTimer, *, epoch: int, log_every: int, overflow_is_normal: bool,
-                 on_steps: Callable[[list[StepRecord]], None] | None) -> None:
+                 equal_gradients: bool, on_steps: Callable[[list[StepRecord]], None] | None) -> None:
         self._world, self._timer, self._epoch, self._log_every = world, timer, epoch, log_every
-        self._overflow_is_normal, self._on_steps = overflow_is_normal, on_steps
+        self._overflow_is_normal, self._equal_gradients, self._on_steps = overflow_is_normal, equal_gradients, on_steps
         self._pending: list[_Pending] = []
         self._interval = 1
+        self._clock_offset = clock_offset(world)
         self.result = EpochResult()
 
-    def add(self, step: int, outcome: StepOutcome, *, samples: int, learning_rate: float) -> None:
-        """Note a step that was just done, with the times that the timer has taken of it."""
-        self._pending.append(_Pending(step, outcome, samples, learning_rate, self._timer.take()))
+    def add(self, step: int, outcome: StepOutcome, *, samples: int, learning_rate: float,
+            times: dict[str, list[tuple]]) -> None:
+        """Note a step that was just done, with the ``times`` that the timer has taken of it."""
+        self._pending.append(_Pending(step, outcome, samples, learning_rate, times))
 
     @property
     def due(self) -> bool:
         """Whether to flush now; the same on every rank."""
-        # All ranks hold the same gradients, so all of them see here that they are not finite.
+        # Where all ranks hold the same gradients, all of them see here that they are not finite.
+        sees_alike = self._equal_gradients and self._world.device.type == "cpu"
         return (len(self._pending) >= self._interval or self._pending[-1].step % self._log_every == 0
-                or (self._world.device.type == "cpu" and not math.isfinite(float(self._pending[-1].outcome.gradient_norm))))
+                or (sees_alike and not math.isfinite(float(self._pending[-1].outcome.gradient_norm))))
 
     def flush(self, *, stop: bool) -> bool:
         """Record the steps since the last flush and return whether any rank asks to ``stop``; collective.
@@ -136,12 +143,13 @@ class StepLedger:
         if self._world.size > 1:
             dist.all_reduce(total)
         rows = total.tolist()
+        waits = self._waits()
         good = [step for step, row in zip(self._pending, rows, strict=False) if row[3] == 0]
         for step, own, taken in zip(good, mine, seconds, strict=False):
             self.result.add(loss_sum=own[0], correct=own[1], samples=step.samples, step_seconds=taken)
         if self._on_steps is not None and good:
-            self._on_steps([self._record(step, loss=row[0] / row[2], accuracy=row[1] / row[2])
-                            for step, row in zip(good, rows, strict=False)])
+            self._on_steps([self._record(step, loss=row[0] / row[2], accuracy=row[1] / row[2], wait=wait)
+                            for step, row, wait in zip(good, rows, waits, strict=False)])
         bad_steps = self._pending[len(good):]
         if self._pending:
             mean_seconds = rows[-1][1] / self._world.size / len(self._pending)
@@ -151,14 +159,28 @@ class StepLedger:
             self._raise_not_finite(bad_steps[0])
         return rows[-1][0] > 0
 
+    def _waits(self) -> list[float]:
+        """Return how long each pending step's "sync" waited for the slowest rank: until that rank began it, too. Collective."""
+        if self._world.size == 1:
+            return [0.0] * len(self._pending)
+        parts = [self._timer.spans(step.times)["sync"] for step in self._pending]
+        begins = torch.full((len(parts), 2), -math.inf, dtype=torch.float64)
+        for row, spans in zip(begins, parts, strict=True):
+            row[:len(spans)] = torch.tensor([begin - self._clock_offset for begin, _ in spans], dtype=torch.float64)
+        latest = begins.to(self._world.device)
+        dist.all_reduce(latest, op=dist.ReduceOp.MAX)
+        return [sum(min(max(0.0, last + self._clock_offset - begin), end - begin)
+                    for (begin, end), last in zip(spans, row, strict=False))
+                for spans, row in zip(parts, latest.tolist(), strict=True)]
+
     def rescue(self) -> None:
         """Record what was trained before an error, as far as this rank knows it."""
         if self._on_steps is not None and self._pending:
             self._on_steps([self._record(step, loss=math.nan, accuracy=math.nan) for step in self._pending])
 
-    def _record(self, step: _Pending, *, loss: float, accuracy: float) -> StepRecord:
+    def _record(self, step: _Pending, *, loss: float, accuracy: float, wait: float = 0.0) -> StepRecord:
         return StepRecord(self._epoch, step.step, step.samples, loss, accuracy, float(step.outcome.loss),
-                          step.learning_rate, self._timer.seconds(step.times))
+                          step.learning_rate, self._timer.seconds(step.times), wait)
 
     def _raise_not_finite(self, step: _Pending) -> None:
         losses = gather_objects(self._world, float(step.outcome.loss))

@@ -1,0 +1,73 @@
+"""A ring by hand: every rank sends to the next one only, and no link carries more than twice the gradients."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.sync.base import GradientSync
+from common.sync.flat import FlatBuffers
+from common.sync.traffic import Operation, after_copy, buffers
+
+
+class Ring(GradientSync):
+    """The flat buffer (one a type) in N chunks: in N-1 rounds each chunk goes round and is added up (reduce-scatter), in
+    N-1 more the finished chunks go round (all-gather).
+
+    With N ranks and M bytes of gradients, per step: every rank, the root too, sends 2(N-1) messages, 2(N-1)/N M bytes (up
+    to two entries more or less, where M is no multiple of N), and receives as many.
+    Time: 2(N-1)(alpha + M/N / B) + (N-1)/N M gamma (alpha: latency, B: bytes a second, gamma: seconds to add a byte), and
+    one copy of M bytes within memory; as ``p.grad`` becomes a view of the buffer (common/sync/flat.py), none back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers = FlatBuffers()
+
+    def synchronize(self, model: nn.Module) -> None:
+        """See the base class."""
+        for buffer in self._buffers.of(self.exchanged()):
+            ring_all_reduce(buffer.collect(divisor=dist.get_world_size()))
+
+    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
+        """See the base class."""
+        found = []
+        for size in buffers(sizes) if ranks > 1 else []:
+            longest = -(-(size // size.itemsize) // ranks) * size.itemsize
+            found += after_copy(size, [Operation("exchange", longest, count=ranks - 1, summed_bytes=longest),
+                                       Operation("exchange", longest, count=ranks - 1)])
+        return found
+
+    def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
+        """See the base class: all chunks but the next one, then all but the one after that."""
+        def chunk(index: int, entries: int) -> int:
+            return entries * (index % ranks + 1) // ranks - entries * (index % ranks) // ranks
+
+        return Fraction(sum(size.itemsize * (2 * entries - chunk(rank + 1, entries) - chunk(rank + 2, entries))
+                            for size in buffers(sizes) for entries in [size // size.itemsize]))
+
+
+def ring_all_reduce(total: Tensor) -> None:
+    """Sum ``total``, contiguous and of any length, over the ranks in place."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    bounds = [total.numel() * index // size for index in range(size + 1)]
+    chunks = [total[begin:end] for begin, end in pairwise(bounds)]
+    received = torch.empty_like(max(chunks, key=len))
+    for step in range(size - 1):
+        mine, coming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+        _pass_on(mine, received[:len(coming)])
+        coming += received[:len(coming)]
+    for step in range(size - 1):
+        _pass_on(chunks[(rank + 1 - step) % size], chunks[(rank - step) % size])
+
+
+def _pass_on(mine: Tensor, coming: Tensor) -> None:
+    """Send to the next rank while receiving from the one before; empty chunks are left out at both ends."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    works = [dist.isend(mine, dst=(rank + 1) % size)] if len(mine) else []
+    works += [dist.irecv(coming, src=(rank - 1) % size)] if len(coming) else []
+    for work in works:
+        work.wait()

@@ -1,0 +1,122 @@
+"""The cells of a comparison: which strategy on how many nodes, with which command each of its nodes is started.
+
+``plan_cells`` lists them; ``node_command`` is just what a student would type on each node, and what ``lab compare`` runs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from common.config import REPOSITORY
+from common.errors import UserError
+from common.sync import STRATEGIES
+
+SCALINGS = ("strong", "weak")
+LOSSY = ("ddp_fp16", "ddp_powersgd", "topk", "local_sgd")
+"""Strategies whose class has ``exact = False``; here by name, so that planning needs no torch (a test holds the two together)."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a comparison asks for; equal settings go on where an interrupted comparison stopped.
+
+    ``batch_size`` is global with "strong" scaling, of one node with "weak". ``steps`` are measured, after ``warmup`` others.
+    With ``until_accuracy`` there is one training for each of ``seeds``, of at most ``epochs`` epochs; else ``repeats`` of the
+    first seed. ``flags`` go to every run as they are.
+    """
+
+    nodes: tuple[int, ...]
+    sync: tuple[str, ...]
+    steps: int = 30
+    warmup: int = 5
+    repeats: int = 3
+    dataset: str = "cifar10"
+    model: str = "vgg11"
+    batch_size: int = 256
+    scaling: str = "strong"
+    seeds: tuple[int, ...] = (0,)
+    until_accuracy: float | None = None
+    epochs: int = 20
+    flags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.sync if name not in STRATEGIES]
+        if unknown:
+            raise UserError(f"--sync: got {', '.join(unknown)}; choose from {', '.join(STRATEGIES)}, or 'all' or 'exact'")
+        for name, values, least in (("--nodes", self.nodes, 1), ("--steps", [self.steps], 1), ("--warmup", [self.warmup], 1),
+                                    ("--repeats", [self.repeats], 1), ("--batch-size", [self.batch_size], 1),
+                                    ("--epochs", [self.epochs], 1)):
+            if not values or min(values) < least:
+                raise UserError(f"{name}: got {' '.join(map(str, values)) or 'nothing'}, give whole numbers of at least {least}")
+        if self.scaling == "strong" and max(self.nodes) > self.batch_size:
+            raise UserError(f"--nodes: got {max(self.nodes)}, more than the {self.batch_size} samples of a global batch: give "
+                            "fewer nodes or a larger --batch-size")
+        if self.until_accuracy is not None and not 0 < self.until_accuracy <= 1:
+            raise UserError(f"--until-accuracy: got {self.until_accuracy}, give a fraction above 0 and of at most 1, e.g. 0.6")
+
+    @property
+    def seeds_to_run(self) -> tuple[int, ...]:
+        """The seed of each repeat."""
+        return self.seeds if self.until_accuracy is not None else self.seeds[:1] * self.repeats
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of each run that is not ``until_accuracy``: the last ones are for the timeline. The same for all strategies, so
+        that their learning rates are."""
+        return self.warmup + self.steps + (self._averaging_period if "local_sgd" in self.sync else 1)
+
+    @property
+    def _averaging_period(self) -> int:
+        for flag, value in zip(self.flags, self.flags[1:], strict=False):
+            if flag == "--averaging-period" and value.isdigit():
+                return int(value)
+        return 4
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, as they come back from a JSON file."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+def plan_cells(settings: Settings) -> list[dict[str, Any]]:
+    """Return the comparison's cells, without repeats: one node once, and each strategy on each larger number of nodes."""
+    cells = []
+    for nodes in sorted(set(settings.nodes)):
+        names = ("none",) if nodes == 1 else tuple(name for name in settings.sync if name != "none")
+        cells += [_cell(settings, name, nodes) for name in names]
+    if not cells:
+        raise UserError("--sync none is one node's; there is nothing to compare on "
+                        f"{' and '.join(map(str, settings.nodes))} nodes: add a strategy, or 1 to --nodes")
+    return cells
+
+
+def _cell(settings: Settings, sync: str, nodes: int) -> dict[str, Any]:
+    return {"id": f"{sync}-n{nodes}", "sync": sync, "nodes": nodes, "rate": None,
+            "batch_size": settings.batch_size * (nodes if settings.scaling == "weak" else 1), "exact": sync not in LOSSY,
+            "group": 0, "oversubscribed": False, "status": "pending", "message": None, "repeats": [], "median": None,
+            "interval": None}
+
+
+def part_of(sync: str) -> str:
+    """Return the part that offers a strategy."""
+    return "PartOne" if sync == "none" else "PartThree" if sync.startswith("ddp") else "PartTwo"
+
+
+def run_folder(folder: Path, cell: dict[str, Any], repeat: int) -> Path:
+    """Return where the repeat of a cell writes, below the comparison's folder."""
+    return folder / "runs" / f"{part_of(cell['sync'])}-{cell['sync']}" / f"n{cell['nodes']}-{repeat + 1}"
+
+
+def node_command(settings: Settings, cell: dict[str, Any], repeat: int, folder: Path) -> Sequence[str]:
+    """Return the command of each node, but for its place: ``--master-ip``, ``--num-nodes`` and ``--rank``."""
+    sync, path = cell["sync"], run_folder(folder, cell, repeat)
+    command = [str(REPOSITORY / part_of(sync) / "main.py"), *(("--sync", sync) if sync not in ("none", "ddp") else ()),
+               "--dataset", settings.dataset, "--model", settings.model, "--batch-size", str(cell["batch_size"]),
+               "--seed", str(settings.seeds_to_run[repeat]), "--untimed-steps", str(settings.warmup), "--timeline",
+               "--output-dir", str(path.parent.parent), "--run-name", path.name]
+    if settings.until_accuracy is None:
+        command += ["--max-steps", str(settings.total_steps), "--measure-only"]
+    else:
+        command += ["--epochs", str(settings.epochs), "--target-accuracy", str(settings.until_accuracy), "--patience", "1",
+                    "--keep-checkpoints", "1"]
+    return [*command, *settings.flags]

@@ -1,0 +1,180 @@
+"""The ``lab`` command: compare strategies, report on runs, calibrate the machine, predict.
+
+Each subcommand imports what it needs when it is called, so that ``lab --help`` and ``lab predict`` answer at once.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from common.config import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_MASTER_PORT, REPOSITORY
+from common.data import DATASETS
+from common.errors import GroupError, UserError
+from common.models import MODELS
+from common.sync import STRATEGIES
+
+ASSIGNMENT = ["gather_scatter", "all_reduce", "ddp"]
+_INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse without the page of usage before each error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} ({self.prog} --help lists the flags)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    flags: list[str] = []
+    if "--" in given:
+        given, flags = given[:given.index("--")], given[given.index("--") + 1:]
+    try:
+        args = build_parser().parse_args(given)
+        args.flags, args.typed = flags, shlex.join(["lab", *given, *(["--", *flags] if flags else [])])
+        if flags and args.run is not _compare:
+            raise UserError(f"-- {' '.join(flags)}: only lab compare passes flags on to the runs")
+        return args.run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except GroupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The subcommands and their flags."""
+    parser = _Parser(prog="lab", description=__doc__.split("\n")[0], allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    _add_compare(commands)
+    _add_report(commands)
+    _add_calibrate(commands)
+    _add_predict(commands)
+    return parser
+
+
+def _command(commands: argparse._SubParsersAction, name: str, run: object, help: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False,
+                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_compare(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "compare", _compare, "train with each strategy on each number of nodes, in turns, and write "
+                      "reports/compare-<time>/ with tables, figures and report.html; what follows -- goes to every run")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2], help="numbers of ranks; 1 is PartOne")
+    parser.add_argument("--sync", nargs="+", default=ASSIGNMENT, help=f"{', '.join(STRATEGIES)}; 'all', or 'exact'")
+    parser.add_argument("--steps", type=int, default=30, help="measured steps of each run")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them, left out")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each cell")
+    parser.add_argument("--dataset", default="cifar10", choices=list(DATASETS), help="what is trained on")
+    parser.add_argument("--model", default="vgg11", choices=list(MODELS), help="what is trained")
+    parser.add_argument("--batch-size", type=int, default=DEFAULT_GLOBAL_BATCH_SIZE, help="global batch; with --scaling weak "
+                        "that of one node")
+    parser.add_argument("--scaling", choices=["strong", "weak"], default="strong", help="whether the global batch or that of a "
+                        "node stays the same")
+    parser.add_argument("--seed", type=int, default=0, help="of every run; with --seeds the first one")
+    parser.add_argument("--until-accuracy", type=float, help="train until a test accuracy (a fraction), in place of --steps")
+    parser.add_argument("--seeds", type=int, default=3, help="of --until-accuracy: trainings of each cell, each with a seed of "
+                        "its own")
+    parser.add_argument("--epochs", type=int, default=20, help="of --until-accuracy: at most so many")
+    parser.add_argument("--output-dir", type=Path, default=REPOSITORY / "reports", help="receives compare-<time>/")
+    parser.add_argument("--new", action="store_true", help="begin anew, also where the same comparison was interrupted")
+    parser.add_argument("--no-predict", action="store_true", help="don't predict the step times first (which calibrates the "
+                        "machine where `lab calibrate` has not)")
+
+
+def _add_report(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "report", _report, "the same report from the folders of runs that were started by hand, or anew "
+                      "from a comparison's folder")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs (reports/<part>-<sync>/<time>), or of "
+                        "one comparison")
+    parser.add_argument("--scaling", choices=["strong", "weak"], default="strong", help="weak: batches that grow with the nodes "
+                        "are comparable")
+    parser.add_argument("--output-dir", type=Path, default=REPOSITORY / "reports", help="receives report-<time>/")
+
+
+def _add_calibrate(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "calibrate", _calibrate, "measure latency, bandwidth, summation and compute time for predictions, "
+                      "of this machine, or with --master-ip --num-nodes --rank of several, started on each")
+    parser.add_argument("--ranks", type=int, help="processes on this machine (default: one a core, 2 to 8)")
+    parser.add_argument("--model", default="vgg11", choices=list(MODELS), help="whose steps are timed")
+    parser.add_argument("--quick", action="store_true", help="a third of the time, with wider intervals")
+    parser.add_argument("--output", type=Path, help="the file (default: reports/calibration.json)")
+    parser.add_argument("-M", "--master-ip", help="address of rank 0's node")
+    parser.add_argument("--master-port", type=int, default=DEFAULT_MASTER_PORT, help="port there")
+    parser.add_argument("-N", "--num-nodes", type=int, help="number of nodes")
+    parser.add_argument("-R", "--rank", type=int, help="this node's place")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for another rank")
+
+
+def _add_predict(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "predict", _predict, "the step time of each strategy on nodes that nobody has")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of nodes, up to 100,000")
+    parser.add_argument("--rate", help="of each link, e.g. 1gbit (default: as calibrated)")
+    parser.add_argument("--latency", help="of a message, e.g. 0.2ms (default: as calibrated)")
+    parser.add_argument("--sync", nargs="+", default=["all"], help=f"{', '.join(STRATEGIES)}; or 'all'")
+    parser.add_argument("--batch-size", type=int, default=DEFAULT_GLOBAL_BATCH_SIZE, help="as of lab compare")
+    parser.add_argument("--scaling", choices=["strong", "weak"], default="strong", help="as of lab compare")
+    parser.add_argument("--bucket-mb", type=float, help="as of the parts; so are the next three")
+    parser.add_argument("--topk-ratio", type=float)
+    parser.add_argument("--powersgd-rank", type=int)
+    parser.add_argument("--averaging-period", type=int)
+    parser.add_argument("--calibration", type=Path, help="a file of lab calibrate (default: this machine's, else the one that "
+                        "comes with the project)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def strategies(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the strategies that ``--sync`` names, each once, in the dict's order; 'all' and 'exact' stand for several."""
+    from lab.cells import LOSSY
+
+    chosen = set(names) - {"all", "exact"}
+    if "all" in names or "exact" in names:
+        chosen |= {name for name in STRATEGIES if "all" in names or name not in LOSSY}
+    unknown = sorted(chosen - set(STRATEGIES))
+    return (*(name for name in STRATEGIES if name in chosen), *unknown)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from lab.cells import Settings
+    from lab.commands import compare_and_report
+
+    seeds = tuple(range(args.seed, args.seed + args.seeds)) if args.until_accuracy is not None else (args.seed,)
+    settings = Settings(
+        nodes=tuple(args.nodes), sync=strategies(args.sync), steps=args.steps, warmup=args.warmup, repeats=args.repeats,
+        dataset=args.dataset, model=args.model, batch_size=args.batch_size, scaling=args.scaling, seeds=seeds,
+        until_accuracy=args.until_accuracy, epochs=args.epochs, flags=tuple(args.flags))
+    return compare_and_report(settings, reports=args.output_dir, anew=args.new, predicts=not args.no_predict,
+                              command=args.typed)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from lab.commands import report_on
+
+    return report_on(args.runs, reports=args.output_dir, scaling=args.scaling)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from lab.commands import calibrate_machine
+
+    return calibrate_machine(args)
+
+
+def _predict(args: argparse.Namespace) -> int:
+    from lab.predict import main_predict
+
+    return main_predict(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

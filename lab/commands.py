@@ -1,0 +1,114 @@
+"""What the subcommands of ``lab`` do, put together from the rooms beside: compare and report, report alone, calibrate."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from common.errors import UserError
+from lab.cells import Settings
+from lab.compare import compare, new_folder
+from lab.report import write_report
+from lab.results import read_results, write_results
+from lab.runs import collect
+
+_STRATEGY_FLAGS = {"--bucket-mb": float, "--topk-ratio": float, "--powersgd-rank": int, "--averaging-period": int}
+_INTERRUPTED = 130
+
+console = Console(highlight=False)
+
+
+def compare_and_report(settings: Settings, *, reports: Path, anew: bool, predicts: bool, command: str) -> int:
+    """Predict, run the comparison and write its report; also what is finished at Ctrl-C. Return the exit status: 1 where a cell
+    failed."""
+    status, opened = 0, []
+
+    def predict(results: dict[str, Any]) -> None:
+        results["prediction"] = _forecast(results, settings)
+
+    try:
+        folder, results = compare(settings, reports=reports, anew=anew, predict=predict if predicts else None,
+                                  command=command, opened=opened.append)
+    except KeyboardInterrupt:
+        if not opened:
+            raise
+        folder, status = opened[0], _INTERRUPTED
+        results = read_results(folder / "results.json")
+        console.print(f"interrupted; every process is ended, what is finished is kept. The same command goes on with {folder}",
+                      soft_wrap=True)
+    write_report(folder, results)
+    failed = [cell["id"] for cell in results["cells"] if any(one["status"] == "failed" for one in cell["repeats"])]
+    if failed:
+        console.print(f"failed: {', '.join(failed)}; the same command tries them again", soft_wrap=True)
+    _say_where(folder)
+    return status or (1 if failed else 0)
+
+
+def _forecast(results: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    from lab.calibration import calibration_path, load_calibration
+    from lab.forecast import forecast
+
+    if calibration_path().exists():
+        calibration = load_calibration(calibration_path())
+    else:
+        from lab.calibrate import calibrate
+
+        console.print("calibrating this machine first, for the predictions (lab calibrate; --no-predict leaves them out)",
+                      soft_wrap=True)
+        calibration = calibrate(model=settings.model)
+    options = {flag[2:].replace("-", "_"): _STRATEGY_FLAGS[flag](value)
+               for flag, value in zip(settings.flags, settings.flags[1:], strict=False) if flag in _STRATEGY_FLAGS}
+    return forecast(results, calibration, options)
+
+
+def report_on(runs: list[Path], *, reports: Path, scaling: str) -> int:
+    """Write the report of runs that were started by hand, or again that of one comparison, in its own folder."""
+    comparisons = [run for run in runs if (run / "results.json").exists()]
+    if comparisons and len(runs) > 1:
+        raise UserError(f"{comparisons[0]} is a comparison: give it alone, or folders of runs")
+    if comparisons:
+        folder = comparisons[0]
+        results = read_results(folder / "results.json")
+    else:
+        results = collect(runs, scaling=scaling)
+        folder = new_folder(reports, "report")
+        write_results(folder / "results.json", results)
+    for difference in results["differences"]:
+        console.print(f"not comparable: {difference}", soft_wrap=True)
+    write_report(folder, results)
+    _say_where(folder)
+    return 0
+
+
+def _say_where(folder: Path) -> None:
+    console.print((folder / "table.md").read_text(encoding="utf-8"), markup=False, soft_wrap=True)
+    console.print(f"report: {folder / 'report.html'}", soft_wrap=True)
+
+
+def calibrate_machine(args: argparse.Namespace) -> int:
+    """Calibrate this machine, or be one rank of several nodes that do."""
+    from lab.calibrate import calibrate, calibrate_nodes
+    from lab.calibration import calibration_path
+
+    path = args.output or calibration_path()
+    place = (args.master_ip, args.num_nodes, args.rank)
+    if place == (None, None, None):
+        calibration = calibrate(ranks=args.ranks, model=args.model, quick=args.quick, path=path)
+    elif None in place:
+        raise UserError("--master-ip, --num-nodes and --rank go together: give all three, or none for this machine alone")
+    else:
+        from common.place import Launch
+
+        if not 0 <= args.rank < args.num_nodes:
+            raise UserError(f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; give 0 to {args.num_nodes - 1}")
+        calibration = calibrate_nodes(Launch(args.rank, args.num_nodes, args.master_ip, args.master_port), model=args.model,
+                                      quick=args.quick, path=path, timeout_seconds=args.timeout)
+    if calibration is not None:
+        network, ring = calibration.network, calibration.network.rate("all_reduce")
+        console.print(f"{calibration.name}, {calibration.ranks} ranks: {ring.alpha_seconds * 1e3:.3g} ms a message, "
+                      f"{1e-9 / ring.beta_seconds_per_byte:.3g} GB/s, summing {network.gamma_seconds_per_byte * 1e9:.2g} "
+                      f"ns a byte; written to {path}", soft_wrap=True)
+        for kind, fit in calibration.fits.items():
+            console.print(f"  {kind}: the fit is off by {fit['worst_relative_error']:.0%} at most", soft_wrap=True)
+    return 0

@@ -1,0 +1,229 @@
+"""``lab compare``: run every cell as a student would start it, in turns, and keep what is finished whatever happens.
+
+Order: ``open_comparison`` finds an interrupted one with the same settings or begins a new one; the prediction is fixed; then the
+cells run in turns, each repeat in the opposite order of the one before; ``lab.report`` draws what there is.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from common.errors import UserError
+from lab.cells import Settings, node_command, plan_cells, run_folder
+from lab.nodes import run_nodes
+from lab.results import FORMAT, read_json, read_repeat, read_results, summarise, write_results
+
+_LIMIT_SECONDS = 3600
+_SAME_MACHINE = ("python", "torch", "cpu", "usable_cores", "git_commit")
+
+console = Console(highlight=False)
+
+
+def compare(settings: Settings, *, reports: Path, anew: bool = False, predict: Callable[[dict[str, Any]], None] | None = None,
+            command: str = "lab compare", opened: Callable[[Path], None] | None = None) -> tuple[Path, dict[str, Any]]:
+    """Run what is missing of the comparison, write ``results.json`` after every run, and return its folder and results.
+
+    Parameters
+    ----------
+    reports : receives ``compare-<time>/``, and is searched for an interrupted comparison with the same settings.
+    anew : begin a new one all the same.
+    predict : called once with the results before the first run, to set their ``prediction``.
+    command : what was typed, for the reader.
+    opened : told the folder as soon as it is known.
+
+    Raises KeyboardInterrupt after Ctrl-C, when everything is ended and saved.
+    """
+    folder, results = open_comparison(settings, reports=reports, anew=anew, command=command)
+    if opened is not None:
+        opened(folder)
+    if predict is not None and results["prediction"] is None:
+        predict(results)
+        write_results(folder / "results.json", results)
+    todo = _turns(settings, results["cells"])
+    console.print(f"{len(todo)} of {_runs(settings, results['cells'])} runs to do, one after the other, in {folder}",
+                  soft_wrap=True)
+    for warning in results["warnings"]:
+        console.print(f"warning: {warning}", soft_wrap=True)
+    with _Progress(len(todo)) as progress:
+        for cell, repeat in todo:
+            progress.begin(cell, repeat)
+            outcome = _run(settings, cell, repeat, folder)
+            cell["repeats"] = sorted([one for one in cell["repeats"] if one["repeat"] != repeat] + [outcome],
+                                     key=lambda one: one["repeat"])
+            summarise(cell, repeats=len(settings.seeds_to_run))
+            _take_timeline(results, cell, outcome, folder)
+            write_results(folder / "results.json", results)
+            progress.done(outcome)
+    results["finished"] = all(cell["status"] == "done" for cell in results["cells"])
+    write_results(folder / "results.json", results)
+    return folder, results
+
+
+def open_comparison(settings: Settings, *, reports: Path, anew: bool, command: str) -> tuple[Path, dict[str, Any]]:
+    """Return folder and results of the newest unfinished comparison with these settings, or of a new one.
+
+    Results that cannot be read, or that another version wrote, are named and left alone.
+    """
+    here = _machine()
+    for path in sorted(reports.glob("compare-*/results.json"), reverse=True):
+        if anew:
+            break
+        try:
+            results = read_results(path)
+        except UserError as error:
+            console.print(f"notice: {error}", soft_wrap=True)
+            continue
+        if results["finished"] or _asked(results["settings"]) != settings.as_json():
+            continue
+        differing = [name for name in _SAME_MACHINE if results["environment"].get(name) != here.get(name)]
+        if differing:
+            console.print(f"notice: {path.parent} has the same settings, but was begun with another "
+                          f"{', '.join(differing)}; it is left as it is, and a new one begins", soft_wrap=True)
+            continue
+        console.print(f"going on with {path.parent}", soft_wrap=True)
+        for cell in results["cells"]:  # what failed is tried again
+            cell["repeats"] = [one for one in cell["repeats"] if one["status"] == "done"]
+        return path.parent, results
+    folder = new_folder(reports, "compare")
+    cells, warnings = plan_cells(settings), []
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for cell in cells:
+        cell["oversubscribed"] = cell["nodes"] > cores and not here["gpus"]
+    if crowded := sorted({cell["nodes"] for cell in cells if cell["oversubscribed"]}):
+        warnings.append(f"{' and '.join(map(str, crowded))} ranks share {cores} cores: their forward and backward take turns, so "
+                        "step times tell of the machine, not of as many nodes, and waiting for slower ranks grows")
+    results = {"format": FORMAT, "kind": "compare", "created": datetime.now().isoformat(timespec="seconds"), "finished": False,
+               "emulated": False, "settings": settings.as_json() | {"rates": [None], "command": command}, "environment": here,
+               "warnings": warnings, "differences": [], "prediction": None, "cells": cells, "timelines": {}}
+    write_results(folder / "results.json", results)
+    return folder, results
+
+
+def _asked(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in ("rates", "command")}
+
+
+def _machine() -> dict[str, Any]:
+    from common.records import environment  # torch: seconds to import, known only to those who compare
+
+    return environment()
+
+
+def new_folder(reports: Path, kind: str) -> Path:
+    """Make ``<kind>-<time>/`` in ``reports``, one of its own for each call; UserError where it cannot be made."""
+    name = f"{kind}-{datetime.now():%Y-%m-%dT%H-%M-%S}"
+    for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
+        folder = reports / (name + suffix)
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"{folder} cannot be made ({error.strerror}): give another --output-dir") from error
+    raise UserError(f"1000 folders within one second in {reports}: wait a moment")
+
+
+def _runs(settings: Settings, cells: list[dict[str, Any]]) -> int:
+    return len(cells) * len(settings.seeds_to_run)
+
+
+def _turns(settings: Settings, cells: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
+    """The runs that are missing: all cells once, then all again in the opposite order, so that a drift hurts all alike."""
+    turns = []
+    for repeat in range(len(settings.seeds_to_run)):
+        for cell in cells if repeat % 2 == 0 else reversed(cells):
+            if repeat not in [one["repeat"] for one in cell["repeats"]]:
+                turns.append((cell, repeat))
+    return turns
+
+
+def _run(settings: Settings, cell: dict[str, Any], repeat: int, folder: Path) -> dict[str, Any]:
+    """Run one repeat of a cell and return it; a failure is a repeat with a message."""
+    path, seed = run_folder(folder, cell, repeat), settings.seeds_to_run[repeat]
+    shutil.rmtree(path, ignore_errors=True)  # of a run that was interrupted
+    logs = folder / "logs" / f"{cell['id']}-{repeat + 1}"
+    message = run_nodes(node_command(settings, cell, repeat, folder), cell["nodes"], logs=logs, limit_seconds=_LIMIT_SECONDS)
+    try:
+        if message is None:
+            outcome = read_repeat(path, seed=seed)
+            if settings.until_accuracy is not None:
+                outcome |= _time_to_accuracy(path, settings.until_accuracy)
+            return outcome | {"repeat": repeat, "folder": str(path.relative_to(folder))}
+    except UserError as error:
+        message = str(error)
+    return {"repeat": repeat, "folder": str(path.relative_to(folder)), "seed": seed, "status": "failed", "message": message,
+            "ranks": [], "losses": [], "test_accuracy": None, "seconds_to_accuracy": None, "steps_to_accuracy": None}
+
+
+def _time_to_accuracy(path: Path, accuracy: float) -> dict[str, float | int | None]:
+    """Training time (without the evaluations) and steps up to the end of the first epoch that reached ``accuracy``."""
+    seconds = 0.0
+    steps_per_epoch = read_json(path / "config.json")["steps_per_epoch"]
+    for line in (path / "epochs.jsonl").read_text(encoding="utf-8").splitlines():
+        epoch = json.loads(line)
+        seconds += epoch["seconds"]
+        if epoch["val_accuracy"] is not None and epoch["val_accuracy"] >= accuracy:
+            return {"seconds_to_accuracy": seconds, "steps_to_accuracy": epoch["epoch"] * steps_per_epoch}
+    return {"seconds_to_accuracy": None, "steps_to_accuracy": None}
+
+
+def _take_timeline(results: dict[str, Any], cell: dict[str, Any], outcome: dict[str, Any], folder: Path) -> None:
+    """Keep the timeline of a cell's first repeat that has one."""
+    timeline = folder / outcome["folder"] / "timeline.json"
+    if outcome["status"] == "done" and cell["id"] not in results["timelines"] and timeline.exists():
+        results["timelines"][cell["id"]] = read_json(timeline)
+
+
+class _Progress:
+    """Overall progress and time left: a bar on a terminal, a line a run elsewhere."""
+
+    def __init__(self, runs: int) -> None:
+        self._runs, self._done, self._seconds = runs, 0, []
+        self._bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                             TextColumn("{task.fields[left]}"), console=console) if console.is_terminal else None
+
+    def __enter__(self) -> "_Progress":
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._runs, left="")
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begin(self, cell: dict[str, Any], repeat: int) -> None:
+        """A run begins."""
+        self._began, self._name = time.monotonic(), f"{cell['sync']} on {cell['nodes']}, repeat {repeat + 1}"
+        if self._bar is not None:
+            self._bar.update(self._task, description=self._name)
+
+    def done(self, outcome: dict[str, Any]) -> None:
+        """A run has ended."""
+        self._done += 1
+        self._seconds.append(time.monotonic() - self._began)
+        left = f"{_duration(statistics.fmean(self._seconds) * (self._runs - self._done))} left"
+        if outcome["status"] == "done":
+            step, sync = (statistics.fmean(rank["seconds"][name] for rank in outcome["ranks"]) for name in ("step", "sync"))
+            words = f"{step:.3f} s a step, {sync:.3f} of it sync"
+        else:
+            words = f"FAILED: {outcome['message']}"
+        console.print(f"[{self._done}/{self._runs}] {self._name}: {words} ({self._seconds[-1]:.0f} s; {left})", markup=False,
+                      soft_wrap=True)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, left=left)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"

@@ -1,0 +1,53 @@
+"""Least-squares fits of what was measured, with 95 % intervals; the errors count relatively, so that small and large
+messages weigh the same."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import lsq_linear
+from scipy.stats import t as students_t
+
+
+@dataclass(frozen=True)
+class Fit:
+    """``values`` with their 95 % ``intervals``, and how good they are: the largest relative error over the points."""
+
+    values: tuple[float, ...]
+    intervals: tuple[tuple[float, float], ...]
+    worst_relative_error: float
+    points: tuple[tuple[float, float, float], ...]
+    """What was varied (bytes, samples), seconds measured, seconds fitted."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+def fit(columns: Sequence[Sequence[float]], seconds: Sequence[float], *, varied: Sequence[float],
+        known: Sequence[float] | None = None) -> Fit:
+    """Return the values, none below 0, with which the sum of values x columns, and ``known`` seconds, come nearest.
+
+    columns : one a value, each with an entry a measurement. Intervals are those of the linear model (Student's t over the
+    relative residuals), cut at 0.
+    """
+    measured = np.asarray(seconds, dtype=float)
+    matrix = np.asarray(columns, dtype=float).T / measured[:, None]
+    target = (measured - (0.0 if known is None else np.asarray(known, dtype=float))) / measured
+    scale = np.abs(matrix).max(axis=0)
+    scale[scale == 0] = 1.0
+    scaled = matrix / scale
+    values = lsq_linear(scaled, target, bounds=(0, np.inf)).x
+    residuals = scaled @ values - target
+    freedom = len(measured) - len(values)
+    half = np.full(len(values), np.inf)
+    if freedom > 0:
+        covariance = np.linalg.pinv(scaled.T @ scaled) * (residuals @ residuals) / freedom
+        half = students_t.ppf(0.975, freedom) * np.sqrt(np.diag(covariance))
+    fitted = measured * (1 + residuals)
+    return Fit(tuple((values / scale).tolist()),
+               tuple((max(0.0, low), high) for low, high in zip(((values - half) / scale).tolist(),
+                                                                 ((values + half) / scale).tolist(), strict=True)),
+               float(np.abs(residuals).max()),
+               tuple(zip(map(float, varied), measured.tolist(), fitted.tolist(), strict=True)))

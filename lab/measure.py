@@ -1,0 +1,195 @@
+"""What one rank measures for a calibration: messages, memory, compute. ``measure_rank`` is the walk.
+
+Everything is measured in turns, as often as the plan says, so that a machine that drifts distorts all alike. Sizes are in
+bytes, times in seconds.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.distributed import World, gather_objects
+from common.memory import keep_freed_memory
+from common.records import environment, usable_cores
+from common.sync.traffic import KINDS
+from lab.trainer import Trainer
+
+_FLOAT_BYTES = 4
+_SPREAD = 7936  # between messages, in floats: they keep the alignment that tensors have
+_MEMORY_SIZES = (1 << 20, 1 << 22, 1 << 24)
+_OVERLAP_BYTES = 8_000_000
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What to measure.
+
+    Parameters
+    ----------
+    model, image : name of the model, and (height, width) of the images that it trains on.
+    sizes : of messages in bytes, each with the number of calls in a row that are timed together.
+    rounds, step_rounds : how often the messages and the training steps are gone through.
+    samples : of a training step where a rank has its machine alone; of ranks that share one each has its share.
+    steps : that are timed in each round for each number of samples.
+    limit_seconds : after which a rank ends its process.
+    """
+
+    model: str
+    image: tuple[int, int]
+    sizes: tuple[tuple[int, int], ...]
+    rounds: int
+    step_rounds: int
+    samples: tuple[int, ...]
+    steps: int
+    limit_seconds: float
+
+
+def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -> dict[str, Any]:
+    """Measure in the open process group; return the numbers of all ranks, on every rank. Collective.
+
+    ranks_here : ranks that share this machine; where there are several, rank 0 also computes alone, with all threads.
+    """
+    watchdog = threading.Timer(measures.limit_seconds, os._exit, args=[1])
+    watchdog.daemon = True
+    watchdog.start()
+    keep_freed_memory()
+    cores = usable_cores()
+    threads = max(1, cores // ranks_here)
+    torch.set_num_threads(threads)
+    with torch.no_grad():
+        found: dict[str, Any] = {"messages": time_messages(rank, size, measures), "memory": time_memory(measures)}
+    trainer = Trainer(measures.model, measures.image, most_samples=max(measures.samples))
+    mine = tuple(max(2, samples // ranks_here) for samples in measures.samples)
+    found["together"] = trainer.time_steps(mine, rounds=measures.step_rounds, steps=measures.steps, after_step=_meet)
+    found["ready"] = trainer.time_gradients(mine[-1])
+    found["overlap"] = [_overlap(trainer, mine[-1]) for _ in range(measures.rounds)]
+    if ranks_here > 1:
+        found["alone"] = _alone(trainer, rank, cores, measures)
+    found |= {"threads": threads, "environment": environment()}
+    everyone = gather_objects(World(rank=rank, size=size), found)
+    watchdog.cancel()
+    return {"ranks": everyone, "gradients": trainer.gradients, "cores": cores, "ranks_here": ranks_here}
+
+
+def time_messages(rank: int, size: int, measures: Measures) -> dict[str, list[list[float]]]:
+    """Return for each kind of operation [bytes, seconds, seconds without it] of each of its sizes and rounds, from a common
+    beginning until every rank has what it is to have.
+
+    A tiny all_reduce follows each call, since a sender alone would be timed until it has filled a buffer; the last entry is
+    what that takes by itself, measured in the same turn. Each call takes another part of the memory, as gradients lie.
+    """
+    arena = torch.zeros(2 * measures.sizes[-1][0] // _FLOAT_BYTES + _SPREAD).fill_(0.0)
+    found: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+    calls = {kind: message_call(kind, rank, size) for kind in KINDS}
+    for turn in range(-1, measures.rounds):  # the first turn warms up
+        for nbytes, repeats in measures.sizes:
+            parts = _parts(arena, nbytes, repeats)
+            nothing = _timed(lambda _: None, parts)
+            for kind, call in calls.items():
+                seconds = _timed(call, parts)
+                if turn >= 0:
+                    found[kind].append([nbytes, seconds, nothing])
+    return found
+
+
+def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
+    """Return the blocking call of that kind as a strategy makes it, of one tensor."""
+    def everyones(tensor: Tensor) -> list[Tensor] | None:
+        return [torch.empty_like(tensor) for _ in range(size)]
+
+    def exchange(tensor: Tensor) -> None:
+        received = torch.empty_like(tensor)
+        works = [dist.isend(tensor, (rank + 1) % size), dist.irecv(received, (rank - 1) % size)]
+        for work in works:
+            work.wait()
+
+    return {
+        "all_reduce": dist.all_reduce,
+        "reduce": lambda tensor: dist.reduce(tensor, dst=0),
+        "broadcast": lambda tensor: dist.broadcast(tensor, src=0),
+        "gather": lambda tensor: dist.gather(tensor, everyones(tensor) if rank == 0 else None, dst=0),
+        "scatter": lambda tensor: dist.scatter(torch.empty_like(tensor), [tensor] * size if rank == 0 else None, src=0),
+        "all_gather": lambda tensor: dist.all_gather(everyones(tensor), tensor),
+        "exchange": exchange,
+    }[kind]
+
+
+def _parts(arena: Tensor, nbytes: int, repeats: int) -> list[Tensor]:
+    count = max(1, nbytes // _FLOAT_BYTES)
+    places = range(0, repeats * (count + _SPREAD), count + _SPREAD)
+    return [arena[place % (len(arena) - count):][:count] for place in places]
+
+
+def _timed(call: Callable[[Tensor], object], parts: list[Tensor]) -> float:
+    """Seconds of one call with the tiny all_reduce behind it."""
+    _meet()
+    began = time.perf_counter()
+    for part in parts:
+        call(part)
+        _meet()
+    return (time.perf_counter() - began) / len(parts)
+
+
+def _meet(_step: int = 0) -> None:
+    dist.all_reduce(torch.zeros(2))
+
+
+def time_memory(measures: Measures) -> dict[str, list[list[float]]]:
+    """Return [bytes, seconds] of adding a buffer to another and of copying one, all ranks at once."""
+    arena = torch.zeros(8 * _MEMORY_SIZES[-1] // _FLOAT_BYTES).fill_(0.0)
+    found: dict[str, list[list[float]]] = {"sum": [], "copy": []}
+    for turn in range(-1, measures.rounds):
+        for nbytes in _MEMORY_SIZES:
+            parts = _parts(arena, nbytes, 8)
+            for name, act in (("sum", Tensor.add_), ("copy", Tensor.copy_)):
+                _meet()
+                began = time.perf_counter()
+                for part, other in zip(parts[::2], parts[1::2], strict=True):
+                    act(part, other)
+                seconds = (time.perf_counter() - began) / (len(parts) // 2)
+                if turn >= 0:
+                    found[name].append([nbytes, seconds])
+    return found
+
+
+def _overlap(trainer: Trainer, samples: int) -> dict[str, float]:
+    """Return the seconds of backward alone, of messages alone, and of backward while these messages are under way."""
+    _meet()
+    alone = trainer.backward_seconds(samples)
+    one = _timed(lambda tensor: _send(1, tensor)(), [torch.zeros(_OVERLAP_BYTES // _FLOAT_BYTES)] * 4)
+    counts = torch.tensor([max(1.0, 0.5 * alone / one)])  # within backward all of them, and enough to be seen
+    dist.all_reduce(counts, op=dist.ReduceOp.MIN)
+    tensor, count = torch.zeros(_OVERLAP_BYTES // _FLOAT_BYTES), int(counts)
+    messages = _timed(lambda tensor: _send(count, tensor)(), [tensor])
+    wait: list[Callable[[], None]] = []
+    both = trainer.backward_seconds(samples, before=lambda: wait.append(_send(count, tensor)))
+    wait[0]()
+    return {"backward": alone, "messages": messages, "both": both}
+
+
+def _send(count: int, tensor: Tensor) -> Callable[[], None]:
+    """Begin so many messages, one behind the other as each takes both cores' time; return what waits for them."""
+    works = [dist.all_reduce(tensor.clone(), async_op=True) for _ in range(count)]
+
+    def wait() -> None:
+        for work in works:
+            work.wait()
+
+    return wait
+
+
+def _alone(trainer: Trainer, rank: int, cores: int, measures: Measures) -> list[dict[str, float]]:
+    """Time rank 0's steps with all of the machine's threads while the other ranks wait for it, step by step."""
+    if rank == 0:
+        torch.set_num_threads(cores)
+        return trainer.time_steps(measures.samples, rounds=measures.step_rounds, steps=measures.steps, after_step=_meet)
+    for _ in range(trainer.number_of_steps(len(measures.samples), rounds=measures.step_rounds, steps=measures.steps)):
+        _meet()
+    return []

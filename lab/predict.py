@@ -1,0 +1,187 @@
+"""``lab predict``: the table for nodes nobody has, from a calibration, in a moment: no torch is imported."""
+
+import argparse
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from common.errors import UserError
+from common.sync import STRATEGIES
+from lab.calibration import Calibration, find_calibration
+from lab.compute import LEAST_SAMPLES, StepCompute, local_samples
+from lab.cost_model import HEADERS, LARGEST_NODES, Network, Plan, Prediction, predict_step
+from lab.torchless import plans
+
+SCALINGS = ("strong", "weak")
+_RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+_WIDTH = 100
+_OPTIONS = ("bucket_mb", "topk_ratio", "powersgd_rank", "averaging_period")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy on so many nodes; ``prediction`` None where the strategy has no formula, ``speedup`` over one node (of a
+    weak scaling: of the samples a second), ``efficiency`` = speedup / nodes; ``note`` where it holds only with a word."""
+
+    sync: str
+    nodes: int
+    prediction: Prediction | None
+    speedup: float | None
+    efficiency: float | None
+    note: str = ""
+
+
+def parse_rate(text: str | None) -> float | None:
+    """Return bits a second of "1gbit", "200mbit", "10gbit/s"; None of None."""
+    return _parse(text, _RATE_UNITS, "--rate", "1gbit, 200mbit or 10gbit")
+
+
+def parse_latency(text: str | None) -> float | None:
+    """Return seconds of "0.2ms", "50us", "1s"; None of None."""
+    return _parse(text, _TIME_UNITS, "--latency", "0.2ms or 50us")
+
+
+def _parse(text: str | None, units: Mapping[str, float], flag: str, examples: str) -> float | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zµ]+?)(/s|ps)?\s*", text.lower().replace("µ", "u"))
+    if match is None or match[2] not in units or (match[3] and "s" in units):
+        raise UserError(f"{flag}: got {text!r}, give a number with a unit ({', '.join(units)}), for example {examples}")
+    value = float(match[1]) * units[match[2]]
+    if value <= 0:
+        raise UserError(f"{flag}: got {text!r}, give more than 0, for example {examples}")
+    return value
+
+
+def network_of(calibration: Calibration, rate_bits: float | None, latency_seconds: float | None) -> Network:
+    """Return the network to predict for: the calibration's, or other links under the same software."""
+    return calibration.network.over(rate_bits=rate_bits, latency_seconds=latency_seconds)
+
+
+def compute_of(calibration: Calibration, nodes: int, *, batch_size: int, scaling: str, own_machines: bool) -> StepCompute:
+    """Return a rank's step among ``nodes``: each on a machine of its own, or all on the one that was calibrated."""
+    here = 1 if own_machines else nodes if calibration.over_loopback else min(nodes, calibration.ranks_here)
+    return calibration.compute.at(local_samples(batch_size, nodes, scaling=scaling), ranks_here=here)
+
+
+def predict_table(nodes: Sequence[int], rate_bits: float | None, latency_seconds: float | None, strategies: Mapping[str, Plan],
+                  batch_size: int, scaling: str, calibration: Calibration) -> list[Row]:
+    """Return a row for each number of nodes and each strategy.
+
+    strategies : by name, from ``lab.torchless.plans``. Without rate and latency the ranks stand where the calibration's did:
+    those of one over loopback share its machine. Raises UserError on values out of range.
+    """
+    for count in nodes:
+        if not 1 <= count <= LARGEST_NODES:
+            raise UserError(f"--nodes: got {count}, give 1 to {LARGEST_NODES:,}")
+    if scaling not in SCALINGS:
+        raise UserError(f"--scaling: got {scaling!r}, choose {' or '.join(SCALINGS)}")
+    if batch_size < LEAST_SAMPLES:
+        raise UserError(f"--batch-size: got {batch_size}, give {LEAST_SAMPLES} or more")
+    own_machines = rate_bits is not None or latency_seconds is not None
+    network = network_of(calibration, rate_bits, latency_seconds)
+    alone = compute_of(calibration, 1, batch_size=batch_size, scaling=scaling, own_machines=own_machines).seconds
+    rows = []
+    for count in nodes:
+        compute = compute_of(calibration, count, batch_size=batch_size, scaling=scaling, own_machines=own_machines)
+        note = _note(calibration, count, batch_size=batch_size, scaling=scaling, own_machines=own_machines)
+        for name, strategy in strategies.items():
+            rows.append(_row(name, strategy, count, calibration, network, compute, alone, scaling=scaling, note=note))
+    return rows
+
+
+def _row(name: str, strategy: Plan, nodes: int, calibration: Calibration, network: Network, compute: StepCompute, alone: float,
+         *, scaling: str, note: str) -> Row:
+    if name == "none" and nodes > 1:
+        note = "no exchange: each node trains a model of its own"
+    try:
+        prediction = predict_step(strategy, calibration.gradients, nodes, network=network, compute=compute)
+    except NotImplementedError:
+        return Row(name, nodes, None, None, None, "no formula")
+    ratio = alone / prediction.step_seconds
+    speedup = nodes * ratio if scaling == "weak" else ratio
+    return Row(name, nodes, prediction, speedup, speedup / nodes, note)
+
+
+def _note(calibration: Calibration, nodes: int, *, batch_size: int, scaling: str, own_machines: bool) -> str:
+    if scaling == "strong" and nodes * LEAST_SAMPLES > batch_size:
+        return f"global batch {nodes * LEAST_SAMPLES:,}: BatchNorm needs two samples a node"
+    if not own_machines and calibration.over_loopback and nodes > calibration.cores:
+        return f"{nodes} ranks share {calibration.cores} cores: beyond what was measured"
+    return ""
+
+
+def main_predict(args: argparse.Namespace) -> int:
+    """Print the table, or JSON; return the exit status. Raises UserError on wrong values.
+
+    ``args`` : nodes (list of int), sync (list of names, or ["all"]), rate, latency (text or None), batch_size, scaling,
+    calibration (Path or None), json; and, where given, the strategies' options ``_OPTIONS``.
+    """
+    calibration, is_reference = find_calibration(args.calibration)
+    names = list(STRATEGIES) if "all" in args.sync else list(dict.fromkeys(args.sync))
+    options = {name: value for name in _OPTIONS if (value := getattr(args, name, None)) is not None}
+    rate, latency = parse_rate(args.rate), parse_latency(args.latency)
+    rows = predict_table(args.nodes, rate, latency, plans(names, options), args.batch_size, args.scaling, calibration)
+    told = _told(calibration, rate, latency, batch_size=args.batch_size, scaling=args.scaling, is_reference=is_reference)
+    if args.json:
+        print(json.dumps({"format": 1, "about": told, "rows": [asdict(row) for row in rows]}, indent=1))
+        return 0
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)  # a file or a pipe has no width of its own
+    for line in told:
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(_table(rows))
+    for note in dict.fromkeys(f"{row.nodes:,} nodes: {row.note}" for row in rows if row.note and row.prediction):
+        console.print(note, markup=False, soft_wrap=True)
+    return 0
+
+
+def _told(calibration: Calibration, rate: float | None, latency: float | None, *, batch_size: int, scaling: str,
+          is_reference: bool) -> list[str]:
+    """What a reader must know before the numbers."""
+    source = f"calibrated on {calibration.name}, {calibration.made}" + (", quickly" if calibration.quick else "")
+    if is_reference:
+        source = (f"NOT this machine: {source}, comes with the project. `lab calibrate` measures this one")
+    network = network_of(calibration, rate, latency)
+    ring = network.rate("all_reduce")
+    where = "each node a machine like that one" if rate is not None or latency is not None else (
+        "all nodes ranks of that one machine, over loopback" if calibration.over_loopback else "the nodes of the calibration")
+    link = f"{rate / 1e6:,.0f} Mbit/s and {HEADERS - 1:.0%} of headers" if rate is not None else "bandwidth as measured"
+    return [source, f"{calibration.model}, {sum(calibration.gradients) / 1e6:.1f} MB of gradients, "
+            f"{'global batch' if scaling == 'strong' else 'batch a node'} {batch_size}; {where}",
+            f"network: {link}, {ring.alpha_seconds * 1e3:.3g} ms a message (all_reduce), "
+            f"{ring.beta_seconds_per_byte * 1e9:.3g} ns a byte; summing {network.gamma_seconds_per_byte * 1e9:.2g} ns a byte"]
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    """Within 80 columns, so that no name is cut."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in ("strategy", "nodes", "step", "speed\nup", "effi-\nciency", "exposed\nsync", "root\nsends", "others\nsend",
+                    "bound by"):
+        table.add_column(heading, justify="left" if heading in ("strategy", "bound by") else "right", no_wrap=True)
+    for row in rows:
+        one = row.prediction
+        if one is None:
+            table.add_row(row.sync, str(row.nodes), *["-"] * 6, row.note)
+            continue
+        table.add_row(row.sync, str(row.nodes), _seconds(one.step_seconds), f"{row.speedup:.3g}", f"{row.efficiency:.2g}",
+                      _seconds(one.sync_seconds), _bytes(one.bytes_sent_root), _bytes(one.bytes_sent_others), one.bound)
+    return table
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f} s" if value >= 100 else f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _bytes(value: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f} B"

@@ -1,0 +1,200 @@
+"""The figures of lines and points: speed-up over nodes, loss over steps, predicted against measured.
+
+As in ``lab.report.figures``, each ``draw_*`` takes a block and raises NothingToShowError where there is nothing to show.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from lab.report.style import DASHES, INK, PAPER, NothingToShowError, color, grid, marker, title
+from lab.report.view import Block, Row, by_seed, largest_difference, percent
+
+_LOG = 6  # axes whose ends lie further apart than this factor are logarithmic
+_ONE_LINE = 0.01  # losses nearer to each other than this share of the axis are one line to the eye
+
+
+def draw_scaling(block: Block, *, narrow: bool) -> Figure:
+    """Draw each strategy's speed-up over nodes in a panel of its own, the others faint, the ideal dashed, efficiency in %."""
+    one = block.baseline
+    if one is None:
+        raise NothingToShowError("without the cell of one node there is nothing to relate the others to")
+    curves = {sync: [row for row in block.measured if row.sync == sync and row.nodes > 1 and row.speedup]
+              for sync in block.syncs}
+    curves = {sync: rows for sync, rows in curves.items() if rows}
+    if not curves:
+        raise NothingToShowError("no cell on more than one node has ended yet")
+    columns = 2 if narrow else min((5, 4, 3), key=lambda width: (-len(curves) % width, -width))
+    figure, axes = grid(len(curves), narrow=narrow, columns=columns, height=1.75, extra=0.45, sharex=True, sharey=True)
+    counts = [1, *block.nodes]
+    top = max([*counts, *(row.speedup for rows in curves.values() for row in rows)])
+    for axis, (sync, rows) in zip(axes, curves.items(), strict=True):
+        _scaling_panel(axis, sync, rows, [others for name, others in curves.items() if name != sync], counts)
+        axis.set_xlim(counts[0] - 0.2, counts[-1] * 1.12 + 0.15)
+        axis.set_ylim(0, top * 1.12)
+        if counts[-1] > 8:
+            axis.set(xscale="log", xlim=(0.85, counts[-1] * 1.5))
+        axis.xaxis.set_major_locator(FixedLocator(counts))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axis.tick_params(labelbottom=True)
+    figure.supxlabel("nodes", fontsize=9)
+    figure.supylabel("speed-up, times" if block.scaling == "strong" else "throughput, times one node's", fontsize=9)
+    title(figure, "Speed-up over nodes, efficiency in %" if block.scaling == "strong"
+          else "Throughput over nodes (weak scaling), efficiency in %", emulated=block.emulated)
+    return figure
+
+
+def _scaling_panel(axis: Axes, sync: str, rows: Sequence[Row], others: Sequence[Sequence[Row]], counts: Sequence[int]) -> None:
+    axis.plot(counts, counts, color=INK, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
+    for other in others:
+        axis.plot([1, *(row.nodes for row in other)], [1, *(row.speedup for row in other)], color=INK, linewidth=0.8, alpha=0.15)
+    axis.plot([1, *(row.nodes for row in rows)], [1, *(row.speedup for row in rows)], color=color(sync), linewidth=1.8,
+              marker=marker(sync), markersize=5)
+    for row in rows:
+        if row.speedup_interval:
+            axis.plot([row.nodes] * 2, row.speedup_interval, color=color(sync), linewidth=1.2)
+        above = row.speedup < 0.6 * row.nodes  # towards the free side of the ideal line
+        inner = row.nodes < counts[-1] and not above
+        end = (max if above else min)(row.speedup_interval or [row.speedup])
+        axis.annotate(percent(row.efficiency), (row.nodes, end), xytext=(4 if inner else 0, 5 if above else -4),
+                      textcoords="offset points", ha="left" if inner else "center", va="bottom" if above else "top", fontsize=8,
+                      bbox={"facecolor": PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.6})
+    axis.set_title(sync, fontsize=9)
+    axis.grid(axis="y")
+
+
+def draw_loss(block: Block, *, narrow: bool) -> Figure:
+    """Draw the loss over the steps, a panel a number of nodes: exact strategies solid, lossy ones dashed."""
+    panels = [nodes for nodes in block.nodes if any(by_seed(row) for row in block.at(nodes))]
+    if not panels:
+        raise NothingToShowError("no cell with losses has ended yet")
+    figure, axes = grid(len(panels), narrow=narrow, columns=1 if narrow else 2, height=2.6 if narrow else 2.9, extra=0.9,
+                        sharey=True)
+    handles: dict[str, Line2D] = {}
+    for axis, nodes in zip(axes, panels, strict=True):
+        for handle in _loss_panel(axis, block, nodes):
+            handles.setdefault(str(handle.get_label()), handle)
+        axis.set(xlabel="step", title=f"{nodes} node{'s' if nodes > 1 else ''}")
+        axis.tick_params(labelleft=True)
+        axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axis.grid()
+    for axis in axes[::1 if narrow else 2]:
+        axis.set_ylabel("training loss (global batch)")
+    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=2 if narrow else 4, handlelength=3)
+    title(figure, "Loss over steps", emulated=block.emulated)
+    return figure
+
+
+def shared_seed(rows: Sequence[Row]) -> int | None:
+    """The seed that most of ``rows`` have losses of."""
+    seeds = [seed for row in rows for seed in by_seed(row)]
+    return max(sorted(set(seeds)), key=seeds.count) if seeds else None
+
+
+def _loss_panel(axis: Axes, block: Block, nodes: int) -> list[Line2D]:
+    rows = block.at(nodes)
+    seed = shared_seed(rows)
+    curves = {row.sync: by_seed(row)[seed] for row in rows if seed in by_seed(row)}
+    one = block.baseline
+    handles = []
+    if one and nodes > 1 and seed in by_seed(one) and block.scaling == "strong":
+        handles += _line(axis, by_seed(one)[seed], label="none (1 node)", color=color("none"), linewidth=1.2,
+                         linestyle=(0, (1, 1.5)))
+    exact = [row for row in rows if row.exact and row.sync in curves]
+    difference = largest_difference(exact)
+    values = [value for curve in curves.values() for value in curve.values()]
+    height = max(values) - min(values)
+    if difference and len(exact) > 2 and difference.value <= _ONE_LINE * height:
+        longest = max((curves[row.sync] for row in exact), key=len)
+        handles += _line(axis, longest, label="exact strategies, on one another", color=INK, linewidth=1.8)
+    else:
+        for index, row in enumerate(exact):
+            handles += _line(axis, curves[row.sync], label=row.sync, color=color(row.sync), linewidth=max(1.0, 3.2 - 0.5 * index))
+    for index, row in enumerate(row for row in rows if not row.exact and row.sync in curves):
+        handles += _line(axis, curves[row.sync], label=f"{row.sync} (not exact)", color=color(row.sync), linewidth=1.6,
+                         linestyle=DASHES[index % len(DASHES)])
+    return handles
+
+
+def _line(axis: Axes, curve: dict[int, float], **options: object) -> list[Line2D]:
+    steps = sorted(curve)
+    return axis.plot(steps, [curve[step] for step in steps], marker="." if len(steps) == 1 else None, **options)
+
+
+def draw_prediction(block: Block, *, narrow: bool) -> Figure:
+    """Draw measured over predicted step times with the diagonal and a band of 20 %; cells in scope filled, others hollow."""
+    rows = [row for row in block.measured if row.predicted]
+    if not rows:
+        raise NothingToShowError("no cell has both a prediction and a measurement")
+    panels = [nodes for nodes in block.nodes if any(row.nodes == nodes for row in rows)] or [1]
+    figure, axes = grid(len(panels), narrow=narrow, columns=1 if narrow else 2, height=3.4 if narrow else 3.6, extra=0.55)
+    for axis, nodes in zip(axes, panels, strict=True):
+        _prediction_panel(axis, [row for row in rows if row.nodes == nodes])
+        axis.set(xlabel="predicted, seconds a step", ylabel="measured, seconds a step",
+                 title=f"{nodes} node{'s' if nodes > 1 else ''}")
+    handles = [Line2D([], [], color=INK, linewidth=1, label="measured = predicted; band: within 20 %"),
+               Line2D([], [], color=INK, marker="o", linestyle="", label="in scope"),
+               Line2D([], [], color=INK, marker="o", markerfacecolor=PAPER, linestyle="", label="out of scope")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=1 if narrow else 3)
+    title(figure, "Predicted against measured", emulated=block.emulated)
+    return figure
+
+
+def _prediction_panel(axis: Axes, rows: Sequence[Row]) -> None:
+    values = [value for row in rows for value in (row.predicted, row.step)]
+    low, high = min(values) / 1.15, max(values) * 1.15
+    if high / low > _LOG:
+        axis.set(xscale="log", yscale="log")
+        for dimension in (axis.xaxis, axis.yaxis):
+            dimension.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            dimension.set_minor_locator(NullLocator())
+            dimension.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    else:
+        for dimension in (axis.xaxis, axis.yaxis):
+            dimension.set_major_locator(MaxNLocator(5))
+    ends = np.array([low, high])
+    axis.plot(ends, ends, color=INK, linewidth=1)
+    axis.fill_between(ends, ends / 1.2, ends / 0.8, color=INK, alpha=0.1, linewidth=0)
+    for row in rows:
+        axis.plot(row.predicted, row.step, marker=marker(row.sync), markersize=7, linestyle="", color=color(row.sync),
+                  markerfacecolor=color(row.sync) if row.in_scope else PAPER, markeredgewidth=1.5, zorder=3)
+    axis.set(xlim=(low, high), ylim=(low, high))
+    _label(axis, rows, low, high)
+    axis.grid()
+
+
+def _label(axis: Axes, rows: Sequence[Row], low: float, high: float) -> None:
+    """Name the points in a column at the right, spread so that no two names overlap, each with a line to its point."""
+    def scale(value: float) -> float:
+        return float(np.log(value / low) / np.log(high / low)) if high / low > _LOG else (value - low) / (high - low)
+
+    ordered = sorted(rows, key=lambda row: row.step)
+    gap = min(0.056, 1 / max(len(ordered), 1))
+    places = spread([scale(row.step) for row in ordered], gap)
+    for row, place in zip(ordered, places, strict=True):
+        axis.annotate(row.sync + (" (1 node)" if row.nodes == 1 else ""), (row.predicted, row.step), xytext=(1.05, place),
+                      textcoords="axes fraction", va="center", fontsize=8, annotation_clip=False,
+                      arrowprops={"arrowstyle": "-", "color": color(row.sync), "linewidth": 0.7, "alpha": 0.7,
+                                  "shrinkA": 0, "shrinkB": 4, "relpos": (0, 0.5)})
+
+
+def spread(places: Sequence[float], gap: float) -> list[float]:
+    """Move sorted ``places`` in 0..1 apart until neighbours lie ``gap`` apart, as little as needed, within 0..1."""
+    spots = np.asarray(places, dtype=float)
+    steps = gap * np.arange(len(spots))
+    # isotonic: of all admissible layouts the one nearest to the wanted places (pool adjacent violators)
+    blocks: list[list[float]] = []
+    for value in spots - steps:
+        blocks.append([value, 1])
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            mean, count = blocks.pop()
+            blocks[-1] = [(blocks[-1][0] * blocks[-1][1] + mean * count) / (blocks[-1][1] + count), blocks[-1][1] + count]
+    moved = np.concatenate([np.full(int(count), mean) for mean, count in blocks]) + steps if blocks else spots
+    limit = max(1 - steps[-1] if len(steps) else 1.0, 0)
+    return list(np.clip(moved - steps, 0, limit) + steps)

@@ -1,0 +1,151 @@
+"""The figures of rows: step time by section, bytes sent, peak memory; a row a strategy, a panel a number of nodes.
+
+Each ``draw_*`` takes a block and returns a figure for a wide or a narrow page; it raises NothingToShowError where the block holds
+nothing for it. ``lab.report.curves`` has the figures of lines and points.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from lab.report.style import INK, PAPER, SECTIONS, NothingToShowError, color, grid, section_patch, title
+from lab.report.view import Block, Row, seconds_text
+
+_ROW = 0.235  # inches a bar takes with its gap
+MB = 1e6
+
+
+def draw_step_time(block: Block, *, narrow: bool) -> Figure:
+    """Draw a step's seconds stacked by section, its median at the bar's end with the 95 % interval as whisker."""
+    if not block.measured:
+        raise NothingToShowError("no cell has ended yet")
+    totals = [high for row in block.measured for high in (row.step, *(row.interval("step") or ()))]
+    split = all(row.median("wait") is not None for row in block.measured)
+    names = [name for name in SECTIONS if name not in (() if not split else ("sync",))]
+    figure, axes = row_panels(block, narrow=narrow, draw=partial(_stack, right=max(totals)), extra=0.75 if narrow else 0.55)
+    for axis in axes:
+        axis.set(xlabel="seconds a step", xlim=(0, max(totals) * (1.2 if narrow else 1.25)))
+        axis.xaxis.set_major_locator(MaxNLocator(5))
+    handles = [section_patch(name) for name in names] + [
+        Line2D([], [], color=INK, linewidth=1.2, marker="|", markersize=6, label="median, 95 % interval")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2 if narrow else 4, handlelength=1.4, columnspacing=1.2)
+    title(figure, "Time of a step, by section", emulated=block.emulated)
+    return figure
+
+
+def _stack(axis: Axes, y: float, row: Row, *, right: float) -> None:
+    left = 0.0
+    split = row.median("wait") is not None and row.median("wire") is not None
+    for name, fill in SECTIONS.items():
+        seconds = row.median(name)
+        if seconds and name not in (("sync",) if split else ("wait", "wire")):
+            bars: BarContainer = axis.barh(y, seconds, left=left, height=0.7, color=fill, edgecolor=PAPER, linewidth=0.5,
+                                           hatch="////" if name == "wait" else None)
+            assert len(bars) == 1
+            left += seconds
+    low, high = row.interval("step") or (row.step, row.step)
+    axis.plot([row.step] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
+    axis.plot([low, high], [y, y], color=INK, linewidth=1.2)
+    axis.text(max(left, high, row.step) + right * 0.015, y, seconds_text(row.step, row.step), va="center", fontsize=8)
+
+
+def draw_bytes(block: Block, *, narrow: bool) -> Figure:
+    """Draw what the root and what each other rank sends in a step, joined by a line where they differ."""
+    rows = [row for row in block.measured if row.nodes > 1 and row.median("root_bytes_sent") is not None]
+    if not rows:
+        raise NothingToShowError("no cell on more than one node has ended and counted its bytes")
+    values = [value / MB for row in rows for value in _sent(row)]
+    positive = [value for value in values if value > 0]
+    log = bool(positive) and max(positive) / min(positive) > 15
+    floor = min(positive) / 2 if log else 0.0
+    figure, axes = row_panels(block, narrow=narrow, draw=partial(_dumbbell, floor=floor), baseline=False,
+                              extra=0.5 if narrow else 0.35)
+    for axis in axes:
+        axis.set(xlabel="MB sent a step" + (" (log scale)" if log else ""))
+        if log:
+            axis.set_xscale("log")
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_xlim(floor * 0.8, max(positive) * 1.7)
+        else:
+            axis.set_xlim(-0.04 * max(values), max(values) * 1.1 or 1)
+    handles = [Line2D([], [], color=INK, marker="s", linestyle="", markersize=5, label="root (rank 0)"),
+               Line2D([], [], color=INK, marker="o", linestyle="", markersize=9, markerfacecolor=PAPER,
+                      label="each of the others (mean)")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, handlelength=1)
+    title(figure, "Bytes sent in a step", emulated=block.emulated)
+    return figure
+
+
+def _sent(row: Row) -> list[float]:
+    values = (row.median("root_bytes_sent"), row.median("others_bytes_sent"))
+    return [value for value in values if value is not None]
+
+
+def _dumbbell(axis: Axes, y: float, row: Row, *, floor: float) -> None:
+    sent = [max(value / MB, floor) for value in _sent(row)]
+    if not sent:
+        axis.annotate("  bytes not counted", (0, y), xycoords=("axes fraction", "data"), va="center", fontsize=8, style="italic")
+        return
+    axis.plot(sent, [y] * len(sent), color=color(row.sync), linewidth=2, alpha=0.6, zorder=2)
+    if len(sent) > 1:
+        axis.plot(sent[1], y, marker="o", markersize=9.5, markerfacecolor=PAPER, markeredgecolor=color(row.sync),
+                  markeredgewidth=1.4, zorder=3)
+    axis.plot(sent[0], y, marker="s", markersize=5, color=color(row.sync), zorder=4)  # within the circle where they are equal
+
+
+def draw_memory(block: Block, *, narrow: bool) -> Figure:
+    """Draw the peak memory of a rank: bars to the mean over ranks, a tick at the rank that took most."""
+    rows = [row for row in block.measured if row.median("peak_memory_bytes")]
+    if not rows:
+        raise NothingToShowError("no cell has ended and recorded its memory")
+    largest = max(max([row.median("peak_memory_bytes"), *row.per_rank("peak_memory_bytes")]) / MB for row in rows)
+    figure, axes = row_panels(block, narrow=narrow, draw=partial(_memory_bar, right=largest), extra=0.25)
+    for axis in axes:
+        axis.set(xlabel="peak memory of a rank, MB", xlim=(0, largest * (1.2 if narrow else 1.25)))
+        axis.xaxis.set_major_locator(MaxNLocator(5))
+    title(figure, "Peak memory of a rank", emulated=block.emulated)
+    return figure
+
+
+def _memory_bar(axis: Axes, y: float, row: Row, *, right: float) -> None:
+    peak = row.median("peak_memory_bytes")
+    if not peak:
+        axis.annotate("  not recorded", (0, y), xycoords=("axes fraction", "data"), va="center", fontsize=8, style="italic")
+        return
+    axis.barh(y, peak / MB, height=0.7, color=color(row.sync))
+    most = max([peak, *row.per_rank("peak_memory_bytes")]) / MB
+    axis.plot([most] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
+    axis.text(max(most, peak / MB) + right * 0.015, y, f"{peak / MB:,.0f}", va="center", fontsize=8)
+
+
+def row_panels(block: Block, *, narrow: bool, draw: Callable[[Axes, float, Row], None], baseline: bool = True,
+               extra: float = 0.0) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure with a panel a number of nodes and a row a strategy, each drawn by ``draw(axes, y, row)``.
+
+    The one-node cell stands first in every panel. A cell without numbers says why in its row.
+    """
+    one = block.find("none", 1) if baseline and block.nodes != [1] else None
+    syncs = block.syncs
+    labels = ([f"{one.sync} (1 node)"] if one else []) + syncs
+    figure, axes = grid(len(block.nodes), narrow=narrow, columns=1 if narrow else 3, height=len(labels) * _ROW + 0.75,
+                        extra=extra, sharex=not narrow, sharey=not narrow)
+    for index, (axis, nodes) in enumerate(zip(axes, block.nodes, strict=True)):
+        for y, row in enumerate(([one] if one else []) + [block.find(sync, nodes) for sync in syncs]):
+            if row is not None and row.measured:
+                draw(axis, y, row)
+            else:
+                text = "not run" if row is None else row.status
+                axis.annotate(f"  {text}", (0, y), xycoords=("axes fraction", "data"), va="center", fontsize=8, style="italic")
+        axis.set(title=f"{nodes} node{'s' if nodes > 1 else ''}", ylim=(len(labels) - 0.4, -0.6))
+        axis.set_yticks(range(len(labels)), labels)
+        axis.tick_params(axis="y", length=0, labelleft=narrow or index % 3 == 0)
+        if one:
+            axis.axhline(0.5, color=INK, linewidth=0.6, alpha=0.35)
+        axis.grid(axis="x")
+        axis.set_axisbelow(True)
+    return figure, axes

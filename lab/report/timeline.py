@@ -1,0 +1,149 @@
+"""One step as lanes: a lane a rank with its sections, each message below it; as a figure and as a trace for Perfetto.
+
+``overlap`` is the share of a rank's message time that lies before the end of its backward. Waiting is drawn from a rank's
+last gradient to the last gradient of the slowest rank, as far as its sync section reaches.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from lab.report.style import INK, PAPER, SECTIONS, NothingToShowError, grid, section_patch, title
+from lab.report.view import percent
+
+Span = tuple[float, float]
+_DRAWN_LANES = 6  # rows of messages a rank gets at most; further ones share the last
+_KINDS = ("#8467c9", "#11998a", "#df8b1f", "#e0568c", "#4aa3df", "#7d9b2c", "#a8714f")
+
+
+def union(spans: Sequence[Sequence[float]]) -> list[Span]:
+    """Return the disjoint intervals that ``spans`` cover, in order; empty and reversed ones are left out."""
+    merged: list[Span] = []
+    for begin, end in sorted((span[0], span[1]) for span in spans if span[1] > span[0]):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def backward_end(rank: Mapping[str, Any]) -> float | None:
+    """When this rank's last gradient was there."""
+    return max((end for _, end in (rank.get("sections") or {}).get("backward") or []), default=None)
+
+
+def overlap(rank: Mapping[str, Any]) -> float | None:
+    """The share of the time of a rank's messages (their union) that lies before the end of its backward."""
+    spans = union([(message["begin"], message["end"]) for message in rank.get("messages") or []])
+    end, total = backward_end(rank), sum(end - begin for begin, end in spans)
+    return None if end is None or total <= 0 else sum(max(0.0, min(e, end) - b) for b, e in spans) / total
+
+
+def mean_overlap(timeline: Mapping[str, Any]) -> float | None:
+    """The mean of ``overlap`` over the ranks that sent messages."""
+    shares = [share for rank in timeline.get("ranks") or [] if (share := overlap(rank)) is not None]
+    return fmean(shares) if shares else None
+
+
+def sync_parts(timeline: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str, list[Span]]:
+    """Split a rank's sync into "wait", up to the last gradient of the slowest rank, and "wire", what follows."""
+    ends = [end for other in timeline["ranks"] if (end := backward_end(other)) is not None]
+    slowest = max(ends, default=float("-inf"))
+    spans = [(begin, end) for begin, end in (rank.get("sections") or {}).get("sync") or []]
+    parts = {"wait": [(begin, min(end, slowest)) for begin, end in spans],
+             "wire": [(max(begin, slowest), end) for begin, end in spans]}
+    return {name: [(begin, end) for begin, end in pieces if end > begin] for name, pieces in parts.items()}
+
+
+def lanes(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Share messages out over the fewest lanes in which none overlaps another."""
+    found: list[list[Mapping[str, Any]]] = []
+    for message in sorted(messages, key=lambda message: (message["begin"], message["end"])):
+        free = next((lane for lane in found if lane[-1]["end"] <= message["begin"]), None)
+        if free is None:
+            found.append(free := [])
+        free.append(message)
+    return found
+
+
+def trace(timeline: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the step as Chrome trace events: a process a rank, a thread for sections, one or more for messages; microseconds."""
+    events: list[dict[str, Any]] = []
+    for entry in timeline.get("ranks") or []:
+        pid = entry["rank"]
+        events.append(_named("process_name", pid, 0, f"rank {pid}"))
+        events.append(_named("thread_name", pid, 0, "sections"))
+        parts = {f"sync: {part}": spans for part, spans in sync_parts(timeline, entry).items()}
+        sections = {**(entry.get("sections") or {}), **parts}
+        events += [_event(section, "section", pid, 0, begin, end)
+                   for section, spans in sections.items() for begin, end in spans]
+        for thread, lane in enumerate(lanes(entry.get("messages") or []), start=1):
+            events.append(_named("thread_name", pid, thread, "messages" + (f" ({thread})" if thread > 1 else "")))
+            events += [_event(message["kind"], "message", pid, thread, message["begin"], message["end"],
+                              bytes=message.get("bytes"), sent_bytes=message.get("sent_bytes")) for message in lane]
+    return {"traceEvents": events, "displayTimeUnit": "ms",
+            "otherData": {"cell": name, "sync": timeline.get("sync"), "step": timeline.get("step")}}
+
+
+def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _event(name: str, category: str, pid: int, tid: int, begin: float, end: float, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": begin * 1e6,
+            "dur": max(0.0, end - begin) * 1e6, "args": arguments}
+
+
+def draw_timeline(timeline: Mapping[str, Any], *, label: str, narrow: bool, emulated: bool) -> Figure:
+    """Draw a step: of each rank a bar of sections, and its messages below, one above the other where they overlap."""
+    ranks = timeline.get("ranks") or []
+    if not any(spans for rank in ranks for spans in (rank.get("sections") or {}).values()):
+        raise NothingToShowError("the recorded step holds no sections")
+    depths = [1 + 0.55 * min(_DRAWN_LANES, len(lanes(rank.get("messages") or []))) for rank in ranks]
+    kinds = list(dict.fromkeys(message["kind"] for rank in ranks for message in rank.get("messages") or []))
+    colors = {kind: _KINDS[index % len(_KINDS)] for index, kind in enumerate(kinds)}
+    rows = 2 if narrow else 1
+    figure, (axis,) = grid(1, narrow=narrow, columns=1, height=0.34 * sum(depths) + 0.2 * len(ranks) + 0.75, extra=0.3 * rows)
+    top, places = 0.0, []
+    for rank, depth in zip(ranks, depths, strict=True):
+        _draw_rank(axis, timeline, rank, top, colors)
+        places.append(top + 0.5)
+        top += depth + 0.5
+    axis.set_yticks(places, [f"rank {rank['rank']}" for rank in ranks])
+    axis.tick_params(axis="y", length=0)
+    axis.set(xlabel="milliseconds since the step's first begin", ylim=(top - 0.3, -0.2))
+    axis.set_xlim(left=0)
+    axis.xaxis.set_major_locator(MaxNLocator(6))
+    axis.grid(axis="x")
+    axis.set_axisbelow(True)
+    handles = [section_patch(name) for name in SECTIONS if name != "sync"]
+    handles += [Patch(facecolor=fill, label=f"message: {kind}") for kind, fill in colors.items()]
+    handles.append(Line2D([], [], color=INK, linewidth=1, linestyle=(0, (3, 2)), label="last gradient"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=2 if narrow else 5, handlelength=1.4, columnspacing=1.2)
+    share = mean_overlap(timeline)
+    title(figure, f"{label}: step {timeline.get('step')}, "
+          + ("no messages" if share is None else f"{percent(share)} of message time under backward"), emulated=emulated)
+    return figure
+
+
+def _draw_rank(axis: Any, timeline: Mapping[str, Any], rank: Mapping[str, Any], top: float, colors: Mapping[str, str]) -> None:
+    sections = {**(rank.get("sections") or {}), **sync_parts(timeline, rank)}
+    for name, spans in sections.items():
+        if name in SECTIONS and name != "sync":
+            axis.broken_barh([(begin * 1e3, (end - begin) * 1e3) for begin, end in spans], (top, 1), facecolor=SECTIONS[name],
+                             edgecolor=PAPER, linewidth=0.4, hatch="////" if name == "wait" else None)
+    found = lanes(rank.get("messages") or [])
+    for index, lane in enumerate(found):
+        height = top + 1.08 + 0.55 * min(index, _DRAWN_LANES - 1)
+        for kind in dict.fromkeys(message["kind"] for message in lane):
+            axis.broken_barh([(message["begin"] * 1e3, (message["end"] - message["begin"]) * 1e3)
+                              for message in lane if message["kind"] == kind], (height, 0.45), facecolor=colors[kind],
+                             edgecolor=PAPER, linewidth=0.25)
+    if (end := backward_end(rank)) is not None:
+        bottom = top + 1.1 + 0.55 * min(_DRAWN_LANES, len(found))
+        axis.plot([end * 1e3] * 2, [top - 0.08, bottom], color=INK, linewidth=1, linestyle=(0, (3, 2)))
