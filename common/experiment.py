@@ -96,7 +96,7 @@ def run(config: Config, launch: Launch) -> None:
                       global_batch_size=plan["batch_size"], visible=world.is_root) as progress:
             recorder = Recorder(world, folder, progress, trackers,
                                 folder.earlier_steps(entries["step"] if entries else 0) if job.goes_on else [],
-                                engine.timeline)
+                                engine.timeline, engine.sync.period)
             judge = Judge(config, world, engine, saver, recorder, dataset, entries)
             trace = folder.path / f"profile_rank{world.rank}.json" if config.profile else None
             with (step_profiler(trace) as profiled,
@@ -110,8 +110,8 @@ def run(config: Config, launch: Launch) -> None:
             say("warning: --profile: the training was too short for a trace; give it three steps or more")
         total_seconds = recorder.total_seconds
 
-        gather_measurements(world, folder, recorder.own_steps, sync=config.sync, untimed_steps=config.untimed_steps,
-                            timeline=engine.timeline)
+        gather_measurements(world, folder, recorder.own_steps, sync=config.sync, period=engine.sync.period,
+                            untimed_steps=config.untimed_steps, timeline=engine.timeline)
         predictions = ema_predictions = None
         if not config.measure_only:
             predictions = _evaluate(model, dataset, world, amp_dtype)

@@ -26,22 +26,31 @@ def timed(history: Sequence[StepRecord], untimed_steps: int, timeline: Timeline 
     return steps or list(history)
 
 
-def median_seconds(steps: Sequence[StepRecord]) -> dict[str, float] | None:
-    """Return the median seconds of each section; None without steps."""
+def median_seconds(steps: Sequence[StepRecord], period: int = 1) -> dict[str, float] | None:
+    """Return the median seconds of each section, of the whole "step", and of the two parts of "sync": "wait", in which the
+    slowest rank still computed, and "wire". None without steps.
+
+    ``period`` : of a strategy that sends in every so many steps only; the median is over means of so many steps in a row.
+    """
     if not steps:
         return None
-    return {name: statistics.median(step.seconds[name] for step in steps) for name in steps[0].seconds}
+    rows = [step.seconds | {"step": sum(step.seconds.values()), "wait": step.wait_seconds,
+                            "wire": step.seconds["sync"] - step.wait_seconds} for step in steps]
+    last = max(1, len(rows) - period + 1)
+    windows = [rows[begin:begin + period] for begin in range(0, last, period)]
+    return {name: statistics.median(statistics.fmean(row[name] for row in window) for window in windows) for name in rows[0]}
 
 
-def gather_measurements(world: World, folder: RunFolder, history: Sequence[StepRecord], *, sync: str, untimed_steps: int,
-                        timeline: Timeline | None) -> None:
+def gather_measurements(world: World, folder: RunFolder, history: Sequence[StepRecord], *, sync: str, period: int,
+                        untimed_steps: int, timeline: Timeline | None) -> None:
     """Have rank 0 write ``ranks.json``, and ``timeline.json`` where steps were recorded. Collective.
 
     ``history`` : this rank's own steps of this process.
     """
     steps = timed(history, untimed_steps, timeline)
     offset = clock_offset(world)
-    rows = gather_objects(world, (_row(world, steps, timeline), timeline.busiest_step(offset) if timeline else None))
+    lane = timeline.busiest_step(offset) if timeline else None
+    rows = gather_objects(world, (_row(world, median_seconds(steps, period), timeline), lane))
     if not world.is_root or not steps:
         return
     folder.write_json("ranks.json", {"format": FORMAT, "sync": sync, "world_size": world.size, "first_step": steps[0].step,
@@ -51,12 +60,7 @@ def gather_measurements(world: World, folder: RunFolder, history: Sequence[StepR
         folder.write_json("timeline.json", {"format": FORMAT, "sync": sync, "step": lanes[0]["step"], "ranks": _from_zero(lanes)})
 
 
-def _row(world: World, steps: Sequence[StepRecord], timeline: Timeline | None) -> dict[str, Any]:
-    seconds = median_seconds(steps)
-    if seconds is not None:
-        seconds |= {"step": statistics.median(sum(step.seconds.values()) for step in steps),
-                    "wait": statistics.median(step.wait_seconds for step in steps),
-                    "wire": statistics.median(step.seconds["sync"] - step.wait_seconds for step in steps)}
+def _row(world: World, seconds: dict[str, float] | None, timeline: Timeline | None) -> dict[str, Any]:
     return {"rank": world.rank, "host": socket.gethostname(), "threads": torch.get_num_threads(), "seconds": seconds,
             "peak_memory_bytes": peak_memory_bytes(),
             "bytes_sent": timeline.sent_bytes_a_step if timeline else None,

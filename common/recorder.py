@@ -21,6 +21,7 @@ from common.evaluation import generate_eval_report
 from common.measured import median_seconds, timed
 from common.records import RunFolder, peak_memory_bytes
 from common.timeline import Timeline
+from common.timing import SECTIONS
 from common.trackers import Trackers
 from common.training import get_model_parameters
 from common.training_engine import EpochReport, Predictions, StepRecord
@@ -54,15 +55,16 @@ class Recorder:
     ----------
     history : of an earlier part of the same run.
     timeline : records the messages of some steps, whose times do not count.
+    period : of the strategy.
 
     ``own_steps`` are this rank's of this process, ``history`` all of the run, complete on rank 0.
     """
 
     def __init__(self, world: World, folder: RunFolder, progress: Progress, trackers: Trackers | None,
-                 history: list[StepRecord], timeline: Timeline | None = None) -> None:
+                 history: list[StepRecord], timeline: Timeline | None = None, period: int = 1) -> None:
         self._world, self._folder, self._progress, self._trackers = world, folder, progress, trackers
         self.history, self.own_steps = history, []
-        self.timeline = timeline
+        self.timeline, self.period = timeline, period
         self.epochs: list[EpochReport] = []
         self._began = time.perf_counter()
 
@@ -109,13 +111,15 @@ def report(config: Config, world: World, folder: RunFolder, dataset: Dataset, re
         result, ema_result = _report_accuracy(config, world, folder, dataset, recorder, predictions, ema_predictions, checkpoint)
     history = recorder.history
     steps = timed(history, config.untimed_steps, recorder.timeline)
-    seconds = median_seconds(steps)
-    step = sum(seconds.values()) if seconds else None
+    seconds = median_seconds(steps, recorder.period)
+    step = seconds["step"] if seconds else None
     folder.write_json("summary.json", {
         "part": config.part, "recipe": config.recipe, "sync": config.sync, "nodes": world.size, "backend": world.backend,
         "device": world.device.type, "dataset": config.dataset, "model": config.model,
         "global_batch_size": batch_size, "steps": len(history),
-        "last_step": history[-1].step if history else None, "step_seconds": step, "section_seconds": seconds,
+        "last_step": history[-1].step if history else None, "step_seconds": step,
+        "section_seconds": {name: seconds[name] for name in SECTIONS} if seconds else None,
+        "wait_seconds": seconds["wait"] if seconds else None,
         "sync_share": seconds["sync"] / step if step else None,
         "samples_per_second": batch_size / step if step else None, "total_seconds": total_seconds,
         "train_loss_last_step": history[-1].loss if history else None, "test_loss": result["test_loss"] if result else None,
@@ -127,7 +131,8 @@ def report(config: Config, world: World, folder: RunFolder, dataset: Dataset, re
     rows = {
         "nodes": world.size,
         "seconds a step": f"{step:.3f} (median of {len(steps)})" if step else "none: nothing was left to train",
-        "of it sync": f"{seconds['sync']:.3f} s, {seconds['sync'] / step:.0%}" if step else "-",
+        "of it sync": f"{seconds['sync']:.3f} s, {seconds['sync'] / step:.0%}, {seconds['wait']:.3f} s of it waiting"
+                      if step else "-",
         "total time": f"{total_seconds:.1f} s, {_throughput(recorder)}"}
     if result is not None:
         rows |= {"test accuracy": f"{result['accuracy']:.2%} of {result['samples']:,} images",

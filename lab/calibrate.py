@@ -60,7 +60,8 @@ def calibrate(*, ranks: int | None = None, model: str = "vgg11", image: tuple[in
 
 
 def calibrate_nodes(launch: Launch, *, model: str = "vgg11", image: tuple[int, int] = (32, 32), quick: bool = False,
-                    path: Path | None = None, timeout_seconds: float = 60.0) -> Calibration | None:
+                    path: Path | None = None, timeout_seconds: float = 60.0,
+                    measures: Measures | None = None) -> Calibration | None:
     """Measure as one rank of a group, each node having started one; rank 0 writes the file and returns what is in it.
 
     Raises GroupError and UserError as ``common.distributed.process_group`` does.
@@ -68,7 +69,7 @@ def calibrate_nodes(launch: Launch, *, model: str = "vgg11", image: tuple[int, i
     if launch.size < 2:
         raise UserError(f"--num-nodes: got {launch.size}, give 2 or more: one node sends no messages")
     with process_group(launch, backend="gloo", timeout_seconds=timeout_seconds) as world:
-        found = measure_rank(world.rank, world.size, measures=measures_for(model, image, quick=quick),
+        found = measure_rank(world.rank, world.size, measures=measures or measures_for(model, image, quick=quick),
                              ranks_here=world.local_size)
     if not world.is_root:
         return None
@@ -112,8 +113,8 @@ def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Cal
     return Calibration(
         name=f"{machine['cpu']}, {found['cores']} core{'s' if found['cores'] > 1 else ''}",
         made=datetime.now().isoformat(timespec="seconds"), quick=quick, ranks=size, ranks_here=found["ranks_here"],
-        cores=found["cores"], model=model, gradients=tuple(found["gradients"]), network=network,
-        compute=ComputeModel(tuple(profiles), ready_bytes, ready_shares),
+        cores=found["cores"], others_share=_others_share(found), model=model, gradients=tuple(found["gradients"]),
+        network=network, compute=ComputeModel(tuple(profiles), ready_bytes, ready_shares),
         fits={name: one.as_json() for name, one in fits.items()}, machine=machine)
 
 
@@ -138,6 +139,14 @@ def _medians(points: Iterable[Sequence[float]]) -> tuple[list[float], list[float
 def _overlap_cost(ranks: Sequence[Mapping[str, Any]]) -> float:
     costs = [(turn["both"] - turn["backward"]) / turn["messages"] for rank in ranks for turn in rank["overlap"]]
     return min(1.0, max(0.0, statistics.median(costs)))
+
+
+def _others_share(found: Mapping[str, Any]) -> float:
+    """The share of the cores that processes other than the ranks took while these measured (of rank 0's machine)."""
+    first = found["ranks"][0]["cpu"]
+    own = sum(rank["cpu"]["own"] for rank in found["ranks"]) if len(found["ranks"]) == found["ranks_here"] else (
+        first["own"] * found["ranks_here"])
+    return max(0.0, first["all"] - own) / (first["clock"] * found["cores"])
 
 
 def _profile(here: int, threads: int, steps: Sequence[Sequence[Mapping[str, float]]]) -> tuple[ComputeProfile, dict[str, Fit]]:

@@ -16,6 +16,11 @@ from lab.compute import ComputeModel, ComputeProfile
 from lab.cost_model import Network, Rate
 
 FORMAT = 1
+LARGE_STEP = 256
+"""Samples of the step that ``describe`` tells."""
+
+QUIET_SHARE = 0.1
+"""Of the cores, that other processes may take without a warning."""
 _WHAT = "calibration of data-parallel-lab"
 
 
@@ -29,6 +34,7 @@ class Calibration:
     made : date and time, ISO.
     ranks, ranks_here : ranks that measured, and how many of them shared a machine; where all did, messages went over loopback.
     model, gradients : the model whose steps were timed, and the sizes of its gradients in the order of the parameters.
+    others_share : of the cores that other processes took meanwhile; more than a tenth spoils the numbers.
     fits : by what was fitted: values, 95 % intervals, residuals and the worst relative error (lab/fitting.py).
     machine : common.records.environment of rank 0.
     """
@@ -39,6 +45,7 @@ class Calibration:
     ranks: int
     ranks_here: int
     cores: int
+    others_share: float
     model: str
     gradients: tuple[GradientSize, ...]
     network: Network
@@ -93,6 +100,31 @@ def load_calibration(path: Path) -> Calibration:
         return _from_json(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"the calibration {path} is incomplete ({type(error).__name__}: {error}): {again}") from error
+
+
+def describe(calibration: Calibration) -> list[str]:
+    """Return what was found as lines for a person: each kind's alpha and bandwidth, how far off the fit is, compute times."""
+    network, fits = calibration.network, calibration.fits
+    lines = [f"{calibration.name}, {calibration.ranks} ranks "
+             + ("over loopback" if calibration.over_loopback else f"on nodes, {calibration.ranks_here} on each")]
+    for kind, rate in network.kinds.items():
+        low, high = fits[kind]["intervals"][0]
+        lines.append(f"  {kind:<10}  {rate.alpha_seconds * 1e3:.3f} ms a message ({low * 1e3:.3f} to {high * 1e3:.3f}), "
+                     f"{_gigabytes(rate.beta_seconds_per_byte)}; fit off by {fits[kind]['worst_relative_error']:.0%} at most")
+    lines.append(f"  adding {_gigabytes(network.gamma_seconds_per_byte)}, copying {_gigabytes(network.copy_seconds_per_byte)}; a "
+                 f"message takes {network.overlap_cost:.0%} of its time from a backward under way")
+    for profile in calibration.compute.profiles:
+        step = calibration.compute.at(LARGE_STEP / profile.ranks, ranks_here=profile.ranks)
+        lines.append(f"  {calibration.model}, {LARGE_STEP} samples on {profile.ranks} rank{'s' if profile.ranks > 1 else ''} of "
+                     f"{profile.threads} thread{'s' if profile.threads > 1 else ''}: {step.seconds:.3f} s of computing a step")
+    if calibration.others_share > QUIET_SHARE:
+        lines.append(f"warning: other processes took {calibration.others_share:.0%} of the cores meanwhile: end them, and "
+                     "calibrate again")
+    return lines
+
+
+def _gigabytes(seconds_per_byte: float) -> str:
+    return f"{1e-9 / seconds_per_byte:.2f} GB/s" if seconds_per_byte else "no time a byte"
 
 
 def _from_json(content: dict[str, Any]) -> Calibration:

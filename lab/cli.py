@@ -104,8 +104,8 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_calibrate(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "calibrate", _calibrate, "measure latency, bandwidth, summation and compute time for predictions, "
-                      "of this machine, or with --master-ip --num-nodes --rank of several, started on each")
+    parser = _command(commands, "calibrate", _calibrate, "measure latency, bandwidth, summation and compute time for "
+                      "predictions, of this machine, or with --master-ip --num-nodes --rank of several, started on each")
     parser.add_argument("--ranks", type=int, help="processes on this machine (default: one a core, 2 to 8)")
     parser.add_argument("--model", default="vgg11", choices=list(MODELS), help="whose steps are timed")
     parser.add_argument("--quick", action="store_true", help="a third of the time, with wider intervals")

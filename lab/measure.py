@@ -7,10 +7,11 @@ bytes, times in seconds.
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +26,7 @@ _FLOAT_BYTES = 4
 _SPREAD = 7936  # between messages, in floats: they keep the alignment that tensors have
 _MEMORY_SIZES = (1 << 20, 1 << 22, 1 << 24)
 _OVERLAP_BYTES = 8_000_000
+_PROBE_SAMPLES, _LONGEST_BACKWARD_SECONDS = 4, 6.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Measures:
     model, image : name of the model, and (height, width) of the images that it trains on.
     sizes : of messages in bytes, each with the number of calls in a row that are timed together.
     rounds, step_rounds : how often the messages and the training steps are gone through.
-    samples : of a training step where a rank has its machine alone; of ranks that share one each has its share.
+    samples : of a training step where a rank has its machine alone; of ranks that share one each has its share. Fewer where
+        the model is slow.
     steps : that are timed in each round for each number of samples.
     limit_seconds : after which a rank ends its process.
     """
@@ -60,22 +63,32 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
     watchdog.daemon = True
     watchdog.start()
     keep_freed_memory()
+    began = _cpu_seconds()
     cores = usable_cores()
     threads = max(1, cores // ranks_here)
     torch.set_num_threads(threads)
     with torch.no_grad():
         found: dict[str, Any] = {"messages": time_messages(rank, size, measures), "memory": time_memory(measures)}
     trainer = Trainer(measures.model, measures.image, most_samples=max(measures.samples))
-    mine = tuple(max(2, samples // ranks_here) for samples in measures.samples)
+    samples = _affordable(trainer, measures.samples, ranks_here)
+    mine = tuple(max(2, count // ranks_here) for count in samples)
     found["together"] = trainer.time_steps(mine, rounds=measures.step_rounds, steps=measures.steps, after_step=_meet)
     found["ready"] = trainer.time_gradients(mine[-1])
     found["overlap"] = [_overlap(trainer, mine[-1]) for _ in range(measures.rounds)]
     if ranks_here > 1:
-        found["alone"] = _alone(trainer, rank, cores, measures)
-    found |= {"threads": threads, "environment": environment()}
+        found["alone"] = _alone(trainer, rank, cores, measures, samples)
+    spent = {name: seconds - began[name] for name, seconds in _cpu_seconds().items()}
+    found |= {"threads": threads, "environment": environment(), "cpu": spent}
     everyone = gather_objects(World(rank=rank, size=size), found)
     watchdog.cancel()
     return {"ranks": everyone, "gradients": trainer.gradients, "cores": cores, "ranks_here": ranks_here}
+
+
+def _cpu_seconds() -> dict[str, float]:
+    """Seconds on the clock, those that this process has computed, and those that all processes of the machine have."""
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "steal", 0.0)
+    return {"clock": time.monotonic(), "own": time.process_time(), "all": sum(times[:8]) - idle}
 
 
 def time_messages(rank: int, size: int, measures: Measures) -> dict[str, list[list[float]]]:
@@ -185,11 +198,21 @@ def _send(count: int, tensor: Tensor) -> Callable[[], None]:
     return wait
 
 
-def _alone(trainer: Trainer, rank: int, cores: int, measures: Measures) -> list[dict[str, float]]:
+def _affordable(trainer: Trainer, samples: Sequence[int], ranks_here: int) -> tuple[int, ...]:
+    """Return ``samples``, fewer where a step of a rank's share of the largest would take too long. Collective."""
+    _meet()
+    trainer.backward_seconds(_PROBE_SAMPLES)
+    seconds = trainer.backward_seconds(_PROBE_SAMPLES) / _PROBE_SAMPLES * max(samples) / ranks_here
+    share = torch.tensor([min(1.0, _LONGEST_BACKWARD_SECONDS / seconds)])
+    dist.all_reduce(share, op=dist.ReduceOp.MIN)
+    return tuple(max(2 * place * ranks_here, int(count * float(share))) for place, count in enumerate(sorted(samples), start=1))
+
+
+def _alone(trainer: Trainer, rank: int, cores: int, measures: Measures, samples: Sequence[int]) -> list[dict[str, float]]:
     """Time rank 0's steps with all of the machine's threads while the other ranks wait for it, step by step."""
     if rank == 0:
         torch.set_num_threads(cores)
-        return trainer.time_steps(measures.samples, rounds=measures.step_rounds, steps=measures.steps, after_step=_meet)
-    for _ in range(trainer.number_of_steps(len(measures.samples), rounds=measures.step_rounds, steps=measures.steps)):
+        return trainer.time_steps(samples, rounds=measures.step_rounds, steps=measures.steps, after_step=_meet)
+    for _ in range(trainer.number_of_steps(len(samples), rounds=measures.step_rounds, steps=measures.steps)):
         _meet()
     return []

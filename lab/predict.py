@@ -12,7 +12,7 @@ from rich.table import Table
 
 from common.errors import UserError
 from common.sync import STRATEGIES
-from lab.calibration import Calibration, find_calibration
+from lab.calibration import QUIET_SHARE, Calibration, find_calibration
 from lab.compute import LEAST_SAMPLES, StepCompute, local_samples
 from lab.cost_model import HEADERS, LARGEST_NODES, Network, Plan, Prediction, predict_step
 from lab.torchless import plans
@@ -138,7 +138,8 @@ def main_predict(args: argparse.Namespace) -> int:
     for line in told:
         console.print(line, markup=False, soft_wrap=True)
     console.print(_table(rows))
-    for note in dict.fromkeys(f"{row.nodes:,} nodes: {row.note}" for row in rows if row.note and row.prediction):
+    for note in dict.fromkeys(f"{'none' if row.sync == 'none' else f'{row.nodes} nodes'}: {row.note}"
+                              for row in rows if row.note and row.prediction):
         console.print(note, markup=False, soft_wrap=True)
     return 0
 
@@ -147,8 +148,10 @@ def _told(calibration: Calibration, rate: float | None, latency: float | None, *
           is_reference: bool) -> list[str]:
     """What a reader must know before the numbers."""
     source = f"calibrated on {calibration.name}, {calibration.made}" + (", quickly" if calibration.quick else "")
+    if calibration.others_share > QUIET_SHARE:
+        source += f", while others took {calibration.others_share:.0%} of its cores (calibrate again)"
     if is_reference:
-        source = (f"NOT this machine: {source}, comes with the project. `lab calibrate` measures this one")
+        source = f"NOT this machine: {source}, comes with the project. `lab calibrate` measures this one"
     network = network_of(calibration, rate, latency)
     ring = network.rate("all_reduce")
     where = "each node a machine like that one" if rate is not None or latency is not None else (
@@ -171,9 +174,14 @@ def _table(rows: Sequence[Row]) -> Table:
         if one is None:
             table.add_row(row.sync, str(row.nodes), *["-"] * 6, row.note)
             continue
-        table.add_row(row.sync, str(row.nodes), _seconds(one.step_seconds), f"{row.speedup:.3g}", f"{row.efficiency:.2g}",
-                      _seconds(one.sync_seconds), _bytes(one.bytes_sent_root), _bytes(one.bytes_sent_others), one.bound)
+        table.add_row(row.sync, str(row.nodes), _seconds(one.step_seconds), _least(row.speedup, 0.01, ".2f"),
+                      _least(row.efficiency, 0.001, ".1%"), _seconds(one.sync_seconds), _bytes(one.bytes_sent_root),
+                      _bytes(one.bytes_sent_others), one.bound)
     return table
+
+
+def _least(value: float, least: float, form: str) -> str:
+    return f"{value:{form}}" if value >= least else f"<{least:{form}}"
 
 
 def _seconds(value: float) -> str:

@@ -106,11 +106,11 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def interval(values: Sequence[float | None]) -> list[float | None]:
-    """Return the 95 % interval of the mean of independent repeats, by Student's t; [None, None] for fewer than two."""
+    """Return the 95 % interval of the mean of independent repeats, by Student's t, cut at 0; [None, None] for fewer than two."""
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return [None, None]
     from scipy.stats import t
 
     half = float(t.ppf(0.975, len(known) - 1)) * statistics.stdev(known) / math.sqrt(len(known))
-    return [statistics.fmean(known) - half, statistics.fmean(known) + half]
+    return [max(0.0, statistics.fmean(known) - half), statistics.fmean(known) + half]

@@ -4,18 +4,16 @@ A step of ``none`` on one node takes 1.0 s; on N nodes compute takes 1/N of it a
 Repeats lie at -1 %, 0 and +1 %. No number here was measured.
 """
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 BYTES = 36_924_456
 ALL = ("gather_scatter", "gather_scatter_flat", "reduce_broadcast", "all_reduce", "all_reduce_flat", "tree", "ring",
        "halving_doubling", "overlapped", "ddp", "ddp_fp16", "ddp_powersgd", "topk", "local_sgd")
-WIRE = {"gather_scatter": 0.08, "gather_scatter_flat": 0.07, "reduce_broadcast": 0.06, "all_reduce": 0.05, "all_reduce_flat": 0.04,
-        "tree": 0.065, "ring": 0.055, "halving_doubling": 0.045, "overlapped": 0.02, "ddp": 0.01, "ddp_fp16": 0.006,
-        "ddp_powersgd": 0.004, "topk": 0.03, "local_sgd": 0.005}
+WIRE = {"gather_scatter": 0.08, "gather_scatter_flat": 0.07, "reduce_broadcast": 0.06, "all_reduce": 0.05,
+        "all_reduce_flat": 0.04, "tree": 0.065, "ring": 0.055, "halving_doubling": 0.045, "overlapped": 0.02, "ddp": 0.01,
+        "ddp_fp16": 0.006, "ddp_powersgd": 0.004, "topk": 0.03, "local_sgd": 0.005}
 LOSSY = ("ddp_fp16", "ddp_powersgd", "topk", "local_sgd")
 SHARES = {"data": 0.01, "forward": 0.33, "backward": 0.64, "update": 0.02}
 WAIT = 0.004
@@ -91,6 +89,14 @@ def timeline(sync: str, nodes: int, *, messages: int = 6, overlapped: bool = Fal
     return {"format": 1, "step": 36, "sync": sync, "ranks": ranks}
 
 
+def predicted(entry: dict[str, Any], error: float) -> dict[str, Any]:
+    """A prediction that is off by ``error``, in scope up to two nodes."""
+    nodes = entry["nodes"]
+    return {"step_seconds": entry["median"]["step"] * (1 + error), "compute_seconds": 1 / nodes, "sync_seconds": 0.1,
+            "in_scope": nodes <= 2, "why": "" if nodes <= 2 else "more ranks than cores",
+            "bytes_sent": [0.0 if nodes == 1 else sent(entry["sync"], nodes, rank) for rank in range(nodes)]}
+
+
 def results(syncs: Sequence[str] = ("gather_scatter", "all_reduce", "ring", "overlapped", "ddp", "ddp_fp16"),
             nodes: Sequence[int] = (1, 2, 4), *, predict: bool = True, emulated: bool = False, accuracy: float | None = None,
             **options: Any) -> dict[str, Any]:
@@ -98,29 +104,19 @@ def results(syncs: Sequence[str] = ("gather_scatter", "all_reduce", "ring", "ove
     cells = [cell("none", 1, accuracy=accuracy, **options)] if 1 in nodes else []
     cells += [cell(sync, count, accuracy=accuracy, oversubscribed=count > 2, **options)
               for count in nodes if count > 1 for sync in syncs]
-    prediction = {"made": "2026-11-21T14:59:58", "calibration": {"made": "2026-11-21T14:50:00", "alpha": 1.2e-4, "beta": 9e-10,
-                                                               "gamma": 3e-10}, "cells": {
-        entry["id"]: {"step_seconds": entry["median"]["step"] * (1.05 + 0.04 * (index % 6)), "compute_seconds": 0.5,
-                      "sync_seconds": 0.1, "in_scope": entry["nodes"] <= 2, "why": "" if entry["nodes"] <= 2 else "more ranks than cores",
-                      "bytes_sent": [0.0 if entry["nodes"] == 1 else sent(entry["sync"], entry["nodes"], rank)
-                                     for rank in range(entry["nodes"])]}
-        for index, entry in enumerate(cells) if entry["median"]}} if predict else None
+    calibration = {"made": "2026-11-21T14:50:00", "alpha": 1.2e-4, "beta": 9e-10, "gamma": 3e-10}
+    prediction = {"made": "2026-11-21T14:59:58", "calibration": calibration, "cells": {
+        entry["id"]: predicted(entry, 0.05 + 0.04 * (index % 6)) for index, entry in enumerate(cells) if entry["median"]}}
     return {"format": 1, "kind": "compare", "created": "2026-11-21T15:00:00", "finished": True, "emulated": emulated,
             "settings": {"dataset": "cifar10", "model": "vgg11", "scaling": options.get("scaling", "strong"), "batch_size": 256,
-                         "steps": 30, "warmup": 5, "repeats": options.get("repeats", 3), "seeds": list(options.get("seeds", (0,))),
-                         "nodes": list(nodes), "sync": list(syncs), "rates": [None], "until_accuracy": None,
+                         "steps": 30, "warmup": 5, "repeats": options.get("repeats", 3),
+                         "seeds": list(options.get("seeds", (0,))), "nodes": list(nodes), "sync": list(syncs), "rates": [None],
+                         "until_accuracy": None,
                          "command": "lab compare --nodes " + " ".join(map(str, nodes)) + " --sync " + " ".join(syncs)},
             "environment": {"python": "3.11.7", "system": "Linux-6.1-x86_64", "cpu": "a processor", "cores": 2, "usable_cores": 2,
-                            "threads": 1, "gpus": [], "cuda": None, "torch": "2.15.0", "git_commit": "0" * 40, "git_changes": False},
+                            "threads": 1, "gpus": [], "cuda": None, "torch": "2.15.0", "git_commit": "0" * 40,
+                            "git_changes": False},
             "warnings": ["4 ranks share 2 cores: compute and waiting times on 4 nodes are not those of four machines."]
-            if max(nodes) > 2 else [], "differences": [], "prediction": prediction, "cells": cells,
+            if max(nodes) > 2 else [], "differences": [], "prediction": prediction if predict else None, "cells": cells,
             "timelines": {f"{sync}-n{count}": timeline(sync, count, overlapped=sync in ("overlapped", "ddp"))
                           for sync in syncs[:4] for count in nodes if count > 1}}
-
-
-if __name__ == "__main__":
-    import sys
-    folder = Path(sys.argv[1])
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "six.json").write_text(json.dumps(results(accuracy=0.43)))
-    (folder / "all.json").write_text(json.dumps(results(ALL, (1, 2, 4, 8))))

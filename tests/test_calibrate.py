@@ -14,11 +14,11 @@ import pytest
 from common.errors import UserError
 from common.sync.traffic import KINDS, GradientSize
 from lab.calibrate import calibrate, fit_calibration, measures_for, save_calibration
-from lab.calibration import load_calibration, reference_path
+from lab.calibration import describe, load_calibration, reference_path
 from lab.cost_model import loads
 from lab.fitting import fit
 from lab.measure import Measures
-from tests.helpers import ROOT
+from tests.helpers import ROOT, Started, free_port
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 40_000_000)
 TINY = Measures("vgg11", (32, 32), ((1_000, 3), (100_000, 2), (4_000_000, 1)), rounds=2, step_rounds=1, samples=(4, 8, 12),
@@ -68,7 +68,8 @@ def measured_by(size, *, alpha, beta, gamma, generator):
     rank = {"messages": {kind: messages(kind) for kind in KINDS}, "threads": 1,
             "memory": {name: [[nbytes, gamma * nbytes] for nbytes in SIZES] for name in ("sum", "copy")},
             "together": steps((8, 24, 56), 2.0), "ready": [1.0, 0.9, 0.3, 0.1],
-            "overlap": [{"backward": 1.0, "messages": 0.4, "both": 1.2}], "environment": {"cpu": "Test CPU"}}
+            "overlap": [{"backward": 1.0, "messages": 0.4, "both": 1.2}], "environment": {"cpu": "Test CPU"},
+            "cpu": {"clock": 10.0, "own": 9.0, "all": 9.0 * size + 1.0}}
     slower = rank | {"together": steps((8, 24, 56), 2.2)}
     return {"ranks": [rank | {"alone": steps((16, 48, 112), 1.0)}, *[slower] * (size - 1)], "cores": size, "ranks_here": size,
             "gradients": [GradientSize((100,)), GradientSize((10,)), GradientSize((50, 2)), GradientSize((5,))]}
@@ -83,11 +84,16 @@ def test_a_calibration_finds_the_machine_that_made_the_data(size, tmp_path):
         assert (rate.alpha_seconds, rate.beta_seconds_per_byte) == pytest.approx((2e-4, 1e-9), rel=0.15), kind
     assert made.network.gamma_seconds_per_byte == pytest.approx(1e-10)
     assert made.network.overlap_cost == pytest.approx(0.5)
+    assert made.others_share == pytest.approx(0.1 / size)
     assert made.compute.at(100).seconds == pytest.approx(0.02 + 0.3 + 0.05 + 0.6 + 0.01)
     together = made.compute.at(50, ranks_here=size)
     assert together.seconds == pytest.approx(2.2 * (0.02 + 0.15 + 0.05 + 0.3 + 0.01), rel=0.01)  # the slowest rank's
     ready = [together.ready_seconds(nbytes) / together.backward_seconds for nbytes in (20, 420, 460, 860)]
     assert ready == pytest.approx([0.1, 0.3, 0.9, 1.0])
+    told = "\n".join(describe(made))
+    assert "Test CPU" in told
+    assert all(f"{kind} " in told for kind in KINDS)
+    assert ("warning" in told) == (made.others_share > 0.1)
     save_calibration(made, tmp_path / "sub" / "calibration.json")
     again = load_calibration(tmp_path / "sub" / "calibration.json")
     assert (again.network, again.compute, again.gradients) == (made.network, made.compute, made.gradients)
@@ -141,6 +147,30 @@ def test_two_ranks_calibrate_this_machine(tmp_path):
     assert again.compute.ready_bytes[-1] == 36_924_456
     assert again.compute.ready_shares[-1] == 1.0
     assert {"gamma", "copy", *KINDS} <= again.fits.keys()
+
+
+NODE = """
+import sys
+from pathlib import Path
+from common.place import Launch
+from lab.calibrate import calibrate_nodes
+from lab.measure import Measures
+made = calibrate_nodes(Launch(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2])), path=Path(sys.argv[3]),
+                       measures=eval(sys.argv[4]))
+assert (made is None) == (sys.argv[1] == "1")
+"""
+
+
+@pytest.mark.slow
+def test_nodes_calibrate_together_and_rank_0_writes(tmp_path):
+    port, path = free_port(), tmp_path / "calibration.json"
+    nodes = [Started([sys.executable, "-c", NODE, str(rank), str(port), str(path), repr(TINY)], cwd=ROOT, env=dict(os.environ))
+             for rank in range(2)]
+    ended = [node.end(timeout_seconds=120) for node in nodes]
+    assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+    made = load_calibration(path)
+    assert (made.ranks, made.ranks_here) == (2, 2)  # two processes of one machine
+    assert list(tmp_path.iterdir()) == [path]
 
 
 INTERRUPTED = """

@@ -7,7 +7,7 @@ test_sync_lossy.py.
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -87,8 +87,10 @@ def largest_error(model: nn.Module, reference: nn.Module, *, floor: float = 1e-1
                    for p, q in zip(model.parameters(), reference.parameters(), strict=True))
 
 
-def awkward_errors(rank: int, size: int, sync: GradientSync, dtype: torch.dtype) -> tuple[list[float], list[str]]:
-    """Train through the engine; return, after each step, the error against one process and a digest of the weights."""
+def awkward_errors(rank: int, size: int, sync: GradientSync, dtype: torch.dtype,
+                   settings: Mapping[str, float] = SGD) -> tuple[list[float], list[str]]:
+    """Train through the engine, with SGD of these ``settings``; return, after each step, the error against one process and a
+    digest of the weights."""
     torch.manual_seed(100)
     reference = Awkward().to(dtype)
     torch.manual_seed(100 + rank)
@@ -97,7 +99,7 @@ def awkward_errors(rank: int, size: int, sync: GradientSync, dtype: torch.dtype)
         model = model.to(memory_format=torch.channels_last)
     batches = awkward_batches(size, dtype)
 
-    reference_optimizer = torch.optim.SGD(reference.parameters(), **SGD)
+    reference_optimizer = torch.optim.SGD(reference.parameters(), **settings)
     references = []
     for images, labels, _ in batches:
         reference_optimizer.zero_grad()
@@ -106,7 +108,7 @@ def awkward_errors(rank: int, size: int, sync: GradientSync, dtype: torch.dtype)
         references.append(copy.deepcopy(reference))
 
     engine = TrainingEngine(model, "cpu", distributed=True, sync=sync)
-    engine.prepare(torch.optim.SGD(model.parameters(), **SGD), nn.CrossEntropyLoss())
+    engine.prepare(torch.optim.SGD(model.parameters(), **settings), nn.CrossEntropyLoss())
     errors, digests = [], []
 
     def compare(_records: list) -> None:

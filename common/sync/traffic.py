@@ -1,7 +1,7 @@
 """What a strategy's step sends, as figures: ``Operation`` is one line of its plan, ``sent_bytes`` what a rank sends in it.
 
 ``GradientSync.operations`` lists a step's operations; lab/cost_model.py turns them into seconds, and the messages that
-common/messages.py records on a real run are counted by the same ``sent_bytes``.
+common/timeline.py records on a real run are counted by the same ``sent_bytes``.
 """
 
 import math

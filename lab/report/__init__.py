@@ -1,8 +1,8 @@
 """The report of a comparison: tables, figures, traces and one HTML page, from ``results`` of ``lab compare`` or ``lab report``.
 
-``write_report`` is the one call. Reading order: ``view`` (what may be compared, what follows from a cell), ``findings`` and
-``quality`` (what it shows, in words), ``tables``, ``style``, ``figures``, ``curves``, ``timeline``, ``gallery`` (all figures),
-``html``.
+``write_report`` is the one call. Reading order: ``view`` (what may be compared, what follows from a cell), ``losses``,
+``findings`` and ``quality`` (what it shows, in words), ``tables``, ``style``, ``figures``, ``curves``, ``timeline``, ``gallery``
+(all figures), ``html``.
 """
 
 from collections.abc import Mapping

@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from lab.report.losses import by_seed, largest_difference
 from lab.report.style import DASHES, INK, PAPER, NothingToShowError, color, grid, marker, title
-from lab.report.view import Block, Row, by_seed, largest_difference, percent
+from lab.report.view import Block, Row, percent
 
 _LOG = 6  # axes whose ends lie further apart than this factor are logarithmic
 _ONE_LINE = 0.01  # losses nearer to each other than this share of the axis are one line to the eye
@@ -57,11 +58,12 @@ def _scaling_panel(axis: Axes, sync: str, rows: Sequence[Row], others: Sequence[
     axis.plot([1, *(row.nodes for row in rows)], [1, *(row.speedup for row in rows)], color=color(sync), linewidth=1.8,
               marker=marker(sync), markersize=5)
     for row in rows:
-        if row.speedup_interval:
-            axis.plot([row.nodes] * 2, row.speedup_interval, color=color(sync), linewidth=1.2)
+        interval = row.speedup_interval and (row.speedup_interval[0], min(row.speedup_interval[1], 2 * max(counts)))
+        if interval:
+            axis.plot([row.nodes] * 2, interval, color=color(sync), linewidth=1.2)
         above = row.speedup < 0.6 * row.nodes  # towards the free side of the ideal line
         inner = row.nodes < counts[-1] and not above
-        end = (max if above else min)(row.speedup_interval or [row.speedup])
+        end = row.speedup if not interval else min(interval[1], 1.1 * row.nodes) if above else interval[0]
         axis.annotate(percent(row.efficiency), (row.nodes, end), xytext=(4 if inner else 0, 5 if above else -4),
                       textcoords="offset points", ha="left" if inner else "center", va="bottom" if above else "top", fontsize=8,
                       bbox={"facecolor": PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.6})

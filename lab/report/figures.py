@@ -24,18 +24,24 @@ def draw_step_time(block: Block, *, narrow: bool) -> Figure:
     """Draw a step's seconds stacked by section, its median at the bar's end with the 95 % interval as whisker."""
     if not block.measured:
         raise NothingToShowError("no cell has ended yet")
-    totals = [high for row in block.measured for high in (row.step, *(row.interval("step") or ()))]
+    right = whisker_end(block)
     split = all(row.median("wait") is not None for row in block.measured)
     names = [name for name in SECTIONS if name not in (() if not split else ("sync",))]
-    figure, axes = row_panels(block, narrow=narrow, draw=partial(_stack, right=max(totals)), extra=0.75 if narrow else 0.55)
+    figure, axes = row_panels(block, narrow=narrow, draw=partial(_stack, right=right), extra=0.75 if narrow else 0.55)
     for axis in axes:
-        axis.set(xlabel="seconds a step", xlim=(0, max(totals) * (1.2 if narrow else 1.25)))
+        axis.set(xlabel="seconds a step", xlim=(0, right * (1.2 if narrow else 1.25)))
         axis.xaxis.set_major_locator(MaxNLocator(5))
     handles = [section_patch(name) for name in names] + [
         Line2D([], [], color=INK, linewidth=1.2, marker="|", markersize=6, label="median, 95 % interval")]
     figure.legend(handles=handles, loc="outside lower center", ncols=2 if narrow else 4, handlelength=1.4, columnspacing=1.2)
     title(figure, "Time of a step, by section", emulated=block.emulated)
     return figure
+
+
+def whisker_end(block: Block) -> float:
+    """Where the axis of step times ends, in seconds: at the longest whisker, but at most 1.5 times the longest step."""
+    longest = max(row.step for row in block.measured)
+    return min(1.5 * longest, max([longest, *(row.interval("step")[1] for row in block.measured if row.interval("step"))]))
 
 
 def _stack(axis: Axes, y: float, row: Row, *, right: float) -> None:
@@ -50,8 +56,8 @@ def _stack(axis: Axes, y: float, row: Row, *, right: float) -> None:
             left += seconds
     low, high = row.interval("step") or (row.step, row.step)
     axis.plot([row.step] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
-    axis.plot([low, high], [y, y], color=INK, linewidth=1.2)
-    axis.text(max(left, high, row.step) + right * 0.015, y, seconds_text(row.step, row.step), va="center", fontsize=8)
+    axis.plot([low, min(high, right)], [y, y], color=INK, linewidth=1.2)
+    axis.text(max(left, min(high, right), row.step) + right * 0.015, y, seconds_text(row.step, row.step), va="center", fontsize=8)
 
 
 def draw_bytes(block: Block, *, narrow: bool) -> Figure:

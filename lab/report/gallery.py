@@ -8,9 +8,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from lab.report import curves, figures
+from lab.report.losses import largest_difference
 from lab.report.style import Drawing, NothingToShowError, inline_only, save, style
 from lab.report.timeline import draw_timeline, mean_overlap, overlap
-from lab.report.view import Block, largest_difference, percent, safe_name, seconds_text
+from lab.report.view import Block, percent, safe_name, seconds_text
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,13 @@ def step_time_caption(block: Block) -> str:
             "for the slowest rank's last gradient (hatched), then the wire. The tick is the median of the whole step; ")
     single = [row for row in block.measured if not row.interval("step")]
     return text + ("one repeat, so there is no interval." if len(single) == len(block.measured) else
-                   "the whisker its 95 % interval" + (", where there is more than one repeat." if single else "."))
+                   "the whisker the 95 % interval over repeats" + (", where there is more than one." if single else ".")
+                   + (" Some whiskers are longer than the figure." if _cut(block) else ""))
+
+
+def _cut(block: Block) -> bool:
+    ends = [row.interval("step")[1] for row in block.measured if row.interval("step")]
+    return bool(ends) and max(ends) > figures.whisker_end(block)
 
 
 def scaling_caption(block: Block) -> str:
@@ -126,7 +133,7 @@ def draw_timelines(folder: Path, results: Mapping[str, Any]) -> Iterator[Drawing
 def timeline_caption(timeline: Mapping[str, Any]) -> str:
     """Say which step it is, and the overlap of each rank."""
     shares = [(rank["rank"], overlap(rank), len(rank.get("messages") or [])) for rank in timeline.get("ranks") or []]
-    told = ", ".join(f"rank {rank} {percent(share)} of {count} messages' time" for rank, share, count in shares[:8]
+    told = "; ".join(f"rank {rank}: {percent(share)} ({count} messages)" for rank, share, count in shares[:8]
                      if share is not None)
-    return (f"Step {timeline.get('step')}, recorded with extra instruments and left out of the medians. Overlap with backward: "
-            f"{told or 'no messages'}{', …' if told and len(shares) > 8 else ''}.")
+    return (f"Step {timeline.get('step')}, recorded with extra instruments and left out of the medians. Share of the messages' "
+            f"time that lies under backward: {told or 'no messages'}{'; …' if told and len(shares) > 8 else ''}.")

@@ -19,7 +19,8 @@ from lab.report.view import NOTHING, Block, percent, rate_text, seconds_text
 
 _LABELS = {"dataset": "data", "model": "model", "scaling": "scaling", "batch_size": "batch size", "steps": "measured steps",
            "warmup": "warm-up steps, left out", "repeats": "repeats of each cell", "seeds": "seeds", "nodes": "numbers of nodes",
-           "sync": "strategies", "rates": "link rates", "until_accuracy": "until accuracy", "command": "command"}
+           "sync": "strategies", "rates": "link rates", "until_accuracy": "until accuracy", "command": "command",
+           "alpha": "alpha, s a message", "beta": "beta, s a byte", "gamma": "gamma, s a byte summed"}
 _SHOWN_APART = ("command",)
 
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 from lab.report.findings import Finding, listed, on_nodes
-from lab.report.view import Block, Row, largest_difference, percent
+from lab.report.losses import largest_difference
+from lab.report.view import Block, Row, percent
 
 AGREE = 1e-3  # of the loss: what sums in another order leave after some steps; a wrong mean is far beyond it
 NEAR_CHANCE = 1.5
@@ -96,7 +97,8 @@ def time_to_accuracy(block: Block) -> Iterator[Finding]:
         spread = f" ({min(times):.1f} to {max(times):.1f} s over {len(times)} runs)" if len(times) > 1 else " (one run)"
         missed = f"; {tried - len(times)} of {tried} runs did not reach it" if tried > len(times) else ""
         evidence = f"seconds {', '.join(f'{time:.1f}' for time in times)}; steps {', '.join(map(str, steps)) or 'not recorded'}"
-        yield Finding("Accuracy", f"{where} reached {percent(target)} after {median(times):.1f} s{spread}{missed}.", evidence)
+        yield Finding("Accuracy", f"{where} reached {percent(target)} after {median(times):.1f} s of training{spread}{missed}.",
+                      evidence)
 
 
 def predictions(block: Block) -> Iterator[Finding]:

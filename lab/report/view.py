@@ -4,8 +4,9 @@
 ever drawn or ordered together. Speed-ups, efficiencies and prediction errors are computed here and nowhere else.
 """
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -76,11 +77,11 @@ class Row:
 
     @cached_property
     def speedup_interval(self) -> Interval | None:
-        """The speed-up from the far ends of both step intervals: wider than either alone."""
+        """The speed-up from the far ends of both step intervals: wider than either alone; infinite where one reaches 0."""
         one, own = _interval(self.baseline or {}, "step"), self.interval("step")
-        if one is None or own is None or min(own) <= 0 or min(one) <= 0:
+        if one is None or own is None:
             return None
-        return one[0] / own[1] * self._more_samples, one[1] / own[0] * self._more_samples
+        return one[0] / own[1] * self._more_samples, one[1] / own[0] * self._more_samples if own[0] > 0 else math.inf
 
     @property
     def _more_samples(self) -> float:
@@ -212,10 +213,11 @@ def _block(results: Mapping[str, Any], group: int, rate: Any, many_groups: bool,
 
 
 def group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
-    """The settings of one group: the report's, overlaid with the group's own where ``results["groups"]`` names them."""
+    """The settings of one group: its own, where ``results["groups"]`` has them by number, and what all groups have in common."""
     groups = results.get("groups") or {}
-    own = groups.get(str(group), {}) if isinstance(groups, Mapping) else {}
-    return {**(results.get("settings") or {}), **own}
+    differing = {str(difference).split(":")[0] for difference in results.get("differences") or []}
+    common = {name: value for name, value in (results.get("settings") or {}).items() if name not in differing}
+    return {**common, **(groups.get(str(group)) or {})}
 
 
 def rate_text(rate: Any) -> str:
@@ -244,52 +246,3 @@ def percent(share: float, digits: int = 0, *, signed: bool = False) -> str:
 def safe_name(text: str) -> str:
     """``text`` as part of a file's name."""
     return re.sub(r"[^\w.-]+", "_", text).strip("._")[:80] or "cell"
-
-
-def losses(repeat: Mapping[str, Any]) -> dict[int, float]:
-    """The finite losses of one repeat by step."""
-    return {int(step): loss for step, loss in repeat.get("losses") or [] if loss is not None and loss - loss == 0}
-
-
-def by_seed(row: Row) -> dict[int, dict[int, float]]:
-    """The losses of a cell's first good repeat of each seed that has some."""
-    found: dict[int, dict[int, float]] = {}
-    for repeat in row.repeats:
-        if (curve := losses(repeat)) and repeat.get("seed", 0) not in found:
-            found[repeat.get("seed", 0)] = curve
-    return found
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The largest distance of two loss curves of one seed: between which strategies, at which step, beside which loss."""
-
-    value: float
-    step: int
-    loss: float
-    one: str
-    other: str
-    first: float        # the distance at the first step that both have
-    strategies: int
-
-
-def largest_difference(rows: list[Row]) -> Difference | None:
-    """Compare the losses of ``rows`` step by step, seed by seed; None where no two have a step in common."""
-    found = list(_differences(rows))
-    if not found:
-        return None
-    first_step = min(step for _, step, *_ in found)
-    value, step, low, one, other = max(found, key=lambda entry: entry[0])
-    return Difference(value, step, low, one, other, max(entry[0] for entry in found if entry[1] == first_step),
-                      sum(bool(by_seed(row)) for row in rows))
-
-
-def _differences(rows: list[Row]) -> Iterator[tuple[float, int, float, str, str]]:
-    curves = [(row.sync, by_seed(row)) for row in rows]
-    for seed in {seed for _, seeds in curves for seed in seeds}:
-        mine = [(sync, seeds[seed]) for sync, seeds in curves if seed in seeds]
-        for step in {step for _, curve in mine for step in curve}:
-            here = sorted((curve[step], sync) for sync, curve in mine if step in curve)
-            if len(here) > 1:
-                (low, one), (high, other) = here[0], here[-1]
-                yield high - low, step, low, one, other

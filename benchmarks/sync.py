@@ -1,0 +1,285 @@
+"""Each strategy's exchange of VGG-11's 37 MB of gradients against one raw all_reduce; ``overlapped`` against DDP's step.
+
+    python benchmarks/sync.py --ranks 2 3 4
+
+Real ranks on this machine, Gloo over loopback, one torch thread each, all strategies in turns in one process group:
+
+- exchange: gradients of VGG-11's shapes and strides come from a backward pass that costs nothing (each is there already, as
+  new memory), then the strategy has them averaged. Timed from the beginning of that backward pass until ``synchronize``
+  (and, for local_sgd, ``after_step``) returns, so that strategies that send from hooks are measured as the others are.
+  raw: ``torch.distributed.all_reduce`` of one buffer of as many bytes, and nothing else. It is measured at the beginning and
+  in the middle of each round; ``raw again`` is the second over the first and shows what the machine makes of no difference.
+- steps: whole training steps of VGG-11 (forward, loss, backward, SGD with momentum), ``overlapped`` and ``ddp`` with buckets
+  of the same size, in the order A B B A; each pair gives a ratio.
+
+How it is kept fair:
+- All ranks meet at a barrier before each measurement; the time is the slowest rank's.
+- Each round takes the strategies in another order, the same on all ranks; what is shown is the median of the rounds' ratios
+  with a 95 % interval (the median of 10,000 bootstrap samples).
+- Warm-up rounds are left out: DDP rearranges its buckets after its first step, PowerSGD compresses from its third on.
+"""
+
+import argparse
+import functools
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loader import REPOSITORY, SEED, describe_machine, whole_number
+from torch import Tensor, nn
+
+sys.path.insert(0, str(REPOSITORY))
+
+from common.memory import keep_freed_memory
+from common.models import build_model
+from common.sync import STRATEGIES, build_sync
+from common.sync.traffic import GradientSize
+
+_WARM_UP_ROUNDS = 4
+
+
+class Given(torch.autograd.Function):
+    """Takes part in backward for a parameter, with a gradient that is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, ready: list[Tensor]) -> Tensor:
+        """Keep the one-element list ``ready``, whose tensor backward takes out of it."""
+        ctx.ready = ready
+        return parameter.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: Tensor) -> tuple[Tensor, None]:
+        """Hand over the gradient."""
+        return ctx.ready.pop(), None
+
+
+class GradientsOfVgg(nn.Module):
+    """VGG-11's parameters, channels_last, with ``forward`` and backward that compute nothing."""
+
+    def __init__(self, examples: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.vgg = build_model("vgg11", 10).to(memory_format=torch.channels_last)
+        self._examples = examples
+
+    def forward(self) -> Tensor:
+        """Return a scalar whose backward pass gives each parameter a new tensor as its gradient, the last one first."""
+        return sum(Given.apply(p, [example.clone()]) for p, example in zip(self.parameters(), self._examples, strict=True))
+
+
+def slowest(action: Callable[[], Any]) -> float:
+    """Return the seconds of ``action`` on the slowest rank; all begin together."""
+    dist.barrier()
+    began = time.perf_counter()
+    action()
+    seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+class Exchange:
+    """One strategy with its own model of given gradients."""
+
+    def __init__(self, name: str, examples: Sequence[Tensor]) -> None:
+        self._sync = build_sync(name)
+        self._model = GradientsOfVgg(examples)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.0)
+        self._training = self._sync.prepare(self._model, self._optimizer)
+
+    def measure(self) -> float:
+        """Return the seconds of one exchange; of a periodic strategy the mean over its period."""
+        return sum(self._once() for _ in range(self._sync.period)) / self._sync.period
+
+    def _once(self) -> float:
+        self._optimizer.zero_grad(set_to_none=True)
+        total = self._training()
+
+        def exchange() -> None:
+            total.backward()
+            self._sync.synchronize(self._model)
+            self._sync.after_step(self._model)
+
+        return slowest(exchange)
+
+
+class Raw:
+    """One all_reduce of a buffer of the same size."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._example = torch.randn(nbytes // 4) * 1e-3
+        self._buffer = self._example.clone()
+
+    def measure(self) -> float:
+        """Return the seconds of one."""
+        self._buffer.copy_(self._example)
+        return slowest(lambda: dist.all_reduce(self._buffer))
+
+
+def measure_exchanges(names: Sequence[str], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each round by name; "raw" and "raw again" beside the strategies."""
+    found: dict[str, list[float]] = {}
+    like = build_model("vgg11", 10).to(memory_format=torch.channels_last)
+    examples = [torch.randn_like(p) * 1e-3 for p in like.parameters()]
+    raw = Raw(sum(GradientSize.of(like.parameters())))
+    ways = {name: Exchange(name, examples) for name in names}
+    shuffled = random.Random(SEED)
+    for number in range(_WARM_UP_ROUNDS + rounds):
+        order = shuffled.sample(list(names), len(names))
+        order.insert(len(order) // 2, "raw again")
+        for name in ["raw", *order]:
+            seconds = ways.get(name, raw).measure()
+            if number >= _WARM_UP_ROUNDS:
+                found.setdefault(name, []).append(seconds)
+    return {name: found[name] for name in ["raw", "raw again", *names]}
+
+
+class Steps:
+    """Training steps of VGG-11 with one strategy."""
+
+    def __init__(self, name: str, *, batch_size: int, bucket_mb: float | None) -> None:
+        torch.manual_seed(SEED)
+        self._sync = build_sync(name, bucket_mb=bucket_mb)
+        self._model = build_model("vgg11", 10).to(memory_format=torch.channels_last)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
+        self._training = self._sync.prepare(self._model, self._optimizer)
+        self._images = torch.randn(batch_size, 3, 32, 32).to(memory_format=torch.channels_last)
+        self._labels = torch.randint(0, 10, (batch_size,))
+
+    def measure(self) -> float:
+        """Return the seconds of one step."""
+        return slowest(self._step)
+
+    def _step(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        nn.functional.cross_entropy(self._training(self._images), self._labels).backward()
+        self._sync.synchronize(self._model)
+        self._optimizer.step()
+
+
+def measure_steps(pairs: int, *, batch_size: int, bucket_mb: float | None) -> dict[str, list[float]]:
+    """Return the seconds of each step of either way, pair by pair."""
+    ways = {name: Steps(name, batch_size=batch_size, bucket_mb=bucket_mb) for name in ("overlapped", "ddp")}
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(_WARM_UP_ROUNDS + pairs):
+        for name in (list(ways) if number % 2 else list(ways)[::-1]):
+            seconds = ways[name].measure()
+            if number >= _WARM_UP_ROUNDS:
+                found[name].append(seconds)
+    return found
+
+
+def serve(rank: int, size: int, store: str, arguments: argparse.Namespace, results: Any) -> None:
+    """One rank's process: measure both and put what rank 0 has found into ``results``."""
+    os.environ["GLOO_SOCKET_IFNAME"] = arguments.interface
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED + rank)
+    keep_freed_memory()  # as run() does
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size,
+                            timeout=timedelta(seconds=120))
+    try:
+        exchanges = measure_exchanges(arguments.sync, arguments.rounds) if arguments.rounds else {}
+        steps = {} if not arguments.pairs else measure_steps(arguments.pairs, batch_size=arguments.local_batch_size,
+                                                             bucket_mb=arguments.bucket_mb)
+        if rank == 0:
+            results.put((exchanges, steps))
+    finally:
+        dist.destroy_process_group()
+
+
+def run_ranks(size: int, arguments: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return what rank 0 of ``size`` has found; ends the program where a rank fails."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=serve, args=(rank, size, f"{folder}/store", arguments, results), daemon=True)
+                 for rank in range(size)]
+        for process in ranks:
+            process.start()
+        while results.empty() and all(process.exitcode in (None, 0) for process in ranks):
+            time.sleep(0.1)
+        if results.empty():
+            sys.exit("error: a rank has failed; its message stands above")
+        found = results.get()
+        for process in ranks:
+            process.join()
+    return found
+
+
+@functools.cache
+def _draws(count: int) -> list[list[int]]:
+    generator = random.Random(SEED)
+    return [generator.choices(range(count), k=count) for _ in range(10_000)]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the median."""
+    medians = sorted(statistics.median([values[i] for i in draw]) for draw in _draws(len(values)))
+    return medians[len(medians) // 40], medians[-len(medians) // 40]
+
+
+def shown(values: Sequence[float], form: str) -> str:
+    """The median with its interval."""
+    low, high = interval(values)
+    return f"{statistics.median(values):{form}} ({low:{form}} to {high:{form}})"
+
+
+def report_exchanges(size: int, found: dict[str, list[float]]) -> None:
+    """Print a row a strategy."""
+    sizes = GradientSize.of(build_model("vgg11", 10).parameters())
+    print(f"\n{size} ranks, {len(found['raw'])} rounds: median (95 % interval)")
+    print(f"{'':<21}{'ms':<26}{'over raw':<26}MB sent by rank 0, by the last rank")
+    for name, seconds in found.items():
+        ratios = [mine / raw for mine, raw in zip(seconds, found["raw"], strict=True)]
+        sync = build_sync(name if name in STRATEGIES else "all_reduce_flat")
+        sent = [float(sync.bytes_sent(sizes, rank, size)) / sync.period / 1e6 for rank in (0, size - 1)]
+        print(f"{name:<21}{shown([1000 * s for s in seconds], '.1f'):<26}{shown(ratios, '.2f'):<26}{sent[0]:.1f}, {sent[1]:.1f}",
+              flush=True)
+
+
+def report_steps(size: int, found: dict[str, list[float]], *, batch_size: int, bucket_mb: float | None) -> None:
+    """Print both ways and their ratio."""
+    ratios = [ours / theirs for ours, theirs in zip(found["overlapped"], found["ddp"], strict=True)]
+    buckets = "torch's default buckets" if bucket_mb is None else f"buckets of {bucket_mb:g} MiB"
+    print(f"\n{size} ranks, {len(ratios)} pairs of steps, {batch_size} images a rank, {buckets}: median (95 % interval)")
+    for name, seconds in found.items():
+        print(f"{name + ', ms':<21}{shown([1000 * s for s in seconds], '.1f')}")
+    print(f"{'overlapped / ddp':<21}{shown(ratios, '.3f')}", flush=True)
+
+
+def parse() -> argparse.Namespace:
+    """Return the flags."""
+    names = [name for name in STRATEGIES if name != "none"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=whole_number, nargs="+", default=[2, 3, 4], help="groups to measure (default: 2 3 4)")
+    parser.add_argument("--sync", nargs="+", default=names, choices=names, help="strategies (default: all)")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of exchanges; 0: none (default: 20)")
+    parser.add_argument("--pairs", type=int, default=30, help="pairs of training steps; 0: none (default: 30)")
+    parser.add_argument("--local-batch-size", type=whole_number, default=64, help="images a rank in a step (default: 64)")
+    parser.add_argument("--bucket-mb", type=float, help="MiB of a bucket, of either way (default: 1, then 25)")
+    parser.add_argument("--interface", default="lo", help="network interface that Gloo uses (default: lo)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = parse()
+    print(describe_machine())
+    print(f"settings: one thread a rank, Gloo on {arguments.interface}; {_WARM_UP_ROUNDS} rounds to warm up")
+    for size in arguments.ranks:
+        exchanges, steps = run_ranks(size, arguments)
+        if exchanges:
+            report_exchanges(size, exchanges)
+        if steps:
+            report_steps(size, steps, batch_size=arguments.local_batch_size, bucket_mb=arguments.bucket_mb)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""``lab compare``: what it starts, in which order, what it keeps, and what it leaves behind when it is stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common import registry
+from common.arguments import parse_arguments
+from common.config import REPOSITORY
+from common.errors import UserError
+from common.models import build_model
+from common.sync import STRATEGIES, build_sync
+from common.sync.traffic import GradientSize
+from lab import cells as cells_module
+from lab import compare as compare_module
+from lab.cells import LOSSY, Settings, node_command, part_of, plan_cells
+from lab.cli import strategies
+from lab.compare import compare
+from lab.results import read_results
+
+FAKE = REPOSITORY / "tests" / "fake_part.py"
+SYNCS = ("all_reduce", "ring")
+
+
+@pytest.fixture
+def fake_parts(monkeypatch):
+    """Cells start the fake part; returns the order in which runs were started."""
+    started = []
+    real = node_command
+
+    def command(settings, cell, repeat, folder):
+        started.append((cell["id"], repeat))
+        words = list(real(settings, cell, repeat, folder))
+        return [str(FAKE), *words[1:]]
+
+    monkeypatch.setattr(compare_module, "node_command", command)
+    monkeypatch.setattr(cells_module, "part_of", lambda sync: "Part")
+    return started
+
+
+def asks(**changes):
+    """Settings of a small comparison."""
+    return Settings(**{"nodes": (1, 2), "sync": SYNCS, "steps": 4, "warmup": 1, "repeats": 2} | changes)
+
+
+# --- what is started ---
+
+
+def test_lossy_names_are_those_of_the_classes():
+    assert set(LOSSY) == {name for name in STRATEGIES if not registry.load(STRATEGIES, name, kind="strategy").exact}
+
+
+@pytest.mark.parametrize("sync", STRATEGIES)
+def test_every_strategy_is_started_by_a_command_that_its_part_understands(sync, tmp_path):
+    """The command is parsed by the part's own parser, with the part's own choices, read from its file."""
+    settings = Settings(nodes=(1 if sync == "none" else 3,), sync=(sync,), steps=7, warmup=2, batch_size=90)
+    [cell] = plan_cells(settings)
+    command = node_command(settings, cell, 1, tmp_path)
+    part = Path(command[0]).parent.name
+    assert part == part_of(sync)
+    source = Path(command[0]).read_text(encoding="utf-8")
+    assert f'"{sync}"' in source or (part == "PartOne" and "sync_choices" in source)
+    config = parse_arguments(part, "", {}, tuple(STRATEGIES) if part != "PartOne" else ("none",), command[1:])
+    if sync != "ddp" or part != "PartThree":  # PartThree's own default
+        assert config.sync == sync
+    assert (config.batch_size, config.untimed_steps, config.timeline, config.measure_only) == (90, 2, True, True)
+    assert config.max_steps == 2 + 7 + (4 if sync == "local_sgd" else 1)
+
+
+def test_all_runs_of_a_comparison_have_equally_many_steps():
+    """The learning rate follows the schedule, so a run of more steps would be another training."""
+    settings = Settings(nodes=(2,), sync=("all_reduce", "local_sgd"), flags=("--averaging-period", "6"))
+    steps = {command[command.index("--max-steps") + 1] for cell in plan_cells(settings)
+             for command in [list(node_command(settings, cell, 0, Path("x")))]}
+    assert steps == {str(5 + 30 + 6)}
+
+
+def test_one_node_comes_once_and_weak_scaling_gives_each_node_the_same():
+    found = {cell["id"]: cell["batch_size"] for cell in plan_cells(asks(nodes=(4, 1, 2), scaling="weak", batch_size=32))}
+    assert found == {"none-n1": 32, "all_reduce-n2": 64, "ring-n2": 64, "all_reduce-n4": 128, "ring-n4": 128}
+
+
+def test_names_for_several_strategies():
+    assert strategies(["all"]) == tuple(STRATEGIES)
+    assert strategies(["exact", "topk"]) == tuple(name for name in STRATEGIES if name not in LOSSY or name == "topk")
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"sync": ("rings",)}, "got rings; choose from none, gather_scatter"),
+    ({"nodes": (0,)}, "--nodes: got 0"),
+    ({"nodes": (1, 300)}, "got 300, more than the 256 samples"),
+    ({"steps": 0}, "--steps: got 0"),
+    ({"until_accuracy": 60.0}, "--until-accuracy: got 60.0, give a fraction"),
+])
+def test_nonsense_is_refused_before_anything_runs(changes, message):
+    with pytest.raises(UserError, match=message):
+        asks(**changes)
+
+
+def test_nothing_to_compare():
+    with pytest.raises(UserError, match="add a strategy, or 1 to --nodes"):
+        plan_cells(asks(nodes=(2,), sync=("none",)))
+
+
+# --- in turns, and kept ---
+
+
+def test_cells_take_turns_and_medians_are_those_of_the_runs(fake_parts, tmp_path):
+    folder, results = compare(asks(), reports=tmp_path)
+    assert fake_parts == [("none-n1", 0), ("all_reduce-n2", 0), ("ring-n2", 0), ("ring-n2", 1), ("all_reduce-n2", 1),
+                          ("none-n1", 1)], "the second repeat goes the other way round"
+    assert results == read_results(folder / "results.json")
+    assert results["finished"]
+    ring = next(cell for cell in results["cells"] if cell["id"] == "ring-n2")
+    assert ring["status"] == "done"
+    assert (ring["median"]["step"], ring["median"]["wait"]) == (0.83, 0.04)
+    assert (ring["median"]["root_bytes_sent"], ring["median"]["others_bytes_sent"]) == (10.0, 11.0)
+    assert ring["repeats"][0]["losses"][1] == [2, 1.0]
+    assert set(results["timelines"]) == {"none-n1", "all_reduce-n2", "ring-n2"}
+
+
+def test_a_failed_cell_says_why_and_stops_nothing(fake_parts, tmp_path):
+    folder, results = compare(asks(flags=("--fail", "all_reduce")), reports=tmp_path)
+    status = {cell["id"]: cell["status"] for cell in results["cells"]}
+    assert status == {"none-n1": "done", "all_reduce-n2": "failed", "ring-n2": "done"}
+    message = next(cell["message"] for cell in results["cells"] if cell["sync"] == "all_reduce")
+    assert "rank 1 ended with status 1: ValueError: the test wants it" in message, "the cause, not rank 0's echo"
+    assert not results["finished"]
+    fake_parts.clear()
+    again, _ = compare(asks(flags=("--fail", "all_reduce")), reports=tmp_path)
+    assert again == folder
+    assert {name for name, _ in fake_parts} == {"all_reduce-n2"}, "what failed is tried again, what is done is not"
+
+
+def test_other_settings_and_foreign_results_are_left_alone(fake_parts, tmp_path, capsys):
+    first, results = compare(asks(repeats=1, flags=("--fail", "ring")), reports=tmp_path)
+    second, _ = compare(asks(repeats=1, batch_size=128), reports=tmp_path)
+    assert second != first
+    cut = tmp_path / "compare-cut"
+    cut.mkdir()
+    (cut / "results.json").write_text(json.dumps(results)[:200])
+    newer = tmp_path / "compare-newer"
+    newer.mkdir()
+    (newer / "results.json").write_text(json.dumps(results | {"format": 99}))
+    capsys.readouterr()
+    third, _ = compare(asks(repeats=1, flags=("--fail", "ring")), reports=tmp_path)
+    out = " ".join(capsys.readouterr().out.split())
+    assert third == first
+    assert f"{cut}/results.json cannot be read" in out
+    assert "format 99, this version reads 1" in out
+    assert len((cut / "results.json").read_text()) == 200
+    environment = read_results(first / "results.json")["environment"]
+    changed = read_results(first / "results.json") | {"environment": environment | {"torch": "1.0"}}
+    (first / "results.json").write_text(json.dumps(changed))
+    fourth, _ = compare(asks(repeats=1, flags=("--fail", "ring")), reports=tmp_path)
+    assert fourth != first
+    assert "was begun with another torch" in " ".join(capsys.readouterr().out.split())
+
+
+# --- for real ---
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_real_runs_from_the_command_line_to_the_report(tmp_path):
+    """Two ranks of five strategies on the digits: the exact ones lose alike, bytes are the formula's, everything is written."""
+    command = [sys.executable, "-m", "lab", "compare", "--nodes", "1", "2", "--sync", "gather_scatter", "ring", "ddp", "topk",
+               "--steps", "2", "--warmup", "1", "--repeats", "1", "--dataset", "digits", "--batch-size", "16", "--no-predict",
+               "--output-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [folder] = tmp_path.glob("compare-*")
+    results = read_results(folder / "results.json")
+    cells = {cell["id"]: cell for cell in results["cells"]}
+    assert {cell["status"] for cell in cells.values()} == {"done"}
+    losses = {name: [loss for _, loss in cell["repeats"][0]["losses"]] for name, cell in cells.items()}
+    assert len(losses["ring-n2"]) == 4
+    assert losses["gather_scatter-n2"] == pytest.approx(losses["ring-n2"], rel=1e-3)
+    assert losses["ddp-n2"] == pytest.approx(losses["ring-n2"], rel=1e-3)
+    assert losses["none-n1"][0] == pytest.approx(losses["ring-n2"][0], rel=0.05), "the same weights and images, in two shards"
+    sizes = GradientSize.of(build_model("vgg11", 10).parameters())
+    for name in ("gather_scatter", "ring", "ddp", "topk"):
+        strategy = build_sync(name)
+        sent = [float(strategy.bytes_sent(sizes, rank, 2)) for rank in range(2)]
+        assert [rank["bytes_sent"] for rank in cells[f"{name}-n2"]["repeats"][0]["ranks"]] == sent, name
+    for name in ("report.html", "table.md", "table.csv"):
+        assert (folder / name).stat().st_size > 500
+    runs = sorted(folder.glob("runs/*/n2-1"))
+    again = subprocess.run([sys.executable, "-m", "lab", "report", *map(str, runs), "--output-dir", str(tmp_path)],
+                           cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    [reported] = tmp_path.glob("report-*")
+    [ring] = [cell for cell in read_results(reported / "results.json")["cells"] if cell["sync"] == "ring"]
+    assert ring["median"] == cells["ring-n2"]["median"]
+
+
+# --- stopped ---
+
+
+STOPPED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {repository!r})
+from lab import cells, commands, compare
+from lab.cells import Settings
+real = compare.node_command
+compare.node_command = lambda *given: [{fake!r}, *list(real(*given))[1:]]
+cells.part_of = lambda sync: "Part"
+settings = Settings(nodes=(1, 3), sync=("ring",), steps=4, warmup=1, repeats=1, flags=("--wait-for", {marker!r}))
+sys.exit(commands.compare_and_report(settings, reports=Path({reports!r}), anew=False, predicts=False, command="lab compare"))
+"""
+
+
+def _workers(marker: Path) -> set[int]:
+    return {int(path.name.rsplit("-", 1)[1]) for path in marker.parent.glob(f"{marker.name}-*")}
+
+
+def _until(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+def test_stopped_in_the_middle_nothing_is_left_and_it_goes_on(how, tmp_path):
+    marker = tmp_path / "go"
+    script = STOPPED.format(repository=str(REPOSITORY), fake=str(FAKE), marker=str(marker), reports=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        _until(lambda: len(_workers(marker)) == 1)
+        marker.touch()  # the single node ends, and the three begin
+        _until(lambda: len(list(tmp_path.glob("compare-*/runs/*/n1-1/ranks.json"))) == 1)
+        marker.unlink()
+        _until(lambda: len(_workers(marker)) == 4)
+        os.kill(process.pid, how)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == (130 if how == signal.SIGINT else -9), out
+    _until(lambda: not any(psutil.pid_exists(pid) for pid in _workers(marker)), 10)
+    [results] = tmp_path.glob("compare-*/results.json")
+    status = {cell["id"]: cell["status"] for cell in read_results(results)["cells"]}
+    assert status == {"none-n1": "done", "ring-n3": "pending"}
+    if how == signal.SIGINT:
+        assert (results.parent / "report.html").exists(), "what is finished is shown"
+    before = len(_workers(marker))
+    marker.touch()
+    again = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "going on with" in again.stdout
+    assert len(_workers(marker)) == before + 3, "only the three nodes that were missing"
+    assert read_results(results)["finished"]
