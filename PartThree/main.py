@@ -15,8 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.entry import main
-
-CHOICES = ("ddp", "ddp_fp16", "ddp_powersgd")
+from common.sync import BUILT_IN
 
 if __name__ == "__main__":
-    sys.exit(main("PartThree", path=sys.argv[0], description=__doc__, sync_choices=CHOICES))
+    sys.exit(main("PartThree", path=sys.argv[0], description=__doc__, sync_choices=BUILT_IN))

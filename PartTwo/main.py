@@ -16,9 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.entry import main
-
-CHOICES = ("gather_scatter", "gather_scatter_flat", "reduce_broadcast", "all_reduce", "all_reduce_flat", "tree", "ring",
-           "halving_doubling", "overlapped", "topk", "local_sgd")
+from common.sync import BY_HAND
 
 if __name__ == "__main__":
-    sys.exit(main("PartTwo", path=sys.argv[0], description=__doc__, sync_choices=CHOICES))
+    sys.exit(main("PartTwo", path=sys.argv[0], description=__doc__, sync_choices=BY_HAND))

@@ -10,11 +10,9 @@ from typing import Any
 
 from common.config import REPOSITORY
 from common.errors import UserError
-from common.sync import STRATEGIES
+from common.sync import BUILT_IN, STRATEGIES, is_exact
 
 SCALINGS = ("strong", "weak")
-LOSSY = ("ddp_fp16", "ddp_powersgd", "topk", "local_sgd")
-"""Strategies whose class has ``exact = False``; here by name, so that planning needs no torch (a test holds the two together)."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +90,14 @@ def plan_cells(settings: Settings) -> list[dict[str, Any]]:
 
 def _cell(settings: Settings, sync: str, nodes: int) -> dict[str, Any]:
     return {"id": f"{sync}-n{nodes}", "sync": sync, "nodes": nodes, "rate": None,
-            "batch_size": settings.batch_size * (nodes if settings.scaling == "weak" else 1), "exact": sync not in LOSSY,
+            "batch_size": settings.batch_size * (nodes if settings.scaling == "weak" else 1), "exact": is_exact(sync),
             "group": 0, "oversubscribed": False, "status": "pending", "message": None, "repeats": [], "median": None,
             "interval": None}
 
 
 def part_of(sync: str) -> str:
     """Return the part that offers a strategy."""
-    return "PartOne" if sync == "none" else "PartThree" if sync.startswith("ddp") else "PartTwo"
+    return "PartOne" if sync == "none" else "PartThree" if sync in BUILT_IN else "PartTwo"
 
 
 def run_folder(folder: Path, cell: dict[str, Any], repeat: int) -> Path:

@@ -14,7 +14,7 @@ from common.config import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_MASTER_PORT, REPOSI
 from common.data import DATASETS
 from common.errors import GroupError, UserError
 from common.models import MODELS
-from common.sync import STRATEGIES
+from common.sync import STRATEGIES, is_exact
 
 ASSIGNMENT = ["gather_scatter", "all_reduce", "ddp"]
 _INTERRUPTED = 130
@@ -136,11 +136,9 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
 
 def strategies(names: Sequence[str]) -> tuple[str, ...]:
     """Return the strategies that ``--sync`` names, each once, in the dict's order; 'all' and 'exact' stand for several."""
-    from lab.cells import LOSSY
-
     chosen = set(names) - {"all", "exact"}
     if "all" in names or "exact" in names:
-        chosen |= {name for name in STRATEGIES if "all" in names or name not in LOSSY}
+        chosen |= {name for name in STRATEGIES if "all" in names or is_exact(name)}
     unknown = sorted(chosen - set(STRATEGIES))
     return (*(name for name in STRATEGIES if name in chosen), *unknown)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from lab.cells import LOSSY
+from common.sync import is_exact
 from lab.results import FORMAT, read_json, read_repeat, summarise
 
 _TRAINING = ("dataset", "training_images", "model", "batch_size", "seed", "learning_rate", "schedule", "total_steps", "opt",
@@ -41,7 +41,7 @@ def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
         name = f"{run['sync']}-n{run['nodes']}" + (f"-g{group}" if group else "")
         cell = cells.setdefault(name, {
             "id": name, "sync": run["sync"], "nodes": run["nodes"], "rate": None, "batch_size": run["batch_size"],
-            "exact": run["sync"] not in LOSSY, "group": group, "oversubscribed": run["crowded"], "status": "done",
+            "exact": is_exact(run["sync"]), "group": group, "oversubscribed": run["crowded"], "status": "done",
             "message": None, "repeats": []})
         cell["repeats"].append(run["repeat"] | {"repeat": len(cell["repeats"])})
         if (run["folder"] / "timeline.json").exists() and name not in timelines:

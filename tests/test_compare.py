@@ -11,16 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common import registry
 from common.arguments import parse_arguments
 from common.config import REPOSITORY
 from common.errors import UserError
 from common.models import build_model
-from common.sync import STRATEGIES, build_sync
+from common.sync import BUILT_IN, BY_HAND, STRATEGIES, build_sync
 from common.sync.traffic import GradientSize
 from lab import cells as cells_module
 from lab import compare as compare_module
-from lab.cells import LOSSY, Settings, node_command, part_of, plan_cells
+from lab.cells import Settings, node_command, part_of, plan_cells
 from lab.cli import strategies
 from lab.compare import compare
 from lab.results import read_results
@@ -53,23 +52,17 @@ def asks(**changes):
 # --- what is started ---
 
 
-def test_lossy_names_are_those_of_the_classes():
-    assert set(LOSSY) == {name for name in STRATEGIES if not registry.load(STRATEGIES, name, kind="strategy").exact}
-
-
 @pytest.mark.parametrize("sync", STRATEGIES)
 def test_every_strategy_is_started_by_a_command_that_its_part_understands(sync, tmp_path):
-    """The command is parsed by the part's own parser, with the part's own choices, read from its file."""
+    """The command is parsed by the part's own parser, with the part's own choices."""
     settings = Settings(nodes=(1 if sync == "none" else 3,), sync=(sync,), steps=7, warmup=2, batch_size=90)
     [cell] = plan_cells(settings)
     command = node_command(settings, cell, 1, tmp_path)
     part = Path(command[0]).parent.name
     assert part == part_of(sync)
-    source = Path(command[0]).read_text(encoding="utf-8")
-    assert f'"{sync}"' in source or (part == "PartOne" and "sync_choices" in source)
-    config = parse_arguments(part, "", {}, tuple(STRATEGIES) if part != "PartOne" else ("none",), command[1:])
-    if sync != "ddp" or part != "PartThree":  # PartThree's own default
-        assert config.sync == sync
+    choices = {"PartOne": ("none",), "PartTwo": BY_HAND, "PartThree": BUILT_IN}[part]
+    config = parse_arguments(part, "", {}, choices, command[1:])
+    assert config.sync == sync
     assert (config.batch_size, config.untimed_steps, config.timeline, config.measure_only) == (90, 2, True, True)
     assert config.max_steps == 2 + 7 + (4 if sync == "local_sgd" else 1)
 
@@ -89,7 +82,7 @@ def test_one_node_comes_once_and_weak_scaling_gives_each_node_the_same():
 
 def test_names_for_several_strategies():
     assert strategies(["all"]) == tuple(STRATEGIES)
-    assert strategies(["exact", "topk"]) == tuple(name for name in STRATEGIES if name not in LOSSY or name == "topk")
+    assert set(STRATEGIES) - set(strategies(["exact", "topk"])) == {"ddp_fp16", "ddp_powersgd", "local_sgd"}
 
 
 @pytest.mark.parametrize(("changes", "message"), [

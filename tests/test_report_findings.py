@@ -12,6 +12,7 @@ from lab.report.findings import (
     findings,
     overlaps,
     oversubscription,
+    restless,
     root_share,
     slower_than_one,
     stragglers,
@@ -73,6 +74,13 @@ def test_speed_up_below_one(scale: float, repeats: int, expected: str) -> None:
     assert (expected in text) if expected else text == ""
 
 
+def test_repeats_far_apart_are_pointed_out() -> None:
+    noisy = cell("ring", 2)
+    noisy["interval"]["step"] = [0.0, 3.0]
+    assert "The repeats of ring-n2 lie so far apart" in said(restless(block(noisy, cell("ddp", 2))))
+    assert said(restless(block(cell("ring", 2)))) == ""
+
+
 def test_an_interval_that_reaches_zero_leaves_the_speed_up_open() -> None:
     slow = cell("ring", 2, scale=4.0)
     slow["interval"]["step"] = [0.0, 5.0]
@@ -97,6 +105,7 @@ def test_bounds_and_stragglers() -> None:
     assert "update) with ddp" in text
     assert "waiting for slower ranks with ring" in text
     assert "waiting for slower ranks than wire with ring:" in said(stragglers(both))
+    assert "by the medians with ring, but no intervals" in said(stragglers(block(cell("ring", 4, wait=0.5, repeats=1))))
     assert "no strategy spends more" in said(stragglers(block(cell("ddp", 4))))
     unsplit = block(cell("ddp", 4))
     unsplit.find("ddp", 4).cell["median"].update(wait=None, wire=None)
@@ -113,6 +122,7 @@ def test_root_share() -> None:
 def test_exact_losses() -> None:
     same = said(quality.exact_losses(block(cell("ring", 2), cell("ddp", 2))))
     assert "the losses of the 2 exact strategies agree: they differ by 8.7e-06 at most, at step 30" in same  # 29 * 3e-7
+    assert "are equal at every step" in said(quality.exact_losses(block(cell("ring", 2), cell("ring", 2) | {"sync": "tree"})))
     drifted = list(quality.exact_losses(block(cell("ring", 2), cell("ddp", 2, loss_shift=0.05))))
     assert "start alike and drift apart, by 0.05" in drifted[0].text
     assert drifted[0].caution

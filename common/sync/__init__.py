@@ -27,6 +27,11 @@ STRATEGIES = {
     "local_sgd": "common.sync.local_sgd:LocalSGD",
 }
 
+BUILT_IN = tuple(name for name in STRATEGIES if name.startswith("ddp"))
+"""PyTorch's DistributedDataParallel, which PartThree offers."""
+BY_HAND = tuple(name for name in STRATEGIES if name != "none" and name not in BUILT_IN)
+"""The others that exchange anything, which PartTwo offers."""
+
 
 def build_sync(name: str, **options: Any) -> Any:
     """Return a new strategy (a ``GradientSync``) of that name, made with its class's ``options``.
@@ -40,3 +45,8 @@ def build_sync_from(name: str, settings: Mapping[str, Any]) -> Any:
     """Return a new strategy with those of ``settings`` that its class takes, by name."""
     taken = inspect.signature(registry.load(STRATEGIES, name, kind="strategy")).parameters
     return build_sync(name, **{key: value for key, value in settings.items() if key in taken})
+
+
+def is_exact(name: str) -> bool:
+    """Return whether the strategy of that name leaves every rank the plain mean. UserError if it is unknown."""
+    return registry.load(STRATEGIES, name, kind="strategy").exact

@@ -62,10 +62,13 @@ def _scaling_panel(axis: Axes, sync: str, rows: Sequence[Row], others: Sequence[
         if interval:
             axis.plot([row.nodes] * 2, interval, color=color(sync), linewidth=1.2)
         above = row.speedup < 0.6 * row.nodes  # towards the free side of the ideal line
-        inner = row.nodes < counts[-1] and not above
-        end = row.speedup if not interval else min(interval[1], 1.1 * row.nodes) if above else interval[0]
-        axis.annotate(percent(row.efficiency), (row.nodes, end), xytext=(4 if inner else 0, 5 if above else -4),
-                      textcoords="offset points", ha="left" if inner else "center", va="bottom" if above else "top", fontsize=8,
+        long = interval is not None and interval[1] - interval[0] > 0.2 * max(counts)  # then beside the whisker
+        end = row.speedup if not interval or long else interval[1] if above else interval[0]
+        inner = row.nodes < counts[-1]
+        beside = "right" if long and not inner else "left" if long or (inner and not above) else "center"
+        axis.annotate(percent(row.efficiency), (row.nodes, end),
+                      xytext=({"left": 4, "center": 0, "right": -5}[beside], 5 if above else -4), textcoords="offset points",
+                      ha=beside, va="bottom" if above else "top", fontsize=8,
                       bbox={"facecolor": PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.6})
     axis.set_title(sync, fontsize=9)
     axis.grid(axis="y")

@@ -14,6 +14,7 @@ from lab.report.timeline import mean_overlap
 from lab.report.view import Block, Row, percent, seconds_text
 
 _EQUAL_SHARE = 1.2  # a root that sends this many times an equal share is named
+_RESTLESS = 0.5  # of the step: an interval wider than this is pointed out
 _SPEED, _BOUND = "Which is fastest", "What bounds a step"
 _PARTS = {"compute": "compute (data, forward, backward, update)", "wire": "sync on the wire", "wait": "waiting for slower ranks"}
 
@@ -32,7 +33,7 @@ def findings(block: Block, timelines: Mapping[str, Any] | None = None) -> list[F
     """Return what the cells of ``block`` show, in the order in which it is to be read."""
     from lab.report import quality
 
-    found = [*unfinished(block), *fastest(block), *slower_than_one(block), *bounds(block), *stragglers(block),
+    found = [*unfinished(block), *restless(block), *fastest(block), *slower_than_one(block), *bounds(block), *stragglers(block),
              *overlaps(block, timelines or {}), *oversubscription(block), *root_share(block), *quality.exact_losses(block),
              *quality.accuracies(block), *quality.time_to_accuracy(block), *quality.predictions(block),
              *quality.bytes_as_predicted(block)]
@@ -95,6 +96,16 @@ def oversubscription(block: Block) -> Iterator[Finding]:
         yield Finding(_BOUND, f"On {counts} nodes the ranks share cores: their compute and waiting times, speed-ups and "
                       "efficiencies are not those of as many machines. What the strategies send, and whether their losses "
                       "agree, holds all the same.", f"marked so: {listed([row.id for row in rows])}", caution=True)
+
+
+def restless(block: Block) -> Iterator[Finding]:
+    """Cells whose repeats lie so far apart that little can be said."""
+    rows = [row for row in block.measured if (ends := row.interval("step")) and ends[1] - ends[0] > _RESTLESS * row.step]
+    if rows:
+        yield Finding("Progress", f"The repeats of {listed([row.id for row in rows])} lie so far apart that the 95 % interval "
+                      f"is wider than {percent(_RESTLESS)} of the step: too few repeats, or a machine that had other things to "
+                      "do.",
+                      "; ".join(f"{row.id} {timed(row)}" for row in rows), caution=True)
 
 
 def fastest(block: Block) -> Iterator[Finding]:
@@ -167,20 +178,26 @@ def bounds(block: Block) -> Iterator[Finding]:
         if pieces:
             shares = [f"{sync} {percent(found[largest[sync]] / sum(found.values()))} {largest[sync]}"
                       for sync, found in parts.items()]
-            yield Finding(_BOUND, f"{on_nodes(nodes)} the largest part of a step is {'; '.join(pieces)}.", "; ".join(shares))
+            yield Finding(_BOUND, f"{on_nodes(nodes)} the largest part of a step, by the medians, is {'; '.join(pieces)}.",
+                          "; ".join(shares))
 
 
 def stragglers(block: Block) -> Iterator[Finding]:
     """Waiting for slower ranks against time on the wire."""
     for nodes in _several(block):
         rows = [row for row in block.at(nodes) if row.median("wait") is not None and row.median("wire") is not None]
-        waiting = [row.sync for row in rows if row.median("wait") > row.median("wire")]
+        waiting = [row for row in rows if row.median("wait") > row.median("wire")]
+        sure = [row.sync for row in waiting if (row.interval("wait") or (0, 0))[0] > (row.interval("wire") or (0, 0))[1]]
+        unsure = [row.sync for row in waiting if row.sync not in sure]
         evidence = "; ".join(f"{row.sync} wait {seconds_text(row.median('wait'), row.step)} s, wire "
                              f"{seconds_text(row.median('wire'), row.step)} s" for row in rows)
-        if waiting:
+        if sure:
             yield Finding(_BOUND, f"{on_nodes(nodes)} more of the sync time is waiting for slower ranks than wire with "
-                          f"{listed(waiting)}: a faster network would save less than half of it.", evidence)
-        elif rows:
+                          f"{listed(sure)}: a faster network would save less than half of it.", evidence)
+        if unsure:
+            yield Finding(_BOUND, f"{on_nodes(nodes)} more of the sync time is waiting than wire by the medians with "
+                          f"{listed(unsure)}, but no intervals that lie apart bear it out.", evidence, caution=True)
+        if rows and not waiting:
             yield Finding(_BOUND, f"{on_nodes(nodes)} no strategy spends more of its sync time waiting for slower ranks than on "
                           "the wire.", evidence)
 

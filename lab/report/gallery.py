@@ -60,7 +60,9 @@ def loss_caption(block: Block) -> str:
     parts = []
     for nodes in [nodes for nodes in block.nodes if nodes > 1]:
         found = largest_difference([row for row in block.at(nodes) if row.exact])
-        if found:
+        if found and found.value == 0:
+            parts.append(f"none on {nodes} nodes")
+        elif found:
             parts.append(f"{found.value:.2g} on {nodes} nodes (step {found.step}, {found.one} against {found.other})")
     told = f" Largest difference between exact strategies at the same step and seed: {'; '.join(parts)}." if parts else ""
     return ("Training loss over the global batch, of one seed. Exact strategies must lie on one another, and are drawn as one "
@@ -110,9 +112,9 @@ def _drawn(folder: Path, name: str, heading: str, block: Block, draw: Draw, capt
 
 
 def draw_timelines(folder: Path, results: Mapping[str, Any]) -> Iterator[Drawing | Missing]:
-    """Draw the recorded step of each cell that has one, in the cells' order."""
+    """Draw the recorded step of each cell that has one, in the cells' order, those of one node, without messages, last."""
     timelines, emulated = results.get("timelines") or {}, bool(results.get("emulated"))
-    cells = {cell["id"]: cell for cell in results.get("cells") or []}
+    cells = {cell["id"]: cell for cell in sorted(results.get("cells") or [], key=lambda cell: cell["nodes"] == 1)}
     for key in [key for key in cells if key in timelines] + [key for key in timelines if key not in cells]:
         timeline, cell, name = timelines[key], cells.get(key), f"timeline-{safe_name(key)}"
         nodes = len(timeline.get("ranks") or [])

@@ -26,6 +26,9 @@ def exact_losses(block: Block) -> Iterator[Finding]:
             yield Finding("Losses", f"{where} the exact strategies differ from the first step on, by {found.first:.2g}, before "
                           "any gradient was exchanged: they did not start alike, and their losses cannot be compared.", evidence,
                           caution=True)
+        elif found.value == 0:
+            yield Finding("Losses", f"{where} the losses of the {found.strategies} exact strategies are equal at every step, to "
+                          "the last digit.", evidence)
         elif found.value <= limit:
             yield Finding("Losses", f"{where} the losses of the {found.strategies} exact strategies agree: they differ by "
                           f"{found.value:.2g} at most, at step {found.step}.", evidence)
