@@ -19,7 +19,7 @@ from common.place import Launch
 from common.records import usable_cores
 from common.sync.traffic import KINDS
 from common.training_engine import launch_distributed_training
-from lab.calibration import Calibration, calibration_path
+from lab.calibration import QUIET_SHARE, Calibration, calibration_path
 from lab.compute import ComputeModel, ComputeProfile
 from lab.cost_model import Network, Rate, loads
 from lab.fitting import Fit, fit
@@ -27,6 +27,7 @@ from lab.measure import Measures, measure_rank
 
 _MOST_RANKS = 8
 _LIMIT_SECONDS = 600.0
+_LEAST_TURNS = 2
 _SIZES = ((1_024, 20), (8_192, 20), (65_536, 10), (300_000, 8), (1_000_000, 4), (2_500_000, 3), (9_500_000, 2), (20_000_000, 1),
           (38_000_000, 1))
 
@@ -36,7 +37,7 @@ def measures_for(model: str, image: tuple[int, int], *, quick: bool) -> Measures
     if quick:
         return Measures(model, image, _SIZES[::2], rounds=3, step_rounds=1, samples=(24, 72, 140), steps=2,
                         limit_seconds=_LIMIT_SECONDS)
-    return Measures(model, image, _SIZES, rounds=5, step_rounds=2, samples=(28, 100, 220), steps=2,
+    return Measures(model, image, _SIZES, rounds=6, step_rounds=3, samples=(28, 100, 220), steps=2,
                     limit_seconds=_LIMIT_SECONDS)
 
 
@@ -88,41 +89,57 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
 
 def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Calibration:
     """Return the calibration that fits what ``measure_rank`` returned."""
-    ranks, size = found["ranks"], len(found["ranks"])
+    ranks, here, noise = found["ranks"], found["ranks_here"], []
+    turns = quiet(zip(*(rank["turns"] for rank in ranks), strict=True), found, noise)
     fits: dict[str, Fit] = {}
     for name, column in (("gamma", "sum"), ("copy", "copy")):
-        sizes, seconds = _medians(point for rank in ranks for point in rank["memory"][column])
+        sizes, seconds = _medians(point for turn in turns for rank in turn for point in rank["memory"][column])
         fits[name] = fit([sizes], seconds, varied=sizes)
     gamma = fits["gamma"].values[0]
-    for kind in KINDS:
-        fits[kind] = _fit_kind(kind, size, gamma, ranks)
+    fits |= {kind: _fit_kind(kind, len(ranks), gamma, turns) for kind in KINDS}
     kinds = {kind: Rate(*fits[kind].values) for kind in KINDS}
     network = Network(kinds["exchange"].alpha_seconds, kinds["exchange"].beta_seconds_per_byte, gamma, fits["copy"].values[0],
-                      kinds, _overlap_cost(ranks))
-    profiles = []
-    together = [rank["together"] for rank in ranks]
-    cases = [(found["ranks_here"], ranks[0]["threads"], together)]
+                      kinds, _overlap_cost(quiet(zip(*(rank["overlap"] for rank in ranks), strict=True), found, noise)))
+    cases = [(here, ranks[0]["threads"], list(zip(*(rank["together"] for rank in ranks), strict=True)))]
     if "alone" in ranks[0]:
-        cases.insert(0, (1, found["cores"], [ranks[0]["alone"]]))
-    for here, threads, steps in cases:
-        profile, own = _profile(here, threads, steps)
+        cases.insert(0, (1, found["cores"], [(step,) for step in ranks[0]["alone"]]))
+    profiles = []
+    for sharing, threads, steps in cases:
+        profile, own = _profile(sharing, threads, steps, found, noise)
         profiles.append(profile)
         fits |= own
-    ready_bytes, ready_shares = _ready(found["gradients"], [rank["ready"] for rank in ranks])
     machine = ranks[0]["environment"]
     return Calibration(
         name=f"{machine['cpu']}, {found['cores']} core{'s' if found['cores'] > 1 else ''}",
-        made=datetime.now().isoformat(timespec="seconds"), quick=quick, ranks=size, ranks_here=found["ranks_here"],
-        cores=found["cores"], others_share=_others_share(found), model=model, gradients=tuple(found["gradients"]),
-        network=network, compute=ComputeModel(tuple(profiles), ready_bytes, ready_shares),
+        made=datetime.now().isoformat(timespec="seconds"), quick=quick, ranks=len(ranks), ranks_here=here,
+        cores=found["cores"], others_share=statistics.fmean(noise), model=model,
+        gradients=tuple(found["gradients"]), network=network,
+        compute=ComputeModel(tuple(profiles), *_ready(found["gradients"], [rank["ready"] for rank in ranks])),
         fits={name: one.as_json() for name, one in fits.items()}, machine=machine)
 
 
-def _fit_kind(kind: str, size: int, gamma: float, ranks: Sequence[Mapping[str, Any]]) -> Fit:
+def others_share(spent: Sequence[Mapping[str, float]], found: Mapping[str, Any]) -> float:
+    """Return the share of rank 0's cores that processes other than the ranks took, from what each rank ``spent`` meanwhile."""
+    first = spent[0]
+    own = sum(cpu["own"] for cpu in spent) if len(spent) <= found["ranks_here"] else first["own"] * found["ranks_here"]
+    return max(0.0, first["all"] - own) / (first["clock"] * found["cores"])
+
+
+def quiet(turns: Iterable[Sequence[Mapping[str, Any]]], found: Mapping[str, Any],
+          noise: list[float]) -> list[Sequence[Mapping[str, Any]]]:
+    """Return those turns (of each, what every rank measured) in which other processes took next to nothing, or else the
+    quietest ones; ``noise`` receives what these took all the same."""
+    by_noise = sorted(((others_share([rank["cpu"] for rank in turn], found), place, turn) for place, turn in enumerate(turns)))
+    kept = [one for place, one in enumerate(by_noise) if one[0] <= QUIET_SHARE or place < _LEAST_TURNS]
+    noise += [share for share, _, _ in kept]
+    return [turn for _, _, turn in kept]
+
+
+def _fit_kind(kind: str, size: int, gamma: float, turns: Sequence[Sequence[Mapping[str, Any]]]) -> Fit:
     """Alpha and beta of a kind. Known beside them: what it sums by itself, and the tiny all_reduce that was timed with it."""
-    turns = list(zip(*(rank["messages"][kind] for rank in ranks), strict=True))  # of each: a row a rank
-    sizes, seconds = _medians((turn[0][0], max(taken for _, taken, _ in turn)) for turn in turns)
-    _, without = _medians((turn[0][0], max(nothing for _, _, nothing in turn)) for turn in turns)
+    rows = [row for turn in turns for row in zip(*(rank["messages"][kind] for rank in turn), strict=True)]
+    sizes, seconds = _medians((row[0][0], max(taken for _, taken, _ in row)) for row in rows)
+    _, without = _medians((row[0][0], max(nothing for _, _, nothing in row)) for row in rows)
     messages, link_bytes, summed = zip(*(loads(kind, nbytes, size) for nbytes in sizes), strict=True)
     return fit([messages, link_bytes], seconds, varied=sizes,
                known=[nothing + gamma * nbytes for nothing, nbytes in zip(without, summed, strict=True)])
@@ -136,29 +153,25 @@ def _medians(points: Iterable[Sequence[float]]) -> tuple[list[float], list[float
     return sorted(found), [statistics.median(found[varied]) for varied in sorted(found)]
 
 
-def _overlap_cost(ranks: Sequence[Mapping[str, Any]]) -> float:
-    costs = [(turn["both"] - turn["backward"]) / turn["messages"] for rank in ranks for turn in rank["overlap"]]
+def _overlap_cost(turns: Sequence[Sequence[Mapping[str, Any]]]) -> float:
+    costs = [(rank["both"] - rank["backward"]) / rank["messages"] for turn in turns for rank in turn]
     return min(1.0, max(0.0, statistics.median(costs)))
 
 
-def _others_share(found: Mapping[str, Any]) -> float:
-    """The share of the cores that processes other than the ranks took while these measured (of rank 0's machine)."""
-    first = found["ranks"][0]["cpu"]
-    own = sum(rank["cpu"]["own"] for rank in found["ranks"]) if len(found["ranks"]) == found["ranks_here"] else (
-        first["own"] * found["ranks_here"])
-    return max(0.0, first["all"] - own) / (first["clock"] * found["cores"])
-
-
-def _profile(here: int, threads: int, steps: Sequence[Sequence[Mapping[str, float]]]) -> tuple[ComputeProfile, dict[str, Fit]]:
+def _profile(sharing: int, threads: int, steps: Sequence[Sequence[Mapping[str, Any]]],
+             found: Mapping[str, Any], noise: list[float]) -> tuple[ComputeProfile, dict[str, Fit]]:
     """The line of each section over the samples; of ranks that compute together a step counts as the slowest one's."""
-    slowest = [max(turn, key=lambda step: step["before"] + step["backward"]) for turn in zip(*steps, strict=True)]
+    by_samples = {step[0]["samples"]: [one for one in steps if one[0]["samples"] == step[0]["samples"]] for step in steps}
+    calm = [step for same in by_samples.values() for step in quiet(same, found, noise)]
+    slowest = [max(step, key=lambda rank: rank["before"] + rank["backward"]) for step in calm]
     fits = {}
     for section in ("before", "backward"):
         samples, seconds = _medians((step["samples"], step[section]) for step in slowest)
-        fits[f"{section}, {here} ranks"] = fit([[1.0] * len(samples), samples], seconds, varied=samples)
+        fits[f"{section}, {sharing} rank{'s' if sharing > 1 else ''}"] = fit([[1.0] * len(samples), samples], seconds,
+                                                                           varied=samples)
     before, backward = fits.values()
-    update = statistics.median(step["update"] for rank in steps for step in rank)
-    return ComputeProfile(here, threads, *before.values, *backward.values, update), fits
+    update = statistics.median(rank["update"] for step in calm for rank in step)
+    return ComputeProfile(sharing, threads, *before.values, *backward.values, update), fits
 
 
 def _ready(sizes: Sequence[int], shares: Sequence[Sequence[float]]) -> tuple[tuple[int, ...], tuple[float, ...]]:

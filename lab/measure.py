@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,11 +19,12 @@ from common.distributed import World, gather_objects
 from common.memory import keep_freed_memory
 from common.records import environment, usable_cores
 from common.sync.traffic import KINDS
-from lab.trainer import Trainer
+from lab.trainer import Trainer, cpu_seconds, since
 
 _FLOAT_BYTES = 4
 _SPREAD = 7936  # between messages, in floats: they keep the alignment that tensors have
-_MEMORY_SIZES = (1 << 20, 1 << 22, 1 << 24)
+_WARM_UP_ROUNDS = 1
+_MEMORY_SIZES = (1_000_000, 4_000_000, 12_000_000)
 _OVERLAP_BYTES = 8_000_000
 _PROBE_SAMPLES, _LONGEST_BACKWARD_SECONDS = 4, 6.0
 
@@ -63,53 +63,45 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
     watchdog.daemon = True
     watchdog.start()
     keep_freed_memory()
-    began = _cpu_seconds()
+    began = cpu_seconds()
     cores = usable_cores()
     threads = max(1, cores // ranks_here)
     torch.set_num_threads(threads)
     with torch.no_grad():
-        found: dict[str, Any] = {"messages": time_messages(rank, size, measures), "memory": time_memory(measures)}
+        found: dict[str, Any] = {"turns": time_messages(rank, size, measures)}
     trainer = Trainer(measures.model, measures.image, most_samples=max(measures.samples))
     samples = _affordable(trainer, measures.samples, ranks_here)
     mine = tuple(max(2, count // ranks_here) for count in samples)
     found["together"] = trainer.time_steps(mine, rounds=measures.step_rounds, steps=measures.steps, after_step=_meet)
     found["ready"] = trainer.time_gradients(mine[-1])
-    found["overlap"] = [_overlap(trainer, mine[-1]) for _ in range(measures.rounds)]
+    found["overlap"] = [_overlap(trainer, mine[-1]) for _ in range(measures.step_rounds)]
     if ranks_here > 1:
         found["alone"] = _alone(trainer, rank, cores, measures, samples)
-    spent = {name: seconds - began[name] for name, seconds in _cpu_seconds().items()}
-    found |= {"threads": threads, "environment": environment(), "cpu": spent}
+    found |= {"threads": threads, "environment": environment(), "cpu": since(began)}
     everyone = gather_objects(World(rank=rank, size=size), found)
     watchdog.cancel()
     return {"ranks": everyone, "gradients": trainer.gradients, "cores": cores, "ranks_here": ranks_here}
 
 
-def _cpu_seconds() -> dict[str, float]:
-    """Seconds on the clock, those that this process has computed, and those that all processes of the machine have."""
-    times = psutil.cpu_times()
-    idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "steal", 0.0)
-    return {"clock": time.monotonic(), "own": time.process_time(), "all": sum(times[:8]) - idle}
-
-
-def time_messages(rank: int, size: int, measures: Measures) -> dict[str, list[list[float]]]:
-    """Return for each kind of operation [bytes, seconds, seconds without it] of each of its sizes and rounds, from a common
-    beginning until every rank has what it is to have.
+def time_messages(rank: int, size: int, measures: Measures) -> list[dict[str, Any]]:
+    """Return for each round "messages": of each kind [bytes, seconds, seconds without it] of each size, from a common beginning
+    until every rank has what it is to have; "memory", as of ``time_memory``; and "cpu", what it cost.
 
     A tiny all_reduce follows each call, since a sender alone would be timed until it has filled a buffer; the last entry is
     what that takes by itself, measured in the same turn. Each call takes another part of the memory, as gradients lie.
     """
     arena = torch.zeros(2 * measures.sizes[-1][0] // _FLOAT_BYTES + _SPREAD).fill_(0.0)
-    found: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
-    calls = {kind: message_call(kind, rank, size) for kind in KINDS}
-    for turn in range(-1, measures.rounds):  # the first turn warms up
+    calls, rounds = {kind: message_call(kind, rank, size) for kind in KINDS}, []
+    for _ in range(_WARM_UP_ROUNDS + measures.rounds):
+        began = cpu_seconds()
+        found: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
         for nbytes, repeats in measures.sizes:
             parts = _parts(arena, nbytes, repeats)
             nothing = _timed(lambda _: None, parts)
             for kind, call in calls.items():
-                seconds = _timed(call, parts)
-                if turn >= 0:
-                    found[kind].append([nbytes, seconds, nothing])
-    return found
+                found[kind].append([nbytes, _timed(call, parts), nothing])
+        rounds.append({"messages": found, "memory": time_memory(arena), "cpu": since(began)})
+    return rounds[_WARM_UP_ROUNDS:]
 
 
 def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
@@ -154,26 +146,23 @@ def _meet(_step: int = 0) -> None:
     dist.all_reduce(torch.zeros(2))
 
 
-def time_memory(measures: Measures) -> dict[str, list[list[float]]]:
-    """Return [bytes, seconds] of adding a buffer to another and of copying one, all ranks at once."""
-    arena = torch.zeros(8 * _MEMORY_SIZES[-1] // _FLOAT_BYTES).fill_(0.0)
+def time_memory(arena: Tensor) -> dict[str, list[list[float]]]:
+    """Return [bytes, seconds] of adding a part of ``arena`` to another ("sum") and of copying it, all ranks at once."""
     found: dict[str, list[list[float]]] = {"sum": [], "copy": []}
-    for turn in range(-1, measures.rounds):
-        for nbytes in _MEMORY_SIZES:
-            parts = _parts(arena, nbytes, 8)
-            for name, act in (("sum", Tensor.add_), ("copy", Tensor.copy_)):
-                _meet()
-                began = time.perf_counter()
-                for part, other in zip(parts[::2], parts[1::2], strict=True):
-                    act(part, other)
-                seconds = (time.perf_counter() - began) / (len(parts) // 2)
-                if turn >= 0:
-                    found[name].append([nbytes, seconds])
+    for nbytes in _MEMORY_SIZES:
+        parts = _parts(arena, nbytes, 8)
+        for name, act in (("sum", Tensor.add_), ("copy", Tensor.copy_)):
+            _meet()
+            began = time.perf_counter()
+            for part, other in zip(parts[::2], parts[1::2], strict=True):
+                act(part, other)
+            found[name].append([nbytes, (time.perf_counter() - began) / (len(parts) // 2)])
     return found
 
 
-def _overlap(trainer: Trainer, samples: int) -> dict[str, float]:
-    """Return the seconds of backward alone, of messages alone, and of backward while these messages are under way."""
+def _overlap(trainer: Trainer, samples: int) -> dict[str, Any]:
+    """Return the seconds of backward alone, of messages alone, of backward while these messages are under way, and the cost."""
+    start = cpu_seconds()
     _meet()
     alone = trainer.backward_seconds(samples)
     one = _timed(lambda tensor: _send(1, tensor)(), [torch.zeros(_OVERLAP_BYTES // _FLOAT_BYTES)] * 4)
@@ -184,7 +173,7 @@ def _overlap(trainer: Trainer, samples: int) -> dict[str, float]:
     wait: list[Callable[[], None]] = []
     both = trainer.backward_seconds(samples, before=lambda: wait.append(_send(count, tensor)))
     wait[0]()
-    return {"backward": alone, "messages": messages, "both": both}
+    return {"backward": alone, "messages": messages, "both": both, "cpu": since(start)}
 
 
 def _send(count: int, tensor: Tensor) -> Callable[[], None]:

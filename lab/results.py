@@ -9,6 +9,7 @@ A comparison has cells (a strategy on a number of nodes), a cell has repeats (ru
     prediction    null, or what was predicted before anything was measured: made, calibration, cells by id
     cells         id, sync, nodes, rate, batch_size, exact, group, oversubscribed, status (done, partial, failed, pending),
                   message, repeats (folder, seed, status, ranks, losses, test_accuracy, seconds_to_accuracy), median, interval
+    groups        settings of each group by its number, as a text (``lab report`` alone)
     timelines     by cell: one step, as in a run's timeline.json
 
 Seconds and bytes throughout. ``median`` is over the repeats of the mean over the ranks; ``interval`` the 95 % interval of the

@@ -52,7 +52,7 @@ def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
     return {"format": FORMAT, "kind": "report", "created": datetime.now().isoformat(timespec="seconds"), "finished": True,
             "emulated": False, "settings": _settings(runs, ordered, scaling), "environment": runs[0]["environment"],
             "warnings": _warnings(runs), "differences": [_difference(name, runs) for name in differing], "prediction": None,
-            "cells": ordered, "timelines": timelines}
+            "groups": {str(index): one for index, one in enumerate(kinds)}, "cells": ordered, "timelines": timelines}
 
 
 def _read(folder: Path, scaling: str) -> dict[str, Any]:

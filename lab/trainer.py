@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -19,6 +20,18 @@ _CLASSES = 10
 _WARM_UP_STEPS = 1
 _BATCHES = 8  # of the largest size, in the generated set
 _SEED = 0
+
+
+def cpu_seconds() -> dict[str, float]:
+    """Seconds on the clock, those that this process has computed, and those that all processes of the machine have."""
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "steal", 0.0)
+    return {"clock": time.monotonic(), "own": time.process_time(), "all": sum(times[:8]) - idle}
+
+
+def since(began: dict[str, float]) -> dict[str, float]:
+    """How much more it is than it was then."""
+    return {name: seconds - began[name] for name, seconds in cpu_seconds().items()}
 
 
 class Trainer:
@@ -51,7 +64,7 @@ class Trainer:
 
     def time_steps(self, samples: Sequence[int], *, rounds: int, steps: int,
                    after_step: Callable[[int], None]) -> list[dict[str, float]]:
-        """Return for each step "samples", "before" (data and forward), "backward" and "update", in seconds.
+        """Return for each step "samples", "before" (data and forward), "backward" and "update", in seconds, and "cpu".
 
         Each number of samples has its turn in each round. ``after_step`` is called after each step, outside its time.
         """
@@ -59,10 +72,18 @@ class Trainer:
         for _ in range(rounds):
             for count in samples:
                 records: list[StepRecord] = []
-                self._train(count, _WARM_UP_STEPS + steps, records, after_step)
-                found += [{"samples": count, "before": seconds["data"] + seconds["forward"],
-                           "backward": seconds["backward"], "update": seconds["sync"] + seconds["update"]}
-                          for seconds in (record.seconds for record in records[_WARM_UP_STEPS:] if record.samples == count)]
+                spent: list[dict[str, float]] = []
+                began = cpu_seconds()
+
+                def stepped(step: int, spent: list[dict[str, float]] = spent, began: dict[str, float] = began) -> None:
+                    after_step(step)
+                    spent.append(since(began))
+                    began |= cpu_seconds()
+
+                self._train(count, _WARM_UP_STEPS + steps, records, stepped)
+                found += [{"samples": count, "before": record.seconds["data"] + record.seconds["forward"], "cpu": cpu,
+                           "backward": record.seconds["backward"], "update": record.seconds["sync"] + record.seconds["update"]}
+                          for record, cpu in list(zip(records, spent, strict=True))[_WARM_UP_STEPS:] if record.samples == count]
         return found
 
     def _train(self, samples: int, steps: int, records: list[StepRecord], after_step: Callable[[int], None]) -> None:

@@ -25,7 +25,12 @@ addEventListener("load", () => {
     && element.getBoundingClientRect().right > innerWidth + 0.5).map((element) => element.tagName);
   const small = [...document.querySelectorAll("svg text")].filter((text) => text.getBoundingClientRect().width)
     .map((text) => text.getBoundingClientRect().height);
-  parent.postMessage(JSON.stringify([innerWidth, root.scrollWidth, wide, Math.min(...small),
+  const cut = [...document.querySelectorAll("svg text")].filter((text) => {
+    const own = text.getBoundingClientRect(), all = text.closest("svg").getBoundingClientRect();
+    return own.width && (own.left < all.left - 1 || own.right > all.right + 1
+      || own.top < all.top - 1 || own.bottom > all.bottom + 1);
+  }).map((text) => text.textContent);
+  parent.postMessage(JSON.stringify([innerWidth, root.scrollWidth, [...wide, ...cut], Math.min(...small),
     getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector("svg text")).fill]), "*");
 });
 </script>"""
@@ -37,11 +42,11 @@ addEventListener("message", (event) => { document.documentElement.dataset.measur
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report whose words are long, with a script that measures it added to the page."""
-    data = results(("gather_scatter", "halving_doubling"), (1, 2), accuracy=0.43)
+    data = results(("gather_scatter", "halving_doubling", "ddp_powersgd"), (1, 2), accuracy=0.43, emulated=True)
     data["cells"].append(cell("gather_scatter_flat", 2, status="failed", message="connection to " + "a" * 200))
     data["settings"]["command"] = "lab compare --output-dir /" + "long/" * 60
     data["warnings"] = ["/" + "path" * 60]
-    data["timelines"] = {"halving_doubling-n2": data["timelines"]["halving_doubling-n2"]}
+    data["timelines"] = {"gather_scatter-n2": data["timelines"]["gather_scatter-n2"]}
     folder = tmp_path_factory.mktemp("browser")
     write_report(folder, data)
     path = folder / "measured.html"
@@ -63,7 +68,7 @@ def browse(page: Path, *flags: str) -> str:
 
 
 def measured(page: Path, width: int, *flags: str) -> tuple[int, int, list[str], float, str, str]:
-    """Return inner width, width of all that can be scrolled to, tags that stick out, smallest letters, paper and ink."""
+    """Return inner width, width of all that can be scrolled to, what sticks out, smallest letters, paper and ink."""
     around = page.with_name(f"around-{width}.html")
     around.write_text(AROUND.replace("WIDTH", str(width)), encoding="utf-8")
     found = re.search(r'data-measured="([^"]+)"', browse(around, "--dump-dom", "--window-size=1300,1000", *flags))

@@ -209,7 +209,7 @@ def two_backward_passes(rank: int) -> None:
 
 
 def test_a_second_backward_pass_in_a_step_is_an_error_in_place_of_a_wrong_sum() -> None:
-    with pytest.raises(RankError, match=f"{UserError.__name__}: a parameter got a gradient .* second one in one step"):
+    with pytest.raises(RankError, match=f"{UserError.__name__}: a parameter got a second gradient in one step"):
         run_ranks(1, two_backward_passes)
 
 

@@ -93,7 +93,7 @@ def halving_doubling_all_reduce(total: Tensor) -> None:
 
 def _swap(mine: Tensor, coming: Tensor, partner: int) -> None:
     """Send and receive at once; empty halves are left out at both ends."""
-    works = [dist.isend(mine, dst=partner)] if len(mine) else []
-    works += [dist.irecv(coming, src=partner)] if len(coming) else []
-    for work in works:
+    both = [dist.P2POp(dist.isend, mine, partner)] if len(mine) else []
+    both += [dist.P2POp(dist.irecv, coming, partner)] if len(coming) else []
+    for work in dist.batch_isend_irecv(both) if both else []:  # started together, which NCCL insists on
         work.wait()

@@ -60,7 +60,7 @@ class LocalSGD(GradientSync):
     def settle(self, model: nn.Module) -> None:
         """See the base class; twice in a row does what once does."""
         if self._since_settled:
-            state = [value for p in self._weights for _, value in sorted(self._optimizer.state[p].items())
+            state = [value for p in self._weights for _, value in sorted(self._optimizer.state.get(p, {}).items())
                      if isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()]
             average(([p.data for p in self._weights] if self._since_average else []) + state)
             self._since_average = self._since_settled = 0

@@ -1,6 +1,6 @@
 """Buckets by hand: each is sent as soon as backward has made its gradients, while it still computes the others."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,13 +62,13 @@ class Overlapped(GradientSync):
         if bucket is None or self._holding:
             return
         if parameter not in bucket.missing:
-            raise UserError("a parameter got a gradient that the first step had not, or a second one in one step: put "
+            raise UserError("a parameter got a second gradient in one step, after the first one may have been sent: put "
                             "backward passes that do not end a step inside the strategy's no_sync()")
         bucket.take(parameter)
         if not bucket.missing:
             self._send(lambda next_one: not next_one.missing)
 
-    def _send(self, may_go: Any) -> None:
+    def _send(self, may_go: "Callable[[_Bucket], bool]") -> None:
         """Start the exchange of the next buckets, as long as they may go: never one before its turn."""
         while len(self._works) < len(self._buckets) and may_go(self._buckets[len(self._works)]):
             self._works.append(dist.all_reduce(self._buckets[len(self._works)].close(), async_op=True))

@@ -67,7 +67,7 @@ def ring_all_reduce(total: Tensor) -> None:
 def _pass_on(mine: Tensor, coming: Tensor) -> None:
     """Send to the next rank while receiving from the one before; empty chunks are left out at both ends."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    works = [dist.isend(mine, dst=(rank + 1) % size)] if len(mine) else []
-    works += [dist.irecv(coming, src=(rank - 1) % size)] if len(coming) else []
-    for work in works:
+    both = [dist.P2POp(dist.isend, mine, (rank + 1) % size)] if len(mine) else []
+    both += [dist.P2POp(dist.irecv, coming, (rank - 1) % size)] if len(coming) else []
+    for work in dist.batch_isend_irecv(both) if both else []:  # started together, which NCCL insists on
         work.wait()

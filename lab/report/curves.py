@@ -67,8 +67,8 @@ def _scaling_panel(axis: Axes, sync: str, rows: Sequence[Row], others: Sequence[
         inner = row.nodes < counts[-1]
         beside = "right" if long and not inner else "left" if long or (inner and not above) else "center"
         axis.annotate(percent(row.efficiency), (row.nodes, end),
-                      xytext=({"left": 4, "center": 0, "right": -5}[beside], 5 if above else -4), textcoords="offset points",
-                      ha=beside, va="bottom" if above else "top", fontsize=8,
+                      xytext=({"left": 4, "center": 0, "right": -5}[beside], (12 if long else 5) if above else -4),
+                      textcoords="offset points", ha=beside, va="bottom" if above else "top", fontsize=8,
                       bbox={"facecolor": PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.6})
     axis.set_title(sync, fontsize=9)
     axis.grid(axis="y")
@@ -91,7 +91,7 @@ def draw_loss(block: Block, *, narrow: bool) -> Figure:
         axis.grid()
     for axis in axes[::1 if narrow else 2]:
         axis.set_ylabel("training loss (global batch)")
-    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=2 if narrow else 4, handlelength=3)
+    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=1 if narrow else 4, handlelength=3)
     title(figure, "Loss over steps", emulated=block.emulated)
     return figure
 

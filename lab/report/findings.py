@@ -15,7 +15,7 @@ from lab.report.view import Block, Row, percent, seconds_text
 
 _EQUAL_SHARE = 1.2  # a root that sends this many times an equal share is named
 _RESTLESS = 0.5  # of the step: an interval wider than this is pointed out
-_SPEED, _BOUND = "Which is fastest", "What bounds a step"
+_REACH, _SPEED, _BOUND = "How far this carries", "Which is fastest", "What bounds a step"
 _PARTS = {"compute": "compute (data, forward, backward, update)", "wire": "sync on the wire", "wait": "waiting for slower ranks"}
 
 
@@ -38,7 +38,7 @@ def findings(block: Block, timelines: Mapping[str, Any] | None = None) -> list[F
              *quality.accuracies(block), *quality.time_to_accuracy(block), *quality.predictions(block),
              *quality.bytes_as_predicted(block)]
     if not block.measured:
-        found.insert(0, Finding("Progress", "No cell has ended yet, so there is nothing to find.", caution=True))
+        found.insert(0, Finding(_REACH, "No cell has ended yet, so there is nothing to find.", caution=True))
     return merged(found)
 
 
@@ -84,7 +84,7 @@ def unfinished(block: Block) -> Iterator[Finding]:
     for status, text in texts.items():
         rows = [row for row in block.rows if row.status == status]
         if rows:
-            yield Finding("Progress", f"{listed([row.id for row in rows])} {text.format(verbs[status][len(rows) > 1])}",
+            yield Finding(_REACH, f"{listed([row.id for row in rows])} {text.format(verbs[status][len(rows) > 1])}",
                           f"{len(rows)} of {len(block.rows)} cells", caution=True)
 
 
@@ -102,9 +102,9 @@ def restless(block: Block) -> Iterator[Finding]:
     """Cells whose repeats lie so far apart that little can be said."""
     rows = [row for row in block.measured if (ends := row.interval("step")) and ends[1] - ends[0] > _RESTLESS * row.step]
     if rows:
-        yield Finding("Progress", f"The repeats of {listed([row.id for row in rows])} lie so far apart that the 95 % interval "
-                      f"is wider than {percent(_RESTLESS)} of the step: too few repeats, or a machine that had other things to "
-                      "do.",
+        yield Finding(_REACH, f"The repeats of {listed([row.id for row in rows])} lie so far apart that the 95 "
+                      f"% interval is wider than {percent(_RESTLESS)} of the step: too few repeats, or a machine that had other "
+                      "things to do.",
                       "; ".join(f"{row.id} {timed(row)}" for row in rows), caution=True)
 
 

@@ -6,6 +6,7 @@ so that a figure follows light and dark.
 
 import io
 import re
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +93,8 @@ def section_patch(name: str) -> Patch:
 
 def title(figure: Figure, text: str, *, emulated: bool) -> None:
     """Put the title over the figure, at the left; an emulated measurement says so."""
-    figure.suptitle(text + (" · EMULATED" if emulated else ""), x=0.005, ha="left", fontweight="bold")
+    letters = 46 if figure.get_figwidth() < WIDE else 98  # that fit beside one another
+    figure.suptitle(textwrap.fill(text + (" · EMULATED" if emulated else ""), letters), x=0.005, ha="left", fontweight="bold")
 
 
 def style() -> object:
