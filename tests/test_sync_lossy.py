@@ -12,6 +12,7 @@ from common.checkpoint import digest
 from common.errors import GroupError, UserError
 from common.sync import build_sync
 from common.sync.base import GradientSync
+from common.sync.topk import largest
 from common.training_engine import TrainingEngine
 from tests.helpers import run_ranks
 from tests.test_sync import DISTRIBUTED, awkward_errors
@@ -94,6 +95,17 @@ def test_topk_loses_no_gradient_and_sends_the_largest(size: int) -> None:
             total, sent = one["before"] + one["own"], one["after"] == 0
             assert sent.sum() == -(-entries // 10)
             assert np.abs(total[sent]).min() >= np.abs(total[~sent]).max()
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "zeros", "sorted", "not finite"])
+def test_the_largest_of_a_long_vector_are_found(kind: str) -> None:
+    values = torch.rand(200_000, generator=torch.Generator().manual_seed(0))
+    values = {"random": values, "ties": (values * 10).floor(), "zeros": values * (values > 0.999), "sorted": values.sort().values,
+              "not finite": values.index_fill(0, torch.arange(0, 200_000, 301), float("nan"))}[kind]
+    for count in (1, 2000, 199_999, 200_000):
+        found = largest(values, count)
+        assert len(found.unique()) == count
+        torch.testing.assert_close(values[found].sort().values, values.sort().values[-count:], rtol=0, atol=0, equal_nan=True)
 
 
 def test_topk_of_all_entries_is_all_reduce() -> None:

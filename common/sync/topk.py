@@ -13,6 +13,8 @@ from common.sync.base import GradientSync
 from common.sync.flat import FlatBuffers
 from common.sync.traffic import Operation, buffers
 
+_STRIDE = 101
+
 
 class TopK(GradientSync):
     """Each rank adds its gradient to its residual, sends the largest ``topk_ratio`` of the sum's entries, by absolute value
@@ -49,14 +51,14 @@ class TopK(GradientSync):
                             "model that it was saved with")
         for buffer, residual in zip(buffers_now, self._residuals, strict=True):
             residual += buffer.collect(divisor=1)
-            mean_of_largest(residual, buffer.tensor, count=_largest(residual.numel(), self._ratio))
+            mean_of_largest(residual, buffer.tensor, count=_count(residual.numel(), self._ratio))
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
         found = []
         for size in buffers(sizes):
             entries = size // size.itemsize
-            count = _largest(entries, self._ratio)
+            count = _count(entries, self._ratio)
             found += [Operation("all_gather", count * size.itemsize, summed_bytes=size, copied_bytes=size),
                       Operation("all_gather", count * _index_type(entries).itemsize, summed_bytes=ranks * count * size.itemsize)]
         return found
@@ -71,7 +73,7 @@ class TopK(GradientSync):
         self._residuals = [residual.detach().clone().to(device) for residual in state.get("residuals", [])]
 
 
-def _largest(entries: int, ratio: float) -> int:
+def _count(entries: int, ratio: float) -> int:
     return min(entries, math.ceil(ratio * entries))
 
 
@@ -79,10 +81,22 @@ def _index_type(entries: int) -> torch.dtype:
     return torch.int32 if entries < 2**31 else torch.int64
 
 
+def largest(values: Tensor, count: int) -> Tensor:
+    """Return the indices of the ``count`` largest of a vector. From a sample of a long one follows a bound that some more
+    of them reach, so that only these must be sorted: a quarter of the time."""
+    sample = values[::_STRIDE]
+    expected = int(1.15 * count / _STRIDE) + 200
+    if expected < len(sample):
+        candidates = (~(values < sample.topk(expected, sorted=False).values.min())).nonzero().view(-1)
+        if len(candidates) >= count:
+            return candidates[values[candidates].topk(count, sorted=False).indices]
+    return values.topk(count, sorted=False).indices
+
+
 def mean_of_largest(residual: Tensor, mean: Tensor, *, count: int) -> None:
     """Put the mean over the ranks of each one's ``count`` largest entries of ``residual`` in ``mean``, and zero them there."""
     size = dist.get_world_size()
-    indices = residual.abs().topk(count, sorted=False).indices
+    indices = largest(residual.abs(), count)
     values, short = residual[indices], indices.to(_index_type(len(residual)))
     all_values = [torch.empty_like(values) for _ in range(size)]
     all_indices = [torch.empty_like(short) for _ in range(size)]
