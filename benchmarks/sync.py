@@ -9,6 +9,7 @@ Real ranks on this machine, Gloo over loopback, one torch thread each, all strat
   (and, for local_sgd, ``after_step``) returns, so that strategies that send from hooks are measured as the others are.
   raw: ``torch.distributed.all_reduce`` of one buffer of as many bytes, and nothing else. It is measured at the beginning and
   in the middle of each round; ``raw again`` is the second over the first and shows what the machine makes of no difference.
+  none: the backward pass alone, which all but raw contain.
 - steps: whole training steps of VGG-11 (forward, loss, backward, SGD with momentum), ``overlapped`` and ``ddp`` with buckets
   of the same size, in the order A B B A; each pair gives a ratio.
 
@@ -129,10 +130,11 @@ def measure_exchanges(names: Sequence[str], rounds: int) -> dict[str, list[float
     like = build_model("vgg11", 10).to(memory_format=torch.channels_last)
     examples = [torch.randn_like(p) * 1e-3 for p in like.parameters()]
     raw = Raw(sum(GradientSize.of(like.parameters())))
+    names = ["none", *names]
     ways = {name: Exchange(name, examples) for name in names}
     shuffled = random.Random(SEED)
     for number in range(_WARM_UP_ROUNDS + rounds):
-        order = shuffled.sample(list(names), len(names))
+        order = shuffled.sample(names, len(names))
         order.insert(len(order) // 2, "raw again")
         for name in ["raw", *order]:
             seconds = ways.get(name, raw).measure()

@@ -19,7 +19,7 @@ from common.place import Launch
 from common.records import usable_cores
 from common.sync.traffic import KINDS
 from common.training_engine import launch_distributed_training
-from lab.calibration import QUIET_SHARE, Calibration, calibration_path
+from lab.calibration import Calibration, calibration_path
 from lab.compute import ComputeModel, ComputeProfile
 from lab.cost_model import Network, Rate, loads
 from lab.fitting import Fit, fit
@@ -28,6 +28,7 @@ from lab.measure import Measures, measure_rank
 _MOST_RANKS = 8
 _LIMIT_SECONDS = 600.0
 _LEAST_TURNS = 2
+_NOTHING = 0.04  # of the cores; of a quarter of a second the kernel counts no less
 _SIZES = ((1_024, 20), (8_192, 20), (65_536, 10), (300_000, 8), (1_000_000, 4), (2_500_000, 3), (9_500_000, 2), (20_000_000, 1),
           (38_000_000, 1))
 
@@ -35,7 +36,7 @@ _SIZES = ((1_024, 20), (8_192, 20), (65_536, 10), (300_000, 8), (1_000_000, 4), 
 def measures_for(model: str, image: tuple[int, int], *, quick: bool) -> Measures:
     """Return what a calibration measures; the samples are no common batch sizes, so that no cell to predict is among them."""
     if quick:
-        return Measures(model, image, _SIZES[::2], rounds=3, step_rounds=1, samples=(24, 72, 140), steps=2,
+        return Measures(model, image, _SIZES[::2], rounds=3, step_rounds=2, samples=(24, 72, 140), steps=1,
                         limit_seconds=_LIMIT_SECONDS)
     return Measures(model, image, _SIZES, rounds=6, step_rounds=3, samples=(28, 100, 220), steps=2,
                     limit_seconds=_LIMIT_SECONDS)
@@ -101,7 +102,7 @@ def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Cal
     network = Network(kinds["exchange"].alpha_seconds, kinds["exchange"].beta_seconds_per_byte, gamma, fits["copy"].values[0],
                       kinds, _overlap_cost(quiet(zip(*(rank["overlap"] for rank in ranks), strict=True), found, noise)))
     cases = [(here, ranks[0]["threads"], list(zip(*(rank["together"] for rank in ranks), strict=True)))]
-    if "alone" in ranks[0]:
+    if ranks[0]["alone"]:
         cases.insert(0, (1, found["cores"], [(step,) for step in ranks[0]["alone"]]))
     profiles = []
     for sharing, threads, steps in cases:
@@ -112,7 +113,8 @@ def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Cal
     return Calibration(
         name=f"{machine['cpu']}, {found['cores']} core{'s' if found['cores'] > 1 else ''}",
         made=datetime.now().isoformat(timespec="seconds"), quick=quick, ranks=len(ranks), ranks_here=here,
-        cores=found["cores"], others_share=statistics.fmean(noise), model=model,
+        cores=found["cores"], model=model,
+        others_share=statistics.fmean([share for _, share in noise], [clock for clock, _ in noise]),
         gradients=tuple(found["gradients"]), network=network,
         compute=ComputeModel(tuple(profiles), *_ready(found["gradients"], [rank["ready"] for rank in ranks])),
         fits={name: one.as_json() for name, one in fits.items()}, machine=machine)
@@ -126,13 +128,12 @@ def others_share(spent: Sequence[Mapping[str, float]], found: Mapping[str, Any])
 
 
 def quiet(turns: Iterable[Sequence[Mapping[str, Any]]], found: Mapping[str, Any],
-          noise: list[float]) -> list[Sequence[Mapping[str, Any]]]:
+          noise: list[tuple[float, float]]) -> list[Sequence[Mapping[str, Any]]]:
     """Return those turns (of each, what every rank measured) in which other processes took next to nothing, or else the
-    quietest ones; ``noise`` receives what these took all the same."""
+    quietest ones; ``noise`` receives of every turn how long it was and what they took."""
     by_noise = sorted(((others_share([rank["cpu"] for rank in turn], found), place, turn) for place, turn in enumerate(turns)))
-    kept = [one for place, one in enumerate(by_noise) if one[0] <= QUIET_SHARE or place < _LEAST_TURNS]
-    noise += [share for share, _, _ in kept]
-    return [turn for _, _, turn in kept]
+    noise += [(turn[0]["cpu"]["clock"], share) for share, _, turn in by_noise]
+    return [turn for place, (share, _, turn) in enumerate(by_noise) if share <= _NOTHING or place < _LEAST_TURNS]
 
 
 def _fit_kind(kind: str, size: int, gamma: float, turns: Sequence[Sequence[Mapping[str, Any]]]) -> Fit:
@@ -159,7 +160,7 @@ def _overlap_cost(turns: Sequence[Sequence[Mapping[str, Any]]]) -> float:
 
 
 def _profile(sharing: int, threads: int, steps: Sequence[Sequence[Mapping[str, Any]]],
-             found: Mapping[str, Any], noise: list[float]) -> tuple[ComputeProfile, dict[str, Fit]]:
+             found: Mapping[str, Any], noise: list[tuple[float, float]]) -> tuple[ComputeProfile, dict[str, Fit]]:
     """The line of each section over the samples; of ranks that compute together a step counts as the slowest one's."""
     by_samples = {step[0]["samples"]: [one for one in steps if one[0]["samples"] == step[0]["samples"]] for step in steps}
     calm = [step for same in by_samples.values() for step in quiet(same, found, noise)]

@@ -34,8 +34,8 @@ class Calibration:
     made : date and time, ISO.
     ranks, ranks_here : ranks that measured, and how many of them shared a machine; where all did, messages went over loopback.
     model, gradients : the model whose steps were timed, and the sizes of its gradients in the order of the parameters.
-    others_share : of the cores that other processes took meanwhile, in the turns that count; more than a tenth spoils the
-        numbers.
+    others_share : of the cores that other processes took meanwhile. The turns that they disturbed most are left out of the
+        fits; more than a tenth spoils the numbers all the same.
     fits : by what was fitted: values, 95 % intervals, residuals and the worst relative error (lab/fitting.py).
     machine : common.records.environment of rank 0.
     """

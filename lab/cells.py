@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class Settings:
 
     @property
     def _averaging_period(self) -> int:
-        for flag, value in zip(self.flags, self.flags[1:], strict=False):
+        for flag, value in pairwise(self.flags):
             if flag == "--averaging-period" and value.isdigit():
                 return int(value)
         return 4

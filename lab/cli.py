@@ -89,8 +89,8 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--epochs", type=int, default=20, help="of --until-accuracy: at most so many")
     parser.add_argument("--output-dir", type=Path, default=REPOSITORY / "reports", help="receives compare-<time>/")
     parser.add_argument("--new", action="store_true", help="begin anew, also where the same comparison was interrupted")
-    parser.add_argument("--no-predict", action="store_true", help="don't predict the step times first (which calibrates the "
-                        "machine where `lab calibrate` has not)")
+    parser.add_argument("--no-predict", action="store_true", help="don't calibrate the machine and predict the step times "
+                        "first")
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:

@@ -1,12 +1,14 @@
 """What the subcommands of ``lab`` do, put together from the rooms beside: compare and report, report alone, calibrate."""
 
 import argparse
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from common.errors import UserError
+from lab.calibration import calibration_path, describe
 from lab.cells import Settings
 from lab.compare import compare, new_folder
 from lab.report import write_report
@@ -24,8 +26,8 @@ def compare_and_report(settings: Settings, *, reports: Path, anew: bool, predict
     failed."""
     status, opened = 0, []
 
-    def predict(results: dict[str, Any]) -> None:
-        results["prediction"] = _forecast(results, settings)
+    def predict(results: dict[str, Any], folder: Path) -> None:
+        results["prediction"] = _forecast(results, settings, folder)
 
     try:
         folder, results = compare(settings, reports=reports, anew=anew, predict=predict if predicts else None,
@@ -45,20 +47,17 @@ def compare_and_report(settings: Settings, *, reports: Path, anew: bool, predict
     return status or (1 if failed else 0)
 
 
-def _forecast(results: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    from lab.calibration import calibration_path, load_calibration
+def _forecast(results: dict[str, Any], settings: Settings, folder: Path) -> dict[str, Any]:
+    """Calibrate now, since a machine is not every day the same, and predict."""
+    from lab.calibrate import calibrate
     from lab.forecast import forecast
 
-    if calibration_path().exists():
-        calibration = load_calibration(calibration_path())
-    else:
-        from lab.calibrate import calibrate
-
-        console.print("calibrating this machine first, for the predictions (lab calibrate; --no-predict leaves them out)",
-                      soft_wrap=True)
-        calibration = calibrate(model=settings.model)
+    console.print("calibrating this machine first, for the predictions (--no-predict leaves them out)", soft_wrap=True)
+    calibration = calibrate(model=settings.model, path=folder / "calibration.json")
+    for line in describe(calibration):
+        console.print(line, markup=False, soft_wrap=True)
     options = {flag[2:].replace("-", "_"): _STRATEGY_FLAGS[flag](value)
-               for flag, value in zip(settings.flags, settings.flags[1:], strict=False) if flag in _STRATEGY_FLAGS}
+               for flag, value in pairwise(settings.flags) if flag in _STRATEGY_FLAGS}
     return forecast(results, calibration, options)
 
 
@@ -89,7 +88,6 @@ def _say_where(folder: Path) -> None:
 def calibrate_machine(args: argparse.Namespace) -> int:
     """Calibrate this machine, or be one rank of several nodes that do."""
     from lab.calibrate import calibrate, calibrate_nodes
-    from lab.calibration import calibration_path
 
     path = args.output or calibration_path()
     place = (args.master_ip, args.num_nodes, args.rank)
@@ -105,10 +103,6 @@ def calibrate_machine(args: argparse.Namespace) -> int:
         calibration = calibrate_nodes(Launch(args.rank, args.num_nodes, args.master_ip, args.master_port), model=args.model,
                                       quick=args.quick, path=path, timeout_seconds=args.timeout)
     if calibration is not None:
-        network, ring = calibration.network, calibration.network.rate("all_reduce")
-        console.print(f"{calibration.name}, {calibration.ranks} ranks: {ring.alpha_seconds * 1e3:.3g} ms a message, "
-                      f"{1e-9 / ring.beta_seconds_per_byte:.3g} GB/s, summing {network.gamma_seconds_per_byte * 1e9:.2g} "
-                      f"ns a byte; written to {path}", soft_wrap=True)
-        for kind, fit in calibration.fits.items():
-            console.print(f"  {kind}: the fit is off by {fit['worst_relative_error']:.0%} at most", soft_wrap=True)
+        for line in [*describe(calibration), f"written to {path}"]:
+            console.print(line, markup=False, soft_wrap=True)
     return 0

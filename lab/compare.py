@@ -28,7 +28,7 @@ _SAME_MACHINE = ("python", "torch", "cpu", "usable_cores", "git_commit")
 console = Console(highlight=False)
 
 
-def compare(settings: Settings, *, reports: Path, anew: bool = False, predict: Callable[[dict[str, Any]], None] | None = None,
+def compare(settings: Settings, *, reports: Path, anew: bool = False, predict: Callable[[dict[str, Any], Path], None] | None = None,
             command: str = "lab compare", opened: Callable[[Path], None] | None = None) -> tuple[Path, dict[str, Any]]:
     """Run what is missing of the comparison, write ``results.json`` after every run, and return its folder and results.
 
@@ -36,7 +36,7 @@ def compare(settings: Settings, *, reports: Path, anew: bool = False, predict: C
     ----------
     reports : receives ``compare-<time>/``, and is searched for an interrupted comparison with the same settings.
     anew : begin a new one all the same.
-    predict : called once with the results before the first run, to set their ``prediction``.
+    predict : called once, before the first run, with the results, to set their ``prediction``, and the folder.
     command : what was typed, for the reader.
     opened : told the folder as soon as it is known.
 
@@ -46,7 +46,7 @@ def compare(settings: Settings, *, reports: Path, anew: bool = False, predict: C
     if opened is not None:
         opened(folder)
     if predict is not None and results["prediction"] is None:
-        predict(results)
+        predict(results, folder)
         write_results(folder / "results.json", results)
     todo = _turns(settings, results["cells"])
     console.print(f"{len(todo)} of {_runs(settings, results['cells'])} runs to do, one after the other, in {folder}",

@@ -63,7 +63,6 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
     watchdog.daemon = True
     watchdog.start()
     keep_freed_memory()
-    began = cpu_seconds()
     cores = usable_cores()
     threads = max(1, cores // ranks_here)
     torch.set_num_threads(threads)
@@ -72,12 +71,14 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
     trainer = Trainer(measures.model, measures.image, most_samples=max(measures.samples))
     samples = _affordable(trainer, measures.samples, ranks_here)
     mine = tuple(max(2, count // ranks_here) for count in samples)
-    found["together"] = trainer.time_steps(mine, rounds=measures.step_rounds, steps=measures.steps, after_step=_meet)
-    found["ready"] = trainer.time_gradients(mine[-1])
-    found["overlap"] = [_overlap(trainer, mine[-1]) for _ in range(measures.step_rounds)]
-    if ranks_here > 1:
-        found["alone"] = _alone(trainer, rank, cores, measures, samples)
-    found |= {"threads": threads, "environment": environment(), "cpu": since(began)}
+    found |= {"ready": trainer.time_gradients(mine[-1]), "together": [], "overlap": [], "alone": []}
+    for _ in range(measures.step_rounds):
+        found["together"] += trainer.time_steps(mine, steps=measures.steps, after_step=_meet)
+        found["overlap"].append(_overlap(trainer, mine[-1]))
+        if ranks_here > 1:
+            found["alone"] += _alone(trainer, rank, cores, samples, steps=measures.steps)
+            torch.set_num_threads(threads)
+    found |= {"threads": threads, "environment": environment()}
     everyone = gather_objects(World(rank=rank, size=size), found)
     watchdog.cancel()
     return {"ranks": everyone, "gradients": trainer.gradients, "cores": cores, "ranks_here": ranks_here}
@@ -90,7 +91,7 @@ def time_messages(rank: int, size: int, measures: Measures) -> list[dict[str, An
     A tiny all_reduce follows each call, since a sender alone would be timed until it has filled a buffer; the last entry is
     what that takes by itself, measured in the same turn. Each call takes another part of the memory, as gradients lie.
     """
-    arena = torch.zeros(2 * measures.sizes[-1][0] // _FLOAT_BYTES + _SPREAD).fill_(0.0)
+    arena = torch.zeros(max(2 * measures.sizes[-1][0], 10 * _MEMORY_SIZES[-1]) // _FLOAT_BYTES + _SPREAD).fill_(0.0)
     calls, rounds = {kind: message_call(kind, rank, size) for kind in KINDS}, []
     for _ in range(_WARM_UP_ROUNDS + measures.rounds):
         began = cpu_seconds()
@@ -197,11 +198,11 @@ def _affordable(trainer: Trainer, samples: Sequence[int], ranks_here: int) -> tu
     return tuple(max(2 * place * ranks_here, int(count * float(share))) for place, count in enumerate(sorted(samples), start=1))
 
 
-def _alone(trainer: Trainer, rank: int, cores: int, measures: Measures, samples: Sequence[int]) -> list[dict[str, float]]:
+def _alone(trainer: Trainer, rank: int, cores: int, samples: Sequence[int], *, steps: int) -> list[dict[str, Any]]:
     """Time rank 0's steps with all of the machine's threads while the other ranks wait for it, step by step."""
     if rank == 0:
         torch.set_num_threads(cores)
-        return trainer.time_steps(samples, rounds=measures.step_rounds, steps=measures.steps, after_step=_meet)
-    for _ in range(trainer.number_of_steps(len(samples), rounds=measures.step_rounds, steps=measures.steps)):
+        return trainer.time_steps(samples, steps=steps, after_step=_meet)
+    for _ in range(trainer.number_of_steps(len(samples), steps=steps)):
         _meet()
     return []

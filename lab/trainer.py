@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import psutil
 import torch
@@ -58,32 +59,30 @@ class Trainer:
         self.gradients = GradientSize.of(self._trained)
 
     @staticmethod
-    def number_of_steps(sizes: int, *, rounds: int, steps: int) -> int:
+    def number_of_steps(sizes: int, *, steps: int) -> int:
         """How many steps ``time_steps`` makes."""
-        return sizes * rounds * (_WARM_UP_STEPS + steps)
+        return sizes * (_WARM_UP_STEPS + steps)
 
-    def time_steps(self, samples: Sequence[int], *, rounds: int, steps: int,
-                   after_step: Callable[[int], None]) -> list[dict[str, float]]:
+    def time_steps(self, samples: Sequence[int], *, steps: int, after_step: Callable[[int], None]) -> list[dict[str, Any]]:
         """Return for each step "samples", "before" (data and forward), "backward" and "update", in seconds, and "cpu".
 
-        Each number of samples has its turn in each round. ``after_step`` is called after each step, outside its time.
+        Each number of samples has ``steps`` of them. ``after_step`` is called after each step, outside its time.
         """
         found = []
-        for _ in range(rounds):
-            for count in samples:
-                records: list[StepRecord] = []
-                spent: list[dict[str, float]] = []
-                began = cpu_seconds()
+        for count in samples:
+            records: list[StepRecord] = []
+            spent: list[dict[str, float]] = []
+            began = cpu_seconds()
 
-                def stepped(step: int, spent: list[dict[str, float]] = spent, began: dict[str, float] = began) -> None:
-                    after_step(step)
-                    spent.append(since(began))
-                    began |= cpu_seconds()
+            def stepped(step: int, spent: list[dict[str, float]] = spent, began: dict[str, float] = began) -> None:
+                after_step(step)
+                spent.append(since(began))
+                began |= cpu_seconds()
 
-                self._train(count, _WARM_UP_STEPS + steps, records, stepped)
-                found += [{"samples": count, "before": record.seconds["data"] + record.seconds["forward"], "cpu": cpu,
-                           "backward": record.seconds["backward"], "update": record.seconds["sync"] + record.seconds["update"]}
-                          for record, cpu in list(zip(records, spent, strict=True))[_WARM_UP_STEPS:] if record.samples == count]
+            self._train(count, _WARM_UP_STEPS + steps, records, stepped)
+            found += [{"samples": count, "before": record.seconds["data"] + record.seconds["forward"], "cpu": cpu,
+                       "backward": record.seconds["backward"], "update": record.seconds["sync"] + record.seconds["update"]}
+                      for record, cpu in list(zip(records, spent, strict=True))[_WARM_UP_STEPS:] if record.samples == count]
         return found
 
     def _train(self, samples: int, steps: int, records: list[StepRecord], after_step: Callable[[int], None]) -> None:
