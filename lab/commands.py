@@ -56,6 +56,8 @@ def _forecast(results: dict[str, Any], settings: Settings, folder: Path) -> dict
     calibration = calibrate(model=settings.model, path=folder / "calibration.json")
     for line in describe(calibration):
         console.print(line, markup=False, soft_wrap=True)
+        if line.startswith("warning: "):
+            results["warnings"].append(f"of the calibration: {line.removeprefix('warning: ')}")
     options = {flag[2:].replace("-", "_"): _STRATEGY_FLAGS[flag](value)
                for flag, value in pairwise(settings.flags) if flag in _STRATEGY_FLAGS}
     return forecast(results, calibration, options)

@@ -28,16 +28,17 @@ _SAME_MACHINE = ("python", "torch", "cpu", "usable_cores", "git_commit")
 console = Console(highlight=False)
 
 
-def compare(settings: Settings, *, reports: Path, anew: bool = False, predict: Callable[[dict[str, Any], Path], None] | None = None,
-            command: str = "lab compare", opened: Callable[[Path], None] | None = None) -> tuple[Path, dict[str, Any]]:
+def compare(settings: Settings, *, reports: Path, anew: bool = False, command: str = "lab compare",
+            predict: Callable[[dict[str, Any], Path], None] | None = None,
+            opened: Callable[[Path], None] | None = None) -> tuple[Path, dict[str, Any]]:
     """Run what is missing of the comparison, write ``results.json`` after every run, and return its folder and results.
 
     Parameters
     ----------
     reports : receives ``compare-<time>/``, and is searched for an interrupted comparison with the same settings.
     anew : begin a new one all the same.
-    predict : called once, before the first run, with the results, to set their ``prediction``, and the folder.
     command : what was typed, for the reader.
+    predict : called once, before the first run, with the results, to set their ``prediction``, and the folder.
     opened : told the folder as soon as it is known.
 
     Raises KeyboardInterrupt after Ctrl-C, when everything is ended and saved.
