@@ -19,21 +19,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from common import registry
 from common.checkpoint import digest, load_checkpoint
 from common.distributed import current_world
 from common.ema import build_ema, warmed_up_decay
 from common.errors import UserError
 from common.sync import STRATEGIES
+from common.timeline import MessageRecorder
 from common.training import train_model
 from common.training_engine import EarlyStop, TrainingEngine, batchnorm, validate
 from tests.helpers import RankError, free_port, run_ranks
 
-DISTRIBUTED = [name for name in STRATEGIES if name != "none"]
+DISTRIBUTED = [name for name in STRATEGIES if name != "none" and registry.load(STRATEGIES, name, kind="strategy").exact]
 MOMENTUM = {"lr": 0.1, "momentum": 0.9}
 Batch = tuple[Tensor, Tensor]
 
@@ -95,36 +96,22 @@ MICRO_BATCHES = {2: [(3, 2, 1, 4, 2), (1, 4, 5, 2, 3)], 3: [(3, 2, 1, 4, 2), (1,
 
 @contextmanager
 def counted_messages(engine: TrainingEngine) -> Iterator[dict[str, int]]:
-    """Count the gradients' messages: DDP's buckets by a hook, else the collectives on floating tensors in synchronize."""
-    count = {"messages": 0}
-    kept = {name: getattr(dist, name) for name in ("all_reduce", "gather", "scatter", "broadcast", "all_gather")}
-    inside, synchronize = [False], engine.sync.synchronize
+    """Count the gradients' messages; a strategy's own first step begins with one in which the ranks agree what they exchange."""
+    count, train_step = {"messages": 0}, engine.train_step
 
-    def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
-            count["messages"] += inside[0] and tensor.is_floating_point()
-            return collective(tensor, *arguments, **named)
-        return call
+    def counting(*arguments: Any, **named: Any) -> Any:
+        with MessageRecorder() as recorder:
+            outcome = train_step(*arguments, **named)
+        kinds = [message.kind for message in recorder.messages]
+        if isinstance(engine.model, DistributedDataParallel):
+            kinds = [kind for kind in kinds if kind != "broadcast"]  # of its second step: the buckets' new order
+        elif not count["messages"]:
+            kinds = kinds[1:]
+        count["messages"] += len(kinds)
+        return outcome
 
-    def watched(model: nn.Module) -> None:
-        inside[0] = True
-        synchronize(model)
-        inside[0] = False
-
-    def hook(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        count["messages"] += 1
-        return allreduce_hook(None, bucket)
-
-    if isinstance(engine.model, DistributedDataParallel):
-        engine.model.register_comm_hook(None, hook)
-    engine.sync.synchronize = watched
-    for name, collective in kept.items():
-        setattr(dist, name, counting(collective))
-    try:
-        yield count
-    finally:
-        for name, collective in kept.items():
-            setattr(dist, name, collective)
+    engine.train_step = counting
+    yield count
 
 
 def accumulate(rank: int, size: int, strategy: str, accumulation_steps: int) -> dict[str, list]:
