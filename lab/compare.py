@@ -158,7 +158,7 @@ def _run(settings: Settings, cell: dict[str, Any], repeat: int, folder: Path) ->
         if message is None:
             outcome = read_repeat(path, seed=seed)
             if settings.until_accuracy is not None:
-                outcome |= _time_to_accuracy(path, settings.until_accuracy)
+                outcome |= time_to_accuracy(path, settings.until_accuracy)
             return outcome | {"repeat": repeat, "folder": str(path.relative_to(folder))}
     except UserError as error:
         message = str(error)
@@ -166,7 +166,7 @@ def _run(settings: Settings, cell: dict[str, Any], repeat: int, folder: Path) ->
             "ranks": [], "losses": [], "test_accuracy": None, "seconds_to_accuracy": None, "steps_to_accuracy": None}
 
 
-def _time_to_accuracy(path: Path, accuracy: float) -> dict[str, float | int | None]:
+def time_to_accuracy(path: Path, accuracy: float) -> dict[str, float | int | None]:
     """Training time (without the evaluations) and steps up to the end of the first epoch that reached ``accuracy``."""
     seconds = 0.0
     steps_per_epoch = read_json(path / "config.json")["steps_per_epoch"]

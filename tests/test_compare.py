@@ -157,6 +157,17 @@ def test_other_settings_and_foreign_results_are_left_alone(fake_parts, tmp_path,
     assert "was begun with another torch" in " ".join(capsys.readouterr().out.split())
 
 
+def test_time_to_accuracy_is_training_time_up_to_the_first_epoch_that_reaches_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"steps_per_epoch": 22}))
+    epochs = [{"epoch": number, "seconds": 10.0 + number, "val_accuracy": accuracy}
+              for number, accuracy in enumerate([0.4, 0.62, 0.5, 0.9], start=1)]
+    (tmp_path / "epochs.jsonl").write_text("".join(json.dumps(epoch) + "\n" for epoch in epochs))
+    reached = compare_module.time_to_accuracy(tmp_path, 0.6)
+    assert reached == {"seconds_to_accuracy": 23.0, "steps_to_accuracy": 44}
+    never = compare_module.time_to_accuracy(tmp_path, 0.95)
+    assert never == {"seconds_to_accuracy": None, "steps_to_accuracy": None}
+
+
 # --- for real ---
 
 
