@@ -18,8 +18,8 @@ from common.training_engine import predict
 from tests.helpers import ROOT, Started, free_port, make_image_folder, needs_cifar10, only_run_folder, run_part
 
 QUICK = ("--dataset", "digits", "--batch-size", 32, "--log-every", 1, "--max-steps", 3)
-FILES = {"config.json", "environment.json", "metrics.jsonl", "epochs.jsonl", "summary.json", "logs_rank0.txt", "report.txt",
-         "report.json", "confusion_matrix.png", "loss.png", "checkpoints"}
+FILES = {"config.json", "environment.json", "metrics.jsonl", "ranks.json", "epochs.jsonl", "summary.json", "logs_rank0.txt",
+         "report.txt", "report.json", "confusion_matrix.png", "loss.png", "checkpoints"}
 
 
 def test_part_one_without_a_flag_for_the_group(tmp_path: Path) -> None:

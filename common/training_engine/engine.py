@@ -56,6 +56,8 @@ class TrainingEngine:
     sync : a strategy or its name, see common/sync; used where ``distributed``.
     clip_norm : largest norm of all gradients together.
     experiment_name, output_dir : ``train`` writes to ``output_dir/experiment_name/``.
+
+    Set ``timeline`` (common/timeline.py) to take down the messages of some steps.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str, *, distributed: bool = False, local_rank: int = 0,
