@@ -233,7 +233,8 @@ def _until(condition, seconds=60.0):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, id="interrupted"),
+                                 pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.slow)])
 def test_stopped_in_the_middle_nothing_is_left_and_it_goes_on(how, tmp_path):
     marker = tmp_path / "go"
     script = STOPPED.format(repository=str(REPOSITORY), fake=str(FAKE), marker=str(marker), reports=str(tmp_path))

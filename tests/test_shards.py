@@ -66,7 +66,7 @@ def every_way(rank: int, size: int) -> dict[tuple, dict[str, np.ndarray]]:
         ("all_reduce", "in two parts"): train(rank, size, "all_reduce", 1, 2)}
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_shards_on_any_number_of_ranks_are_those_of_one_process(size: int) -> None:
     expected = {pieces: train(0, 1, "none", pieces) for pieces in (1, 2)}
     assert np.abs(expected[1]["0.weight"] - expected[2]["0.weight"]).max() > 1e-6, "other pieces, other BatchNorm statistics"
