@@ -4,6 +4,7 @@ Status 0: done; 1: the run failed; 2: the command cannot be run as given; 75: st
 130: interrupted.
 """
 
+import atexit
 import os
 import re
 import signal
@@ -78,18 +79,32 @@ def main(part: str, *, path: str, description: str, sync_choices: Sequence[str],
         run(config, launch)
         return 0
     except Stopped as stopped:
-        return _say(f"stopped{rank}: {stopped}", TO_BE_CONTINUED)
+        return _end(launch, f"stopped{rank}: {stopped}", TO_BE_CONTINUED)
     except (UserError, GroupError) as error:
-        return _say(f"error{rank}: {error}", 1)
+        return _end(launch, f"error{rank}: {error}", 1)
     except KeyboardInterrupt:
-        return _say(f"interrupted{rank}: finished checkpoints and metrics are kept", INTERRUPTED)
+        return _end(launch, f"interrupted{rank}: finished checkpoints and metrics are kept", INTERRUPTED)
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
-            return _say(f"error{rank}: out of memory: give a smaller --batch-size or fewer ranks a machine ({error})", 1)
+            return _end(launch, f"error{rank}: out of memory: give a smaller --batch-size or fewer ranks a machine ({error})", 1)
         explanation = explain_collective_failure(error)
         if explanation is None:
             raise
-        return _say(f"error{rank}: {explanation}", 1)
+        return _end(launch, f"error{rank}: {explanation}", 1)
+
+
+def _end(launch: Launch, message: str, status: int) -> int:
+    """Say why the run ends early and return the status; of a group, end the process at once with it.
+
+    The other ranks may be gone by now, and torch's threads, which still talk to them, do not always survive being taken down in
+    order: "terminate called without an active exception", and the status would be that of a crash.
+    """
+    _say(message, status)
+    if launch.size > 1:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(status)
+    return status
 
 
 def _launch_or_explain(config: Config, path: str) -> Launch | None:

@@ -48,8 +48,8 @@ def test_part_one_without_a_flag_for_the_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("part", "flags", "way"), [
-    ("PartTwo", (), "PartTwo-gather_scatter"), ("PartTwo", ("--sync", "all_reduce"), "PartTwo-all_reduce"),
-    ("PartThree", (), "PartThree-ddp")])
+    ("PartTwo", (), "PartTwo-gather_scatter"), ("PartThree", (), "PartThree-ddp"),
+    pytest.param("PartTwo", ("--sync", "all_reduce"), "PartTwo-all_reduce", marks=pytest.mark.slow)])
 def test_three_ranks_share_batch_and_test_set(tmp_path: Path, part: str, flags: tuple[str, ...], way: str) -> None:
     """A batch and a test set that do not divide by three; the report has each test image once."""
     ended = run_part(part, *flags, *QUICK, "--batch-size", 31, "--output-dir", tmp_path, cwd=tmp_path, ranks=3)
@@ -121,6 +121,7 @@ def test_a_folder_of_images_of_ones_own(tmp_path: Path) -> None:
     assert report["class_names"] == ["cat", "dog"]
 
 
+@pytest.mark.slow
 @pytest.mark.cifar
 @needs_cifar10
 def test_the_assignments_own_setting_runs_on_real_data(tmp_path: Path) -> None:
