@@ -54,9 +54,10 @@ from sklearn.metrics import accuracy_score
 from torch import nn
 
 from common.data.dataset import Dataset
+from common.machine import usable_cores
 from common.memory import keep_freed_memory
 from common.models import build_model
-from common.records import RunFolder, usable_cores
+from common.records import RunFolder
 from common.schedules import build_schedule
 from common.training import prepare_model_for_training
 from common.training_engine import TrainingEngine

@@ -21,6 +21,7 @@ import torch
 
 from common.config import REPOSITORY
 from common.files import write_atomically
+from common.machine import usable_cores
 from common.timing import SECTIONS
 from common.training_engine import EpochReport, StepRecord
 
@@ -115,11 +116,6 @@ def environment() -> dict[str, Any]:
             "cuda": torch.version.cuda if gpus else None,
             **{name: _version(name) for name in _PACKAGES},
             "git_commit": _git("rev-parse", "HEAD"), "git_changes": bool(_git("status", "--porcelain"))}
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def peak_memory_bytes() -> int:

@@ -4,11 +4,11 @@
 rank was started twice.
 """
 
-import contextlib
 import json
 import os
 import socket
 import time
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -18,10 +18,13 @@ import torch
 import torch.distributed as dist
 
 from common.errors import GroupError, UserError
+from common.machine import free_port
 from common.place import Launch
+from common.waiting import in_thread
 
 _POLL_SECONDS = 0.05
 _FAREWELL_SECONDS = 1.0
+_LAST_ANSWER_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,19 @@ class Peer:
 def meet(launch: Launch, timeout_seconds: float) -> tuple[dist.TCPStore, list[Peer]]:
     """Wait until all ranks are there; return the store they share and the peers by rank.
 
-    Raises GroupError where the master cannot be reached, ranks are missing after ``timeout_seconds``, a rank was
+    Raises GroupError where the master cannot be reached or is lost, ranks are missing after ``timeout_seconds``, a rank was
     started twice or the ranks were given different numbers of nodes; UserError where the port is taken.
     """
+    # The store's own operations wait for as long as TCP hopes, where rank 0's node pauses or its link is cut.
+    meeting = in_thread(lambda: _meet(launch, timeout_seconds))
+    wait([meeting], timeout=timeout_seconds + _FAREWELL_SECONDS + _LAST_ANSWER_SECONDS)
+    if not meeting.done():
+        raise GroupError(f"lost rank 0 at {_place(launch)} while the ranks were meeting: it does not answer any more. Its node "
+                         "stands still, or the link to it is cut")
+    return meeting.result()
+
+
+def _meet(launch: Launch, timeout_seconds: float) -> tuple[dist.TCPStore, list[Peer]]:
     deadline = time.monotonic() + timeout_seconds
     store = _serve(launch, timeout_seconds) if launch.rank == 0 else _connect(launch, deadline, timeout_seconds)
     try:
@@ -56,16 +69,6 @@ def local_place(peers: list[Peer], rank: int) -> tuple[int, int]:
     """Return this rank's place among the ranks on its host, and how many those are."""
     here = [other for other, peer in enumerate(peers) if peer.host == peers[rank].host]
     return here.index(rank), len(here)
-
-
-def free_port(start: int = 0) -> int:
-    """Return the first TCP port from ``start`` on that nothing listens on (0: any)."""
-    for port in range(start, 65536):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", port))
-            return probe.getsockname()[1]
-    raise UserError(f"no free port from {start} on: give a lower --master-port")
 
 
 def _serve(launch: Launch, timeout_seconds: float) -> dist.TCPStore:

@@ -1,4 +1,4 @@
-"""The ``lab`` command: compare strategies, report on runs, calibrate the machine, predict.
+"""The ``lab`` command: compare strategies, report on runs, calibrate, predict, make clusters, find what is wrong.
 
 Each subcommand imports what it needs when it is called, so that ``lab --help`` and ``lab predict`` answer at once.
 """
@@ -15,6 +15,7 @@ from common.data import DATASETS
 from common.errors import GroupError, UserError
 from common.models import MODELS
 from common.sync import STRATEGIES, is_exact
+from lab.cluster.flags import add_flags as add_cluster_flags
 
 ASSIGNMENT = ["gather_scatter", "all_reduce", "ddp"]
 _INTERRUPTED = 130
@@ -36,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = build_parser().parse_args(given)
         args.flags, args.typed = flags, shlex.join(["lab", *given, *(["--", *flags] if flags else [])])
-        if flags and args.run is not _compare:
-            raise UserError(f"-- {' '.join(flags)}: only lab compare passes flags on to the runs")
+        if flags and not getattr(args, "passes_flags", False):
+            raise UserError(f"-- {' '.join(flags)}: only lab compare, lab cluster run and lab cluster shell take what follows --")
         return args.run(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -58,6 +59,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_calibrate(commands)
     _add_predict(commands)
+    add_cluster_flags(commands)
+    _add_doctor(commands)
+    _add_explain(commands)
     return parser
 
 
@@ -71,6 +75,7 @@ def _command(commands: argparse._SubParsersAction, name: str, run: object, help:
 def _add_compare(commands: argparse._SubParsersAction) -> None:
     parser = _command(commands, "compare", _compare, "train with each strategy on each number of nodes, in turns, and write "
                       "reports/compare-<time>/ with tables, figures and report.html; what follows -- goes to every run")
+    parser.set_defaults(passes_flags=True)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2], help="numbers of ranks; 1 is PartOne")
     parser.add_argument("--sync", nargs="+", default=ASSIGNMENT, help=f"{', '.join(STRATEGIES)}; 'all', or 'exact'")
     parser.add_argument("--steps", type=int, default=30, help="measured steps of each run")
@@ -87,6 +92,10 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="of --until-accuracy: trainings of each cell, each with a seed of "
                         "its own")
     parser.add_argument("--epochs", type=int, default=20, help="of --until-accuracy: at most so many")
+    parser.add_argument("--rate", nargs="+", default=[], help="of the links of emulated nodes, e.g. 200mbit 1gbit; each cell "
+                        "runs at each of them (default: over loopback)")
+    parser.add_argument("--compute", default="real", help="'real', or whose times layers take by sleeping: 'measured' on this "
+                        "machine by lab calibrate, a name in reports/profiles/, or a FILE.json")
     parser.add_argument("--output-dir", type=Path, default=REPOSITORY / "reports", help="receives compare-<time>/")
     parser.add_argument("--new", action="store_true", help="begin anew, also where the same comparison was interrupted")
     parser.add_argument("--no-predict", action="store_true", help="don't calibrate the machine and predict the step times "
@@ -109,7 +118,11 @@ def _add_calibrate(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--ranks", type=int, help="processes on this machine (default: one a core, 2 to 8)")
     parser.add_argument("--model", default="vgg11", choices=list(MODELS), help="whose steps are timed")
     parser.add_argument("--quick", action="store_true", help="a third of the time, with wider intervals")
-    parser.add_argument("--output", type=Path, help="the file (default: reports/calibration.json)")
+    parser.add_argument("--output", type=Path, help="the file (default: reports/calibration.json, and what each layer takes in "
+                        "reports/profiles/measured-MODEL.json)")
+    parser.add_argument("--profile", help="measure what each layer takes, for --compute, and nothing else: "
+                        "reports/profiles/PROFILE.json, or a file that ends in .json")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="of --profile")
     parser.add_argument("-M", "--master-ip", help="address of rank 0's node")
     parser.add_argument("--master-port", type=int, default=DEFAULT_MASTER_PORT, help="port there")
     parser.add_argument("-N", "--num-nodes", type=int, help="number of nodes")
@@ -134,6 +147,26 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "doctor", _doctor, "before a run: versions, cores, dataset, disk, network, and with --master-ip "
+                      "--num-nodes --rank on every node at once, each pair of nodes; status 1 where something would fail")
+    parser.add_argument("-M", "--master-ip", help="address of rank 0's node")
+    parser.add_argument("--master-port", type=int, default=DEFAULT_MASTER_PORT, help="port there")
+    parser.add_argument("-N", "--num-nodes", "--world-size", type=int, help="number of nodes, which meet and try every pair")
+    parser.add_argument("-R", "--rank", type=int, help="this node's place")
+    parser.add_argument("--dataset", default="cifar10", choices=list(DATASETS), help="what is to be trained on")
+    parser.add_argument("--data-dir", type=Path, default=REPOSITORY / "data", help="where it lies")
+    parser.add_argument("--output-dir", type=Path, default=REPOSITORY / "reports", help="where the runs write")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the other nodes")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _add_explain(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "explain", _explain, "after a failure: the known errors in the output of one or several ranks, "
+                      "the likely cause first, with what to do")
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="outputs of ranks, read as one; - is standard input")
+
+
 def strategies(names: Sequence[str]) -> tuple[str, ...]:
     """Return the strategies that ``--sync`` names, each once, in the dict's order; 'all' and 'exact' stand for several."""
     chosen = set(names) - {"all", "exact"}
@@ -151,7 +184,8 @@ def _compare(args: argparse.Namespace) -> int:
     settings = Settings(
         nodes=tuple(args.nodes), sync=strategies(args.sync), steps=args.steps, warmup=args.warmup, repeats=args.repeats,
         dataset=args.dataset, model=args.model, batch_size=args.batch_size, scaling=args.scaling, seeds=seeds,
-        until_accuracy=args.until_accuracy, epochs=args.epochs, flags=tuple(args.flags))
+        until_accuracy=args.until_accuracy, epochs=args.epochs, flags=tuple(args.flags), rates=tuple(args.rate),
+        compute=args.compute)
     return compare_and_report(settings, reports=args.output_dir, anew=args.new, predicts=not args.no_predict,
                               command=args.typed)
 
@@ -172,6 +206,18 @@ def _predict(args: argparse.Namespace) -> int:
     from lab.predict import main_predict
 
     return main_predict(args)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from lab.doctor.command import main_doctor
+
+    return main_doctor(args)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from lab.explain import main_explain
+
+    return main_explain(args)
 
 
 if __name__ == "__main__":

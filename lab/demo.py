@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.config import REPOSITORY
-from common.rendezvous import free_port
+from common.machine import free_port
 
 WAYS = (("PartOne", "none", 1), ("PartTwo", "gather_scatter", 2), ("PartTwo", "all_reduce", 2), ("PartThree", "ddp", 2))
 SETTINGS = ("--dataset", "digits", "--batch-size", "64", "--epochs", "2")

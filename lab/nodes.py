@@ -4,21 +4,19 @@
 """
 
 import contextlib
-import ctypes
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from common.rendezvous import free_port
+from common.machine import free_port
+from lab.processes import blame, death_wish
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 8.0
-_DIE_WITH_PARENT = 1
 
 
 def run_nodes(command: Sequence[str], nodes: int, *, logs: Path, limit_seconds: float) -> str | None:
@@ -36,7 +34,7 @@ def run_nodes(command: Sequence[str], nodes: int, *, logs: Path, limit_seconds: 
             with output.open("wb") as file:
                 processes.append(subprocess.Popen(
                     [sys.executable, *command, *([*place, "--rank", str(rank)] if nodes > 1 else [])], stdout=file,
-                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_death_wish()))
+                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=death_wish()))
         return _wait(processes, outputs, limit_seconds)
     finally:
         end(processes)
@@ -57,20 +55,11 @@ def _wait(processes: list[subprocess.Popen], outputs: list[Path], limit_seconds:
 
 
 def _message(processes: list[subprocess.Popen], outputs: list[Path], first: int) -> str:
-    """The cause rather than an echo: of those that failed, one that says an error of its own, else the first."""
     failed = [first, *(rank for rank, process in enumerate(processes) if process.poll() and rank != first)]
-    texts = {rank: _last_words(outputs[rank]) for rank in failed}
-    rank = next((rank for rank in failed if texts[rank] and "another rank has ended" not in texts[rank]), first)
-    status = processes[rank].returncode
-    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-    return f"rank {rank} {how}: {texts[rank] or 'it said nothing'} (its output: {outputs[rank]})"
-
-
-def _last_words(output: Path) -> str:
-    """The line that tells the error: ours, a traceback's last, else the last one."""
-    lines = [line.strip() for line in output.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    told = [line for line in lines if re.match(r"error|\w*(Error|Exception)\b", line)]
-    return (told or lines or [""])[-1][:500]
+    statuses = {rank: processes[rank].returncode for rank in failed}
+    texts = {rank: outputs[rank].read_text(encoding="utf-8", errors="replace") for rank in failed}
+    culprit, message = blame(failed, statuses, texts, name="rank")
+    return f"{message} (its output: {outputs[culprit]})"
 
 
 def end(processes: Sequence[subprocess.Popen]) -> None:
@@ -81,11 +70,3 @@ def end(processes: Sequence[subprocess.Popen]) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
     for process in processes:
         process.wait()
-
-
-def _death_wish() -> Callable[[], None] | None:
-    """What a child calls before its program, to be killed when this process ends, however that happens (Linux)."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
-    return lambda: libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)

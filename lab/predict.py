@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -16,10 +15,9 @@ from lab.calibration import QUIET_SHARE, Calibration, find_calibration
 from lab.compute import LEAST_SAMPLES, StepCompute, local_samples
 from lab.cost_model import HEADERS, LARGEST_NODES, Network, Plan, Prediction, predict_step
 from lab.torchless import plans
+from lab.units import parse_latency, parse_rate
 
 SCALINGS = ("strong", "weak")
-_RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
-_TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _WIDTH = 100
 _OPTIONS = ("bucket_mb", "topk_ratio", "powersgd_rank", "averaging_period")
 
@@ -35,28 +33,6 @@ class Row:
     speedup: float | None
     efficiency: float | None
     note: str = ""
-
-
-def parse_rate(text: str | None) -> float | None:
-    """Return bits a second of "1gbit", "200mbit", "10gbit/s"; None of None."""
-    return _parse(text, _RATE_UNITS, "--rate", "1gbit, 200mbit or 10gbit")
-
-
-def parse_latency(text: str | None) -> float | None:
-    """Return seconds of "0.2ms", "50us", "1s"; None of None."""
-    return _parse(text, _TIME_UNITS, "--latency", "0.2ms or 50us")
-
-
-def _parse(text: str | None, units: Mapping[str, float], flag: str, examples: str) -> float | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zµ]+?)(/s|ps)?\s*", text.lower().replace("µ", "u"))
-    if match is None or match[2] not in units or (match[3] and "s" in units):
-        raise UserError(f"{flag}: got {text!r}, give a number with a unit ({', '.join(units)}), for example {examples}")
-    value = float(match[1]) * units[match[2]]
-    if value <= 0:
-        raise UserError(f"{flag}: got {text!r}, give more than 0, for example {examples}")
-    return value
 
 
 def network_of(calibration: Calibration, rate_bits: float | None, latency_seconds: float | None) -> Network:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from common.distributed import explain_collective_failure
-from common.records import usable_cores
+from common.machine import usable_cores
 from common.training_engine.launch import _OUTCOME, TrainingEngine
 
 _TIMEOUT, _PATIENCE = timedelta(seconds=60), timedelta(hours=2)

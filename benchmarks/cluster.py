@@ -1,0 +1,112 @@
+"""Exchanges of VGG-11's 37 MB of gradients on emulated nodes, over what the links' rate alone allows.
+
+    python benchmarks/cluster.py --nodes 4 --rate 200mbit 1gbit
+
+Each rate is a cluster of its own (lab/cluster): a network namespace a node, shaped by tbf both ways. On it all strategies take
+turns in one process group, and nothing computes: gradients are there already, as in benchmarks/sync.py.
+
+- ideal: the seconds that the busiest link's payload takes at the link's rate: 2(N-1)M/B through a root's link, 2(N-1)/N M/B in a
+  ring. No header, no latency; TCP, IP and Ethernet alone make 1.06 of it.
+- over ideal: median of the rounds, with a 95 % interval (10,000 bootstrap samples).
+- cores busy: the share of this machine's cores that was busy meanwhile, by /proc/stat. Where it nears 100 %, the machine bounds,
+  not the link.
+- up: seconds until the cluster was ready (torch imported once), and from the start of the nodes' programs until all had met.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from loader import REPOSITORY, SEED, describe_machine, whole_number
+from sync import Exchange, shown
+
+sys.path.insert(0, str(REPOSITORY))
+
+from common.distributed import process_group
+from common.memory import keep_freed_memory
+from common.models import build_model
+from common.place import Launch
+from common.sync.traffic import GradientSize
+from lab.cluster import Cluster
+from lab.units import parse_rate
+
+_WARM_UP_ROUNDS = 2
+_LIMIT_SECONDS = 1800.0
+_THROUGH_ROOT = ("gather_scatter", "gather_scatter_flat")
+_RINGS = ("all_reduce", "all_reduce_flat", "ring")
+
+
+def measure(rank: int, size: int, master: str, *, rounds: int, output: Path) -> None:
+    """Be one rank; rank 0 writes the seconds and the busy share of the cores of each round, by strategy."""
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED + rank)
+    with process_group(Launch(rank, size, master), backend="gloo", timeout_seconds=120):
+        met = time.time()
+        examples = [torch.randn_like(p) * 1e-3 for p in build_model("vgg11", 10).parameters()]
+        ways = {name: Exchange(name, examples) for name in (*_THROUGH_ROOT, *_RINGS)}
+        found = {name: {"seconds": [], "busy": []} for name in ways}
+        for number in range(_WARM_UP_ROUNDS + rounds):
+            for name, way in (list(ways.items()) if number % 2 else list(ways.items())[::-1]):
+                psutil.cpu_percent()
+                seconds = way.measure()
+                if number >= _WARM_UP_ROUNDS:
+                    found[name]["seconds"].append(seconds)
+                    found[name]["busy"].append(psutil.cpu_percent())
+    if rank == 0:
+        output.write_text(json.dumps({"met": met, "found": found}))
+
+
+def on_cluster(nodes: int, rate: str, rounds: int) -> dict:
+    """Measure on a new cluster and return what rank 0 has found, with the seconds until it was up."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, began = Path(folder, "found.json"), time.monotonic()
+        with Cluster(nodes, rate=rate, logs=Path(folder)) as cluster:
+            ready, started = time.monotonic() - began, time.time()
+            cluster.start(["python", __file__, "--rank", "{rank}", "--master", "{master}", "--nodes", str(nodes), "--rounds",
+                           str(rounds), "--output", str(output)])
+            ends = cluster.wait(limit_seconds=_LIMIT_SECONDS, stop_at_failure=True)
+            if any(end.status for end in ends):
+                sys.exit(f"error: node {ends[0].node} failed:\n{cluster.output(ends[0].node)}")
+        found = json.loads(output.read_text())
+    return found | {"ready": ready, "met": found["met"] - started}
+
+
+def ideal_seconds(name: str, nbytes: int, nodes: int, rate_bits: float) -> float:
+    """Return what the payload of the busiest link takes."""
+    loads = 2 * (nodes - 1) if name in _THROUGH_ROOT else 2 * (nodes - 1) / nodes
+    return 8 * loads * nbytes / rate_bits
+
+
+def main() -> None:
+    """Measure and print; or, with --rank, be one of the nodes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=whole_number, default=4, help="number of nodes (default: 4)")
+    parser.add_argument("--rate", nargs="+", default=["200mbit", "1gbit"], help="of the links (default: 200mbit 1gbit)")
+    parser.add_argument("--rounds", type=whole_number, default=7, help="rounds to measure, after two others (default: 7)")
+    for name in ("--rank", "--master", "--output"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        measure(int(arguments.rank), arguments.nodes, arguments.master, rounds=arguments.rounds, output=Path(arguments.output))
+        return
+    nbytes = sum(GradientSize.of(build_model("vgg11", 10).parameters()))
+    print(describe_machine())
+    for rate in arguments.rate:
+        found = on_cluster(arguments.nodes, rate, arguments.rounds)
+        print(f"\n{arguments.nodes} nodes, {rate} both ways, {nbytes / 1e6:.1f} MB, {arguments.rounds} rounds; up after "
+              f"{found['ready']:.1f} s, all nodes had met {found['met']:.1f} s after their programs' start")
+        print(f"{'':<21}{'ideal s':<10}{'seconds':<28}{'over ideal':<26}cores busy")
+        for name, one in found["found"].items():
+            ideal = ideal_seconds(name, nbytes, arguments.nodes, parse_rate(rate))
+            print(f"{name:<21}{ideal:<10.3f}{shown(one['seconds'], '.3f'):<28}"
+                  f"{shown([s / ideal for s in one['seconds']], '.2f'):<26}{shown(one['busy'], '.0f')} %", flush=True)
+
+
+if __name__ == "__main__":
+    main()
