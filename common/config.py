@@ -166,6 +166,9 @@ class Config:
     profile: bool = option(False, RUN, "write a torch.profiler trace of a few steps, a file a rank", type=bool)
     timeline: bool = option(False, RUN, "take down when each message of the last steps began and ended, on every rank", type=bool)
     untimed_steps: int = option(1, RUN, "first steps that the medians of the times leave out, as warm-up", type=int, minimum=0)
+    compute: str = option("real", RUN, "'real' computes; 'measured' has each layer sleep as long as it takes where it has this "
+                          "machine for itself (lab calibrate), a name in reports/profiles/ or a FILE.json as long as that "
+                          "profile says: then nothing is learned, evaluated or saved")
     measure_only: bool = option(False, RUN, "train and take times: no checkpoint, no evaluation, no report", type=bool)
     log_wandb: bool = option(False, RUN, "send the numbers to Weights & Biases (offline without an account)", type=bool)
     log_tensorboard: bool = option(False, RUN, "write the numbers for TensorBoard", type=bool)
@@ -203,6 +206,16 @@ class Config:
     def validates(self) -> bool:
         """Whether the test set is evaluated after every epoch."""
         return self.validate or self.target_accuracy is not None
+
+    @property
+    def emulated(self) -> bool:
+        """Whether layers sleep in place of computing."""
+        return self.compute != "real"
+
+    @property
+    def only_times(self) -> bool:
+        """Whether the run takes times and nothing else: no checkpoint, no evaluation, no report."""
+        return self.measure_only or self.emulated
 
     @property
     def experiment(self) -> str:
@@ -263,9 +276,13 @@ def _check_together(config: Config) -> None:
         raise UserError(f"--milestones: got {config.milestones!r}, give shares below 1 with commas between, e.g. 0.3,0.6,0.8")
     if config.run_name is not None and not re.fullmatch(r"\w[\w.@+-]*", config.run_name):
         raise UserError(f"--run-name: got {config.run_name!r}, give a name of letters, digits, dots and dashes")
-    if config.measure_only and (config.validates or config.resume or config.checkpoint or config.checkpoint_every):
-        raise UserError("--measure-only evaluates and saves nothing: leave it out, or leave out --validate, "
-                        "--target-accuracy, --resume and --checkpoint")
+    if config.only_times and (config.validates or config.resume or config.checkpoint or config.checkpoint_every):
+        flags = f"--compute {config.compute}" if config.emulated else "--measure-only"
+        raise UserError(f"{flags} evaluates and saves nothing: leave it out, or leave out --validate, --target-accuracy, "
+                        "--resume, --checkpoint and --checkpoint-every")
+    if config.emulated and (config.ema or config.amp or config.backend == "nccl"):
+        raise UserError(f"--compute {config.compute} emulates fp32 layers and the optimiser's step, and sends over Gloo: leave "
+                        "it out, or leave out --ema, --amp and --backend nccl")
     if config.warmup_steps is not None and config.warmup_epochs is not None:
         raise UserError("--warmup-steps and --warmup-epochs are both given: give one")
     if config.stop_after_epoch is not None and config.max_steps is None and config.stop_after_epoch > config.epochs:

@@ -32,11 +32,12 @@ class Progress:
     global_batch_size : samples of a step over all ranks, for the samples a second.
     visible : False on all ranks but 0.
     log_every : steps between plain lines.
+    emulated : compute is, so that there are no losses to show.
     """
 
     def __init__(self, total_steps: int, *, done_steps: int, global_batch_size: int, visible: bool,
-                 log_every: int = 1) -> None:
-        self._log_every = log_every
+                 log_every: int = 1, emulated: bool = False) -> None:
+        self._log_every, self._emulated = log_every, emulated
         self._total, self._done, self._batch, self._visible = total_steps, done_steps, global_batch_size, visible
         self._bar: Bar | None = None
         self._began, self._began_at = time.perf_counter(), done_steps
@@ -65,7 +66,8 @@ class Progress:
         elapsed = time.perf_counter() - self._began
         steps = max(1, self._done - self._began_at)
         rate = steps * self._batch / elapsed
-        numbers = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}  {rate:,.0f} samples/s"
+        learned = "EMULATED" if self._emulated else f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
+        numbers = f"{learned}  {rate:,.0f} samples/s"
         due = any(record.step % self._log_every == 0 or record.step == self._total for record in records)
         if self._bar is not None:
             self._bar.update(self._task, completed=last.step, description=f"epoch {last.epoch}", numbers=numbers)

@@ -10,6 +10,7 @@ import re
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,13 +22,15 @@ import torch.distributed as dist
 
 from common.config import DEFAULT_MASTER_PORT
 from common.errors import GroupError, Stopped, UserError
+from common.last_words import LastWords
 from common.place import Launch
 from common.rendezvous import local_place, meet
+from common.waiting import in_thread
 
 T = TypeVar("T")
 _LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|timed? ?out|connect failure|remote process exited|"
                    r"socket|peer", re.IGNORECASE)
-_PATIENCE = timedelta(hours=2)
+_FIRST_PAUSE_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -61,21 +64,31 @@ def current_world(device: torch.device | str = "cpu") -> World:
 def process_group(launch: Launch, *, backend: str | None = None, timeout_seconds: float = 60.0) -> Iterator[World]:
     """Form the group, yield this process's World, and close the group whatever happens.
 
-    Without a master's address there is no group, but a World of one. Otherwise as ``open_group``.
+    Without a master's address there is no group, but a World of one. Otherwise as ``open_group``. Where a collective breaks
+    because another rank has failed, and that one could still say why, raises GroupError with its words.
     """
     if launch.master_ip is None:
         yield World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return
-    world = open_group(launch, backend=backend, timeout_seconds=timeout_seconds)
+    world, store = _open(launch, backend, timeout_seconds)
+    words = LastWords(store, world.rank, world.size, patience_seconds=timeout_seconds)
     try:
         try:
             yield world
+            dist.barrier()  # nobody takes the store away while others still use it
         except Stopped:  # on all ranks alike
             dist.barrier()
             raise
-        dist.barrier()  # nobody takes the store away while others still use it
+        except Exception as error:
+            if not _is_torchs(error) or (broken := explain_collective_failure(error)) is None:
+                words.leave(error)
+            elif told := words.read():
+                raise GroupError(f"{told}. Finished checkpoints are kept. ({broken.split(':')[0]} here: another rank has ended)"
+                                 ) from error
+            raise
     finally:
         dist.destroy_process_group()
+        words.part()
 
 
 def open_group(launch: Launch, *, backend: str | None = None, timeout_seconds: float = 60.0) -> World:
@@ -84,6 +97,11 @@ def open_group(launch: Launch, *, backend: str | None = None, timeout_seconds: f
     ``backend`` None means NCCL where each rank has a GPU of its own, else Gloo. Gloo trains on the CPU. Raises GroupError
     and UserError as ``rendezvous.meet`` does.
     """
+    return _open(launch, backend, timeout_seconds)[0]
+
+
+def _open(launch: Launch, backend: str | None, timeout_seconds: float) -> tuple[World, dist.Store | None]:
+    """As ``open_group``, with the store at which the ranks met; None under torchrun."""
     _choose_interface(launch.master_ip)
     store, local_rank, local_size, gpus_suffice = None, launch.local_rank, launch.local_size, True
     if launch.torchrun:
@@ -109,7 +127,7 @@ def open_group(launch: Launch, *, backend: str | None = None, timeout_seconds: f
         raise GroupError(f"{met} at {launch.master_ip}:{launch.master_port}, but {backend} could not connect them: "
                          f"{_first_line(error)}. If the nodes have several networks, set GLOO_SOCKET_IFNAME (or "
                          "NCCL_SOCKET_IFNAME) to the interface that joins them") from error
-    return World(launch.rank, launch.size, local_rank, local_size, device, backend, timeout_seconds)
+    return World(launch.rank, launch.size, local_rank, local_size, device, backend, timeout_seconds), store
 
 
 def place_from_environment(rank: int, world_size: int) -> Launch:
@@ -182,24 +200,39 @@ def _by_value(values: list[Any]) -> str:
 def everyone(world: World, action: Callable[[], T], *, patient: bool = False) -> T:
     """Run ``action`` on every rank; if it fails with UserError or OSError on one, raise UserError on all.
 
-    ``patient`` waits for up to two hours (a download), not for the group's timeout.
+    ``patient`` waits for as long as the action takes (a download), provided that every rank answers within the group's timeout.
     """
     if world.size == 1:
         return _told(action)
-    group = dist.new_group(timeout=_PATIENCE, backend=world.backend) if patient else None
+    if patient:
+        action = _done_on_all(world, action)
     error: str | None = None
     try:
         result = _told(action)
     except UserError as failure:
         error = str(failure)
     errors: list[str | None] = [None] * world.size
-    dist.all_gather_object(errors, error, group=group)
-    if group is not None:
-        dist.destroy_process_group(group)
+    dist.all_gather_object(errors, error)
     if any(errors):
         rank = world.rank if errors[world.rank] else next(r for r, text in enumerate(errors) if text)
         raise UserError(errors[rank] if rank == world.rank else f"rank {rank} stopped: {errors[rank]}")
     return result
+
+
+def _done_on_all(world: World, action: Callable[[], T]) -> Callable[[], T]:
+    """Run ``action`` in a thread until it has ended on every rank, and return what gives its result or raises its error.
+
+    Meanwhile the ranks ask each other every second, so that one that is lost is missed within the group's timeout.
+    """
+    outcome = in_thread(action)
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        wait([outcome], timeout=pause)
+        working = torch.tensor([int(not outcome.done())], device=world.device)
+        dist.all_reduce(working)
+        if not int(working):
+            return outcome.result
+        pause = min(2 * pause, 1.0)
 
 
 def on_rank0(world: World, action: Callable[[], T]) -> T:
@@ -267,6 +300,10 @@ def explain_collective_failure(error: BaseException) -> str | None:
     return (f"{collective} broke: another rank has ended, or did not answer in time. Its own output says why; where "
             f"it has none, its process was killed or its node lost. Finished checkpoints are kept. "
             f"(torch says: {_first_line(error)})")
+
+
+def _is_torchs(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and not isinstance(error, GroupError)
 
 
 def _first_line(error: BaseException) -> str:

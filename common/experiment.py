@@ -11,26 +11,30 @@ from torch import nn
 
 from common import determinism
 from common.checkpoint import digest
+from common.compute_profile import Profile, load_profile
 from common.config import Config
 from common.console import Progress, say
 from common.data import load_dataset
 from common.data.dataset import Dataset
 from common.data.loaders import TrainLoader
 from common.distributed import World, agree, everyone, gather_objects, process_group, set_debug
+from common.emulation import Emulation
 from common.jobs import find_checkpoint, open_job
 from common.judge import Judge, evaluation_loader
+from common.machine import usable_cores
 from common.measured import gather_measurements
 from common.memory import keep_freed_memory
 from common.models import PRETRAINED, build_model
 from common.place import Launch
-from common.plan import epochs_to_train, learning_rate, notices, refuse_other_training, share_out
+from common.plan import DATASET_CONTENTS, epochs_to_train, learning_rate, notices, refuse_other_training, share_out
 from common.precision import choose_amp
 from common.profiling import step_profiler
 from common.recorder import Recorder, introduce, report
-from common.records import environment, usable_cores
+from common.records import environment
 from common.saving import Saver
 from common.schedules import build_schedule
 from common.signals import stop_on_signals
+from common.source import code_facts
 from common.sync import build_sync_from
 from common.timeline import Timeline
 from common.trackers import Trackers
@@ -47,7 +51,9 @@ def run(config: Config, launch: Launch) -> None:
     if config.debug:
         set_debug()
     keep_freed_memory()
-    with process_group(launch, backend=config.backend, timeout_seconds=config.timeout) as world, _spoken_warnings(world):
+    backend = "gloo" if config.emulated else config.backend
+    with process_group(launch, backend=backend, timeout_seconds=config.timeout) as world, _spoken_warnings(world):
+        agree(world, code_facts(), what="their code")
         agree(world, config.shared_settings(), what="their settings")
         torch.set_num_threads(config.threads or max(1, usable_cores() // world.local_size))
         torch.manual_seed(config.seed)
@@ -56,23 +62,26 @@ def run(config: Config, launch: Launch) -> None:
         folder = job.folder
 
         dataset = everyone(world, lambda: _load_dataset(config), patient=True)
-        agree(world, _fingerprint(dataset), what="their dataset")
+        agree(world, fingerprint := _fingerprint(dataset), what="their dataset")
+        profile = _load_profile(config, world, dataset) if config.emulated else None
         path, entries = find_checkpoint(config, job, world)
         train_loader, plan = share_out(config, launch, world, dataset, entries if job.goes_on else None)
+        plan[DATASET_CONTENTS] = fingerprint["contents (SHA-256)"]
         if entries is not None:
             refuse_other_training(path, entries, plan)
         if world.is_root:
             folder.write_json("config.json", config.as_json() | {"world_size": world.size, "backend": world.backend} | plan)
             folder.write_json("environment.json", environment())
 
-        model = _build_model(config, world, dataset, pretrained=entries is None)
+        model = _build_model(config, world, dataset, pretrained=entries is None and not config.emulated)
         amp_dtype, notice = choose_amp(config.amp, config.amp_dtype, default=config.part == "PartThree",
                                        device=world.device)
         rate = learning_rate(config, plan)
         if world.is_root:
             for line in notices(config, launch, world, plan, entries, amp_notice=notice):
                 say(f"notice: {line}")
-            introduce(config, world, model, dataset, plan, learning_rate=rate, amp_dtype=amp_dtype, folder=folder)
+            introduce(config, world, model, dataset, plan, learning_rate=rate, amp_dtype=amp_dtype, folder=folder,
+                      profile=profile)
         model, criterion, optimizer = prepare_model_for_training(
             model, world.device, rate, config.momentum, config.weight_decay, entries is not None, path or "",
             opt=config.opt, nesterov=config.nesterov, label_smoothing=config.label_smoothing, checkpoint=entries)
@@ -86,14 +95,16 @@ def run(config: Config, launch: Launch) -> None:
             use_ema=config.ema, ema_decay=config.ema_decay, clip_norm=config.clip_norm,
             sync_batchnorm=config.sync_batchnorm and plan["shards"] == world.size)
 
+        if profile is not None:
+            engine.emulation = Emulation(model, profile, rank=world.rank, classes=len(dataset.class_names))
         if config.timeline:
             engine.timeline = Timeline(plan["total_steps"] - engine.sync.period + 1, plan["total_steps"])
         first_epoch, last_epoch = epochs_to_train(config, plan, entries)
         saver = Saver(folder.checkpoints, every=config.checkpoint_every, keep=config.keep_checkpoints, writes=job.writes,
-                      copy_to=config.checkpoint, extra={"plan": plan}, off=config.measure_only)
+                      copy_to=config.checkpoint, extra={"plan": plan}, off=config.only_times)
         trackers = _on_rank0_alone(world, lambda: _trackers(config, folder.path))
         with Progress(plan["total_steps"], done_steps=entries["step"] if entries else 0, log_every=config.log_every,
-                      global_batch_size=plan["batch_size"], visible=world.is_root) as progress:
+                      global_batch_size=plan["batch_size"], visible=world.is_root, emulated=config.emulated) as progress:
             recorder = Recorder(world, folder, progress, trackers,
                                 folder.earlier_steps(entries["step"] if entries else 0) if job.goes_on else [],
                                 engine.timeline, engine.sync.period)
@@ -113,7 +124,7 @@ def run(config: Config, launch: Launch) -> None:
         gather_measurements(world, folder, recorder.own_steps, sync=config.sync, period=engine.sync.period,
                             untimed_steps=config.untimed_steps, timeline=engine.timeline)
         predictions = ema_predictions = None
-        if not config.measure_only:
+        if not config.only_times:
             predictions = _evaluate(model, dataset, world, amp_dtype)
             ema_predictions = _evaluate(engine.ema.module, dataset, world, amp_dtype) if engine.ema is not None else None
         equal = len(set(gather_objects(world, digest(unwrap(model).state_dict())))) == 1
@@ -139,6 +150,14 @@ def _spoken_warnings(world: World) -> Iterator[None]:
 
         warnings.showwarning = speak
         yield
+
+
+def _load_profile(config: Config, world: World, dataset: Dataset) -> Profile:
+    """Return the profile of emulated compute, the same on every rank."""
+    image = (dataset.train.images.shape[1], dataset.train.images.shape[2])
+    profile = everyone(world, lambda: load_profile(config.compute, model=config.model, image=image, machine=environment()["cpu"]))
+    agree(world, profile.as_json(), what="the profile of --compute")
+    return profile
 
 
 def _load_dataset(config: Config) -> Dataset:

@@ -1,25 +1,38 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all.
 
+``write_atomically`` writes one; ``remove_unfinished`` takes away what writers left that were killed, and none that a living
+one still writes: a writer holds a lock on its unfinished file, which ends with the process, however that ends.
+"""
+
+import contextlib
+import fcntl
 import os
 import tempfile
 from pathlib import Path
+from typing import IO
 
 from common.errors import UserError
 
+_UNFINISHED = ".unfinished"
+
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Write a file that is there whole or not at all, also after a crash or a full disk; UserError where it fails."""
+    """Write a file that is there whole or not at all, also after a crash or a full disk; UserError where it fails.
+
+    Unfinished files of killed writers in the same folder go first, so that they don't fill the disk.
+    """
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        remove_unfinished(path.parent)
+        with _open_unfinished(path) as file:
             temporary = file.name
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # a temporary file is for its owner alone
-        os.replace(temporary, path)
-        temporary = None
+            os.chmod(temporary, 0o666 & ~_umask())  # a temporary file is for its owner alone
+            os.replace(temporary, path)  # before the lock goes with the file's closing
+            temporary = None
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -31,6 +44,26 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
     finally:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove from ``folder`` the unfinished files whose writers have ended; where files cannot be locked, none."""
+    for path in Path(folder).glob(f".*{_UNFINISHED}"):
+        with contextlib.suppress(OSError), path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its writer lives
+            path.unlink()
+
+
+def _open_unfinished(path: Path) -> IO[bytes]:
+    """Return a new file beside ``path``, locked by this process."""
+    while True:
+        file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - the caller closes it
+            dir=path.parent, prefix=f".{path.name}.", suffix=_UNFINISHED, delete=False)
+        with contextlib.suppress(OSError):  # a file system without locks, where nothing is tidied either
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.path.exists(file.name):  # else tidied away between its making and its locking
+            return file
+        file.close()
 
 
 def _umask() -> int:

@@ -16,6 +16,7 @@ from common.config import Config
 from common.console import say
 from common.distributed import World, broadcast_bytes, everyone, gather_objects, on_rank0
 from common.errors import UserError
+from common.files import remove_unfinished
 from common.place import Launch
 from common.records import RunFolder, new_run_name
 
@@ -120,6 +121,8 @@ def _newest_here(config: Config, job: Job) -> tuple[Path, int] | None:
                 say(f"warning: {error}")
         folders = sorted((run / "checkpoints" for run in job.folder.path.parent.iterdir()
                           if run.is_dir() and run.name != _AGENTS), reverse=True)
+    for folder in folders:
+        remove_unfinished(folder)
     path, passed_over = newest_checkpoint(folders)
     for reason in passed_over:
         say(f"warning: {reason}")

@@ -14,6 +14,9 @@ from common.distributed import World
 from common.errors import UserError
 from common.place import Launch
 
+DATASET_CONTENTS = "dataset_sha256"
+"""The plan's entry with the digest of all images and labels, which ``run`` adds."""
+
 
 def share_out(config: Config, launch: Launch, world: World, dataset: Dataset,
                going_on: Mapping[str, Any] | None) -> tuple[TrainLoader, dict[str, Any]]:
@@ -39,16 +42,20 @@ def share_out(config: Config, launch: Launch, world: World, dataset: Dataset,
 
 
 def refuse_other_training(path: str, entries: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
-    """UserError where the checkpoint's ``plan`` differs from this run's."""
+    """UserError where the checkpoint's ``plan`` differs from this run's, or the dataset's contents have changed since."""
     saved = entries.get("plan")
     if saved is None:
         raise UserError(f"checkpoint {path} was written by train_model alone and does not tell its schedule: go on with "
                         "prepare_model_for_training(continue_flag=True) and train_model")
     differing = [f"{name} {saved.get(name)} there, {value} here" for name, value in plan.items()
-                 if saved.get(name) != value]
+                 if name != DATASET_CONTENTS and saved.get(name) != value]
     if differing:
         raise UserError(f"checkpoint {path} belongs to another training: {'; '.join(differing)}. Give the same flags, and "
                         "stop early with --stop-after-epoch, not by a shorter training")
+    contents = plan.get(DATASET_CONTENTS)
+    if saved.get(DATASET_CONTENTS, contents) != contents:
+        raise UserError(f"the images or labels of {plan['dataset']} have changed since checkpoint {path} was written: bring "
+                        "back the same ones, or start anew without --resume")
 
 
 def learning_rate(config: Config, plan: Mapping[str, Any]) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.compute_profile import Profile
 from common.config import Config
 from common.console import Progress, card, say
 from common.data.dataset import Dataset
@@ -28,8 +29,8 @@ from common.training_engine import EpochReport, Predictions, StepRecord
 
 
 def introduce(config: Config, world: World, model: nn.Module, dataset: Dataset, plan: Mapping[str, Any], *,
-              learning_rate: float, amp_dtype: torch.dtype | None, folder: RunFolder) -> None:
-    """Say what begins."""
+              learning_rate: float, amp_dtype: torch.dtype | None, folder: RunFolder, profile: Profile | None) -> None:
+    """Say what begins, and keep the profile of emulated compute in the folder."""
     sync = "gradients stay here" if world.size == 1 else f"sync {config.sync}"
     say(f"{config.recipe or config.part}: {config.model} ({get_model_parameters(model):,} parameters) on {config.dataset} "
         f"({len(dataset.train):,} training images), {sync}, {world.backend or 'one process'} on "
@@ -45,6 +46,10 @@ def introduce(config: Config, world: World, model: nn.Module, dataset: Dataset, 
     say(f"batch: {parts} x {ranks} = {plan['batch_size']} global; "
         f"{plan['total_steps']} steps, {plan['steps_per_epoch']} an epoch; {config.opt}, {plan['schedule']}, rate "
         f"{learning_rate:g}")
+    if profile is not None:
+        say(f"EMULATED: layers and update sleep as long as {profile.name} says ({profile.machine}, {profile.made}); nothing is "
+            "learned, and there are no losses or accuracies")
+        folder.write_json("profile.json", profile.as_json())
     say(f"writing to {folder.path}")
 
 
@@ -78,9 +83,10 @@ class Recorder:
         self._progress.show(records)
         if self._trackers is not None:
             for record in records:
-                self._trackers.log({"train/loss": record.loss, "train/accuracy": record.accuracy,
-                                    "train/learning_rate": record.learning_rate, "train/epoch": record.epoch,
-                                    **{f"seconds/{name}": value for name, value in record.seconds.items()}}, step=record.step)
+                numbers = {"train/loss": record.loss, "train/accuracy": record.accuracy,
+                           "train/learning_rate": record.learning_rate, "train/epoch": record.epoch,
+                           **{f"seconds/{name}": value for name, value in record.seconds.items()}}
+                self._track(numbers, step=record.step)
 
     def epoch(self, report: EpochReport, *, step: int, is_best: bool) -> None:
         """Record an epoch that is done."""
@@ -93,7 +99,11 @@ class Recorder:
             numbers = {"val/loss": report.val_loss, "val/accuracy": report.val_accuracy, "val/ema_loss": report.ema_val_loss,
                        "val/ema_accuracy": report.ema_val_accuracy, "epoch/train_loss": report.train_loss,
                        "epoch/train_accuracy": report.train_accuracy, "epoch/samples_per_second": report.samples_per_second}
-            self._trackers.log({name: value for name, value in numbers.items() if not math.isnan(value)}, step=step)
+            self._track(numbers, step=step)
+
+    def _track(self, numbers: Mapping[str, float], *, step: int) -> None:
+        """Send what is known: NaN stands for what was not measured."""
+        self._trackers.log({name: value for name, value in numbers.items() if not math.isnan(value)}, step=step)
 
     @property
     def total_seconds(self) -> float:
@@ -115,7 +125,8 @@ def report(config: Config, world: World, folder: RunFolder, dataset: Dataset, re
     step = seconds["step"] if seconds else None
     folder.write_json("summary.json", {
         "part": config.part, "recipe": config.recipe, "sync": config.sync, "nodes": world.size, "backend": world.backend,
-        "device": world.device.type, "dataset": config.dataset, "model": config.model,
+        "device": world.device.type, "emulated": config.emulated, "compute": config.compute,
+        "dataset": config.dataset, "model": config.model,
         "global_batch_size": batch_size, "steps": len(history),
         "last_step": history[-1].step if history else None, "step_seconds": step,
         "section_seconds": {name: seconds[name] for name in SECTIONS} if seconds else None,
@@ -139,7 +150,8 @@ def report(config: Config, world: World, folder: RunFolder, dataset: Dataset, re
                  "test loss": f"{result['test_loss']:.3f}"}
     if ema_result is not None:
         rows["EMA accuracy"] = f"{ema_result['accuracy']:.2%}, of the averaged weights"
-    card(config.recipe or f"{config.part}: {config.sync}", rows | {
+    title = config.recipe or f"{config.part}: {config.sync}"
+    card(f"{title}, EMULATED" if config.emulated else title, rows | {
         "equal weights": ("yes, on all ranks" if ranks_equal else "NO: the ranks differ") if world.size > 1 else "one rank",
         "report" if result else "folder": folder.report if result else folder.path})
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from common.config import REPOSITORY
+from common.errors import UserError
 from common.files import write_atomically
 from common.machine import usable_cores
 from common.timing import SECTIONS
@@ -59,9 +60,8 @@ class RunFolder:
         return self.path / f"logs_rank{rank}.txt"
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write a JSON file; what is not finite becomes null."""
-        (self.path / name).write_text(json.dumps(_finite(content), indent=2, ensure_ascii=False) + "\n",
-                                      encoding="utf-8")
+        """Write a JSON file, whole or not at all; what is not finite becomes null. UserError where it cannot be written."""
+        write_atomically(self.path / name, (json.dumps(_finite(content), indent=2, ensure_ascii=False) + "\n").encode())
 
     def append_metrics(self, records: Iterable[StepRecord]) -> None:
         """Append a line a step to ``metrics.jsonl``: loss and accuracy over the global batch, seconds by section."""
@@ -83,9 +83,9 @@ class RunFolder:
         """Return the steps of the run so far up to ``last``; lines of later ones, which are trained again, are dropped."""
         if not self._metrics.exists():
             return []
-        entries = [json.loads(line) for line in self._metrics.read_text(encoding="utf-8").splitlines()]
-        kept = [entry for entry in entries if entry["step"] <= last]
-        if len(kept) < len(entries):
+        lines = self._metrics.read_text(encoding="utf-8").splitlines()
+        kept = [entry for line in lines if (entry := _entry(line)) is not None and entry["step"] <= last]
+        if len(kept) < len(lines):
             write_atomically(self._metrics, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
         return [StepRecord(entry["epoch"], entry["step"], entry["local_samples"], *(
             math.nan if entry[name] is None else entry[name] for name in ("loss", "accuracy", "local_loss")),
@@ -94,8 +94,20 @@ class RunFolder:
 
 
 def _append(path: Path, text: str) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"{path} could not be written ({error.strerror or error}): make room, or permit writing there; "
+                        "--resume goes on from the newest checkpoint") from error
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    """A line of metrics; None where a full disk or a crash has cut it."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def _finite(value: Any) -> Any:

@@ -25,6 +25,7 @@ _STRATEGY_OF_TASK = {"": "none", "PartOne": "gather_scatter", "PartTwo": "all_re
 
 LOG_LINE = ("Epoch: {}, Train Loss: {:.3f}, Train Accuracy: {:.3f}, Avg Batch Duration: {:.3f} seconds, "
             "Epoch Duration: {:.3f} seconds")
+EMULATED_LOG_LINE = "Epoch: {}, Avg Batch Duration: {:.3f} seconds, Epoch Duration: {:.3f} seconds"
 
 
 def get_model_parameters(model: nn.Module) -> int:
@@ -155,7 +156,7 @@ def train_model(
                 max_steps=max_steps, log_every=log_every, on_steps=on_steps, after_step=stepped):
             ends = result.complete and on_epoch is not None and on_epoch(epoch, result)
             saver.save_epoch(epoch, result)
-            line = _log_line(world, rank, epoch, result)
+            line = _log_line(world, rank, epoch, result, emulated=engine.emulation is not None)
             _append(Path(logs_path), line)
             if on_epoch is None and world.is_root:
                 print(line, flush=True)
@@ -187,10 +188,12 @@ def _strategy(distribute_flag: bool, task_flag: str) -> str:
     return strategy
 
 
-def _log_line(world: World, rank: str | int, epoch: int, result: EpochResult) -> str:
-    prefix = ""
+def _log_line(world: World, rank: str | int, epoch: int, result: EpochResult, *, emulated: bool) -> str:
+    prefix = "EMULATED, " if emulated else ""
     if world.size > 1 or rank != "":
-        prefix = f"Rank: {rank if rank != '' else world.rank}, "
+        prefix += f"Rank: {rank if rank != '' else world.rank}, "
+    if emulated:
+        return prefix + EMULATED_LOG_LINE.format(epoch, result.mean_step_seconds, result.seconds)
     return prefix + LOG_LINE.format(epoch, result.loss, result.accuracy, result.mean_step_seconds, result.seconds)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 from common.distributed import process_group
 from common.errors import UserError
 from common.files import write_atomically
+from common.machine import usable_cores
 from common.models import MODELS
 from common.place import Launch
-from common.records import usable_cores
 from common.sync.traffic import KINDS
 from common.training_engine import launch_distributed_training
 from lab.calibration import Calibration, calibration_path

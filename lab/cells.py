@@ -3,6 +3,7 @@
 ``plan_cells`` lists them; ``node_command`` is just what a student would type on each node, and what ``lab compare`` runs.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -12,6 +13,7 @@ from typing import Any
 from common.config import REPOSITORY
 from common.errors import UserError
 from common.sync import BUILT_IN, STRATEGIES, is_exact
+from lab.units import parse_rate
 
 SCALINGS = ("strong", "weak")
 
@@ -22,7 +24,8 @@ class Settings:
 
     ``batch_size`` is global with "strong" scaling, of one node with "weak". ``steps`` are measured, after ``warmup`` others.
     With ``until_accuracy`` there is one training for each of ``seeds``, of at most ``epochs`` epochs; else ``repeats`` of the
-    first seed. ``flags`` go to every run as they are.
+    first seed. ``rates`` are those of the nodes' links, such as "200mbit", each on a cluster of its own; none: over loopback.
+    ``compute`` is as of the parts: "real", or whose times emulated compute takes. ``flags`` go to every run as they are.
     """
 
     nodes: tuple[int, ...]
@@ -38,6 +41,8 @@ class Settings:
     until_accuracy: float | None = None
     epochs: int = 20
     flags: tuple[str, ...] = ()
+    rates: tuple[str, ...] = ()
+    compute: str = "real"
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.sync if name not in STRATEGIES]
@@ -53,6 +58,17 @@ class Settings:
                             "fewer nodes or a larger --batch-size")
         if self.until_accuracy is not None and not 0 < self.until_accuracy <= 1:
             raise UserError(f"--until-accuracy: got {self.until_accuracy}, give a fraction above 0 and of at most 1, e.g. 0.6")
+
+        if len({parse_rate(rate) for rate in self.rates}) < len(self.rates):
+            raise UserError(f"--rate: got {' '.join(self.rates)}, the same twice: give each rate once")
+        if self.emulated and self.until_accuracy is not None:
+            raise UserError(f"--compute {self.compute} learns nothing, so there is no accuracy to reach: leave out "
+                            "--until-accuracy, or --compute")
+
+    @property
+    def emulated(self) -> bool:
+        """Whether layers sleep in place of computing."""
+        return self.compute != "real"
 
     @property
     def seeds_to_run(self) -> tuple[int, ...]:
@@ -74,26 +90,33 @@ class Settings:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, as they come back from a JSON file."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return values | {"rates": list(self.rates) or [None]}
 
 
 def plan_cells(settings: Settings) -> list[dict[str, Any]]:
-    """Return the comparison's cells, without repeats: one node once, and each strategy on each larger number of nodes."""
+    """Return the comparison's cells, without repeats: one node once, each strategy on more nodes once for each rate."""
     cells = []
     for nodes in sorted(set(settings.nodes)):
         names = ("none",) if nodes == 1 else tuple(name for name in settings.sync if name != "none")
-        cells += [_cell(settings, name, nodes) for name in names]
+        for rate in settings.rates or (None,) if nodes > 1 else (None,):
+            cells += [_cell(settings, name, nodes, rate) for name in names]
     if not cells:
         raise UserError("--sync none is one node's; there is nothing to compare on "
                         f"{' and '.join(map(str, settings.nodes))} nodes: add a strategy, or 1 to --nodes")
     return cells
 
 
-def _cell(settings: Settings, sync: str, nodes: int) -> dict[str, Any]:
-    return {"id": f"{sync}-n{nodes}", "sync": sync, "nodes": nodes, "rate": None,
+def _cell(settings: Settings, sync: str, nodes: int, rate: str | None) -> dict[str, Any]:
+    return {"id": f"{sync}-{place(nodes, rate)}", "sync": sync, "nodes": nodes, "rate": rate,
             "batch_size": settings.batch_size * (nodes if settings.scaling == "weak" else 1), "exact": is_exact(sync),
             "group": 0, "oversubscribed": False, "status": "pending", "message": None, "repeats": [], "median": None,
             "interval": None}
+
+
+def place(nodes: int, rate: str | None) -> str:
+    """Return so many nodes with links of that rate as part of a file's name."""
+    return f"n{nodes}" + ("" if rate is None else "-" + re.sub(r"[^a-z0-9.]", "", rate.lower()))
 
 
 def part_of(sync: str) -> str:
@@ -103,7 +126,7 @@ def part_of(sync: str) -> str:
 
 def run_folder(folder: Path, cell: dict[str, Any], repeat: int) -> Path:
     """Return where the repeat of a cell writes, below the comparison's folder."""
-    return folder / "runs" / f"{part_of(cell['sync'])}-{cell['sync']}" / f"n{cell['nodes']}-{repeat + 1}"
+    return folder / "runs" / f"{part_of(cell['sync'])}-{cell['sync']}" / f"{place(cell['nodes'], cell['rate'])}-{repeat + 1}"
 
 
 def node_command(settings: Settings, cell: dict[str, Any], repeat: int, folder: Path) -> Sequence[str]:
@@ -118,4 +141,11 @@ def node_command(settings: Settings, cell: dict[str, Any], repeat: int, folder: 
     else:
         command += ["--epochs", str(settings.epochs), "--target-accuracy", str(settings.until_accuracy), "--patience", "1",
                     "--keep-checkpoints", "1"]
+    if settings.emulated:
+        command += ["--compute", str(profile_file(folder))]
     return [*command, *settings.flags]
+
+
+def profile_file(folder: Path) -> Path:
+    """Return where a comparison keeps the profile of its emulated compute."""
+    return folder / "profile.json"

@@ -7,10 +7,12 @@ from typing import Any
 
 from rich.console import Console
 
+from common.compute_profile import MEASURED
 from common.errors import UserError
-from lab.calibration import calibration_path, describe
+from lab.calibration import Calibration, calibration_path, describe
 from lab.cells import Settings
 from lab.compare import compare, new_folder
+from lab.places import Places
 from lab.report import write_report
 from lab.results import read_results, write_results
 from lab.runs import collect
@@ -26,8 +28,8 @@ def compare_and_report(settings: Settings, *, reports: Path, anew: bool, predict
     failed."""
     status, opened = 0, []
 
-    def predict(results: dict[str, Any], folder: Path) -> None:
-        results["prediction"] = _forecast(results, settings, folder)
+    def predict(results: dict[str, Any], folder: Path, places: Places) -> None:
+        results["prediction"] = _forecast(results, settings, folder, places)
 
     try:
         folder, results = compare(settings, reports=reports, anew=anew, predict=predict if predicts else None,
@@ -47,10 +49,24 @@ def compare_and_report(settings: Settings, *, reports: Path, anew: bool, predict
     return status or (1 if failed else 0)
 
 
-def _forecast(results: dict[str, Any], settings: Settings, folder: Path) -> dict[str, Any]:
-    """Calibrate now, since a machine is not every day the same, and predict."""
+def _forecast(results: dict[str, Any], settings: Settings, folder: Path, places: Places) -> dict[str, Any]:
+    """Measure now, since a machine is not every day the same, and predict."""
+    options = {flag[2:].replace("-", "_"): _STRATEGY_FLAGS[flag](value)
+               for flag, value in pairwise(settings.flags) if flag in _STRATEGY_FLAGS}
+    calibration = None if settings.emulated else _calibrate_for(results, settings, folder)
+    if calibration is not None and not settings.rates:
+        from lab.forecast import forecast
+
+        return forecast(results, calibration, options)
+    from lab.forecast import forecast_on_nodes
+
+    console.print("measuring messages on the nodes, for the predictions (--no-predict leaves them out)", soft_wrap=True)
+    return forecast_on_nodes(results, settings, folder, places, options, calibration)
+
+
+def _calibrate_for(results: dict[str, Any], settings: Settings, folder: Path) -> Calibration:
+    """Calibrate this machine, and say what was found."""
     from lab.calibrate import calibrate
-    from lab.forecast import forecast
 
     console.print("calibrating this machine first, for the predictions (--no-predict leaves them out)", soft_wrap=True)
     calibration = calibrate(model=settings.model, path=folder / "calibration.json")
@@ -58,9 +74,7 @@ def _forecast(results: dict[str, Any], settings: Settings, folder: Path) -> dict
         console.print(line, markup=False, soft_wrap=True)
         if line.startswith("warning: "):
             results["warnings"].append(f"of the calibration: {line.removeprefix('warning: ')}")
-    options = {flag[2:].replace("-", "_"): _STRATEGY_FLAGS[flag](value)
-               for flag, value in pairwise(settings.flags) if flag in _STRATEGY_FLAGS}
-    return forecast(results, calibration, options)
+    return calibration
 
 
 def report_on(runs: list[Path], *, reports: Path, scaling: str) -> int:
@@ -88,11 +102,15 @@ def _say_where(folder: Path) -> None:
 
 
 def calibrate_machine(args: argparse.Namespace) -> int:
-    """Calibrate this machine, or be one rank of several nodes that do."""
+    """Calibrate this machine and its layers, or be one rank of several nodes that calibrate; with ``--profile`` layers alone."""
     from lab.calibrate import calibrate, calibrate_nodes
 
     path = args.output or calibration_path()
     place = (args.master_ip, args.num_nodes, args.rank)
+    if args.profile is not None:
+        return _profile_layers(args, args.profile)
+    if args.device != "cpu":
+        raise UserError(f"--device {args.device}: name its profile, e.g. --profile my-gpu; no messages are measured there")
     if place == (None, None, None):
         calibration = calibrate(ranks=args.ranks, model=args.model, quick=args.quick, path=path)
     elif None in place:
@@ -107,4 +125,19 @@ def calibrate_machine(args: argparse.Namespace) -> int:
     if calibration is not None:
         for line in [*describe(calibration), f"written to {path}"]:
             console.print(line, markup=False, soft_wrap=True)
+    return _profile_layers(args, MEASURED) if place == (None, None, None) and args.output is None else 0
+
+
+def _profile_layers(args: argparse.Namespace, name: str) -> int:
+    """Measure what each layer takes on this machine, for emulated compute, and write the profile of that name."""
+    from common.compute_profile import profile_path
+    from lab.layers import describe_profile, measure_profile, save_profile
+
+    path = profile_path(name, model=args.model)
+    if name == "real":
+        raise UserError("--profile: 'real' means to compute; give another name")
+    profile = measure_profile(Path(name).stem, model=args.model, device=args.device, rounds=2 if args.quick else 5)
+    save_profile(profile, path)
+    for line in [*describe_profile(profile), f"written to {path}"]:
+        console.print(line, markup=False, soft_wrap=True)
     return 0

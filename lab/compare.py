@@ -1,7 +1,8 @@
 """``lab compare``: run every cell as a student would start it, in turns, and keep what is finished whatever happens.
 
 Order: ``open_comparison`` finds an interrupted one with the same settings or begins a new one; the prediction is fixed; then the
-cells run in turns, each repeat in the opposite order of the one before; ``lab.report`` draws what there is.
+cells run in turns (lab/places.py says where), each repeat in the opposite order of the one before; ``lab.report`` draws what
+there is.
 """
 
 import json
@@ -17,9 +18,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from common.compute_profile import Profile, load_profile
 from common.errors import UserError
-from lab.cells import Settings, node_command, plan_cells, run_folder
-from lab.nodes import run_nodes
+from common.files import write_atomically
+from lab.cells import Settings, node_command, plan_cells, profile_file, run_folder
+from lab.places import Places
 from lab.results import FORMAT, read_json, read_repeat, read_results, summarise, write_results
 
 _LIMIT_SECONDS = 3600
@@ -29,7 +32,7 @@ console = Console(highlight=False)
 
 
 def compare(settings: Settings, *, reports: Path, anew: bool = False, command: str = "lab compare",
-            predict: Callable[[dict[str, Any], Path], None] | None = None,
+            predict: Callable[[dict[str, Any], Path, Places], None] | None = None,
             opened: Callable[[Path], None] | None = None) -> tuple[Path, dict[str, Any]]:
     """Run what is missing of the comparison, write ``results.json`` after every run, and return its folder and results.
 
@@ -38,17 +41,26 @@ def compare(settings: Settings, *, reports: Path, anew: bool = False, command: s
     reports : receives ``compare-<time>/``, and is searched for an interrupted comparison with the same settings.
     anew : begin a new one all the same.
     command : what was typed, for the reader.
-    predict : called once, before the first run, with the results, to set their ``prediction``, and the folder.
+    predict : called once, before the first run, with the results, to set their ``prediction``, the folder, and where it runs.
     opened : told the folder as soon as it is known.
 
     Raises KeyboardInterrupt after Ctrl-C, when everything is ended and saved.
     """
+    places = Places(max(settings.nodes), settings.rates)
     folder, results = open_comparison(settings, reports=reports, anew=anew, command=command)
     if opened is not None:
         opened(folder)
-    if predict is not None and results["prediction"] is None:
-        predict(results, folder)
-        write_results(folder / "results.json", results)
+    with places:
+        if predict is not None and results["prediction"] is None:
+            predict(results, folder, places)
+            write_results(folder / "results.json", results)
+        _run_all(settings, results, folder, places)
+    results["finished"] = all(cell["status"] == "done" for cell in results["cells"])
+    write_results(folder / "results.json", results)
+    return folder, results
+
+
+def _run_all(settings: Settings, results: dict[str, Any], folder: Path, places: Places) -> None:
     todo = _turns(settings, results["cells"])
     console.print(f"{len(todo)} of {_runs(settings, results['cells'])} runs to do, one after the other, in {folder}",
                   soft_wrap=True)
@@ -57,16 +69,13 @@ def compare(settings: Settings, *, reports: Path, anew: bool = False, command: s
     with _Progress(len(todo)) as progress:
         for cell, repeat in todo:
             progress.begin(cell, repeat)
-            outcome = _run(settings, cell, repeat, folder)
+            outcome = _run(settings, cell, repeat, folder, places)
             cell["repeats"] = sorted([one for one in cell["repeats"] if one["repeat"] != repeat] + [outcome],
                                      key=lambda one: one["repeat"])
             summarise(cell, repeats=len(settings.seeds_to_run))
             _take_timeline(results, cell, outcome, folder)
             write_results(folder / "results.json", results)
             progress.done(outcome)
-    results["finished"] = all(cell["status"] == "done" for cell in results["cells"])
-    write_results(folder / "results.json", results)
-    return folder, results
 
 
 def open_comparison(settings: Settings, *, reports: Path, anew: bool, command: str) -> tuple[Path, dict[str, Any]]:
@@ -94,23 +103,34 @@ def open_comparison(settings: Settings, *, reports: Path, anew: bool, command: s
         for cell in results["cells"]:  # what failed is tried again
             cell["repeats"] = [one for one in cell["repeats"] if one["status"] == "done"]
         return path.parent, results
+    profile = _profile(settings, here)
     folder = new_folder(reports, "compare")
     cells, warnings = plan_cells(settings), []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for cell in cells:
-        cell["oversubscribed"] = cell["nodes"] > cores and not here["gpus"]
+        cell["oversubscribed"] = cell["nodes"] > cores and not here["gpus"] and not settings.emulated
     if crowded := sorted({cell["nodes"] for cell in cells if cell["oversubscribed"]}):
         warnings.append(f"{' and '.join(map(str, crowded))} ranks share {cores} cores: their forward and backward take turns, so "
                         "step times tell of the machine, not of as many nodes, and waiting for slower ranks grows")
     results = {"format": FORMAT, "kind": "compare", "created": datetime.now().isoformat(timespec="seconds"), "finished": False,
-               "emulated": False, "settings": settings.as_json() | {"rates": [None], "command": command}, "environment": here,
-               "warnings": warnings, "differences": [], "prediction": None, "cells": cells, "timelines": {}}
+               "emulated": settings.emulated or bool(settings.rates), "settings": settings.as_json() | {"command": command},
+               "environment": here, "warnings": warnings, "differences": [], "prediction": None, "cells": cells,
+               "timelines": {}}
+    if profile is not None:
+        write_atomically(profile_file(folder), json.dumps(profile.as_json(), indent=1).encode())
     write_results(folder / "results.json", results)
     return folder, results
 
 
+def _profile(settings: Settings, here: dict[str, Any]) -> Profile | None:
+    """The profile of emulated compute, which the comparison keeps: it stays the same however long the comparison takes."""
+    if not settings.emulated:
+        return None
+    return load_profile(settings.compute, model=settings.model, machine=here["cpu"])
+
+
 def _asked(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in ("rates", "command")}
+    return {name: value for name, value in settings.items() if name != "command"}
 
 
 def _machine() -> dict[str, Any]:
@@ -148,12 +168,13 @@ def _turns(settings: Settings, cells: list[dict[str, Any]]) -> list[tuple[dict[s
     return turns
 
 
-def _run(settings: Settings, cell: dict[str, Any], repeat: int, folder: Path) -> dict[str, Any]:
+def _run(settings: Settings, cell: dict[str, Any], repeat: int, folder: Path, places: Places) -> dict[str, Any]:
     """Run one repeat of a cell and return it; a failure is a repeat with a message."""
     path, seed = run_folder(folder, cell, repeat), settings.seeds_to_run[repeat]
     shutil.rmtree(path, ignore_errors=True)  # of a run that was interrupted
     logs = folder / "logs" / f"{cell['id']}-{repeat + 1}"
-    message = run_nodes(node_command(settings, cell, repeat, folder), cell["nodes"], logs=logs, limit_seconds=_LIMIT_SECONDS)
+    message = places.run(node_command(settings, cell, repeat, folder), cell["nodes"], rate=cell["rate"], logs=logs,
+                         limit_seconds=_LIMIT_SECONDS)
     try:
         if message is None:
             outcome = read_repeat(path, seed=seed)
@@ -205,7 +226,8 @@ class _Progress:
 
     def begin(self, cell: dict[str, Any], repeat: int) -> None:
         """A run begins."""
-        self._began, self._name = time.monotonic(), f"{cell['sync']} on {cell['nodes']}, repeat {repeat + 1}"
+        at = "" if cell["rate"] is None else f" at {cell['rate']}"
+        self._began, self._name = time.monotonic(), f"{cell['sync']} on {cell['nodes']}{at}, repeat {repeat + 1}"
         if self._bar is not None:
             self._bar.update(self._task, description=self._name)
 

@@ -33,10 +33,12 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class Rate:
-    """Of one kind of operation: seconds a message, and seconds a byte that passes the busiest link."""
+    """Of one kind of operation: seconds a message, seconds a byte that passes the busiest link, and what an operation takes at
+    least, however small: where ranks share cores, waking them all takes longer than the messages."""
 
     alpha_seconds: float
     beta_seconds_per_byte: float
+    floor_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Network:
 
         def moved(rate: Rate) -> Rate:
             return Rate(rate.alpha_seconds if latency_seconds is None else latency_seconds,
-                        max(beta, rate.beta_seconds_per_byte))
+                        max(beta, rate.beta_seconds_per_byte), rate.floor_seconds)
 
         own = moved(Rate(self.alpha_seconds, self.beta_seconds_per_byte))
         return replace(self, alpha_seconds=own.alpha_seconds, beta_seconds_per_byte=own.beta_seconds_per_byte,
@@ -135,12 +137,13 @@ def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
 
 
 def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms:
-    """Return what all ``count`` of an operation take, one after the other."""
+    """Return what all ``count`` of an operation take, one after the other; what a floor adds is latency."""
     messages, link_bytes, summed = loads(operation.kind, operation.nbytes, ranks)
     rate = network.rate(operation.kind)
     passing = link_bytes * rate.beta_seconds_per_byte
+    latency = max(messages * rate.alpha_seconds, rate.floor_seconds - passing)
     by_root = operation.kind in ("gather", "scatter")
-    one = Terms(messages * rate.alpha_seconds, 0.0 if by_root else passing, passing if by_root else 0.0,
+    one = Terms(latency, 0.0 if by_root else passing, passing if by_root else 0.0,
                 (summed + operation.summed_bytes) * network.gamma_seconds_per_byte
                 + operation.copied_bytes * network.copy_seconds_per_byte)
     times = operation.count

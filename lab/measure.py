@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed import World, gather_objects
+from common.machine import usable_cores
 from common.memory import keep_freed_memory
-from common.records import environment, usable_cores
+from common.records import environment
 from common.sync.traffic import KINDS
 from lab.trainer import Trainer, cpu_seconds, since
 

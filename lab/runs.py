@@ -50,7 +50,8 @@ def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
         summarise(cell, repeats=len(cell["repeats"]))
     ordered = sorted(cells.values(), key=lambda cell: (cell["group"], cell["nodes"]))
     return {"format": FORMAT, "kind": "report", "created": datetime.now().isoformat(timespec="seconds"), "finished": True,
-            "emulated": False, "settings": _settings(runs, ordered, scaling), "environment": runs[0]["environment"],
+            "emulated": any(one["compute"] != "real" for one in facts), "settings": _settings(runs, ordered, scaling),
+            "environment": runs[0]["environment"],
             "warnings": _warnings(runs), "differences": [_difference(name, runs) for name in differing], "prediction": None,
             "groups": {str(index): one for index, one in enumerate(kinds)}, "cells": ordered, "timelines": timelines}
 
@@ -63,6 +64,7 @@ def _read(folder: Path, scaling: str) -> dict[str, Any]:
     nodes = config["world_size"]
     repeat = read_repeat(folder, seed=config["seed"])
     facts = {name: config.get(name) for name in _TRAINING} | {name: environment.get(name) for name in _MACHINE}
+    facts |= {"compute": _compute(folder, config)}
     if scaling == "weak":
         facts["batch_size"] /= nodes
         facts |= {"total_steps": None}  # an epoch has fewer steps on more nodes
@@ -71,7 +73,16 @@ def _read(folder: Path, scaling: str) -> dict[str, Any]:
         hosts[rank["host"]] = hosts.get(rank["host"], 0) + 1
     return {"folder": folder, "sync": config["sync"] if nodes > 1 else "none", "nodes": nodes, "batch_size": config["batch_size"],
             "facts": facts, "repeat": repeat, "environment": environment, "hosts": len(hosts),
-            "crowded": not environment.get("gpus") and max(hosts.values()) > environment["usable_cores"]}
+            "crowded": facts["compute"] == "real" and not environment.get("gpus")
+            and max(hosts.values()) > environment["usable_cores"]}
+
+
+def _compute(folder: Path, config: Mapping[str, Any]) -> str:
+    """How it computed: "real", or by which profile, which a file's name alone does not tell."""
+    if config.get("compute", "real") == "real":
+        return "real"
+    profile = read_json(folder / "profile.json")
+    return f"{profile['name']} of {profile['made']}"
 
 
 def _difference(name: str, runs: Sequence[Mapping[str, Any]]) -> str:
@@ -100,4 +111,5 @@ def _settings(runs: Sequence[Mapping[str, Any]], cells: Sequence[Mapping[str, An
             "warmup": facts["untimed_steps"], "repeats": max(len(cell["repeats"]) for cell in cells),
             "seeds": sorted({run["repeat"]["seed"] for run in runs}), "nodes": sorted({cell["nodes"] for cell in cells}),
             "sync": list(dict.fromkeys(cell["sync"] for cell in cells)), "rates": [None], "until_accuracy": None,
+            "compute": facts["compute"],
             "command": "lab report " + " ".join("/".join(run["folder"].parts[-2:]) for run in runs)}

@@ -43,18 +43,23 @@ class Trainer:
     model : by name, see common/models.
     image : height and width.
     most_samples : of a step, of all that will be asked for.
+    device : "cpu" or "cuda".
+
+    ``model`` and ``criterion`` are those that train, for hooks.
     """
 
-    def __init__(self, model: str, image: tuple[int, int], *, most_samples: int) -> None:
+    def __init__(self, model: str, image: tuple[int, int], *, most_samples: int, device: str = "cpu") -> None:
         torch.manual_seed(_SEED)
         images = torch.randint(0, 256, (_BATCHES * most_samples, *image, 3), dtype=torch.uint8)
         labels = torch.randint(0, _CLASSES, (len(images),))
         noise = ImageSet(images, labels)
         self._dataset = Dataset("noise", noise, noise, tuple(map(str, range(_CLASSES))), (0.5,) * 3, (0.29,) * 3)
-        network, self._criterion, optimizer = prepare_model_for_training(
-            build_model(model, _CLASSES), "cpu", 1e-4, 0.9, 5e-4, False, nesterov=True)
-        self._engine = TrainingEngine(network, "cpu")
-        self._engine.prepare(optimizer, self._criterion)
+        network, self.criterion, optimizer = prepare_model_for_training(
+            build_model(model, _CLASSES), device, 1e-4, 0.9, 5e-4, False, nesterov=True)
+        self._device = device
+        self._engine = TrainingEngine(network, device)
+        self._engine.prepare(optimizer, self.criterion)
+        self.model = self._engine.model
         self._trained = [p for p in self._engine.model.parameters() if p.requires_grad]
         self.gradients = GradientSize.of(self._trained)
 
@@ -88,7 +93,8 @@ class Trainer:
     def _train(self, samples: int, steps: int, records: list[StepRecord], after_step: Callable[[int], None]) -> None:
         last = self._engine.step + steps
         while self._engine.step < last:  # an epoch may be shorter
-            loader = TrainLoader(self._dataset, GlobalBatchSampler(len(self._dataset.train), batch_size=samples))
+            loader = TrainLoader(self._dataset, GlobalBatchSampler(len(self._dataset.train), batch_size=samples),
+                                 device=self._device)
             self._engine.train_epoch(loader, epoch=1, seed=_SEED, max_steps=last, on_steps=records.extend,
                                      after_step=after_step)
 
@@ -112,7 +118,7 @@ class Trainer:
     def backward_seconds(self, samples: int, *, before: Callable[[], object] = lambda: None) -> float:
         """Return the seconds of one backward; ``before`` is called when it begins, outside of them."""
         images, labels = self._batch(samples)
-        loss = self._criterion(self._engine.model(images), labels)
+        loss = self.criterion(self._engine.model(images), labels)
         before()
         began = time.perf_counter()
         loss.backward()
@@ -121,5 +127,6 @@ class Trainer:
         return seconds
 
     def _batch(self, samples: int) -> tuple[Tensor, Tensor]:
-        loader = TrainLoader(self._dataset, GlobalBatchSampler(len(self._dataset.train), batch_size=samples))
+        loader = TrainLoader(self._dataset, GlobalBatchSampler(len(self._dataset.train), batch_size=samples),
+                                 device=self._device)
         return next(iter(loader))

@@ -19,12 +19,15 @@ from common.sync import BUILT_IN, BY_HAND, STRATEGIES, build_sync
 from common.sync.traffic import GradientSize
 from lab import cells as cells_module
 from lab import compare as compare_module
-from lab.cells import Settings, node_command, part_of, plan_cells
+from lab.cells import Settings, node_command, part_of, plan_cells, run_folder
 from lab.cli import strategies
+from lab.cluster import Cluster
+from lab.cluster.tools import namespaces_refused
 from lab.compare import compare
 from lab.results import read_results
 
 FAKE = REPOSITORY / "tests" / "fake_part.py"
+needs_cluster = pytest.mark.skipif(namespaces_refused() is not None, reason=f"no cluster here: {namespaces_refused()}")
 SYNCS = ("all_reduce", "ring")
 
 
@@ -95,6 +98,59 @@ def test_names_for_several_strategies():
 def test_nonsense_is_refused_before_anything_runs(changes, message):
     with pytest.raises(UserError, match=message):
         asks(**changes)
+
+
+def test_each_rate_has_cells_of_its_own_and_one_node_has_none():
+    settings = asks(rates=("200mbit", "1 Gbit"), compute="measured", nodes=(1, 4))
+    assert [(cell["id"], cell["rate"]) for cell in plan_cells(settings)] == [
+        ("none-n1", None), ("all_reduce-n4-200mbit", "200mbit"), ("ring-n4-200mbit", "200mbit"),
+        ("all_reduce-n4-1gbit", "1 Gbit"), ("ring-n4-1gbit", "1 Gbit")]
+    folders = {run_folder(Path("x"), cell, 0) for cell in plan_cells(settings)}
+    assert len(folders) == 5
+    command = list(node_command(settings, plan_cells(settings)[1], 0, Path("here")))
+    assert command[command.index("--compute") + 1] == "here/profile.json", "the comparison's own copy"
+    config = parse_arguments("PartTwo", "", {}, BY_HAND, command[1:])
+    assert config.only_times
+    assert "--compute" not in node_command(asks(), plan_cells(asks())[0], 0, Path("here"))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"rates": ("200mbit", "0.2gbit")}, "--rate: got 200mbit 0.2gbit, the same twice"),
+    ({"rates": ("fast",)}, "--rate: got 'fast', give a number with a unit"),
+    ({"compute": "measured", "until_accuracy": 0.5}, "--compute measured learns nothing.*leave out --until-accuracy")])
+def test_rates_and_compute_that_make_no_sense(changes, message):
+    with pytest.raises(UserError, match=message):
+        asks(**changes)
+
+
+def test_without_a_profile_nothing_begins(tmp_path):
+    with pytest.raises(UserError, match=r"there is no profile .*nowhere.json: `lab calibrate --profile nowhere` measures one"):
+        compare(asks(compute=str(tmp_path / "nowhere.json")), reports=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_no_cluster_is_allowed_one_message_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("lab.cluster.tools.namespaces_refused", lambda: "this kernel has none")
+    with pytest.raises(UserError, match="no emulated cluster here: this kernel has none"):
+        compare(asks(rates=("1gbit",)), reports=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_cluster
+def test_cells_with_a_rate_run_on_one_cluster_each(fake_parts, tmp_path, monkeypatch):
+    entered = []
+    real = Cluster.__enter__
+    monkeypatch.setattr(Cluster, "__enter__", lambda self: entered.append(self.nodes) or real(self))
+    settings = asks(nodes=(1, 2, 3), rates=("1gbit",), repeats=1, flags=("--fail", "all_reduce"))
+    folder, results = compare(settings, reports=tmp_path)
+    assert entered == [3], "made once, with the largest number of nodes"
+    status = {cell["id"]: cell["status"] for cell in results["cells"]}
+    assert status == {"none-n1": "done", "all_reduce-n2-1gbit": "failed", "ring-n2-1gbit": "done",
+                      "all_reduce-n3-1gbit": "failed", "ring-n3-1gbit": "done"}
+    message = next(cell["message"] for cell in results["cells"] if cell["id"] == "all_reduce-n2-1gbit")
+    assert message.startswith("rank 1 ended with status 1: ValueError: the test wants it (its output: ")
+    assert (results["emulated"], results["settings"]["rates"]) == (True, ["1gbit"])
+    assert (folder / "logs" / "ring-n3-1gbit-1" / "node2.log").exists()
 
 
 def test_nothing_to_compare():

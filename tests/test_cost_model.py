@@ -93,6 +93,16 @@ def test_counts_sums_and_copies_add_up():
     assert loads("all_reduce", 10, 1) == (0, 0.0, 0.0)
 
 
+def test_an_operation_takes_no_less_than_its_floor_and_nothing_more():
+    """max(alpha1, ideal + alpha0): what the floor adds is latency, and large messages do not know of it."""
+    network = Network(ALPHA, BETA, kinds={"all_reduce": Rate(ALPHA, BETA, 0.02)})
+    small, large = (operation_terms(Operation("all_reduce", nbytes, count=3), 4, network) for nbytes in (1_000, 8_000_000))
+    assert small.seconds == pytest.approx(3 * 0.02)
+    assert small.bandwidth == pytest.approx(3 * 1.5 * 1_000 * BETA)
+    assert large.seconds == pytest.approx(3 * (6 * ALPHA + 1.5 * 8_000_000 * BETA))
+    assert network.over(rate_bits=1e8, latency_seconds=None).rate("all_reduce").floor_seconds == 0.02
+
+
 def test_four_nodes_at_one_gigabit():
     network = Network(0.0, 8 / 1e9)
     seconds = {name: predict_step(strategy, VGG11, 4, network=network, compute=NO_COMPUTE).step_seconds

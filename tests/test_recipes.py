@@ -261,7 +261,7 @@ def test_print_config_keeps_flags_and_awkward_texts(tmp_path: Path, capsys: pyte
 
 
 _TEXTS = {"milestones": ("0.1,0.2", "0.3"), "mirror": ("http://a/", "http://b/"), "pretrained_weights": ("a.pth", "b.pth"),
-          "data_dir": ("a", "b"), "output_dir": ("a", "b")}
+          "data_dir": ("a", "b"), "output_dir": ("a", "b"), "compute": ("measured", "laptop")}
 _KEYS = {spec.name: spec.metadata for spec in dataclasses.fields(Config) if spec.metadata and spec.metadata["in_recipe"]}
 
 

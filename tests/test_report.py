@@ -14,9 +14,9 @@ import pytest
 from lab.report import write_report
 from lab.report.curves import spread
 from lab.report.tables import csv_text, markdown
-from lab.report.timeline import lanes, mean_overlap, overlap, sync_parts, trace, union
+from lab.report.timeline import draw_beside, lanes, mean_overlap, overlap, sync_parts, trace, union
 from lab.report.view import blocks, rate_text
-from tests.report_samples import BYTES, cell, results
+from tests.report_samples import BYTES, cell, results, timeline
 
 FIGURES = ("step_time", "scaling", "bytes", "loss", "memory", "prediction")
 HOSTILE = "<script>alert('x')</script> | \"quoted\" & `code` */"
@@ -194,7 +194,7 @@ def test_groups_and_rates_never_share_a_figure(tmp_path: Path) -> None:
     rated = results(("ring",), (1,), predict=False)
     rated["cells"] += [cell("ring", 2, rate="1gbit"), cell("ring", 2, rate=2e8)]
     assert [(part.label, part.suffix, [row.id for row in part.rows]) for part in blocks(rated)] == [
-        ("1gbit", "-1gbit", ["none-n1", "ring-n2-1gbit"]), ("200 Mbit/s", "-200_Mbit_s", ["none-n1", "ring-n2-200000000.0"])]
+        ("1 Gbit/s", "-1gbit", ["none-n1", "ring-n2-1gbit"]), ("200 Mbit/s", "-200_Mbit_s", ["none-n1", "ring-n2-200000000.0"])]
     assert rate_text(None) == "unshaped"
 
 
@@ -223,6 +223,43 @@ def test_any_stage_of_results_makes_a_report(tmp_path: Path, kind: str) -> None:
         assert all("EMULATED" in (tmp_path / f"{name}.svg").read_text(encoding="utf-8") for name in FIGURES)
     if kind == "bare":
         assert "0.00400" in page.text
+
+
+def test_emulated_compute_is_told_everywhere_and_shows_no_loss(tmp_path: Path) -> None:
+    data = results(("ddp", "ring"), (1, 2), emulated=True)
+    for entry in data["cells"]:
+        entry["rate"] = None if entry["nodes"] == 1 else "200mbit"
+        for repeat in entry["repeats"]:
+            repeat["losses"] = [[step, None] for step, _ in repeat["losses"]]
+    data["settings"] |= {"compute": "/somewhere/laptop.json", "rates": ["200mbit"]}
+    write_report(tmp_path, data)
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    what = ("EMULATED: layers and update slept as long as they take by profile laptop, and nothing was learned; the nodes were "
+            "namespaces of one machine, their links limited to 200 Mbit/s.")
+    assert what in " ".join(page.text.split())
+    assert what in (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert "losses and accuracies do not exist" in " ".join(page.text.split())
+    assert "nothing to show yet: compute was emulated" in " ".join(page.text.split())
+    assert "ddp on 2 nodes at 200 Mbit/s" in (tmp_path / "timeline-ddp-n2.svg").read_text(encoding="utf-8")
+    drawn = list(tmp_path.glob("*.svg"))
+    assert len(drawn) >= len(FIGURES) - 1
+    assert all("EMULATED" in path.read_text(encoding="utf-8") for path in drawn)
+
+
+def test_real_groups_of_a_mixed_report_are_not_called_emulated() -> None:
+    data = results(("ring",), (1, 2), emulated=True)
+    data["cells"] += [cell("ring", 2, group=1)]
+    data["groups"] = {"0": {"compute": "real"}, "1": {"compute": "laptop of today"}}
+    data["differences"] = ["compute: real in a; laptop of today in b"]
+    assert [block.emulated for block in blocks(data)] == [False, True]
+
+
+def test_one_rank_of_several_strategies_is_drawn_on_one_axis() -> None:
+    steps = {sync: timeline(sync, 4, overlapped=sync == "ddp") for sync in ("all_reduce", "ddp")}
+    figure = draw_beside(steps, rank=2, heading="rank 2 of 4 nodes", emulated=True)
+    [axis] = figure.axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["all_reduce", "ddp"]
+    assert "EMULATED" in figure.get_suptitle()
 
 
 def test_table_of_nothing() -> None:

@@ -8,13 +8,17 @@ from torch import nn
 from common.sync.base import GradientSync
 from common.sync.traffic import Operation
 
+COPIES = 3
+"""Passes through memory beside each collective: into contiguous strides, the division, and back."""
+
 
 class AllReduce(GradientSync):
     """For each parameter one ``all_reduce`` that sums over the ranks, then a division by their number.
 
     With N ranks, P parameter tensors and M bytes of gradients, per step, as a ring: every rank, the root too, sends
     2(N-1)P messages, 2(N-1)/N M bytes, and receives as many.
-    Time: 2(N-1)P alpha + 2(N-1)/N M / B (alpha: latency, B: bytes a second). Each parameter waits for the one before.
+    Time: 2(N-1)P alpha + 2(N-1)/N M / B (alpha: latency, B: bytes a second), and three copies of M bytes within memory. Each
+    parameter waits for the one before.
     """
 
     def synchronize(self, model: nn.Module) -> None:
@@ -29,4 +33,4 @@ class AllReduce(GradientSync):
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
-        return [Operation("all_reduce", size) for size in sizes]
+        return [Operation("all_reduce", size, copied_bytes=COPIES * size) for size in sizes]

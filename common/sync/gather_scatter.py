@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.sync.all_reduce import COPIES
 from common.sync.base import GradientSync
 from common.sync.traffic import Operation
 
@@ -15,7 +16,8 @@ class GatherScatter(GradientSync):
 
     With N ranks, P parameter tensors and M bytes of gradients, per step: every rank but the root sends P messages,
     M bytes, and receives as many; the root receives and sends (N-1)P messages, (N-1)M bytes.
-    Time: 2P alpha + 2(N-1)M / B, since everything passes the root's link (alpha: latency, B: bytes a second).
+    Time: 2P alpha + 2(N-1)M / B, since everything passes the root's link (alpha: latency, B: bytes a second), and three copies
+    of M bytes within memory.
     """
 
     def synchronize(self, model: nn.Module) -> None:
@@ -40,4 +42,5 @@ class GatherScatter(GradientSync):
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
         return [operation for size in sizes for operation in
-                (Operation("gather", size, summed_bytes=(ranks - 1) * size), Operation("scatter", size))]
+                (Operation("gather", size, summed_bytes=(ranks - 1) * size, copied_bytes=COPIES * size),
+                 Operation("scatter", size))]

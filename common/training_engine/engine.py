@@ -25,6 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 from common.data.sharding import STEP_STREAM, stream_seed
 from common.distributed import World, agree, current_world
 from common.ema import build_ema
+from common.emulation import Emulation
 from common.errors import UserError
 from common.precision import choose_amp
 from common.sync import build_sync
@@ -57,7 +58,8 @@ class TrainingEngine:
     clip_norm : largest norm of all gradients together.
     experiment_name, output_dir : ``train`` writes to ``output_dir/experiment_name/``.
 
-    Set ``timeline`` (common/timeline.py) to take down the messages of some steps.
+    Set ``timeline`` (common/timeline.py) to take down the messages of some steps, ``emulation`` (common/emulation.py) where the
+    model sleeps in place of computing: then weights stay, and no loss is recorded.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str, *, distributed: bool = False, local_rank: int = 0,
@@ -91,6 +93,7 @@ class TrainingEngine:
         self.output_folder = Path(output_dir) / experiment_name
         self.step = 0
         self.timeline: Timeline | None = None
+        self.emulation: Emulation | None = None
         self.stopping = False
         self._stop_requested = False
         self._first_batch = True
@@ -182,6 +185,8 @@ class TrainingEngine:
         with timer.section("update"):
             self._after_update()
         self.step += 1
+        if self.emulation is not None:
+            return StepOutcome.of_no_training()
         return StepOutcome(_weighted_mean(losses, [len(labels) / max(1, samples) for _, labels in micro_batches]),
                            sum(corrects), norm)
 
@@ -196,6 +201,9 @@ class TrainingEngine:
 
     def _update(self) -> Tensor:
         """Unscale, clip and step; return the norm of the gradients before clipping."""
+        if self.emulation is not None:
+            self.emulation.update()
+            return torch.zeros(())
         self.scaler.unscale_(self.optimizer)
         if self._clip_norm is not None:
             norm = clip_grad_norm_(self._trained, self._clip_norm)
@@ -206,6 +214,8 @@ class TrainingEngine:
         return norm
 
     def _after_update(self) -> None:
+        if self.emulation is not None:
+            return
         if self.scheduler is not None and not self._scheduler_by_epoch:
             self.scheduler.step()
         if self.ema is not None:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class EpochReport:
     """One epoch over all ranks: losses are means over samples, accuracies from 0 to 1, ``samples_per_second`` those of
-    training over all ranks, ``ema_*`` of the averaged weights. NaN where there was no validation or no average."""
+    training over all ranks, ``ema_*`` of the averaged weights. NaN where there was no validation or no average, and all of
+    them where compute was emulated."""
 
     epoch: int
     train_loss: float
@@ -48,7 +49,8 @@ class EpochReport:
 
     def line(self) -> str:
         """The numbers for a person."""
-        parts = [f"Epoch {self.epoch}: train loss {self.train_loss:.4f}, accuracy {self.train_accuracy:.4f}"]
+        learned = f"train loss {self.train_loss:.4f}, accuracy {self.train_accuracy:.4f}"
+        parts = [f"Epoch {self.epoch}: {'EMULATED' if math.isnan(self.train_loss) else learned}"]
         if not math.isnan(self.val_accuracy):
             parts.append(f"validation loss {self.val_loss:.4f}, accuracy {self.val_accuracy:.4f}")
         if not math.isnan(self.ema_val_accuracy):

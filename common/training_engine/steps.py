@@ -23,7 +23,7 @@ _FLUSH_SECONDS = 2.0
 class StepRecord:
     """One step: ``loss`` and ``accuracy`` over the global batch, ``local_loss`` over this rank's share, seconds by
     section, the learning rate it used. ``wait_seconds`` is the part of "sync" in which the slowest rank still computed; the
-    rest is the wire. Steps count from 1 over the whole training."""
+    rest is the wire. Steps count from 1 over the whole training. Losses and accuracy are NaN where compute was emulated."""
 
     epoch: int
     step: int
@@ -75,11 +75,17 @@ class EpochResult:
 @dataclass(frozen=True)
 class StepOutcome:
     """A step's numbers, which may still be on the GPU: mean loss over this rank's samples, right predictions, norm of
-    the synchronised gradients."""
+    the synchronised gradients; ``trained`` False where compute was emulated, so that loss and predictions are NaN."""
 
     loss: Tensor
     correct: Tensor
     gradient_norm: Tensor
+    trained: bool = True
+
+    @classmethod
+    def of_no_training(cls) -> "StepOutcome":
+        """Return the outcome of a step that computed nothing."""
+        return cls(torch.tensor(math.nan), torch.tensor(math.nan), torch.zeros(()), trained=False)
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,7 @@ class StepLedger:
         seconds = [sum(self._timer.seconds(step.times).values()) for step in self._pending]
         for row, step in zip(table, self._pending, strict=False):
             loss, bad_norm = float(step.outcome.loss), not math.isfinite(float(step.outcome.gradient_norm))
-            bad = not math.isfinite(loss) or (bad_norm and not self._overflow_is_normal)
+            bad = (step.outcome.trained and not math.isfinite(loss)) or (bad_norm and not self._overflow_is_normal)
             row[:] = torch.tensor([loss * step.samples if step.samples else 0.0, float(step.outcome.correct), step.samples,
                                    bad], dtype=torch.float64)
         table[-1, 0], table[-1, 1] = float(stop), sum(seconds)

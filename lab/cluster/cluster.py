@@ -75,6 +75,7 @@ class Cluster:
         self._ends: list[End] = []
         self._output: dict[int, list[str]] = {node: [] for node in range(nodes)}
         self._files: dict[int, Any] = {}
+        self._port = _PORT
 
     def _check(self, rate: str | None, latency: str | None) -> None:
         if self.loopback:
@@ -136,11 +137,12 @@ class Cluster:
         chosen = range(self.nodes) if nodes is None else nodes
         for node in chosen:
             self._check_node(node)
-        port = free_port() if self.loopback else _PORT
+        if self.loopback and not self._running:  # those that join later meet at the same
+            self._port = free_port()
         found = node_environment(dict(os.environ) | dict(environment or {}), nodes=self.nodes,
                                  interface=None if self.loopback else "eth0")
         for node in chosen:
-            filled = fill_in(command, master=self.address(0), nodes=self.nodes, rank=node, port=port)
+            filled = fill_in(command, master=self.address(0), nodes=self.nodes, rank=node, port=self._port)
             self._open_log(node, logs or self._logs)
             self._channel.ask("start", node=node, command=filled, environment=found, folder=str(cwd or Path.cwd()))
 

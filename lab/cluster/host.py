@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from common.config import REPOSITORY
@@ -27,6 +28,7 @@ from lab.processes import adopt_orphans, death_wish, descendants
 _NETWORK_NAMESPACE = 0x40000000
 _READ_BYTES = 65536
 _NOT_FOUND = 127
+_OWN_PACKAGES = ("common", "lab")
 _PRELOADED = ("common.experiment", "common.models.vgg", "sklearn.datasets", "torch._dynamo")
 
 
@@ -200,7 +202,7 @@ class Host:
         except OSError as error:
             os.write(2, f"error: {what}: {error.strerror}\n".encode())
             os._exit(_NOT_FOUND)
-        _as_started_anew(environment)
+        _as_started_anew(environment, Path(folder if program.module else program.target))
         return program
 
     def _take_output(self, node: int) -> bool:
@@ -262,8 +264,9 @@ def _preload() -> None:
     gc.freeze()  # so that no node's collector touches, and thereby copies, memory that all share
 
 
-def _as_started_anew(environment: Mapping[str, str]) -> None:
-    """What an interpreter that starts would have set from its environment or by chance."""
+def _as_started_anew(environment: Mapping[str, str], place: Path) -> None:
+    """What an interpreter that starts would have set from its environment or by chance; of this repository's modules, a program
+    that lies elsewhere has none yet, and perhaps others of the same name."""
     import numpy as np
     import torch
 
@@ -272,6 +275,9 @@ def _as_started_anew(environment: Mapping[str, str]) -> None:
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     if str(REPOSITORY) in sys.path:
         sys.path.remove(str(REPOSITORY))  # it is the host's
+    if not place.resolve().is_relative_to(REPOSITORY):
+        for name in [name for name in sys.modules if name.partition(".")[0] in _OWN_PACKAGES]:
+            del sys.modules[name]
 
 
 def _enter_network(node: int) -> None:

@@ -78,7 +78,8 @@ def draw_loss(block: Block, *, narrow: bool) -> Figure:
     """Draw the loss over the steps, a panel a number of nodes: exact strategies solid, lossy ones dashed."""
     panels = [nodes for nodes in block.nodes if any(by_seed(row) for row in block.at(nodes))]
     if not panels:
-        raise NothingToShowError("no cell with losses has ended yet")
+        emulated = block.emulated and block.settings.get("compute") not in (None, "real")
+        raise NothingToShowError("compute was emulated" if emulated else "no cell with losses has ended yet")
     figure, axes = grid(len(panels), narrow=narrow, columns=1 if narrow else 2, height=2.6 if narrow else 2.9, extra=0.9,
                         sharey=True)
     handles: dict[str, Line2D] = {}

@@ -33,10 +33,10 @@ def findings(block: Block, timelines: Mapping[str, Any] | None = None) -> list[F
     """Return what the cells of ``block`` show, in the order in which it is to be read."""
     from lab.report import quality
 
-    found = [*unfinished(block), *restless(block), *fastest(block), *slower_than_one(block), *bounds(block), *stragglers(block),
-             *overlaps(block, timelines or {}), *oversubscription(block), *root_share(block), *quality.exact_losses(block),
-             *quality.accuracies(block), *quality.time_to_accuracy(block), *quality.predictions(block),
-             *quality.bytes_as_predicted(block)]
+    found = [*unfinished(block), *emulation(block), *restless(block), *fastest(block), *slower_than_one(block), *bounds(block),
+             *stragglers(block), *overlaps(block, timelines or {}), *oversubscription(block), *root_share(block),
+             *quality.exact_losses(block), *quality.accuracies(block), *quality.time_to_accuracy(block),
+             *quality.predictions(block), *quality.bytes_as_predicted(block)]
     if not block.measured:
         found.insert(0, Finding(_REACH, "No cell has ended yet, so there is nothing to find.", caution=True))
     return merged(found)
@@ -96,6 +96,14 @@ def oversubscription(block: Block) -> Iterator[Finding]:
         yield Finding(_BOUND, f"On {counts} nodes the ranks share cores: their compute and waiting times, speed-ups and "
                       "efficiencies are not those of as many machines. What the strategies send, and whether their losses "
                       "agree, holds all the same.", f"marked so: {listed([row.id for row in rows])}", caution=True)
+
+
+def emulation(block: Block) -> Iterator[Finding]:
+    """What emulated compute leaves out."""
+    if block.emulated and block.settings.get("compute") not in (None, "real") and block.measured:
+        yield Finding(_REACH, "Compute is EMULATED: step times, overlap, waiting and bytes can be read, losses and accuracies do "
+                      "not exist, and memory holds parameters, gradients and buffers, but no activations.",
+                      f"times of profile {block.settings['compute']}", caution=True)
 
 
 def restless(block: Block) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from lab.report import curves, figures
 from lab.report.losses import largest_difference
 from lab.report.style import Drawing, NothingToShowError, inline_only, save, style
 from lab.report.timeline import draw_timeline, mean_overlap, overlap
-from lab.report.view import Block, percent, safe_name, seconds_text
+from lab.report.view import Block, percent, rate_text, safe_name, seconds_text
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,8 @@ def draw_timelines(folder: Path, results: Mapping[str, Any]) -> Iterator[Drawing
         timeline, cell, name = timelines[key], cells.get(key), f"timeline-{safe_name(key)}"
         nodes = len(timeline.get("ranks") or [])
         label = f"{(cell or timeline).get('sync', key)} on {nodes} node{'s' if nodes != 1 else ''}"
+        if cell is not None and cell.get("rate") is not None:
+            label += f" at {rate_text(cell['rate'])}"
         try:
             with style():
                 wide, narrow = (draw_timeline(timeline, label=label, narrow=size, emulated=emulated) for size in (False, True))

@@ -15,7 +15,7 @@ from lab.report import tables
 from lab.report.findings import findings
 from lab.report.gallery import Missing
 from lab.report.style import Drawing
-from lab.report.view import NOTHING, Block, percent, rate_text, seconds_text
+from lab.report.view import NOTHING, Block, percent, rate_text, seconds_text, what_is_emulated
 
 _LABELS = {"dataset": "data", "model": "model", "scaling": "scaling", "batch_size": "batch size", "steps": "measured steps",
            "warmup": "warm-up steps, left out", "repeats": "repeats of each cell", "seeds": "seeds", "nodes": "numbers of nodes",
@@ -35,7 +35,8 @@ def render(results: Mapping[str, Any], drawings: Sequence[tuple[Block, Mapping[s
     many = len(drawings) > 1
     return environment.get_template("report.html.jinja").render(
         compare=results.get("kind") != "report", created=str(results.get("created") or ""),
-        emulated=bool(results.get("emulated")), finished=bool(results.get("finished")), done=done, total=len(cells),
+        emulated=what_is_emulated(settings) if results.get("emulated") else "", finished=bool(results.get("finished")),
+        done=done, total=len(cells),
         summary=_summary(settings), command=settings.get("command"),
         warnings=results.get("warnings") or [], differences=results.get("differences") or [],
         sections=[_section(block, figures, results, index, many) for index, (block, figures) in enumerate(drawings, start=1)],

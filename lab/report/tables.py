@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lab.report.view import NOTHING, Block, Row, percent, rate_text, seconds_text
+from lab.report.view import NOTHING, Block, Row, percent, rate_text, seconds_text, what_is_emulated
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def markdown(blocks: Sequence[Block]) -> str:
         lines = [[column.heading for column in COLUMNS], ["---:" if column.number else "---" for column in COLUMNS],
                  *([column.text(row) for column in COLUMNS] for row in block.rows)]
         heading = f"**{escape(block.label)}**\n\n" if len(blocks) > 1 else ""
-        emulated = "EMULATED: the network is imitated on one machine.\n\n" if block.emulated else ""
+        emulated = f"{escape(what_is_emulated(block.settings))}\n\n" if block.emulated else ""
         parts.append(heading + emulated + "\n".join("| " + " | ".join(map(escape, line)) + " |" for line in lines) + "\n")
     return "\n".join(parts) or "No cells.\n"
 

@@ -102,6 +102,22 @@ def _event(name: str, category: str, pid: int, tid: int, begin: float, end: floa
 def draw_timeline(timeline: Mapping[str, Any], *, label: str, narrow: bool, emulated: bool) -> Figure:
     """Draw a step: of each rank a bar of sections, and its messages below, one above the other where they overlap."""
     ranks = timeline.get("ranks") or []
+    share = mean_overlap(timeline)
+    heading = (f"{label}: step {timeline.get('step')}, "
+               + ("no messages" if share is None else f"{percent(share)} of message time under backward"))
+    return _draw_lanes([(f"rank {rank['rank']}", timeline, rank) for rank in ranks], heading, narrow=narrow, emulated=emulated)
+
+
+def draw_beside(timelines: Mapping[str, Mapping[str, Any]], *, rank: int, heading: str, emulated: bool) -> Figure:
+    """Draw one rank's step with several strategies, by their labels, one below the other on one axis of time."""
+    entries = [(label, timeline, timeline["ranks"][rank]) for label, timeline in timelines.items()]
+    return _draw_lanes(entries, heading, narrow=False, emulated=emulated)
+
+
+def _draw_lanes(entries: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]], heading: str, *, narrow: bool,
+                emulated: bool) -> Figure:
+    """Draw ranks, each with its label and the timeline that it is of."""
+    ranks = [rank for _, _, rank in entries]
     if not any(spans for rank in ranks for spans in (rank.get("sections") or {}).values()):
         raise NothingToShowError("the recorded step holds no sections")
     depths = [1 + 0.55 * min(_DRAWN_LANES, len(lanes(rank.get("messages") or []))) for rank in ranks]
@@ -110,11 +126,11 @@ def draw_timeline(timeline: Mapping[str, Any], *, label: str, narrow: bool, emul
     rows = 2 if narrow else 1
     figure, (axis,) = grid(1, narrow=narrow, columns=1, height=0.34 * sum(depths) + 0.2 * len(ranks) + 0.75, extra=0.3 * rows)
     top, places = 0.0, []
-    for rank, depth in zip(ranks, depths, strict=True):
+    for (_, timeline, rank), depth in zip(entries, depths, strict=True):
         _draw_rank(axis, timeline, rank, top, colors)
         places.append(top + 0.5)
         top += depth + 0.5
-    axis.set_yticks(places, [f"rank {rank['rank']}" for rank in ranks])
+    axis.set_yticks(places, [label for label, _, _ in entries])
     axis.tick_params(axis="y", length=0)
     axis.set(xlabel="milliseconds since the step's first begin", ylim=(top - 0.3, -0.2))
     axis.set_xlim(left=0)
@@ -125,9 +141,7 @@ def draw_timeline(timeline: Mapping[str, Any], *, label: str, narrow: bool, emul
     handles += [Patch(facecolor=fill, label=f"message: {kind}") for kind, fill in colors.items()]
     handles.append(Line2D([], [], color=INK, linewidth=1, linestyle=(0, (3, 2)), label="last gradient"))
     figure.legend(handles=handles, loc="outside lower center", ncols=2 if narrow else 5, handlelength=1.4, columnspacing=1.2)
-    share = mean_overlap(timeline)
-    title(figure, f"{label}: step {timeline.get('step')}, "
-          + ("no messages" if share is None else f"{percent(share)} of message time under backward"), emulated=emulated)
+    title(figure, heading, emulated=emulated)
     return figure
 
 

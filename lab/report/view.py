@@ -12,6 +12,9 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
+from common.errors import UserError
+from lab.units import parse_rate
+
 ORDER = ("none", "gather_scatter", "gather_scatter_flat", "reduce_broadcast", "all_reduce", "all_reduce_flat", "tree", "ring",
          "halving_doubling", "overlapped", "ddp", "ddp_fp16", "ddp_powersgd", "topk", "local_sgd")
 NOTHING = "–"
@@ -206,10 +209,13 @@ def _block(results: Mapping[str, Any], group: int, rate: Any, many_groups: bool,
     predictions = (results.get("prediction") or {}).get("cells") or {}
     rows = [Row(cell, one, scaling, predictions.get(cell["id"])) for cell in mine]
     names = [*([f"group {group}"] if many_groups else []), *([rate_text(rate)] if many_rates else [])]
-    parts = [*([f"group{group}"] if many_groups else []), *([safe_name(rate_text(rate))] if many_rates else [])]
+    parts = [*([f"group{group}"] if many_groups else []),
+             *([safe_name(rate if isinstance(rate, str) else rate_text(rate))] if many_rates else [])]
+    settings = group_settings(results, group)
+    imitated = bool(results.get("emulated")) and (settings.get("compute") != "real" or rate is not None)
     return Block(group, rate, ", ".join(names), "".join(f"-{part}" for part in parts),
                  tuple(sorted(rows, key=lambda row: (row.nodes, order(row.sync)))), scaling,
-                 bool(results.get("emulated")), group_settings(results, group))
+                 imitated, settings)
 
 
 def group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
@@ -220,12 +226,27 @@ def group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
     return {**common, **(groups.get(str(group)) or {})}
 
 
+def what_is_emulated(settings: Mapping[str, Any]) -> str:
+    """What of an emulated comparison was imitated, as a sentence."""
+    compute, rates = settings.get("compute"), [rate for rate in settings.get("rates") or [] if rate is not None]
+    parts = []
+    if compute not in (None, "real"):
+        name = str(compute).rpartition("/")[2].removesuffix(".json")
+        parts.append(f"layers and update slept as long as they take by profile {name}, and nothing was learned")
+    if rates:
+        parts.append("the nodes were namespaces of one machine, their links limited to " + " and ".join(map(rate_text, rates)))
+    return "EMULATED: " + ("; ".join(parts) or "network or compute were imitated on one machine") + "."
+
+
 def rate_text(rate: Any) -> str:
-    """A link's rate as text; numbers are bits a second."""
+    """A link's rate as text; numbers are bits a second, texts as ``--rate`` takes them."""
     if rate is None:
         return "unshaped"
     if isinstance(rate, str):
-        return rate
+        try:
+            rate = parse_rate(rate)
+        except UserError:
+            return rate
     for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if rate >= size:
             return f"{rate / size:g} {unit}"

@@ -158,6 +158,22 @@ def test_modules_and_threads(tmp_path: Path, forking: Cluster) -> None:
     assert (tmp_path / "node1.log").read_text() == "['1'] __main__\n"
 
 
+def test_a_program_elsewhere_has_its_own_modules(tmp_path: Path, forking: Cluster) -> None:
+    """Not those of the same name that the forked interpreter had imported."""
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "config.py").write_text("WHOSE = 'mine'\n")
+    forking.start(["python", script(tmp_path, "from common.config import WHOSE\nprint(WHOSE)")], nodes=[0], logs=tmp_path)
+    assert [end.status for end in forking.wait(limit_seconds=LONG)] == [0]
+    assert (tmp_path / "node0.log").read_text() == "mine\n"
+
+
+def test_who_joins_later_meets_at_the_same_port(tmp_path: Path, forking: Cluster) -> None:
+    forking.start(["sh", "-c", "echo {port}; sleep 1"], nodes=[0], logs=tmp_path)
+    forking.start(["echo", "{port}"], nodes=[1], logs=tmp_path)
+    forking.wait(limit_seconds=LONG)
+    assert (tmp_path / "node0.log").read_text() == (tmp_path / "node1.log").read_text()
+
+
 def test_what_cannot_be_started_is_told(tmp_path: Path, forking: Cluster) -> None:
     forking.start(["no-such-program"], nodes=[0], logs=tmp_path)
     forking.start(["sleep", "30"], nodes=[1], cwd=Path("/no/such/folder"), logs=tmp_path)

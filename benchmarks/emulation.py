@@ -1,0 +1,112 @@
+"""How near emulated steps come to the event model: measured over predicted, for nodes whose links are shaped on this machine.
+
+    lab calibrate                          # or lab calibrate --profile NAME: what each layer takes
+    python benchmarks/emulation.py         # 4 and 8 nodes, 200 Mbit/s and 1 Gbit/s, some 25 minutes; nothing else should run
+
+For each number of nodes and each rate a comparison of its own (lab/compare.py): a cluster of so many network namespaces; the
+messages measured on it, alpha1 with 1 KB and alpha0 with 2 MB; then every strategy, with the layers asleep for as long as the
+profile says.
+
+- measured: the median over the steps behind the warm-up, the mean over the ranks; with --repeats the median over the repeats.
+- model: t(M) = max(alpha1, ideal x 1.06 + alpha0) for each operation, c_k = max(r_k, c_k-1) + t(M_k), r_k and the rest of the
+  step from the profile. Nothing of it is fitted to the steps that it is held against.
+- aim: how far measured / model may be from 1. That overlapped takes no longer than ddp on 4 nodes at 1 Gbit/s is told at the end.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from loader import REPOSITORY, describe_machine, whole_number
+
+sys.path.insert(0, str(REPOSITORY))
+
+from lab.cells import Settings
+from lab.compare import compare
+from lab.forecast import forecast_on_nodes
+from lab.places import Places
+
+AIMS = {"ddp": 0.05, "overlapped": 0.05, "all_reduce": 0.06, "gather_scatter": 0.03, "all_reduce_flat": 0.12,
+        "gather_scatter_flat": 0.12, "ring": 0.10}
+SHOWN = ("all_reduce", "overlapped", "ddp")
+
+
+def measure(nodes: int, rate: str, arguments: argparse.Namespace, reports: Path) -> dict[str, Any]:
+    """Return the results of one comparison."""
+    settings = Settings(nodes=(nodes,), sync=tuple(arguments.sync), rates=(rate,), compute=arguments.compute,
+                        steps=arguments.steps, warmup=arguments.warmup, repeats=arguments.repeats, dataset=arguments.dataset,
+                        batch_size=arguments.batch_size)
+
+    def predict(results: dict[str, Any], folder: Path, places: Places) -> None:
+        results["prediction"] = forecast_on_nodes(results, settings, folder, places, {}, None)
+
+    _, results = compare(settings, reports=reports, anew=True, predict=predict)
+    return results
+
+
+def report(results: Mapping[str, Any]) -> list[str]:
+    """Return a line a strategy."""
+    lines = []
+    for cell in results["cells"]:
+        if cell["median"] is None:
+            lines.append(f"{cell['nodes']:>5}  {cell['rate']:<8}  {cell['sync']:<20}  FAILED: {cell['message']}")
+            continue
+        measured, model = cell["median"]["step"], results["prediction"]["cells"][cell["id"]]["step_seconds"]
+        aim = AIMS.get(cell["sync"])
+        told = "" if aim is None else f"{aim:4.0%}  {'met' if abs(measured / model - 1) <= aim else 'MISSED'}"
+        lines.append(f"{cell['nodes']:>5}  {cell['rate']:<8}  {cell['sync']:<20}  {measured:8.3f}  "
+                     f"{cell['median']['sync']:8.3f}  {model:8.3f}  {measured / model:6.3f}  {told}")
+    return lines
+
+
+def draw(path: Path, results: Mapping[str, Any]) -> None:
+    """Draw the step of one rank, a strategy below the other."""
+    from lab.report.style import style
+    from lab.report.timeline import draw_beside
+    from lab.report.view import rate_text
+
+    cells = {cell["id"]: cell for cell in results["cells"] if cell["id"] in results["timelines"] and cell["sync"] in SHOWN}
+    first = next(iter(cells.values()))
+    with style():
+        figure = draw_beside({cell["sync"]: results["timelines"][name] for name, cell in cells.items()}, rank=1, emulated=True,
+                             heading=f"rank 1 of {first['nodes']} nodes at {rate_text(first['rate'])}")
+        figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=whole_number, nargs="+", default=[4, 8], help="(default: 4 8)")
+    parser.add_argument("--rate", nargs="+", default=["200mbit", "1gbit"], help="(default: 200mbit 1gbit)")
+    parser.add_argument("--sync", nargs="+", default=list(AIMS), help=f"(default: {' '.join(AIMS)})")
+    parser.add_argument("--compute", default="measured", help="whose times layers take, as of the parts (default: measured)")
+    parser.add_argument("--steps", type=whole_number, default=7, help="measured ones (default: 7)")
+    parser.add_argument("--warmup", type=whole_number, default=2, help="steps before them (default: 2)")
+    parser.add_argument("--repeats", type=whole_number, default=1, help="runs of each cell (default: 1)")
+    parser.add_argument("--batch-size", type=whole_number, default=256, help="global (default: 256)")
+    parser.add_argument("--dataset", default="digits", help="whose images are loaded, and not computed on (default: digits)")
+    parser.add_argument("--figure", type=Path, help="a PNG of one rank's step with some of them (first nodes, last rate)")
+    arguments = parser.parse_args()
+    print(describe_machine())
+    lines, steps, shown = [], {}, {}
+    with tempfile.TemporaryDirectory() as reports:
+        for rate in arguments.rate:
+            for nodes in arguments.nodes:
+                results = measure(nodes, rate, arguments, Path(reports))
+                lines += report(results)
+                shown = results if nodes == arguments.nodes[0] else shown
+                steps |= {(nodes, rate, cell["sync"]): cell["median"]["step"] for cell in results["cells"] if cell["median"]}
+    print(f"\n{'nodes':>5}  {'rate':<8}  {'strategy':<20}  {'step, s':>8}  {'sync, s':>8}  {'model, s':>8}  {'ratio':>6}   aim")
+    print("\n".join(lines))
+    if arguments.figure is not None:
+        draw(arguments.figure, shown)
+    for nodes, rate, sync in steps:
+        if sync == "overlapped" and (nodes, rate, "ddp") in steps:
+            print(f"overlapped / ddp on {nodes} nodes at {rate}: {steps[nodes, rate, sync] / steps[nodes, rate, 'ddp']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Why a rank ended, told to the others through the store at which the ranks met.
+
+A rank that fails by its own fault calls ``leave``; one that finds the group broken calls ``read``, and so can name the cause,
+where torch knows only the address of a neighbour. Both call ``part`` at last: rank 0, which holds the store, hangs up there and
+waits until the others have read.
+"""
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from common.waiting import in_thread
+
+T = TypeVar("T")
+_ANSWER_SECONDS = 3.0
+_POLL_SECONDS = 0.05
+
+
+class LastWords:
+    """The words of one rank. Without a store (under torchrun, which tells itself who failed first) nothing is told.
+
+    Parameters
+    ----------
+    patience_seconds : how long rank 0 holds the store for those who still compute and have not noticed.
+    """
+
+    def __init__(self, store: dist.TCPStore | None, rank: int, size: int, *, patience_seconds: float) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._patience_seconds = patience_seconds
+        self._words_exist = False
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the others that ``error`` ends this rank."""
+        self._words_exist = True
+        first_line = next((line for line in str(error).splitlines() if line.strip()), "")
+        name = "" if isinstance(error, ValueError | RuntimeError) and first_line else type(error).__name__
+        words = ": ".join(part for part in (name, first_line) if part)
+        self._ask(lambda store: store.set(f"words/{self._rank}", words))
+
+    def read(self) -> str | None:
+        """Return why the group broke, in the words of the first rank that left some; None where there are none: it was killed."""
+        def read(store: dist.Store) -> str | None:
+            for rank in range(self._size):
+                if store.check([f"words/{rank}"]):
+                    return f"rank {rank} stopped: {store.get(f'words/{rank}').decode()}"
+            return None
+
+        words = self._ask(read)
+        self._words_exist = words is not None
+        return words
+
+    def part(self) -> None:
+        """Leave the store; where there are words to read, rank 0 stays until the others have parted, or its patience ends.
+
+        The process must end after it.
+        """
+        if not self._words_exist:
+            return
+        self._ask(lambda store: store.set(f"parted/{self._rank}", ""))
+        if self._rank > 0 or self._size == 1 or self._store is None:
+            return
+        others = [f"parted/{rank}" for rank in range(1, self._size)]
+        _hang_up(self._store.port)
+        deadline = time.monotonic() + self._patience_seconds
+        while time.monotonic() < deadline and not self._store.check(others):  # in this process: it answers
+            time.sleep(_POLL_SECONDS)
+
+    def _ask(self, question: Callable[[dist.Store], T]) -> T | None:
+        """Return the store's answer, None where there is none soon: its own operations wait for as long as TCP hopes."""
+        if self._store is None:
+            return None
+        try:
+            return in_thread(lambda: question(self._store)).result(_ANSWER_SECONDS)
+        except (TimeoutError, dist.DistStoreError, dist.DistNetworkError):
+            return None
+
+
+def _hang_up(store_port: int) -> None:
+    """Close this process's connections but the store's, as its end would, so that the others notice now.
+
+    torch closes them only when nothing refers to the group any more, and the model and the error in flight do.
+    """
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:  # OSError: no socket, not connected
+            if one.family != socket.AF_UNIX and store_port not in (one.getsockname()[1], one.getpeername()[1]):
+                one.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,52 @@
+"""The nodes on which runs are disturbed: an emulated cluster where the machine allows one, else processes on loopback."""
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lab.cluster import Cluster, tools
+from tests.faults.stage import NODES, Stage
+from tests.helpers import make_image_folder
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One cluster for all tests, since its start imports torch."""
+    refused = tools.namespaces_refused()
+    where = f"on loopback ({refused})" if refused else f"on an emulated cluster of {NODES} nodes"
+    request.config.get_terminal_writer().line(f"\ntests/faults: {where}")
+    with Cluster(NODES, logs=tmp_path_factory.mktemp("nodes"), loopback=refused is not None) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    """Flags of 24 images of two classes."""
+    return ["--dataset", "folder", "--data-dir", make_image_folder(tmp_path_factory.mktemp("images"))]
+
+
+@pytest.fixture
+def stage(cluster: Cluster, images: list[object], tmp_path: Path) -> Iterator[Stage]:
+    """A place for one test's runs."""
+    stage = Stage(cluster, images, tmp_path)
+    yield stage
+    stage.kill_all()
+
+
+@pytest.fixture
+def links(cluster: Cluster) -> None:
+    """Skips where nodes have no links to cut."""
+    if cluster.loopback:
+        pytest.skip(f"nodes have no links here: {tools.namespaces_refused()}")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(cluster: Cluster, images: list[object], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the folder of a run of that way to which nothing happened; trained when first asked for."""
+    @functools.cache
+    def trained(way: str) -> Path:
+        return Stage(cluster, images, tmp_path_factory.mktemp("undisturbed")).finish(way)
+
+    return trained

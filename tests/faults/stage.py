@@ -1,0 +1,169 @@
+"""One run on a cluster's nodes, to be disturbed: ``Stage`` starts it and says how it ended; the ``assert_`` functions hold of
+every fault. Each wait has a limit."""
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.checkpoint import checkpoints_by_age, load_checkpoint
+from lab.cluster import Cluster
+from tests.faults.hurt import STEPS_AN_EPOCH
+from tests.helpers import ROOT, free_port
+from tests.helpers import Ended as Finished
+
+NODES = 3
+EPOCHS = 2
+TIMEOUT = 10
+GRACE = 15
+"""Seconds that a busy machine may take for what needs one; beside the timeout."""
+
+QUICK = ("--dataset", "digits", "--batch-size", 8, "--log-every", 1)
+
+WAYS = {"gather_scatter": ("PartTwo", "--sync", "gather_scatter"), "all_reduce": ("PartTwo", "--sync", "all_reduce"),
+        "ddp": ("PartThree",)}
+_START = 90.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended: status (below zero: the signal), seconds from its start, and all that it has written."""
+
+    status: int
+    seconds: float
+    text: str
+
+
+class Stage:
+    """Runs of one training on a cluster: VGG-11 on generated images, two epochs of two steps, a folder by name.
+
+    Parameters
+    ----------
+    images : flags of the dataset.
+    folder : receives what the runs write.
+    """
+
+    def __init__(self, cluster: Cluster, images: Sequence[object], folder: Path) -> None:
+        self.cluster, self.folder, self._images = cluster, folder, images
+        self.port = 0
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
+        self._seen: dict[int, int] = {}
+
+    def command(self, way: str, *flags: object, size: int = NODES, hurt: tuple[int, str, str] | None = None,
+                timeout: float = TIMEOUT, name: str = "run", root: Path = ROOT) -> list[str]:
+        """The command of each rank, the interpreter left out; later ``flags`` win."""
+        part, *sync = WAYS[way]
+        words = [] if hurt is None else [ROOT / "tests" / "faults" / "hurt.py", *hurt]
+        words += [root / part / "main.py", *sync, "--master-ip", "{master}", "--master-port", self.port, "--num-nodes", size,
+                  "--rank", "{rank}", "--threads", 1, "--batch-size", 24 // STEPS_AN_EPOCH, "--epochs", EPOCHS,
+                  "--log-every", 1, "--timeout", timeout, "--output-dir", self.folder / "out", "--run-name", name,
+                  *self._images, *flags]
+        return [str(word) for word in words]
+
+    def start(self, way: str = "all_reduce", *flags: object, nodes: Sequence[int] = tuple(range(NODES)),
+              port: int | None = None, interpreter: Sequence[str] = ("python",), shell: str = "", **more: Any) -> None:
+        """Start ranks of a group; ``more`` is as ``command`` has it.
+
+        shell : a script that runs the command as ``"$@"``.
+        """
+        self.port = port or free_port()
+        command = [*interpreter, *self.command(way, *flags, **more)]
+        if shell:
+            command = ["bash", "-c", shell, "bash", "env", *command]
+        for node in nodes:
+            self._seen[node] = len(self.cluster.output(node))
+        environment = {"TMPDIR": str(self.temporary)}
+        self.cluster.start(command, nodes=nodes, cwd=self.folder, environment=environment)
+
+    def text(self, node: int) -> str:
+        """What the node's rank has written in this run."""
+        return self.cluster.output(node)[self._seen.get(node, 0):]
+
+    def wait_for(self, words: str, *, node: int = 0, limit: float = _START) -> None:
+        """Return once a rank has written ``words``."""
+        deadline = time.monotonic() + limit
+        while words not in self.text(node):
+            assert time.monotonic() < deadline, f"no {words!r} in {limit} s:\n{self.text(node)}"
+            time.sleep(0.02)
+
+    def end(self, limit: float = _START) -> dict[int, Ended]:
+        """Wait for all ranks and return how they ended, by rank, in the order of their ends."""
+        try:
+            ends = self.cluster.wait(limit_seconds=limit)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}:\n" + "\n".join(self.text(node) for node in self._seen)) from None
+        return {end.node: Ended(end.status, end.seconds, self.text(end.node)) for end in ends}
+
+    def kill_all(self) -> None:
+        """End what a failed test has left running."""
+        for node in range(self.cluster.nodes):
+            self.cluster.fault(node, "restore")
+            self.cluster.fault(node, "kill")
+        self.cluster.wait(limit_seconds=GRACE)
+
+    def run(self, name: str = "run", way: str = "all_reduce") -> Path:
+        """The folder of a run."""
+        part = WAYS[way][0]
+        return self.folder / "out" / f"{part}-{way}" / name
+
+    def finish(self, way: str = "all_reduce", *flags: object, name: str = "run", **more: Any) -> Path:
+        """Train to the end without a disturbance; return the run's folder."""
+        self.start(way, *flags, name=name, **more)
+        for rank, ended in self.end().items():
+            assert ended.status == 0, f"rank {rank}: {ended.text}"
+        return self.run(name, way)
+
+
+def assert_told(ended: Ended | Finished, pattern: str, *, status: int = 1) -> None:
+    """A clear message, no traceback, that exit status; of a rank on a cluster or of a process by itself."""
+    told = ended.text if isinstance(ended, Ended) else ended.err
+    assert ended.status == status, ended
+    assert re.search(pattern, told), told
+    assert "Traceback" not in told, told
+
+
+def assert_in_time(ends: dict[int, Ended], victim: int, *, timeout: float = TIMEOUT) -> None:
+    """All ended within the timeout after the victim."""
+    late = {rank: ended.seconds - ends[victim].seconds for rank, ended in ends.items() if rank != victim}
+    print("ended after the fault:", ", ".join(f"rank {rank} {seconds:.1f} s" for rank, seconds in late.items()))
+    assert all(seconds < timeout + GRACE for seconds in late.values()), late
+
+
+def assert_no_result(run: Path) -> None:
+    """Nothing says that the run came to its end, no file is half-written under its own name, no checkpoint is damaged."""
+    for name in ("summary.json", "report.json", "report.txt"):
+        assert not (run / name).exists(), name
+    for path in checkpoints_by_age(run / "checkpoints"):
+        load_checkpoint(path)
+
+
+def assert_same_training(run: Path, reference: Path) -> None:
+    """Weights, momentum, every step's loss and the evaluation are those of the undisturbed run, bit for bit, nothing is left
+    over."""
+    one, other = (load_checkpoint(folder / "checkpoints" / f"Epoch_{EPOCHS}.pt") for folder in (run, reference))
+    assert one["step"] == other["step"] == EPOCHS * STEPS_AN_EPOCH
+    for name, tensor in other["model_state_dict"].items():
+        assert torch.equal(one["model_state_dict"][name], tensor), name
+    for index, state in other["optimizer_state_dict"]["state"].items():
+        assert torch.equal(one["optimizer_state_dict"]["state"][index]["momentum_buffer"], state["momentum_buffer"]), index
+    assert _steps(run) == _steps(reference)
+    reports = [json.loads((folder / "report.json").read_text()) for folder in (run, reference)]
+    assert reports[0] | {"checkpoint": ""} == reports[1] | {"checkpoint": ""}
+    assert json.loads((run / "summary.json").read_text())["ranks_hold_equal_weights"] is True
+    assert hidden_files(run) == []
+
+
+def hidden_files(run: Path) -> list[str]:
+    """The files under a run's folder that no user asked for."""
+    return [str(path.relative_to(run)) for path in run.rglob(".*")]
+
+
+def _steps(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if "seconds" not in name} for line in lines]

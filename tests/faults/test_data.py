@@ -1,0 +1,130 @@
+"""Data that is missing, altered, not the same everywhere, or fails while it is read: all ranks end with the cause."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from common.checkpoint import load_checkpoint
+from common.training import prepare_model_for_training, train_model
+from tests.faults.stage import GRACE, NODES, QUICK, TIMEOUT, Ended, Stage, assert_no_result, assert_told
+from tests.helpers import RankError, free_port, make_image_folder, run_part, run_ranks, start_part
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_a_rank_whose_data_raises_is_named_with_the_cause_by_all(stage: Stage, victim: int) -> None:
+    stage.start("gather_scatter", hurt=(victim, "data", "raise"))
+    ends = stage.end()
+    assert ends[victim].status == 1, ends[victim]
+    assert "OSError: [Errno 5] Input/output error: 'images/cat/003.png'" in ends[victim].text
+    for rank in set(range(NODES)) - {victim}:
+        assert_told(ends[rank], rf"error \(rank {rank}\): rank {victim} stopped: OSError: .*error: 'images/cat/003.png'")
+    slowest = max(ended.seconds for ended in ends.values()) - min(ended.seconds for ended in ends.values())
+    print(f"the last ended {slowest:.1f} s after the first")
+    assert slowest < TIMEOUT + GRACE
+    assert_no_result(stage.run("gather_scatter"))
+
+
+def test_images_removed_or_altered_between_runs_are_noticed(stage: Stage) -> None:
+    """One image is enough: the run that goes on would be neither the old training nor a new one."""
+    def run(*flags: object) -> Ended:
+        stage.start("all_reduce", "--data-dir", data, *flags, size=1, nodes=[0])
+        return stage.end()[0]
+
+    data = make_image_folder(stage.folder / "data")
+    assert run("--stop-after-epoch", 1).status == 0
+    image, other = data / "train" / "cat" / "003.png", data / "train" / "cat" / "004.png"
+    whole = image.read_bytes()
+    image.write_bytes(other.read_bytes())
+    assert_told(run("--resume", "auto"),
+                r"the images or labels of folder have changed since checkpoint \S+Epoch_1\.pt was written: bring back the same")
+    image.unlink()
+    assert_told(run("--resume", "auto"), r"belongs to another training: training_images 24 there, 23 here\.")
+    image.write_bytes(whole)
+    assert run("--resume", "auto").status == 0
+    assert (stage.run() / "summary.json").exists()
+
+
+def test_a_dataset_missing_on_one_node_is_told_on_all(tmp_path: Path) -> None:
+    make_image_folder(tmp_path / "data")
+    port = free_port()
+    ranks = [start_part("PartTwo", "--dataset", "folder", "--data-dir", tmp_path / folder, "--batch-size", 8, "-M", "127.0.0.1",
+                        "-N", 2, "-R", rank, "--master-port", port, "--output-dir", tmp_path / "out", cwd=tmp_path)
+             for rank, folder in enumerate(("data", "elsewhere"))]
+    healthy, broken = (rank.end() for rank in ranks)
+    assert_told(broken, r"error \(rank 1\): --dataset folder: .*elsewhere/train is missing")
+    assert_told(healthy, r"error \(rank 0\): rank 1 stopped: --dataset folder: .*elsewhere/train is missing")
+
+
+def test_other_images_on_one_node_are_noticed(tmp_path: Path) -> None:
+    make_image_folder(tmp_path / "one", seed=1)
+    make_image_folder(tmp_path / "two", seed=2)
+    port = free_port()
+    ranks = [start_part("PartTwo", "--dataset", "folder", "--data-dir", tmp_path / folder, "--batch-size", 8, "-M", "127.0.0.1",
+                        "-N", 2, "-R", rank, "--master-port", port, "--output-dir", tmp_path / "out", cwd=tmp_path)
+             for rank, folder in enumerate(("one", "two"))]
+    for rank in ranks:
+        assert_told(rank.end(), r"the ranks differ in their dataset\. contents")
+
+
+def test_a_diverging_run_stops_with_advice(tmp_path: Path) -> None:
+    for ended in run_part("PartThree", *QUICK, "--lr", "1e30", "--schedule", "constant", "--output-dir", tmp_path, cwd=tmp_path,
+                          ranks=2):
+        assert_told(ended, r"not finite in epoch 1, step \d+: .*Lower --learning-rate")
+
+
+class Poisoned:
+    """Batches of one rank; in the second epoch rank 1's second batch is not finite."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.epoch, self.sampler = rank, 1, self
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.rank)
+        for index in range(4):
+            inputs = torch.randn(6, 4, generator=generator)
+            if (self.epoch, self.rank, index) == (2, 1, 1):
+                inputs[0, 0] = float("inf")
+            yield inputs, torch.randint(0, 2, (6,), generator=generator)
+
+
+def train_poisoned(rank: int, folder: str, flags: tuple[bool, str]) -> str:
+    model, criterion, optimizer = prepare_model_for_training(nn.Linear(4, 2), "cpu", 0.1, 0.9, 0.0, False,
+                                                             distribute_flag=flags[0])
+    try:
+        train_model(model, "cpu", criterion, optimizer, 1, 3, Poisoned(rank), f"{folder}/log{rank}", folder, *flags)
+    except RuntimeError as error:
+        return str(error)
+    return "trained on"
+
+
+@pytest.mark.parametrize("flags", [(False, "PartOne"), (False, "PartTwo"), (True, "")], ids=["gather", "all_reduce", "ddp"])
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_says_where(tmp_path: Path, flags: tuple[bool, str]) -> None:
+    for message in run_ranks(2, train_poisoned, str(tmp_path), flags):
+        assert re.search(r"not finite in epoch 2, step 6: loss (inf|nan) on rank 1\. All ranks stop", message), message
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["Epoch_1.pt"]
+    entries = load_checkpoint(tmp_path / "Epoch_1.pt")
+    assert all(bool(tensor.isfinite().all()) for tensor in entries["model_state_dict"].values())
+
+
+class Uneven(Poisoned):
+    def __len__(self) -> int:
+        return 4 + self.rank
+
+
+def train_uneven(rank: int, folder: str) -> None:
+    model, criterion, optimizer = prepare_model_for_training(nn.Linear(4, 2), "cpu", 0.1, 0.9, 0.0, False)
+    train_model(model, "cpu", criterion, optimizer, 1, 1, Uneven(rank), f"{folder}/log{rank}", folder, False, "PartTwo")
+
+
+def test_loaders_of_other_lengths_are_an_error_not_a_hang(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"number of batches in train_loader: 4 on rank 0, 5 on rank 1"):
+        run_ranks(2, train_uneven, str(tmp_path))

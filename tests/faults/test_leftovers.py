@@ -1,0 +1,103 @@
+"""What is left after many starts and stops: no process, socket, file or namespace."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lab.cluster import Cluster
+from tests.faults.stage import GRACE, Stage, hidden_files
+
+TURNS = 20
+_OPEN = {"01", "0A"}
+"""Established and listening, in /proc/net/tcp; what is closed may still wait for stray packets."""
+
+
+def end_it(stage: Stage, how: str) -> None:
+    """Stop the run on nodes 0 and 1 in one of the ways that runs stop in."""
+    if how == "kill":
+        stage.cluster.fault(1, "kill")
+        stage.cluster.fault(0, "kill")
+    elif how in ("terminate", "interrupt"):
+        stage.cluster.send_signal(signal.SIGTERM if how == "terminate" else signal.SIGINT)
+    elif how == "lose one":
+        stage.cluster.fault(1, "kill")
+
+
+EXPECTED = {"come to its end": {0}, "kill": {-signal.SIGKILL}, "terminate": {75}, "interrupt": {130, 1},
+            "lose one": {-signal.SIGKILL, 1}}
+
+
+@pytest.mark.slow
+def test_20_runs_in_a_row_leave_no_process_socket_or_file(stage: Stage) -> None:
+    ports = []
+    for turn in range(TURNS):
+        how = list(EXPECTED)[turn % len(EXPECTED)]
+        stage.start(size=2, nodes=[0, 1], name=f"run{turn}", timeout=20)
+        ports.append(f"{stage.port:04X}")
+        if how != "come to its end":
+            stage.wait_for("step 1/")
+            end_it(stage, how)
+        for ended in stage.end().values():
+            assert ended.status in EXPECTED[how], (how, ended)
+        wait_until(lambda: processes(lambda process: process.cwd() == str(stage.folder)) == [])
+        assert list(stage.temporary.iterdir()) == []
+        assert hidden_files(stage.run().parent) == []
+    stage.cluster.start(["cat", "/proc/net/tcp", "/proc/net/tcp6"], nodes=[0])
+    stage.cluster.wait(limit_seconds=GRACE)
+    sockets = [line.split()[1:4] for line in stage.text(0).splitlines() if line.strip()[:1].isdigit() and ": " in line]
+    left = [one for one in sockets if one[2] in _OPEN and (not stage.cluster.loopback or one[0].split(":")[1] in ports)]
+    assert left == []
+    assert sorted(path.name for path in stage.run().parent.iterdir()) == sorted(f"run{turn}" for turn in range(TURNS))
+
+
+def processes(matches: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+    """All but this one that match."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and matches(process):
+                found.append(process)
+        except (psutil.Error, OSError):  # ended meanwhile, or another user's
+            continue
+    return found
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """What has been told to end, or to begin, gets a moment."""
+    deadline = time.monotonic() + GRACE
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def machine() -> dict[str, object]:
+    """What a cluster might leave behind: network interfaces, mounts, named namespaces, sockets that listen."""
+    names = Path("/run/netns")
+    return {"interfaces": sorted(psutil.net_if_addrs()), "mounts": Path("/proc/self/mounts").read_text(),
+            "names": sorted(names.iterdir()) if names.is_dir() else []}
+
+
+def namespaces(*, with_environment: str) -> set[str]:
+    """Network and mount namespaces of the other processes that have this word in their environment."""
+    return {os.readlink(f"/proc/{process.pid}/ns/{kind}") for kind in ("net", "mnt")
+            for process in processes(lambda process: with_environment in process.environ())}
+
+
+@pytest.mark.usefixtures("links")
+def test_20_clusters_in_a_row_leave_no_process_namespace_or_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of them are closed, half lose the process that holds them to SIGKILL."""
+    monkeypatch.setenv("FAULTS_OF", str(tmp_path))
+    before = machine()
+    for turn in range(TURNS):
+        with Cluster(2, logs=tmp_path, fresh=True) as cluster:
+            cluster.start(["sleep", "600"])
+            wait_until(lambda: len(namespaces(with_environment="FAULTS_OF")) >= 3)  # a mount's and each node's network's
+            if turn % 2:
+                psutil.Process(cluster.host_pid).parent().kill()
+        wait_until(lambda: processes(lambda process: "FAULTS_OF" in process.environ()) == [])
+        assert machine() == before

@@ -1,0 +1,131 @@
+"""A node that pauses, a link that is cut or slow, a node that comes late: within the timeout they cost time and nothing else,
+beyond it the others end and say so."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lab.cluster import Cluster
+from tests.faults.stage import (
+    GRACE,
+    NODES,
+    TIMEOUT,
+    Stage,
+    assert_no_result,
+    assert_same_training,
+    assert_told,
+)
+
+LOST = r"broke: another rank has ended, or did not answer in time"
+Reference = Callable[[str], Path]
+
+
+@pytest.mark.slow
+def test_a_pause_within_the_timeout_costs_time_alone(stage: Stage, undisturbed: Reference) -> None:
+    stage.start(hurt=(2, "collective", "stop"), timeout=40)
+    stage.wait_for("stopped now", node=2)
+    time.sleep(5)
+    assert stage.text(0).count("step ") == stage.text(0).count("step 1/") + stage.text(0).count("step 2/") > 0
+    stage.cluster.fault(2, "restore")
+    assert [ended.status for ended in stage.end().values()] == [0] * NODES
+    assert_same_training(stage.run(), undisturbed("all_reduce"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_pause_beyond_the_timeout_ends_the_others_and_then_the_node(stage: Stage, victim: int) -> None:
+    stage.start(hurt=(victim, "forward", "stop"))
+    stage.wait_for("stopped now", node=victim)
+    began = time.monotonic()
+    others = [rank for rank in range(NODES) if rank != victim]
+    for rank in others:
+        stage.wait_for("another rank has ended", node=rank, limit=TIMEOUT + GRACE)
+    print(f"the others ended after {time.monotonic() - began:.1f} s")
+    stage.cluster.fault(victim, "restore")
+    for ended in stage.end(GRACE + TIMEOUT).values():
+        assert_told(ended, LOST)
+    assert_no_result(stage.run())
+
+
+@pytest.mark.usefixtures("links")
+def test_a_link_cut_and_restored_within_the_timeout_costs_time_alone(stage: Stage, undisturbed: Reference) -> None:
+    stage.start(timeout=60)
+    stage.wait_for("step 1/")
+    stage.cluster.fault(1, "cut")
+    time.sleep(4)
+    assert "step 4/" not in stage.text(0)
+    stage.cluster.fault(1, "restore")
+    assert [ended.status for ended in stage.end().values()] == [0] * NODES
+    assert_same_training(stage.run(), undisturbed("all_reduce"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("links")
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_link_cut_for_good_ends_all_within_the_timeout(stage: Stage, victim: int) -> None:
+    stage.start("gather_scatter")
+    stage.wait_for("step 1/")
+    stage.cluster.fault(victim, "cut")
+    began = time.monotonic()
+    ends = stage.end(TIMEOUT + GRACE)
+    print(f"all ended after {time.monotonic() - began:.1f} s")
+    for ended in ends.values():
+        assert_told(ended, LOST)
+    assert_no_result(stage.run("gather_scatter"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("links")
+@pytest.mark.parametrize("moment", ["meeting", "loading"])
+def test_a_link_cut_before_the_training_ends_all_within_the_timeout(stage: Stage, moment: str) -> None:
+    """While the ranks still meet, and while they read the dataset, where a rank may take long, but must answer."""
+    if moment == "meeting":
+        stage.start(nodes=[0, 1])
+        time.sleep(4)  # both wait for the third by now
+    else:
+        stage.start(hurt=(1, "loading", "sleep"))
+        stage.wait_for("loading now", node=1)
+    stage.cluster.fault(1, "cut")
+    ends = stage.end(TIMEOUT * 2 + GRACE)
+    print("ended after", {rank: round(ended.seconds, 1) for rank, ended in ends.items()})
+    told = {rank: r"missing: rank 2" if rank == 0 else r"lost rank 0 at \S+ while the ranks were meeting" for rank in ends}
+    for rank, ended in ends.items():
+        assert_told(ended, LOST if moment == "loading" else told[rank])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("links")
+def test_a_link_at_a_tenth_of_its_rate_gives_the_same_result(
+        images: list[object], tmp_path: Path, undisturbed: Reference) -> None:
+    with Cluster(NODES, rate="1gbit", logs=tmp_path) as cluster:
+        stage = Stage(cluster, images, tmp_path)
+        stage.start(timeout=40)
+        stage.wait_for("step 1/")
+        began = time.monotonic()
+        cluster.fault(2, "slow", rate="100mbit")
+        ends = stage.end()
+        print(f"ended {time.monotonic() - began:.1f} s after the link became slow")
+    assert [ended.status for ended in ends.values()] == [0] * NODES
+    assert_same_training(stage.run(), undisturbed("all_reduce"))
+
+
+@pytest.mark.slow
+def test_a_node_that_comes_late_but_in_time_takes_part(stage: Stage, undisturbed: Reference) -> None:
+    stage.start(nodes=[0, 1], timeout=60)
+    time.sleep(8)
+    stage.start(nodes=[2], timeout=60, port=stage.port)
+    assert [ended.status for ended in stage.end().values()] == [0] * NODES
+    assert_same_training(stage.run(), undisturbed("all_reduce"))
+
+
+@pytest.mark.slow
+def test_a_node_that_comes_too_late_is_named_and_told(stage: Stage) -> None:
+    stage.start(nodes=[0, 1], timeout=6)
+    ends = stage.end(6 + GRACE)
+    for ended in ends.values():
+        assert_told(ended, r"2 of 3 ranks came to \S+ within 6 s; missing: rank 2")
+    stage.start(nodes=[2], timeout=3, port=stage.port)
+    assert_told(stage.end()[2], r"rank 2 could not reach rank 0 at \S+ within 3 s \(connection refused\)")
+    assert not stage.run().exists()

@@ -1,0 +1,61 @@
+"""Ranks killed at any moment, in any way of averaging, and interrupts; started as the assignment starts them."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from common.checkpoint import load_checkpoint
+from tests.faults.stage import QUICK, WAYS, assert_told
+from tests.helpers import make_image_folder, only_run_folder, start_ranks
+
+
+@pytest.mark.parametrize(("way", "victim"), [("gather_scatter", 1), ("ddp", 0), *(
+    pytest.param(way, victim, marks=pytest.mark.slow) for way, victim in (
+        ("gather_scatter", 0), ("all_reduce", 0), ("all_reduce", 1), ("ddp", 1)))])
+def test_a_killed_rank_ends_the_others_within_the_timeout(tmp_path: Path, way: str, victim: int) -> None:
+    part, *flags = WAYS[way]
+    ranks = start_ranks(part, 2, *flags, *QUICK, "--timeout", 10, "--max-steps", 5000, "--output-dir", tmp_path, cwd=tmp_path)
+    ranks[0].wait_for("step 3/")
+    ranks[victim].send(signal.SIGKILL)
+    killed = time.monotonic()
+    survivor = ranks[1 - victim].end()
+    assert time.monotonic() - killed < 20
+    collective = {"gather_scatter": "gather|scatter|all_reduce", "all_reduce": "all_reduce",
+                  "ddp": "DistributedDataParallel's all_reduce in backward|all_reduce"}[way]
+    assert_told(survivor, rf"error \(rank {1 - victim}\): ({collective}) broke: another rank has ended")
+    assert ranks[victim].end().status == -signal.SIGKILL
+    folder = only_run_folder(tmp_path, f"{part}-{way}")
+    assert (folder / "metrics.jsonl").read_text().count("\n") >= 3, "the steps that were done are recorded"
+
+
+def test_interrupt_ends_all_and_keeps_what_is_done(tmp_path: Path) -> None:
+    make_image_folder(tmp_path / "data")
+    ranks = start_ranks("PartTwo", 2, "--dataset", "folder", "--data-dir", tmp_path / "data", "--batch-size", 8, "--epochs",
+                        2000, "--log-every", 1, "--timeout", 10, "--output-dir", tmp_path / "out", cwd=tmp_path)
+    ranks[0].wait_for("Epoch 3: train loss")  # the second one is saved then
+    for rank in ranks:
+        rank.send(signal.SIGINT)
+    for rank in ranks:
+        ended = rank.end(timeout_seconds=90)
+        assert ended.status in (130, 1), ended
+        assert "Traceback" not in ended.err
+    assert any("interrupted" in rank.end().err for rank in ranks)
+    folder = only_run_folder(tmp_path / "out", "PartTwo-gather_scatter")
+    assert load_checkpoint(folder / "checkpoints" / "Epoch_2.pt")["epoch"] == 2
+
+
+def test_interrupt_of_one_rank_that_waits_for_the_other(tmp_path: Path) -> None:
+    """A rank inside a collective sees no signal; it must end all the same."""
+    ranks = start_ranks("PartTwo", 2, *QUICK, "--timeout", 60, "--max-steps", 5000, "--output-dir", tmp_path, cwd=tmp_path)
+    ranks[0].wait_for("step 3/")
+    ranks[1].send(signal.SIGSTOP)
+    time.sleep(1)
+    try:
+        ranks[0].send(signal.SIGINT)
+        ended = ranks[0].end(timeout_seconds=90)
+    finally:
+        ranks[1].send(signal.SIGCONT)
+    assert_told(ended, "interrupted", status=130)
+    assert_told(ranks[1].end(timeout_seconds=90), r"broke: another rank has ended")

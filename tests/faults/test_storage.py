@@ -1,0 +1,163 @@
+"""Full disks, and checkpoints that are cut, altered or hostile: what was finished stays, what is damaged is never trusted."""
+
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from common.files import remove_unfinished, write_atomically
+from tests.faults.stage import QUICK, Stage, assert_same_training, assert_told, hidden_files
+from tests.helpers import ROOT, Started, free_port, make_image_folder, only_run_folder, run_part
+
+PLACES = 100
+Reference = Callable[[str], Path]
+
+
+def test_a_full_disk_stops_all_ranks_and_keeps_earlier_files(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the full disk: the checkpoint of 74 MB does not fit, the rest does."""
+    make_image_folder(tmp_path / "data")
+    arguments = ["--dataset", "folder", "--data-dir", str(tmp_path / "data"), "--batch-size", "8", "--output-dir",
+                 str(tmp_path / "out"), "--master-port", str(free_port()), "-M", "127.0.0.1", "-N", "2", "--threads", "1"]
+    ranks = [Started(["bash", "-c", f"ulimit -f 20000; exec {sys.executable} {ROOT}/PartThree/main.py {' '.join(arguments)} "
+                      f"-R {rank}"], cwd=tmp_path, env=dict(os.environ)) for rank in (0, 1)]
+    for rank in ranks:
+        assert_told(rank.end(), r"Epoch_1\.pt could not be written \(File too large\)")
+    folder = only_run_folder(tmp_path / "out", "PartThree-ddp")
+    assert list((folder / "checkpoints").iterdir()) == [], "no half-written file"
+    assert (folder / "metrics.jsonl").stat().st_size > 0
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for ended in run_part("PartTwo", *QUICK, "--output-dir", tmp_path / "file" / "reports", cwd=tmp_path, ranks=2):
+        assert_told(ended, r"Not a directory \(.*file/reports")
+
+
+@pytest.fixture(scope="module")
+def small_disks() -> None:
+    """Skips where this user may mount nothing, not even in a namespace of its own."""
+    tried = subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "-o", "size=1m", "none", "/mnt"], capture_output=True,
+                           text=True, timeout=30)
+    if tried.returncode:
+        pytest.skip(f"no small disk can be mounted here: {tried.stderr.strip()}")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_disks")
+def test_a_full_disk_keeps_the_first_checkpoint_and_the_run_goes_on_with_room(stage: Stage, undisturbed: Reference) -> None:
+    """Rank 0 writes to a disk of 120 MB, in which one checkpoint of 74 MB has room."""
+    out, saved = stage.folder / "out", stage.folder / "saved"
+    out.mkdir()
+    disk = (f"mount -t tmpfs -o size=120m none {out} && {{ \"$@\"; status=$?; cp -r {out} {saved}; exit $status; }}")
+    stage.start(nodes=[0], shell=f"exec unshare -Urm bash -c '{disk}' bash \"$@\"")
+    stage.start(nodes=[1, 2], port=stage.port)
+    for ended in stage.end().values():
+        assert_told(ended, r"Epoch_2\.pt could not be written \(No space left on device\): make room")
+    shutil.rmtree(out)
+    saved.rename(out)
+    assert [path.name for path in (stage.run() / "checkpoints").iterdir()] == ["Epoch_1.pt"]
+    assert hidden_files(stage.run()) == []
+    assert not (stage.run() / "summary.json").exists()
+    assert_same_training(stage.finish("all_reduce", "--resume", "auto"), undisturbed("all_reduce"))
+
+
+@pytest.mark.slow
+def test_metrics_on_a_full_disk_name_the_file_on_all_ranks(stage: Stage) -> None:
+    stage.start("all_reduce", "--epochs", 40, "--measure-only", nodes=[0], shell="ulimit -f 5; exec \"$@\"", size=2)
+    stage.start("all_reduce", "--epochs", 40, "--measure-only", nodes=[1], port=stage.port, size=2)
+    for rank, ended in stage.end().items():
+        assert_told(ended, rf"error \(rank {rank}\): .*metrics\.jsonl could not be written \(File too large\)")
+
+
+def test_a_checkpoint_cut_at_100_random_places_is_never_trusted(tmp_path: Path) -> None:
+    """Cut off, or zeroes from there on, as a crash leaves a file whose last blocks were never written."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    places = random.Random(seed)
+    for epoch in (1, 2, 3):
+        save_checkpoint(tmp_path / f"Epoch_{epoch}.pt", {
+            "epoch": epoch, "model_state_dict": {"weight": torch.randn(64, 32), "bias": torch.zeros(64)},
+            "optimizer_state_dict": {"state": {0: {"momentum_buffer": torch.randn(64, 32)}}}, "loss": 0.5})
+    whole = (tmp_path / "Epoch_3.pt").read_bytes()
+    for _ in range(PLACES):
+        place = places.randrange(len(whole))
+        for damaged in (whole[:place], whole[:place] + bytes(len(whole) - place)):
+            (tmp_path / "Epoch_3.pt").write_bytes(damaged)
+            found, passed_over = newest_checkpoint([tmp_path])
+            if damaged != whole:
+                assert found == tmp_path / "Epoch_2.pt", f"seed {seed}, cut at {place} of {len(whole)}"
+                assert len(passed_over) == 1
+                assert "Epoch_3.pt" in passed_over[0]
+
+
+class Hostile:
+    """Unpickles as a command that makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.mark}",)
+
+
+@pytest.mark.slow
+def test_a_run_passes_over_a_hostile_and_a_cut_checkpoint(stage: Stage, undisturbed: Reference) -> None:
+    run, mark = stage.run(), stage.folder / "mark"
+    shutil.copytree(undisturbed("all_reduce"), run)
+    for result in ("summary.json", "report.json", "report.txt"):
+        (run / result).unlink()
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"epoch": 2, "st')  # as a full disk cuts a line
+    second = run / "checkpoints" / "Epoch_2.pt"
+    second.write_bytes(second.read_bytes()[:-random.randrange(1, 1_000_000)])
+    torch.save(load_checkpoint(run / "checkpoints" / "Epoch_1.pt") | {"loss": Hostile(mark)}, run / "checkpoints" / "Epoch_3.pt")
+    (run / "checkpoints" / "Epoch_4.pt").write_bytes(pickle.dumps(Hostile(mark)))
+    stage.finish("all_reduce", "--resume", "auto")
+    assert not mark.exists(), "code from a checkpoint ran"
+    for name in ("Epoch_4", "Epoch_3", "Epoch_2"):
+        assert f"{name}.pt is " in stage.text(0), "each that is passed over is named"
+    assert "Epoch_1.pt, step 2" in stage.text(0)
+    for name in ("Epoch_3.pt", "Epoch_4.pt"):
+        (run / "checkpoints" / name).unlink()
+    assert_same_training(run, undisturbed("all_reduce"))
+
+
+WRITE_HALF = """
+import sys
+from pathlib import Path
+from common.files import _open_unfinished
+file = _open_unfinished(Path(sys.argv[1]))
+file.write(b"half")
+file.flush()
+print("written", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(tmp_path: Path) -> None:
+    def start(name: str) -> subprocess.Popen:
+        writer = subprocess.Popen([sys.executable, "-c", WRITE_HALF, tmp_path / name], stdin=subprocess.PIPE,
+                                  stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert writer.stdout.readline() == "written\n"
+        return writer
+
+    (tmp_path / ".Epoch_5.pt.of-somebody-else").write_text("stays")
+    with start("Epoch_1.pt") as dead, start("Epoch_2.pt") as living:
+        dead.kill()
+        dead.wait(30)
+        assert len(list(tmp_path.glob("*.unfinished"))) == 2
+        remove_unfinished(tmp_path)
+        [left] = tmp_path.glob("*.unfinished")
+        assert left.name.startswith(".Epoch_2.pt.")
+        living.kill()
+        living.wait(30)
+    write_atomically(tmp_path / "Epoch_3.pt", b"whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".Epoch_5.pt.of-somebody-else", "Epoch_3.pt"]
