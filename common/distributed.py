@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from common.config import DEFAULT_MASTER_PORT
 from common.errors import GroupError, Stopped, UserError
-from common.last_words import LastWords
+from common.last_words import LastWords, open_sockets
 from common.place import Launch
 from common.rendezvous import local_place, meet
 from common.waiting import in_thread
@@ -70,8 +70,9 @@ def process_group(launch: Launch, *, backend: str | None = None, timeout_seconds
     if launch.master_ip is None:
         yield World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return
+    before = open_sockets()
     world, store = _open(launch, backend, timeout_seconds)
-    words = LastWords(store, world.rank, world.size, patience_seconds=timeout_seconds)
+    words = LastWords(store, world.rank, world.size, patience_seconds=timeout_seconds, others_sockets=before)
     try:
         try:
             yield world

@@ -8,8 +8,9 @@ waits until the others have read.
 import contextlib
 import os
 import socket
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -27,11 +28,13 @@ class LastWords:
     Parameters
     ----------
     patience_seconds : how long rank 0 holds the store for those who still compute and have not noticed.
+    others_sockets : of this process, which are not the group's: ``open_sockets`` before it was formed.
     """
 
-    def __init__(self, store: dist.TCPStore | None, rank: int, size: int, *, patience_seconds: float) -> None:
+    def __init__(self, store: dist.TCPStore | None, rank: int, size: int, *, patience_seconds: float,
+                 others_sockets: Collection[int]) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._patience_seconds = patience_seconds
+        self._patience_seconds, self._others_sockets = patience_seconds, others_sockets
         self._words_exist = False
 
     def leave(self, error: BaseException) -> None:
@@ -65,7 +68,7 @@ class LastWords:
         if self._rank > 0 or self._size == 1 or self._store is None:
             return
         others = [f"parted/{rank}" for rank in range(1, self._size)]
-        _hang_up(self._store.port)
+        _hang_up(self._store.port, self._others_sockets)
         deadline = time.monotonic() + self._patience_seconds
         while time.monotonic() < deadline and not self._store.check(others):  # in this process: it answers
             time.sleep(_POLL_SECONDS)
@@ -80,12 +83,24 @@ class LastWords:
             return None
 
 
-def _hang_up(store_port: int) -> None:
-    """Close this process's connections but the store's, as its end would, so that the others notice now.
+def open_sockets() -> set[int]:
+    """Return the sockets that this process has open, by inode."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # the folder's own descriptor is closed by now
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add(status.st_ino)
+    return found
+
+
+def _hang_up(store_port: int, others_sockets: Collection[int]) -> None:
+    """Close the group's connections but the store's, as this process's end would, so that the others notice now.
 
     torch closes them only when nothing refers to the group any more, and the model and the error in flight do.
     """
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:  # OSError: no socket, not connected
-            if one.family != socket.AF_UNIX and store_port not in (one.getsockname()[1], one.getpeername()[1]):
+            if (os.fstat(one.fileno()).st_ino not in others_sockets and one.family != socket.AF_UNIX
+                    and store_port not in (one.getsockname()[1], one.getpeername()[1])):
                 one.shutdown(socket.SHUT_RDWR)

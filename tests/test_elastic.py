@@ -177,7 +177,8 @@ def test_the_newest_checkpoint_counts_on_whichever_node_it_lies(tmp_path: Path, 
     assert step == load_checkpoint(moved / "Epoch_1.pt")["step"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_later(
         tmp_path: Path, images: list, undisturbed: Callable[[int], dict], number: signal.Signals) -> None:
     arguments = [*ARGUMENTS, *images, "--output-dir", tmp_path, "--run-name", "job-7"]
@@ -198,6 +199,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_later(
     assert all(torch.equal(value, undisturbed(2)["model_state_dict"][name]) for name, value in parameters.items())
 
 
+@pytest.mark.slow
 def test_a_run_name_that_exists_is_refused_without_resume(tmp_path: Path) -> None:
     quick = ["--dataset", "digits", "--max-steps", 1, "--output-dir", tmp_path, "--run-name", "mine"]
     assert start_part("PartOne", *quick, cwd=tmp_path).end().status == 0
@@ -206,6 +208,7 @@ def test_a_run_name_that_exists_is_refused_without_resume(tmp_path: Path) -> Non
     assert "holds a run already: add --resume auto" in refused.err
 
 
+@pytest.mark.slow
 def test_a_setting_under_which_restarts_would_fail_is_named(tmp_path: Path) -> None:
     agent = start_agent(tmp_path, "--nproc-per-node", 1, "--max-restarts", 1, "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
                         env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"},

@@ -570,6 +570,7 @@ def test_resnet_with_averaged_weights_starts_its_ranks_by_itself(tmp_path: Path,
     assert summary["backend"] == "gloo"
 
 
+@pytest.mark.slow
 def test_a_target_that_is_reached_ends_all_ranks(tmp_path: Path, images: Path) -> None:
     """Under ``python -m torch.distributed.launch``; any accuracy reaches the target: patience 2 ends after 2 epochs of 5."""
     launcher = ["-m", "torch.distributed.launch", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port",

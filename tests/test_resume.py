@@ -65,7 +65,8 @@ def test_one_rank_resumes_bit_for_bit(tmp_path: Path, images: Path) -> None:
     assert "nothing was left to train" in nothing_left.out
 
 
-@pytest.mark.parametrize("part", ["PartTwo", pytest.param("PartThree", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["PartTwo", "PartThree"])
 def test_two_ranks_resume_bit_for_bit_though_only_rank_0_has_the_file(tmp_path: Path, images: Path, part: str) -> None:
     """Each rank has a disk of its own; --resume auto finds the newest good checkpoint on rank 0's."""
     def run(name: str, *more: object) -> None:

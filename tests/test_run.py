@@ -48,7 +48,7 @@ def test_part_one_without_a_flag_for_the_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("part", "flags", "way"), [
-    ("PartTwo", (), "PartTwo-gather_scatter"), ("PartThree", (), "PartThree-ddp"),
+    ("PartTwo", (), "PartTwo-gather_scatter"), pytest.param("PartThree", (), "PartThree-ddp", marks=pytest.mark.slow),
     pytest.param("PartTwo", ("--sync", "all_reduce"), "PartTwo-all_reduce", marks=pytest.mark.slow)])
 def test_three_ranks_share_batch_and_test_set(tmp_path: Path, part: str, flags: tuple[str, ...], way: str) -> None:
     """A batch and a test set that do not divide by three; the report has each test image once."""

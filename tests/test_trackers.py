@@ -44,6 +44,7 @@ def wandb_records(path: Path) -> list[Any]:
     return records
 
 
+@pytest.mark.slow
 def test_a_run_on_two_ranks_fills_both_dashboards_from_rank_0(tmp_path: Path) -> None:
     """Without an account Weights & Biases writes offline, in the run's folder; every number stands at its step."""
     pytest.importorskip("wandb")

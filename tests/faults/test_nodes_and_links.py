@@ -49,6 +49,7 @@ def test_a_pause_beyond_the_timeout_ends_the_others_and_then_the_node(stage: Sta
     assert_no_result(stage.run())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("links")
 def test_a_link_cut_and_restored_within_the_timeout_costs_time_alone(stage: Stage, undisturbed: Reference) -> None:
     stage.start(timeout=60)
