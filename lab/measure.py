@@ -19,6 +19,7 @@ from common.distributed import World, gather_objects
 from common.machine import usable_cores
 from common.memory import keep_freed_memory
 from common.records import environment
+from common.sync.exchange import send_and_receive
 from common.sync.traffic import KINDS
 from lab.trainer import Trainer, cpu_seconds, since
 
@@ -112,10 +113,7 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
         return [torch.empty_like(tensor) for _ in range(size)]
 
     def exchange(tensor: Tensor) -> None:
-        received = torch.empty_like(tensor)
-        works = [dist.isend(tensor, (rank + 1) % size), dist.irecv(received, (rank - 1) % size)]
-        for work in works:
-            work.wait()
+        send_and_receive(tensor, torch.empty_like(tensor), to=(rank + 1) % size, source=(rank - 1) % size)
 
     return {
         "all_reduce": dist.all_reduce,

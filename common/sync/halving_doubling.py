@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.sync.base import GradientSync
+from common.sync.exchange import send_and_receive
 from common.sync.flat import FlatBuffers
 from common.sync.traffic import Operation, after_copy, buffers
 
@@ -83,17 +84,9 @@ def halving_doubling_all_reduce(total: Tensor) -> None:
         total += others
     rounds = _halves(total.numel(), rank, power)
     for partner, (begin, end), given in rounds:
-        _swap(total[slice(*given)], others[begin:end], partner)
+        send_and_receive(total[slice(*given)], others[begin:end], to=partner, source=partner)
         total[begin:end] += others[begin:end]
     for partner, kept, given in reversed(rounds):
-        _swap(total[slice(*kept)], total[slice(*given)], partner)
+        send_and_receive(total[slice(*kept)], total[slice(*given)], to=partner, source=partner)
     if rank + power < size:
         dist.send(total, dst=rank + power)
-
-
-def _swap(mine: Tensor, coming: Tensor, partner: int) -> None:
-    """Send and receive at once; empty halves are left out at both ends."""
-    both = [dist.P2POp(dist.isend, mine, partner)] if len(mine) else []
-    both += [dist.P2POp(dist.irecv, coming, partner)] if len(coming) else []
-    for work in dist.batch_isend_irecv(both) if both else []:  # started together, which NCCL insists on
-        work.wait()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.sync.base import GradientSync
+from common.sync.exchange import send_and_receive
 from common.sync.flat import FlatBuffers
 from common.sync.traffic import Operation, after_copy, buffers
 
@@ -53,21 +54,13 @@ class Ring(GradientSync):
 def ring_all_reduce(total: Tensor) -> None:
     """Sum ``total``, contiguous and of any length, over the ranks in place."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    following, before = (rank + 1) % size, (rank - 1) % size
     bounds = [total.numel() * index // size for index in range(size + 1)]
     chunks = [total[begin:end] for begin, end in pairwise(bounds)]
     received = torch.empty_like(max(chunks, key=len))
     for step in range(size - 1):
         mine, coming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
-        _pass_on(mine, received[:len(coming)])
+        send_and_receive(mine, received[:len(coming)], to=following, source=before)
         coming += received[:len(coming)]
     for step in range(size - 1):
-        _pass_on(chunks[(rank + 1 - step) % size], chunks[(rank - step) % size])
-
-
-def _pass_on(mine: Tensor, coming: Tensor) -> None:
-    """Send to the next rank while receiving from the one before; empty chunks are left out at both ends."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    both = [dist.P2POp(dist.isend, mine, (rank + 1) % size)] if len(mine) else []
-    both += [dist.P2POp(dist.irecv, coming, (rank - 1) % size)] if len(coming) else []
-    for work in dist.batch_isend_irecv(both) if both else []:  # started together, which NCCL insists on
-        work.wait()
+        send_and_receive(chunks[(rank + 1 - step) % size], chunks[(rank - step) % size], to=following, source=before)
