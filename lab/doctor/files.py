@@ -1,6 +1,7 @@
 """Checks of what lies on this machine's disks: the dataset, room for checkpoints, the code."""
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from common.config import REPOSITORY
+from common.source import source_digests
 from lab.doctor.finding import Finding, Question, failure, ok, warning
 from lab.doctor.machine import torch_facts
 
@@ -107,12 +109,8 @@ def check_code(_question: Question) -> Finding:
 
 @cache
 def code_digest() -> str:
-    """Return twelve digits of the SHA-256 over the source files of ``common``, which the ranks must share, too: equal where the
-    code is, whatever git says. Line ends don't count."""
-    sha = hashlib.sha256()
-    for path in sorted((REPOSITORY / "common").rglob("*.py")):
-        sha.update(path.relative_to(REPOSITORY).as_posix().encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n") + b"\0")
-    return sha.hexdigest()[:12]
+    """Return twelve digits of a SHA-256 over the source files that the ranks must share, as they compare them at a start."""
+    return hashlib.sha256(json.dumps(source_digests(), sort_keys=True).encode()).hexdigest()[:12]
 
 
 @cache
