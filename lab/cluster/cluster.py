@@ -6,6 +6,7 @@ and ``traffic``. The work is done within, by host.py; channel.py is the way ther
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +69,7 @@ class Cluster:
         self.nodes, self.loopback = nodes, loopback
         self.warnings: list[str] = []
         self._rate, self._latency = parse_rate(rate), parse_latency(latency)
-        self._logs, self._fresh, self._echo = logs, fresh, echo
+        self._logs, self._fresh, self._echo = logs, fresh or sys.platform != "linux", echo  # elsewhere forks of torch may hang
         self._check(rate, latency)
         self._changed = threading.Condition()
         self._running: dict[int, float] = {}

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +34,10 @@ def _prefix() -> str:
 
 @contextlib.contextmanager
 def served(cluster: Cluster) -> Iterator[None]:
-    """Answer requests about ``cluster`` from this user's other terminals."""
+    """Answer requests about ``cluster`` from this user's other terminals; only Linux has such sockets."""
+    if sys.platform != "linux":
+        yield
+        return
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{_prefix()}{os.getpid()}")
         listener.listen()
@@ -68,6 +72,8 @@ def _answer(cluster: Cluster, request: Mapping[str, Any]) -> dict[str, Any]:
 def find(pid: int | None) -> int:
     """Return the process id of this user's ``lab cluster run``; UserError where there is none, or several and ``pid`` chooses
     none of them."""
+    if sys.platform != "linux":
+        raise UserError(f"a running cluster can be reached on Linux alone, and this is {sys.platform}")
     names = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if f" @{_prefix()}" in line}
     running = sorted(int(name.rpartition(".")[2]) for name in names)
     if not running:

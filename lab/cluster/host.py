@@ -63,8 +63,7 @@ class Host:
             _preload()
         self._watch_children()
         self._selector.register(0, selectors.EVENT_READ, self._take_requests)
-        self._send({"ready": [os.readlink("/proc/self/ns/net") if self._link is None else
-                              f"net:[{network.namespace_file(node).stat().st_ino}]" for node in range(self._nodes)]})
+        self._send({"ready": ["" if self._link is None else _name_of_network(node) for node in range(self._nodes)]})
         while True:
             for key, _ in self._selector.select():
                 done, program = key.data(key.fd)
@@ -153,7 +152,7 @@ class Host:
         if self._link is None:
             program = self._programs.get(node)
             return [program.pid, *descendants(program.pid)] if program is not None else []
-        name, found = f"net:[{network.namespace_file(node).stat().st_ino}]", []
+        name, found = _name_of_network(node), []
         for entry in os.listdir("/proc"):
             if entry.isdecimal():
                 try:
@@ -278,6 +277,11 @@ def _as_started_anew(environment: Mapping[str, str], place: Path) -> None:
     if not place.resolve().is_relative_to(REPOSITORY):
         for name in [name for name in sys.modules if name.partition(".")[0] in _OWN_PACKAGES]:
             del sys.modules[name]
+
+
+def _name_of_network(node: int) -> str:
+    """As /proc names it, inside and outside."""
+    return f"net:[{network.namespace_file(node).stat().st_ino}]"
 
 
 def _enter_network(node: int) -> None:
