@@ -4,18 +4,19 @@ Status 0: done; 1: the run failed; 2: the command cannot be run as given; 75: st
 130: interrupted.
 """
 
-import atexit
 import os
 import re
 import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from common.arguments import parse_arguments, print_recipe
 from common.config import Config
+from common.ending import end_process
 from common.errors import GroupError, Stopped, UserError
 from common.place import Launch, choose_gpus, launcher_command, processes_to_start, resolve_launch
 
@@ -77,7 +78,7 @@ def main(part: str, *, path: str, description: str, sync_choices: Sequence[str],
         from common.experiment import run
 
         run(config, launch)
-        return 0
+        return _end(launch, "", 0)
     except Stopped as stopped:
         return _end(launch, f"stopped{rank}: {stopped}", TO_BE_CONTINUED)
     except (UserError, GroupError) as error:
@@ -88,22 +89,17 @@ def main(part: str, *, path: str, description: str, sync_choices: Sequence[str],
         if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
             return _end(launch, f"error{rank}: out of memory: give a smaller --batch-size or fewer ranks a machine ({error})", 1)
         explanation = explain_collective_failure(error)
-        if explanation is None:
-            raise
-        return _end(launch, f"error{rank}: {explanation}", 1)
+        return _end(launch, f"error{rank}: {explanation}" if explanation else traceback.format_exc().rstrip(), 1)
+    except Exception:
+        return _end(launch, traceback.format_exc().rstrip(), 1)
 
 
 def _end(launch: Launch, message: str, status: int) -> int:
-    """Say why the run ends early and return the status; of a group, end the process at once with it.
-
-    The other ranks may be gone by now, and torch's threads, which still talk to them, do not always survive being taken down in
-    order: "terminate called without an active exception", and the status would be that of a crash.
-    """
-    _say(message, status)
+    """Say why the run ends early, if it does, and return the status; of a group, end the process with it."""
+    if message:
+        _say(message, status)
     if launch.size > 1:
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        os._exit(status)
+        end_process(status)
     return status
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from common.distributed import explain_collective_failure
+from common.ending import end_process
 from common.machine import usable_cores
 from common.training_engine.launch import _OUTCOME, TrainingEngine
 
@@ -68,4 +69,4 @@ def _end_with_the_caller() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
+    end_process(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -4,7 +4,6 @@
 forked node's whole life.
 """
 
-import atexit
 import os
 import re
 import runpy
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from common.ending import end_process
 from common.errors import UserError
 from common.machine import usable_cores
 
@@ -49,9 +49,7 @@ class PythonProgram:
             status = _status(error)
         # As at an interpreter's end, but for taking down all modules: with memory that is shared since a fork that takes seconds.
         threading._shutdown()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        os._exit(status)
+        end_process(status)
 
 
 def _status(error: BaseException) -> int:
