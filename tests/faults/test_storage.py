@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from common.checkpoint import digest, load_checkpoint, newest_checkpoint, save_checkpoint
 from common.files import remove_unfinished, write_atomically
 from tests.faults.stage import QUICK, Stage, assert_same_training, assert_told, hidden_files
 from tests.helpers import ROOT, Started, free_port, make_image_folder, only_run_folder, run_part
 
 PLACES = 100
+LAST_RECORD_BYTES = 22  # of a zip file: its table of contents once more, in numbers
 Reference = Callable[[str], Path]
 
 
@@ -78,7 +79,11 @@ def test_metrics_on_a_full_disk_name_the_file_on_all_ranks(stage: Stage) -> None
 
 
 def test_a_checkpoint_cut_at_100_random_places_is_never_trusted(tmp_path: Path) -> None:
-    """Cut off, or zeroes from there on, as a crash leaves a file whose last blocks were never written."""
+    """Cut off, or zeroes from there on, as a crash leaves a file whose last blocks were never written.
+
+    Zeroes in the archive's last record alone (22 bytes, which repeat what stands before them) may go unnoticed: then every
+    entry is there as it was, by its SHA-256.
+    """
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     places = random.Random(seed)
@@ -86,13 +91,15 @@ def test_a_checkpoint_cut_at_100_random_places_is_never_trusted(tmp_path: Path) 
         save_checkpoint(tmp_path / f"Epoch_{epoch}.pt", {
             "epoch": epoch, "model_state_dict": {"weight": torch.randn(64, 32), "bias": torch.zeros(64)},
             "optimizer_state_dict": {"state": {0: {"momentum_buffer": torch.randn(64, 32)}}}, "loss": 0.5})
-    whole = (tmp_path / "Epoch_3.pt").read_bytes()
-    for _ in range(PLACES):
-        place = places.randrange(len(whole))
+    whole, entries = (tmp_path / "Epoch_3.pt").read_bytes(), digest(load_checkpoint(tmp_path / "Epoch_3.pt"))
+    in_last_record = range(len(whole) - LAST_RECORD_BYTES, len(whole))
+    for place in [*(places.randrange(len(whole)) for _ in range(PLACES)), *in_last_record]:
         for damaged in (whole[:place], whole[:place] + bytes(len(whole) - place)):
             (tmp_path / "Epoch_3.pt").write_bytes(damaged)
             found, passed_over = newest_checkpoint([tmp_path])
-            if damaged != whole:
+            if found == tmp_path / "Epoch_3.pt" and len(damaged) == len(whole) and place in in_last_record:
+                assert digest(load_checkpoint(found)) == entries
+            elif damaged != whole:
                 assert found == tmp_path / "Epoch_2.pt", f"seed {seed}, cut at {place} of {len(whole)}"
                 assert len(passed_over) == 1
                 assert "Epoch_3.pt" in passed_over[0]
