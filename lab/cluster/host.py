@@ -7,8 +7,6 @@ that it is to become.
 
 import contextlib
 import ctypes
-import gc
-import importlib
 import json
 import os
 import selectors
@@ -19,17 +17,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.config import REPOSITORY
 from lab.cluster import network
 from lab.cluster.network import Link
-from lab.cluster.program import PythonProgram, parse_python
+from lab.cluster.program import PythonProgram, as_started_anew, parse_python, preload_modules
 from lab.processes import adopt_orphans, death_wish, descendants
 
 _NETWORK_NAMESPACE = 0x40000000
 _READ_BYTES = 65536
 _NOT_FOUND = 127
-_OWN_PACKAGES = ("common", "lab")
-_PRELOADED = ("common.experiment", "common.models.vgg", "sklearn.datasets", "torch._dynamo")
 
 
 class Host:
@@ -60,7 +55,7 @@ class Host:
             self._send({"failed": str(error)})
             return None
         if preload:
-            _preload()
+            preload_modules()
         self._watch_children()
         self._selector.register(0, selectors.EVENT_READ, self._take_requests)
         self._send({"ready": ["" if self._link is None else _name_of_network(node) for node in range(self._nodes)]})
@@ -201,7 +196,7 @@ class Host:
         except OSError as error:
             os.write(2, f"error: {what}: {error.strerror}\n".encode())
             os._exit(_NOT_FOUND)
-        _as_started_anew(environment, Path(folder if program.module else program.target))
+        as_started_anew(environment, Path(folder if program.module else program.target))
         return program
 
     def _take_output(self, node: int) -> bool:
@@ -253,30 +248,6 @@ class _Program:
     def __init__(self, pid: int, reader: int, name: str) -> None:
         self.pid, self.reader, self.name = pid, reader, name
         self.rest, self.closed = b"", False
-
-
-def _preload() -> None:
-    """Import what every node of a python command would; nothing may compute here, since threads do not survive a fork."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as common/entry.py has it; read when torch is imported
-    for module in _PRELOADED:
-        importlib.import_module(module)
-    gc.freeze()  # so that no node's collector touches, and thereby copies, memory that all share
-
-
-def _as_started_anew(environment: Mapping[str, str], place: Path) -> None:
-    """What an interpreter that starts would have set from its environment or by chance; of this repository's modules, a program
-    that lies elsewhere has none yet, and perhaps others of the same name."""
-    import numpy as np
-    import torch
-
-    np.random.seed(None)  # forks of one process would all draw the same
-    torch.seed()
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    if str(REPOSITORY) in sys.path:
-        sys.path.remove(str(REPOSITORY))  # it is the host's
-    if not place.resolve().is_relative_to(REPOSITORY):
-        for name in [name for name in sys.modules if name.partition(".")[0] in _OWN_PACKAGES]:
-            del sys.modules[name]
 
 
 def _name_of_network(node: int) -> str:

@@ -1,20 +1,23 @@
 """What a node runs: a command with its place filled in, forked into an interpreter that has imported torch, or started anew.
 
-``fill_in`` fills the placeholders, ``parse_python`` says whether a command can be forked, ``PythonProgram.run`` is the
-forked node's whole life.
+``fill_in`` fills the placeholders, ``parse_python`` says whether a command can be forked, ``preload_modules`` imports what all
+forks share, ``as_started_anew`` undoes in a fork what a fresh interpreter would not have, ``PythonProgram.run`` is its life.
 """
 
+import gc
+import importlib
 import os
 import re
 import runpy
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from common.config import REPOSITORY
 from common.ending import end_process
 from common.errors import UserError
 from common.machine import usable_cores
@@ -23,6 +26,8 @@ PLACEHOLDERS = ("master", "nodes", "rank", "port")
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 _INTERPRETERS = ("python", "python3")
 _INTERRUPTED = 130
+_OWN_PACKAGES = ("common", "lab")
+_PRELOADED = ("common.experiment", "common.models.vgg", "sklearn.datasets", "torch._dynamo")
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,30 @@ def _is_this_interpreter(word: str) -> bool:
     """Not by resolving links: an environment's python is a link to another interpreter that has none of its packages."""
     return word in _INTERPRETERS or (os.path.basename(word).startswith("python")
                                      and os.path.dirname(os.path.abspath(word)) == os.path.dirname(sys.executable))
+
+
+def preload_modules() -> None:
+    """Import what every node of a python command would; nothing may compute here, since threads do not survive a fork."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as common/entry.py has it; read when torch is imported
+    for module in _PRELOADED:
+        importlib.import_module(module)
+    gc.freeze()  # so that no node's collector touches, and thereby copies, memory that all share
+
+
+def as_started_anew(environment: Mapping[str, str], place: Path) -> None:
+    """What an interpreter that starts would have set from its environment or by chance; of this repository's modules, a program
+    that lies elsewhere has none yet, and perhaps others of the same name."""
+    import numpy as np
+    import torch
+
+    np.random.seed(None)  # forks of one process would all draw the same
+    torch.seed()
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    if str(REPOSITORY) in sys.path:
+        sys.path.remove(str(REPOSITORY))  # it is the host's
+    if not place.resolve().is_relative_to(REPOSITORY):
+        for name in [name for name in sys.modules if name.partition(".")[0] in _OWN_PACKAGES]:
+            del sys.modules[name]
 
 
 def fill_in(command: Sequence[str], *, master: str, nodes: int, rank: int, port: int) -> list[str]:
