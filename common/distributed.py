@@ -24,7 +24,7 @@ from common.config import DEFAULT_MASTER_PORT
 from common.errors import GroupError, Stopped, UserError
 from common.last_words import LastWords, open_sockets
 from common.place import Launch
-from common.rendezvous import local_place, meet
+from common.rendezvous import meet
 from common.waiting import in_thread
 
 T = TypeVar("T")
@@ -108,9 +108,8 @@ def _open(launch: Launch, backend: str | None, timeout_seconds: float) -> tuple[
     if launch.torchrun:
         gpus_suffice = torch.cuda.device_count() >= local_size
     else:
-        store, peers = meet(launch, timeout_seconds)
-        local_rank, local_size = local_place(peers, launch.rank)
-        gpus_suffice = all(peer.gpus >= local_place(peers, rank)[1] for rank, peer in enumerate(peers))
+        store, seat = meet(launch, timeout_seconds)
+        local_rank, local_size, gpus_suffice = seat.local_rank, seat.local_size, seat.gpus_suffice
     if backend == "nccl" and not gpus_suffice:
         raise UserError(f"--backend nccl needs a GPU for each of the {local_size} ranks on a machine, and this one has "
                         f"{torch.cuda.device_count()}: give --backend gloo, or fewer ranks")

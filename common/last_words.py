@@ -20,6 +20,7 @@ from common.waiting import in_thread
 T = TypeVar("T")
 _ANSWER_SECONDS = 3.0
 _POLL_SECONDS = 0.05
+_WORDS, _PARTED = "words", "parted"
 
 
 class LastWords:
@@ -43,17 +44,11 @@ class LastWords:
         first_line = next((line for line in str(error).splitlines() if line.strip()), "")
         name = "" if isinstance(error, ValueError | RuntimeError) and first_line else type(error).__name__
         words = ": ".join(part for part in (name, first_line) if part)
-        self._ask(lambda store: store.set(f"words/{self._rank}", words))
+        self._ask(lambda store: store.compare_set(_WORDS, "", f"rank {self._rank} stopped: {words}"))
 
     def read(self) -> str | None:
         """Return why the group broke, in the words of the first rank that left some; None where there are none: it was killed."""
-        def read(store: dist.Store) -> str | None:
-            for rank in range(self._size):
-                if store.check([f"words/{rank}"]):
-                    return f"rank {rank} stopped: {store.get(f'words/{rank}').decode()}"
-            return None
-
-        words = self._ask(read)
+        words = self._ask(lambda store: store.get(_WORDS).decode() if store.check([_WORDS]) else None)
         self._words_exist = words is not None
         return words
 
@@ -64,13 +59,12 @@ class LastWords:
         """
         if not self._words_exist:
             return
-        self._ask(lambda store: store.set(f"parted/{self._rank}", ""))
+        self._ask(lambda store: store.add(_PARTED, 1))
         if self._rank > 0 or self._size == 1 or self._store is None:
             return
-        others = [f"parted/{rank}" for rank in range(1, self._size)]
         _hang_up(self._store.port, self._others_sockets)
         deadline = time.monotonic() + self._patience_seconds
-        while time.monotonic() < deadline and not self._store.check(others):  # in this process: it answers
+        while time.monotonic() < deadline and self._store.add(_PARTED, 0) < self._size:  # in this process: it answers
             time.sleep(_POLL_SECONDS)
 
     def _ask(self, question: Callable[[dist.Store], T]) -> T | None:

@@ -1,6 +1,6 @@
 """A run's folder: ``<reports>/<part>-<sync>/<time>/`` with settings, environment, metrics, logs, checkpoints, report.
 
-``RunFolder`` owns the paths and writes the files. Rank 0 writes all of them but ``logs_rank{r}.txt``, one a rank.
+``RunFolder`` owns the paths and writes the files. Rank 0 writes all of them but ``logs_rank{r}.txt``, one a rank of the first 64.
 """
 
 import json
@@ -27,6 +27,7 @@ from common.timing import SECTIONS
 from common.training_engine import EpochReport, StepRecord
 
 _PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "matplotlib", "pillow")
+_LOGGED_RANKS = 64
 
 
 def new_run_name(parent: Path) -> str:
@@ -56,8 +57,9 @@ class RunFolder:
         self._metrics, self._epochs = path / "metrics.jsonl", path / "epochs.jsonl"
 
     def log(self, rank: int) -> Path:
-        """The log of one rank: a line an epoch."""
-        return self.path / f"logs_rank{rank}.txt"
+        """The log of one rank: a line an epoch. Nowhere for those beyond the first 64: a thousand ranks that write to one shared
+        folder keep its server busy."""
+        return self.path / f"logs_rank{rank}.txt" if rank < _LOGGED_RANKS else Path(os.devnull)
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file, whole or not at all; what is not finite becomes null. UserError where it cannot be written."""

@@ -1,15 +1,18 @@
 """How ranks that were started by hand meet: a TCP store on rank 0's node, and clear words for those who don't come.
 
 ``meet`` is the one function. torch's own rendezvous would do the same, but says neither who is missing nor that a
-rank was started twice.
+rank was started twice. A rank asks the store a handful of times, however many ranks there are: it says that it has come, and
+waits for its seat; rank 0 alone looks at all, and hands the seats out, or the reason why there are none.
 """
 
 import json
 import os
 import socket
 import time
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import NoReturn
 
@@ -25,6 +28,7 @@ from common.waiting import in_thread
 _POLL_SECONDS = 0.05
 _FAREWELL_SECONDS = 1.0
 _LAST_ANSWER_SECONDS = 2.0
+_COUNT, _ABORT = "count", "abort"
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,17 @@ class Peer:
     gpus: int
 
 
-def meet(launch: Launch, timeout_seconds: float) -> tuple[dist.TCPStore, list[Peer]]:
-    """Wait until all ranks are there; return the store they share and the peers by rank.
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place on its machine: ``local_rank`` of ``local_size``; and whether every rank of the job has a GPU of its own."""
+
+    local_rank: int
+    local_size: int
+    gpus_suffice: bool
+
+
+def meet(launch: Launch, timeout_seconds: float) -> tuple[dist.TCPStore, Seat]:
+    """Wait until all ranks are there; return the store they share and this rank's seat.
 
     Raises GroupError where the master cannot be reached or is lost, ranks are missing after ``timeout_seconds``, a rank was
     started twice or the ranks were given different numbers of nodes; UserError where the port is taken.
@@ -46,29 +59,32 @@ def meet(launch: Launch, timeout_seconds: float) -> tuple[dist.TCPStore, list[Pe
     meeting = in_thread(lambda: _meet(launch, timeout_seconds))
     wait([meeting], timeout=timeout_seconds + _FAREWELL_SECONDS + _LAST_ANSWER_SECONDS)
     if not meeting.done():
-        raise GroupError(f"lost rank 0 at {_place(launch)} while the ranks were meeting: it does not answer any more. Its node "
-                         "stands still, or the link to it is cut")
+        raise _lost(launch)
     return meeting.result()
 
 
-def _meet(launch: Launch, timeout_seconds: float) -> tuple[dist.TCPStore, list[Peer]]:
+def _meet(launch: Launch, timeout_seconds: float) -> tuple[dist.TCPStore, Seat]:
     deadline = time.monotonic() + timeout_seconds
     store = _serve(launch, timeout_seconds) if launch.rank == 0 else _connect(launch, deadline, timeout_seconds)
     try:
         _join(store, launch)
-        _wait_for_all(store, launch, deadline, timeout_seconds)
-        peers = [Peer(**json.loads(value)) for value in
-                 store.multi_get([_joined(rank) for rank in range(launch.size)])]
+        wait_for_seat = _hand_out_seats if launch.rank == 0 else _take_seat
+        return store, wait_for_seat(store, launch, deadline, timeout_seconds)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise GroupError(f"lost rank 0 at {_place(launch)} while the ranks were meeting; its own output says why "
                          f"({_first_line(error)})") from error
-    return store, peers
 
 
-def local_place(peers: list[Peer], rank: int) -> tuple[int, int]:
-    """Return this rank's place among the ranks on its host, and how many those are."""
-    here = [other for other, peer in enumerate(peers) if peer.host == peers[rank].host]
-    return here.index(rank), len(here)
+def seats(peers: Sequence[Peer]) -> list[Seat]:
+    """Return every rank's seat; ranks of one host sit there in the order of their numbers."""
+    sizes = Counter(peer.host for peer in peers)
+    gpus_suffice = all(peer.gpus >= sizes[peer.host] for peer in peers)
+    taken: Counter[str] = Counter()
+    found = []
+    for peer in peers:
+        found.append(Seat(taken[peer.host], sizes[peer.host], gpus_suffice))
+        taken[peer.host] += 1
+    return found
 
 
 def _serve(launch: Launch, timeout_seconds: float) -> dist.TCPStore:
@@ -115,21 +131,50 @@ def _join(store: dist.TCPStore, launch: Launch) -> None:
         first = Peer(**json.loads(store.get(_joined(launch.rank))))
         _abort(store, launch, f"rank {launch.rank} was started twice: on {first.host} (process {first.pid}) and on "
                f"{me.host} (process {me.pid}); give each node a --rank of its own")
-    store.set(_joined(launch.rank), json.dumps(me.__dict__))
+    store.set(_joined(launch.rank), json.dumps(asdict(me)))
+    store.add(_COUNT, 1)
 
 
-def _wait_for_all(store: dist.TCPStore, launch: Launch, deadline: float, timeout_seconds: float) -> None:
-    everyone = [_joined(rank) for rank in range(launch.size)]
-    while not store.check(everyone):
-        if store.check(["abort"]):
-            _leave(launch, store.get("abort").decode())
+def _hand_out_seats(store: dist.TCPStore, launch: Launch, deadline: float, timeout_seconds: float) -> Seat:
+    """Rank 0: wait for all, and tell each where it sits."""
+    while store.add(_COUNT, 0) < launch.size:
+        if store.check([_ABORT]):
+            _send_all_away(store, launch, store.get(_ABORT).decode())
         if time.monotonic() > deadline:
-            missing = [rank for rank in range(launch.size) if not store.check([_joined(rank)])]
-            _abort(store, launch, _missing_message(launch, missing, timeout_seconds))
+            _send_all_away(store, launch, _missing_message(store, launch, timeout_seconds))
         time.sleep(_POLL_SECONDS)
+    peers = [Peer(**json.loads(value)) for value in store.multi_get([_joined(rank) for rank in range(launch.size)])]
+    all_seats = seats(peers)
+    store.multi_set([_seat(rank) for rank in range(launch.size)], [json.dumps(asdict(seat)) for seat in all_seats])
+    return all_seats[0]
 
 
-def _missing_message(launch: Launch, missing: list[int], timeout_seconds: float) -> str:
+def _take_seat(store: dist.TCPStore, launch: Launch, deadline: float, timeout_seconds: float) -> Seat:
+    """Any other rank: wait for what rank 0 tells it. The first whose time is over says who is missing, for all."""
+    if not _comes(store, _seat(launch.rank), max(0.0, deadline - time.monotonic())):
+        if store.add("late", 1) == 1:
+            _abort(store, launch, _missing_message(store, launch, timeout_seconds))
+        if not _comes(store, _seat(launch.rank), _FAREWELL_SECONDS):
+            raise _lost(launch)
+    told = json.loads(store.get(_seat(launch.rank)))
+    if "away" in told:
+        raise GroupError(told["away"])
+    return Seat(**told)
+
+
+def _comes(store: dist.TCPStore, key: str, seconds: float) -> bool:
+    """Wait for a key. The store tells when it is there; nobody asks again and again."""
+    try:
+        store.wait([key], timedelta(seconds=max(seconds, _POLL_SECONDS)))
+    except dist.DistNetworkError:
+        raise
+    except dist.DistStoreError:
+        return False
+    return True
+
+
+def _missing_message(store: dist.TCPStore, launch: Launch, timeout_seconds: float) -> str:
+    missing = [rank for rank in range(launch.size) if not store.check([_joined(rank)])]
     names = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing[:20]))
     names += f" and {len(missing) - 20} more" if len(missing) > 20 else ""
     hint = ""
@@ -140,17 +185,25 @@ def _missing_message(launch: Launch, missing: list[int], timeout_seconds: float)
 
 
 def _abort(store: dist.TCPStore, launch: Launch, message: str) -> NoReturn:
-    """Tell those who are still waiting, then raise."""
-    everyone_is_there = store.check([_joined(rank) for rank in range(launch.size)])
-    if not everyone_is_there:  # a latecomer's mistake must not end a run that has begun
-        store.set("abort", message)
-    _leave(launch, message)
-
-
-def _leave(launch: Launch, message: str) -> NoReturn:
+    """Have rank 0 tell those who are still waiting, then raise."""
     if launch.rank == 0:
-        time.sleep(_FAREWELL_SECONDS)  # rank 0 holds the store: the others must have read the message before it goes
+        _send_all_away(store, launch, message)
+    if store.add(_COUNT, 0) < launch.size:  # a latecomer's mistake must not end a run that has begun
+        store.set(_ABORT, message)
     raise GroupError(message)
+
+
+def _send_all_away(store: dist.TCPStore, launch: Launch, message: str) -> NoReturn:
+    """Rank 0: tell everyone why there is no run, and raise."""
+    most = max(launch.size, int(store.get("size")))
+    store.multi_set([_seat(rank) for rank in range(most)], [json.dumps({"away": message})] * most)
+    time.sleep(_FAREWELL_SECONDS)  # rank 0 holds the store: the others must have read the message before it goes
+    raise GroupError(message)
+
+
+def _lost(launch: Launch) -> GroupError:
+    return GroupError(f"lost rank 0 at {_place(launch)} while the ranks were meeting: it does not answer any more. Its node "
+                      "stands still, or the link to it is cut")
 
 
 def _is_own_address(host: str) -> bool:
@@ -161,6 +214,10 @@ def _is_own_address(host: str) -> bool:
 
 def _joined(rank: int) -> str:
     return f"joined/{rank}"
+
+
+def _seat(rank: int) -> str:
+    return f"seat/{rank}"
 
 
 def _place(launch: Launch) -> str:
