@@ -6,9 +6,7 @@
 import hashlib
 import json
 import os
-import re
 import socket
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -22,14 +20,13 @@ import torch.distributed as dist
 
 from common.config import DEFAULT_MASTER_PORT
 from common.errors import GroupError, Stopped, UserError
+from common.failures import explain_collective_failure, first_line, is_torchs
 from common.last_words import LastWords, open_sockets
 from common.place import Launch
 from common.rendezvous import meet
 from common.waiting import in_thread
 
 T = TypeVar("T")
-_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|timed? ?out|connect failure|remote process exited|"
-                   r"socket|peer", re.IGNORECASE)
 _FIRST_PAUSE_SECONDS = 0.02
 
 
@@ -81,7 +78,7 @@ def process_group(launch: Launch, *, backend: str | None = None, timeout_seconds
             dist.barrier()
             raise
         except Exception as error:
-            if not _is_torchs(error) or (broken := explain_collective_failure(error)) is None:
+            if not is_torchs(error) or (broken := explain_collective_failure(error)) is None:
                 words.leave(error)
             elif told := words.read():
                 raise GroupError(f"{told}. Finished checkpoints are kept. ({broken.split(':')[0]} here: another rank has ended)"
@@ -125,7 +122,7 @@ def _open(launch: Launch, backend: str | None, timeout_seconds: float) -> tuple[
     except RuntimeError as error:
         met = "the ranks met" if store is not None else "torchrun started the ranks to meet"
         raise GroupError(f"{met} at {launch.master_ip}:{launch.master_port}, but {backend} could not connect them: "
-                         f"{_first_line(error)}. If the nodes have several networks, set GLOO_SOCKET_IFNAME (or "
+                         f"{first_line(error)}. If the nodes have several networks, set GLOO_SOCKET_IFNAME (or "
                          "NCCL_SOCKET_IFNAME) to the interface that joins them") from error
     return World(launch.rank, launch.size, local_rank, local_size, device, backend, timeout_seconds), store
 
@@ -281,31 +278,3 @@ def _told(action: Callable[[], T]) -> T:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise UserError(f"{error.strerror or error}{where}") from error
-
-
-def explain_collective_failure(error: BaseException) -> str | None:
-    """Return what to tell the user where ``error`` is a collective that lost a rank, else None.
-
-    The collective's name is read from the traceback: torch's message has only the address of a neighbour, often not
-    the culprit's.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    calls = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
-    if not _LOST.search(str(error)):
-        return None
-    collective = next((name for name in calls if name != "wrapper"), None)
-    if collective is None:
-        in_backward = any(frame.name == "backward" for frame in frames)
-        collective = "DistributedDataParallel's all_reduce in backward" if in_backward else "a collective"
-    return (f"{collective} broke: another rank has ended, or did not answer in time. Its own output says why; where "
-            f"it has none, its process was killed or its node lost. Finished checkpoints are kept. "
-            f"(torch says: {_first_line(error)})")
-
-
-def _is_torchs(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and not isinstance(error, GroupError)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).strip().split("\n") if line.strip()]
-    return lines[0] if lines else type(error).__name__

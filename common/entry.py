@@ -18,6 +18,7 @@ from common.arguments import parse_arguments, print_recipe
 from common.config import Config
 from common.ending import end_process
 from common.errors import GroupError, Stopped, UserError
+from common.failures import explain_collective_failure
 from common.place import Launch, choose_gpus, launcher_command, processes_to_start, resolve_launch
 
 INTERRUPTED = 130
@@ -74,7 +75,6 @@ def main(part: str, *, path: str, description: str, sync_choices: Sequence[str],
     if not config.debug:  # read when torch is imported: its C++ warnings repeat, with stack frames, what is told here
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        from common.distributed import explain_collective_failure
         from common.experiment import run
 
         run(config, launch)

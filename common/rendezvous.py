@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import GroupError, UserError
+from common.failures import first_line
 from common.machine import free_port
 from common.place import Launch
 from common.waiting import in_thread
@@ -72,7 +73,7 @@ def _meet(launch: Launch, timeout_seconds: float) -> tuple[dist.TCPStore, Seat]:
         return store, wait_for_seat(store, launch, deadline, timeout_seconds)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise GroupError(f"lost rank 0 at {_place(launch)} while the ranks were meeting; its own output says why "
-                         f"({_first_line(error)})") from error
+                         f"({first_line(error)})") from error
 
 
 def seats(peers: Sequence[Peer]) -> list[Seat]:
@@ -112,7 +113,7 @@ def _connect(launch: Launch, deadline: float, timeout_seconds: float) -> dist.TC
             reason = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
             time.sleep(_POLL_SECONDS)
         except (dist.DistStoreError, dist.DistNetworkError) as error:
-            raise GroupError(f"something else than rank 0 answers at {_place(launch)} ({_first_line(error)}): give "
+            raise GroupError(f"something else than rank 0 answers at {_place(launch)} ({first_line(error)}): give "
                              "another --master-port on every node") from error
     raise GroupError(
         f"rank {launch.rank} could not reach rank 0 at {_place(launch)} within {timeout_seconds:g} s ({reason}): start "
@@ -222,7 +223,3 @@ def _seat(rank: int) -> str:
 
 def _place(launch: Launch) -> str:
     return f"{launch.master_ip}:{launch.master_port}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]

@@ -17,8 +17,8 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from common.distributed import explain_collective_failure
 from common.ending import end_process
+from common.failures import explain_collective_failure
 from common.machine import usable_cores
 from common.training_engine.launch import _OUTCOME, TrainingEngine
 
