@@ -168,15 +168,16 @@ def set_debug() -> None:
 def agree(world: World, facts: Mapping[str, Any], *, what: str) -> None:
     """Raise UserError on every rank, naming each fact that differs with the values and who has them.
 
-    One small collective where all agree. ``facts`` are plain values by name, e.g. settings or tensor shapes.
+    One all_reduce of 64 bytes where all agree, however many they are. ``facts`` are plain values by name, e.g. settings or
+    tensor shapes.
     """
     if world.size == 1:
         return
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(world.device)
-    everyones = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(everyones, mine)
-    if all(torch.equal(other, everyones[0]) for other in everyones):  # the same verdict on every rank
+    largest = torch.stack([mine, ~mine])  # the largest of all complements is the complement of the smallest
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    if torch.equal(largest[0], ~largest[1]):  # the same verdict on every rank
         return
     all_facts = gather_objects(world, dict(facts))
     names = list(dict.fromkeys(name for one in all_facts for name in one))
@@ -208,10 +209,11 @@ def everyone(world: World, action: Callable[[], T], *, patient: bool = False) ->
         result = _told(action)
     except UserError as failure:
         error = str(failure)
-    errors: list[str | None] = [None] * world.size
-    dist.all_gather_object(errors, error)
-    if any(errors):
-        rank = world.rank if errors[world.rank] else next(r for r, text in enumerate(errors) if text)
+    failures = torch.tensor([int(error is not None)], device=world.device)
+    dist.all_reduce(failures)
+    if int(failures):
+        errors = gather_objects(world, error)
+        rank = world.rank if error else next(r for r, text in enumerate(errors) if text)
         raise UserError(errors[rank] if rank == world.rank else f"rank {rank} stopped: {errors[rank]}")
     return result
 
