@@ -131,7 +131,8 @@ def _add_calibrate(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_predict(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "predict", _predict, "the step time of each strategy on nodes that nobody has")
+    parser = _command(commands, "predict", _predict, "the step time of each strategy on nodes that nobody has, and where each "
+                      "stops scaling")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of nodes, up to 100,000")
     parser.add_argument("--rate", help="of each link, e.g. 1gbit (default: as calibrated)")
     parser.add_argument("--latency", help="of a message, e.g. 0.2ms (default: as calibrated)")
@@ -144,6 +145,8 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--averaging-period", type=int)
     parser.add_argument("--calibration", type=Path, help="a file of lab calibrate (default: this machine's, else the one that "
                         "comes with the project)")
+    parser.add_argument("--figure", type=Path, metavar="FILE.png", help="also draw step time and efficiency from one node to "
+                        "100,000; .svg and .pdf will do, too")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 

@@ -1,12 +1,12 @@
 """What a step takes, from what a strategy says that it sends: closed alpha-beta-gamma formulas and an event model.
 
-``predict_step`` adds up a step; ``stops_scaling`` asks it for many numbers of nodes. Nothing here imports torch, so that a
-table for 100,000 nodes comes at once. The formulas are those of the algorithms that Gloo uses (Thakur, Rabenseifner, Gropp:
+``predict_step`` adds up a step; lab/scaling.py asks for many numbers of nodes. Nothing here imports torch, so that a table for
+100,000 nodes comes at once. The formulas are those of the algorithms that Gloo uses (Thakur, Rabenseifner, Gropp:
 Optimization of Collective Communication Operations in MPICH, 2005).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -16,8 +16,11 @@ from lab.compute import StepCompute
 HEADERS = 1.06
 """Bytes on a link for each byte of payload: TCP, IP and Ethernet headers (measured on shaped links)."""
 
+PACKET_BYTES = 90
+"""On a link beside the payload of a message, however small: the headers of TCP and IP, and Ethernet's frame and gap. What
+``HEADERS`` counts of long ones, and what a root's many short ones take one after the other."""
+
 LARGEST_NODES = 100_000
-_EVERY_NODE_TO = 128
 _SAMPLED_RANKS = 32
 
 
@@ -101,6 +104,12 @@ class Terms:
         """All together: nothing of one operation is hidden behind another part of it."""
         return self.latency + self.bandwidth + self.root + self.summation
 
+    @property
+    def largest(self) -> str:
+        """What takes the most of them, in a reader's words."""
+        spent = {"latency": self.latency, "bandwidth": self.bandwidth, "root's link": self.root, "summation": self.summation}
+        return max(spent, key=lambda name: spent[name])
+
     def __add__(self, other: "Terms") -> "Terms":
         return Terms(self.latency + other.latency, self.bandwidth + other.bandwidth, self.root + other.root,
                      self.summation + other.summation)
@@ -114,7 +123,8 @@ def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
     reduce : ring, then the parts go to the root: N messages, 2(N-1)/N M bytes, (N-1)/N M summed.
     all_gather : ring, N-1 messages, (N-1) M bytes.
     broadcast : binomial tree, log2 N rounds up, each a message of M bytes.
-    gather, scatter : straight to and from the root, one message's latency, (N-1) M bytes through the root's link.
+    gather, scatter : straight to and from the root, one message's latency, (N-1) M bytes through the root's link and, since
+        they are N-1 messages, ``PACKET_BYTES`` for each but the first.
     exchange : one message of M bytes.
     """
     if kind == "exchange":
@@ -132,7 +142,7 @@ def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
         rounds = (ranks - 1).bit_length()
         return rounds, rounds * nbytes, 0.0
     if kind in ("gather", "scatter"):
-        return 1, (ranks - 1) * nbytes, 0.0
+        return 1, (ranks - 1) * nbytes + (ranks - 2) * PACKET_BYTES, 0.0
     raise ValueError(f"kind: got {kind!r}, which has no formula")
 
 
@@ -199,8 +209,7 @@ def predict_step(strategy: Plan, sizes: Sequence[int], ranks: int, *, network: N
     """
     slowed, sync, terms = _messages(strategy, sizes, ranks, network, compute)
     busy = compute.seconds + slowed
-    spent = {"latency": terms.latency, "bandwidth": terms.bandwidth, "root's link": terms.root, "summation": terms.summation}
-    bound = "compute" if busy >= sync else max(spent, key=lambda name: spent[name])
+    bound = "compute" if busy >= sync else terms.largest
     root, others = _bytes_sent(strategy, sizes, ranks)
     return Prediction(busy + sync, busy, sync, root, others, bound)
 
@@ -209,6 +218,12 @@ def step_seconds(strategy: Plan, sizes: Sequence[int], ranks: int, *, network: N
     """Return the seconds of ``predict_step`` alone."""
     slowed, sync, _ = _messages(strategy, sizes, ranks, network, compute)
     return compute.seconds + slowed + sync
+
+
+def message_terms(strategy: Plan, sizes: Sequence[int], ranks: int, *, network: Network) -> Terms:
+    """Return what the messages of a period take, hidden behind backward or not."""
+    operations = strategy.operations(sizes, ranks) if ranks > 1 else []
+    return sum((operation_terms(operation, ranks, network) for operation in operations), Terms())
 
 
 def _messages(strategy: Plan, sizes: Sequence[int], ranks: int, network: Network,
@@ -232,21 +247,3 @@ def _bytes_sent(strategy: Plan, sizes: Sequence[int], ranks: int) -> tuple[float
         return 0.0, 0.0
     some = sorted({1 + (ranks - 2) * place // max(1, _SAMPLED_RANKS - 1) for place in range(_SAMPLED_RANKS)})
     return sent(0), math.fsum(map(sent, some)) / len(some)
-
-
-def stops_scaling(strategy: Plan, sizes: Sequence[int], *, network: Network, compute_at: Callable[[int], StepCompute],
-                  limit: int = LARGEST_NODES) -> int | None:
-    """Return the number of nodes from which more make no step faster, up to ``limit``; None where more still do.
-
-    compute_at : a node's step by their number; with a fixed global batch it shrinks. Beyond 128 nodes the answer is good
-    to two percent or so, powers of two aside, which are tried all.
-    """
-    def seconds(nodes: int) -> float:
-        return step_seconds(strategy, sizes, nodes, network=network, compute=compute_at(nodes))
-
-    tried = set(range(1, min(limit, _EVERY_NODE_TO) + 1)) | {limit} | {1 << power for power in range(limit.bit_length())}
-    nodes = float(_EVERY_NODE_TO)
-    while (nodes := nodes * 1.04) < limit:
-        tried.add(int(nodes))
-    best = min(sorted(tried), key=seconds)
-    return None if best == limit else best

@@ -1,9 +1,14 @@
-"""``lab predict``: the table for nodes nobody has, from a calibration, in a moment: no torch is imported."""
+"""``lab predict``: the tables for nodes nobody has, from a calibration, in a moment: no torch is imported.
+
+``predict_table`` has the steps on given numbers of nodes, ``stops_of`` how far each strategy scales at all.
+"""
 
 import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -14,11 +19,11 @@ from common.sync import STRATEGIES
 from lab.calibration import QUIET_SHARE, Calibration, find_calibration
 from lab.compute import LEAST_SAMPLES, StepCompute, local_samples
 from lab.cost_model import HEADERS, LARGEST_NODES, Network, Plan, Prediction, predict_step
+from lab.scaling import SCALINGS, Stop, most_nodes, stops
 from lab.torchless import plans
 from lab.units import parse_latency, parse_rate
 
-SCALINGS = ("strong", "weak")
-_WIDTH = 100
+_WIDTH, _NARROW = 100, 92
 _OPTIONS = ("bucket_mb", "topk_ratio", "powersgd_rank", "averaging_period")
 
 
@@ -72,6 +77,21 @@ def predict_table(nodes: Sequence[int], rate_bits: float | None, latency_seconds
     return rows
 
 
+def stops_of(strategies: Mapping[str, Plan], calibration: Calibration, rate_bits: float | None, latency_seconds: float | None,
+             batch_size: int) -> list[Stop]:
+    """Return how far each strategy scales with a global batch of that size, then with one a node.
+
+    Empty without rate and latency for a calibration over loopback: the ranks of one machine end with its cores.
+    """
+    own_machines = rate_bits is not None or latency_seconds is not None
+    if not own_machines and calibration.over_loopback:
+        return []
+    network = network_of(calibration, rate_bits, latency_seconds)
+    return [stop for scaling in SCALINGS for stop in stops(
+        strategies, calibration.gradients, network=network, batch_size=batch_size, scaling=scaling, compute_at=partial(
+            compute_of, calibration, batch_size=batch_size, scaling=scaling, own_machines=own_machines))]
+
+
 def _row(name: str, strategy: Plan, nodes: int, calibration: Calibration, network: Network, compute: StepCompute, alone: float,
          *, scaling: str, note: str) -> Row:
     if name == "none" and nodes > 1:
@@ -94,30 +114,54 @@ def _note(calibration: Calibration, nodes: int, *, batch_size: int, scaling: str
 
 
 def main_predict(args: argparse.Namespace) -> int:
-    """Print the table, or JSON; return the exit status. Raises UserError on wrong values.
+    """Print the tables, or JSON; draw the figure; return the exit status. Raises UserError on wrong values.
 
     ``args`` : nodes (list of int), sync (list of names, or ["all"]), rate, latency (text or None), batch_size, scaling,
-    calibration (Path or None), json; and, where given, the strategies' options ``_OPTIONS``.
+    calibration (Path or None), json, figure (Path or None); and, where given, the strategies' options ``_OPTIONS``.
     """
     calibration, is_reference = find_calibration(args.calibration)
     names = list(STRATEGIES) if "all" in args.sync else list(dict.fromkeys(args.sync))
     options = {name: value for name in _OPTIONS if (value := getattr(args, name, None)) is not None}
     rate, latency = parse_rate(args.rate), parse_latency(args.latency)
-    rows = predict_table(args.nodes, rate, latency, plans(names, options), args.batch_size, args.scaling, calibration)
+    strategies = plans(names, options)
+    rows = predict_table(args.nodes, rate, latency, strategies, args.batch_size, args.scaling, calibration)
+    ends = stops_of(strategies, calibration, rate, latency, args.batch_size)
     told = _told(calibration, rate, latency, batch_size=args.batch_size, scaling=args.scaling, is_reference=is_reference)
+    if args.figure is not None:
+        _draw(args.figure, strategies, calibration, rate, latency, told, batch_size=args.batch_size, scaling=args.scaling)
     if args.json:
-        print(json.dumps({"format": 1, "about": told, "rows": [asdict(row) for row in rows]}, indent=1))
+        print(json.dumps({"format": 1, "about": told, "rows": [asdict(row) for row in rows],
+                          "scaling": [asdict(end) for end in ends]}, indent=1))
         return 0
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH)  # a file or a pipe has no width of its own
     for line in told:
         console.print(line, markup=False, soft_wrap=True)
-    console.print(_table(rows))
+    console.print(_table(rows, narrow=console.width < _NARROW))
     for note in dict.fromkeys(f"{'none' if row.sync == 'none' else f'{row.nodes} nodes'}: {row.note}"
                               for row in rows if row.note and row.prediction):
         console.print(note, markup=False, soft_wrap=True)
+    _print_stops(console, ends, batch_size=args.batch_size, cores=calibration.cores)
     return 0
+
+
+def _print_stops(console: Console, ends: Sequence[Stop], *, batch_size: int, cores: int) -> None:
+    if ends:
+        console.print(_stops_table(ends, narrow=console.width < _NARROW))
+    for line in _stops_told(batch_size) if ends else [
+            f"where scaling stops: ranks of one machine end with its {cores} cores; give --rate for nodes"]:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _draw(path: Path, strategies: Mapping[str, Plan], calibration: Calibration, rate: float | None, latency: float | None,
+          told: Sequence[str], *, batch_size: int, scaling: str) -> None:
+    """Draw the steps from one node to as many as the batch allows."""
+    from lab.scaling_figure import draw_scaling, numbers_to_draw  # matplotlib takes a second to import
+
+    numbers = numbers_to_draw(most_nodes(batch_size, scaling=scaling))
+    rows = predict_table(numbers, rate, latency, strategies, batch_size, scaling, calibration)
+    draw_scaling(path, [row for row in rows if row.prediction], scaling=scaling, told=told)
 
 
 def _told(calibration: Calibration, rate: float | None, latency: float | None, *, batch_size: int, scaling: str,
@@ -139,21 +183,53 @@ def _told(calibration: Calibration, rate: float | None, latency: float | None, *
             f"{ring.beta_seconds_per_byte * 1e9:.3g} ns a byte; summing {network.gamma_seconds_per_byte * 1e9:.2g} ns a byte"]
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    """Within 80 columns, so that no name is cut."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("strategy", "nodes", "step", "speed\nup", "effi-\nciency", "exposed\nsync", "root\nsends", "others\nsend",
-                    "bound by"):
-        table.add_column(heading, justify="left" if heading in ("strategy", "bound by") else "right", no_wrap=True)
+def _table(rows: Sequence[Row], *, narrow: bool) -> Table:
+    """Narrow: within 80 columns, so that no number is cut."""
+    table = _frame(["strategy", "nodes", "step", "speed\nup", "effi-\nciency", "exposed\nsync", "root\nsends",
+                    *([] if narrow else ["others\nsend"]), "bound by"], narrow=narrow)
     for row in rows:
         one = row.prediction
         if one is None:
-            table.add_row(row.sync, str(row.nodes), *["-"] * 6, row.note)
+            table.add_row(row.sync, str(row.nodes), *["-"] * (len(table.columns) - 3), row.note)
             continue
-        table.add_row(row.sync, str(row.nodes), _seconds(one.step_seconds), _least(row.speedup, 0.01, ".2f"),
-                      _least(row.efficiency, 0.001, ".1%"), _seconds(one.sync_seconds), _bytes(one.bytes_sent_root),
-                      _bytes(one.bytes_sent_others), one.bound)
+        sent = [one.bytes_sent_root] if narrow else [one.bytes_sent_root, one.bytes_sent_others]
+        table.add_row(row.sync, str(row.nodes), _seconds(one.step_seconds), _times(row.speedup),
+                      _least(row.efficiency, 0.001, ".1%"), _seconds(one.sync_seconds), *map(_bytes, sent), one.bound)
     return table
+
+
+def _stops_table(ends: Sequence[Stop], *, narrow: bool) -> Table:
+    """Strong and weak scaling side by side."""
+    table = _frame(["\n\nstrategy", "strong:\nstops\nat", "\nspeed\nup", "\n\nheld by", "weak:\nhalf\nto", "\nstops\nat",
+                    "\nspeed\nup", "\n\nheld by"], narrow=narrow)
+    strong, weak = ({end.sync: end for end in ends if end.scaling == scaling} for scaling in SCALINGS)
+    for name, one in strong.items():
+        other = weak[name]
+        table.add_row(name, f"{one.nodes or one.limit:,}", _times(one.speedup), one.held_by or "-",
+                      "all" if other.half_nodes == other.limit else f"{other.half_nodes:,}",
+                      f"{other.nodes:,}" if other.nodes else "never", _times(other.speedup), other.held_by or "-")
+    return table
+
+
+def _frame(headings: Sequence[str], *, narrow: bool) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=0 if narrow else (0, 1, 0, 0), pad_edge=False, show_edge=not narrow)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading.endswith(("strategy", " by")) else "right", no_wrap=True)
+    return table
+
+
+def _stops_told(batch_size: int) -> list[str]:
+    """What the words of ``_stops_table`` mean."""
+    limit = most_nodes(batch_size, scaling="strong")
+    return [f"strong: {batch_size:,} samples for all nodes together, at least {LEAST_SAMPLES} each, so up to {limit:,}; weak: "
+            f"{batch_size:,} samples a node, up to {LARGEST_NODES:,}.",
+            "stops at: more nodes, however many, bring less than a tenth more samples a second; never: the last doubling brought",
+            "more. speed up: there, over one node. half to: nodes of which each still does half of what one alone does.",
+            "held by: what takes the most of the messages; compute: computing alone goes no further; samples: the batch ends."]
+
+
+def _times(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else _least(value, 0.01, ".2f")
 
 
 def _least(value: float, least: float, form: str) -> str:
@@ -161,7 +237,9 @@ def _least(value: float, least: float, form: str) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.0f} s" if value >= 100 else f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+    if value >= 1:
+        return f"{value / 3600:.3g} h" if value >= 3600 else f"{value:.0f} s" if value >= 100 else f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms"
 
 
 def _bytes(value: float) -> str:

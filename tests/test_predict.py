@@ -1,17 +1,25 @@
 """The table of ``lab predict``: its numbers, its words, what it refuses, and that it needs no torch."""
 
 import argparse
+import contextlib
+import io
 import json
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
+from matplotlib.image import imread
+from rich.console import Console
 
 from common.errors import UserError
 from common.sync import STRATEGIES, build_sync
 from common.sync.traffic import GradientSize
 from lab.calibration import load_calibration, reference_path
+from lab.cli import main
 from lab.predict import main_predict, parse_latency, parse_rate, predict_table
 from lab.torchless import plans
 from tests.helpers import ROOT
@@ -27,7 +35,7 @@ def table(nodes, strategies, **changes):
 
 def arguments(**changes):
     return argparse.Namespace(**{"nodes": [8], "sync": ["all"], "rate": "1gbit", "latency": "0.2ms", "batch_size": 256,
-                                 "scaling": "strong", "calibration": reference_path(), "json": True} | changes)
+                                 "scaling": "strong", "calibration": reference_path(), "json": True, "figure": None} | changes)
 
 
 def test_speedup_and_efficiency_are_those_of_the_step_times():
@@ -101,8 +109,89 @@ def test_the_table_says_where_its_numbers_come_from(capsys):
     assert REFERENCE.name in out.splitlines()[0]
     assert all(name in out for name in STRATEGIES)
     assert "1,000 Mbit/s and 6% of headers" in out
+    assert "NOT" not in out
+
+
+def test_json_holds_the_rows_and_how_far_each_strategy_scales_strongly_and_weakly(capsys):
     assert main_predict(arguments(nodes=[1, 8])) == 0
-    assert len(json.loads(capsys.readouterr().out)["rows"]) == 2 * len(STRATEGIES)
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["rows"]) == 2 * len(STRATEGIES)
+    ends = {(end["sync"], end["scaling"]): end for end in told["scaling"]}
+    assert set(ends) == {(name, scaling) for name in STRATEGIES for scaling in ("strong", "weak")}
+    assert ends["none", "weak"]["nodes"] is None
+    assert ends["none", "strong"]["limit"] == 128  # two samples each
+    assert ends["gather_scatter", "strong"]["nodes"] == 1
+    assert ends["gather_scatter", "weak"]["held_by"] == "root's link"
+    assert ends["ring", "weak"]["held_by"] == "latency"
+    rows = table([ends["ring", "weak"]["nodes"]], ["ring"], scaling="weak")
+    assert ends["ring", "weak"]["speedup"] == pytest.approx(next(iter(rows.values())).speedup)
+
+
+def test_the_second_table_says_where_each_strategy_stops(capsys):
+    assert main_predict(arguments(json=False, sync=["none", "ring", "gather_scatter"])) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first, second = ([line for line in lines if line.split()[:1] == [name]] for name in ("none", "gather_scatter"))
+    assert first[1].split()[1:] == ["128", "19.4", "samples", "all", "never", "100,000", "-"]
+    assert second[1].split()[1:] == ["1", "1.00", "root's", "link", "2", "11", "1.84", "root's", "link"]
+    assert "up to 128;" in lines[-4]
+
+
+def test_ranks_of_one_machine_end_with_its_cores(capsys):
+    assert main_predict(arguments(json=False, rate=None, latency=None)) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("its 2 cores; give --rate for nodes")
+    assert main_predict(arguments(rate=None, latency=None)) == 0
+    assert json.loads(capsys.readouterr().out)["scaling"] == []
+
+
+@pytest.mark.parametrize("scaling", ["strong", "weak"])
+def test_a_terminal_of_80_columns_cuts_nothing(scaling, monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr("lab.predict.Console", partial(Console, file=written, force_terminal=True, width=80))
+    assert main_predict(arguments(json=False, nodes=[1, 100_000], scaling=scaling)) == 0
+    text = re.sub(r"\x1b\[[\d;]*m", "", written.getvalue())
+    assert "…" not in text
+    tables = [line for line in text.splitlines() if line.split()[:1] and line.split()[0] in STRATEGIES]
+    assert len(tables) == 3 * len(STRATEGIES)
+    assert max(map(len, tables)) <= 80
+
+
+def test_the_figure_has_a_line_for_each_strategy(tmp_path):
+    assert main_predict(arguments(scaling="weak", figure=tmp_path / "steps.svg")) == 0
+    texts = re.findall(r"<text[^>]*>([^<]+)</text>", (tmp_path / "steps.svg").read_text(encoding="utf-8"))
+    names = [name for text in texts for name in text.split(", ") if name in STRATEGIES]
+    assert sorted(names) == sorted([*STRATEGIES, *STRATEGIES])  # beside both panels
+    assert "gather_scatter, gather_scatter_flat" in texts  # whose lines lie on one another
+    assert {"100,000", "seconds a step", "efficiency", "Weak scaling, predicted"} <= set(texts)
+    assert any(REFERENCE.name in text for text in texts)
+    assert main_predict(arguments(sync=["ring"], figure=tmp_path / "steps.PNG")) == 0
+    assert len(imread(tmp_path / "steps.PNG", format="png")) > 600
+
+
+@pytest.mark.parametrize(("name", "said"), [("steps.gif", "ends in .png"), ("missing/steps.png", "a folder that is there")])
+def test_a_figure_that_cannot_be_drawn_is_named(name, said, tmp_path):
+    with pytest.raises(UserError, match=said):
+        main_predict(arguments(figure=tmp_path / name))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("page", "commands"), [("scaling.md", 4), ("predicting.md", 1)])
+def test_the_pages_show_what_their_commands_print(page, commands, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    shown = re.findall(r"```\n(lab predict [^\n]+)\n```\n\n```\n(.+?)\n```", text, re.S)
+    assert len(shown) == commands
+    for command, output in shown:
+        assert main(shlex.split(command)[1:]) == 0
+        assert [line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()] == output.splitlines(), command
+
+
+def test_the_hierarchy_that_the_page_composes_gives_its_numbers():
+    text = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    code, output = re.search(r"```python\n(.+?)```\n\n```\n(.+?)```", text, re.S).groups()
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written):
+        exec(code, {})
+    assert written.getvalue() == output
 
 
 def test_the_reference_says_that_it_is_not_this_machine(capsys, monkeypatch, tmp_path):
