@@ -1,11 +1,12 @@
 """The cells of a comparison: which strategy on how many nodes, with which command each of its nodes is started.
 
-``plan_cells`` lists them; ``node_command`` is just what a student would type on each node, and what ``lab compare`` runs.
+``plan_cells`` lists them, ``in_turns`` their runs in order; ``node_command`` is just what a student would type on each node, and
+what ``lab compare`` runs.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from common.sync import BUILT_IN, STRATEGIES, is_exact
 from lab.units import parse_rate
 
 SCALINGS = ("strong", "weak")
+_STRATEGY_FLAGS = {"--bucket-mb": float, "--topk-ratio": float, "--powersgd-rank": int, "--averaging-period": int}
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,12 @@ class Settings:
         return self.warmup + self.steps + (self._averaging_period if "local_sgd" in self.sync else 1)
 
     @property
+    def strategy_options(self) -> dict[str, Any]:
+        """The options of strategies among the flags, by the names of the strategies' arguments."""
+        return {flag[2:].replace("-", "_"): _STRATEGY_FLAGS[flag](value)
+                for flag, value in pairwise(self.flags) if flag in _STRATEGY_FLAGS}
+
+    @property
     def _averaging_period(self) -> int:
         for flag, value in pairwise(self.flags):
             if flag == "--averaging-period" and value.isdigit():
@@ -92,6 +100,13 @@ class Settings:
         """Plain values, as they come back from a JSON file."""
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
         return values | {"rates": list(self.rates) or [None]}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Settings":
+        """The settings whose ``as_json`` these values are; what else stands among them is left out."""
+        known = {field.name: values[field.name] for field in fields(cls)}
+        known["rates"] = [rate for rate in known["rates"] if rate is not None]
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
 
 
 def plan_cells(settings: Settings) -> list[dict[str, Any]]:
@@ -105,6 +120,19 @@ def plan_cells(settings: Settings) -> list[dict[str, Any]]:
         raise UserError("--sync none is one node's; there is nothing to compare on "
                         f"{' and '.join(map(str, settings.nodes))} nodes: add a strategy, or 1 to --nodes")
     return cells
+
+
+def in_turns(settings: Settings, cells: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
+    """Return all runs, a cell and the number of its repeat from 0: all cells once, then all again in the opposite order, so that
+    a drift hurts all alike."""
+    return [(cell, repeat) for repeat in range(len(settings.seeds_to_run))
+            for cell in (cells if repeat % 2 == 0 else reversed(cells))]
+
+
+def run_name(cell: Mapping[str, Any], repeat: int) -> str:
+    """Return the run as a person reads it, e.g. "ring on 2 nodes at 1gbit, repeat 1"."""
+    at = "" if cell["rate"] is None else f" at {cell['rate']}"
+    return f"{cell['sync']} on {cell['nodes']} node{'s' if cell['nodes'] > 1 else ''}{at}, repeat {repeat + 1}"
 
 
 def _cell(settings: Settings, sync: str, nodes: int, rate: str | None) -> dict[str, Any]:

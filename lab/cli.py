@@ -16,6 +16,8 @@ from common.errors import GroupError, UserError
 from common.models import MODELS
 from common.sync import STRATEGIES, is_exact
 from lab.cluster.flags import add_flags as add_cluster_flags
+from lab.jobs.flags import add_flags as add_job_flags
+from lab.ssh.flags import add_flags as add_ssh_flags
 
 ASSIGNMENT = ["gather_scatter", "all_reduce", "ddp"]
 _INTERRUPTED = 130
@@ -38,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(given)
         args.flags, args.typed = flags, shlex.join(["lab", *given, *(["--", *flags] if flags else [])])
         if flags and not getattr(args, "passes_flags", False):
-            raise UserError(f"-- {' '.join(flags)}: only lab compare, lab cluster run and lab cluster shell take what follows --")
+            raise UserError(f"-- {' '.join(flags)}: only lab compare, lab launch, lab cluster run and lab cluster shell "
+                            "take what follows --")
         return args.run(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -60,6 +63,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_calibrate(commands)
     _add_predict(commands)
     add_cluster_flags(commands)
+    add_ssh_flags(commands)
+    add_job_flags(commands)
     _add_doctor(commands)
     _add_explain(commands)
     return parser
@@ -100,6 +105,8 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--new", action="store_true", help="begin anew, also where the same comparison was interrupted")
     parser.add_argument("--no-predict", action="store_true", help="don't calibrate the machine and predict the step times "
                         "first")
+    parser.add_argument("--plan", action="store_true", help="run nothing: write down the runs by number, for jobs on other "
+                        "machines, and say how to start them")
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
@@ -181,7 +188,7 @@ def strategies(names: Sequence[str]) -> tuple[str, ...]:
 
 def _compare(args: argparse.Namespace) -> int:
     from lab.cells import Settings
-    from lab.commands import compare_and_report
+    from lab.commands import compare_and_report, plan_runs
 
     seeds = tuple(range(args.seed, args.seed + args.seeds)) if args.until_accuracy is not None else (args.seed,)
     settings = Settings(
@@ -189,6 +196,8 @@ def _compare(args: argparse.Namespace) -> int:
         dataset=args.dataset, model=args.model, batch_size=args.batch_size, scaling=args.scaling, seeds=seeds,
         until_accuracy=args.until_accuracy, epochs=args.epochs, flags=tuple(args.flags), rates=tuple(args.rate),
         compute=args.compute)
+    if args.plan:
+        return plan_runs(settings, reports=args.output_dir, anew=args.new, predicts=not args.no_predict, command=args.typed)
     return compare_and_report(settings, reports=args.output_dir, anew=args.new, predicts=not args.no_predict,
                               command=args.typed)
 

@@ -1,7 +1,6 @@
 """What the subcommands of ``lab`` do, put together from the rooms beside: compare and report, report alone, calibrate."""
 
 import argparse
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from lab.report import write_report
 from lab.results import read_results, write_results
 from lab.runs import collect
 
-_STRATEGY_FLAGS = {"--bucket-mb": float, "--topk-ratio": float, "--powersgd-rank": int, "--averaging-period": int}
 _INTERRUPTED = 130
 
 console = Console(highlight=False)
@@ -49,10 +47,29 @@ def compare_and_report(settings: Settings, *, reports: Path, anew: bool, predict
     return status or (1 if failed else 0)
 
 
+def plan_runs(settings: Settings, *, reports: Path, anew: bool, predicts: bool, command: str) -> int:
+    """Plan a comparison whose runs others start, or find the unfinished plan of the same; say how to start what is missing."""
+    from lab.jobs.plan import how_to_run, plan_comparison, planned_runs, runs_by_nodes
+    from lab.jobs.together import put_together
+
+    folder, results = plan_comparison(settings, reports=reports, anew=anew, command=command, predicts=predicts)
+    results = put_together(folder, results)
+    runs = planned_runs(folder, results)
+    to_do = [runs[number] for number in results["plan"]["to_do"]]
+    lines = [f"{len(to_do)} of {len(runs)} runs to do, in {folder}" + (f": {runs_by_nodes(to_do)}" if to_do else ""),
+             f"predicted from {calibration_path()}" if results["prediction"] else
+             "not predicted: that takes a calibration of such nodes (lab calibrate), before the first run"]
+    if to_do:
+        lines += [f"with Slurm:   {how_to_run(to_do)}",
+                  f"by hand:      lab run-cell {folder} --run K --master-ip IP --num-nodes N --rank R   # on each of its nodes"]
+    for line in [*lines, f"at any time:  lab report {folder}"]:
+        console.print(line, markup=False, soft_wrap=True)
+    return 0
+
+
 def _forecast(results: dict[str, Any], settings: Settings, folder: Path, places: Places) -> dict[str, Any]:
     """Measure now, since a machine is not every day the same, and predict."""
-    options = {flag[2:].replace("-", "_"): _STRATEGY_FLAGS[flag](value)
-               for flag, value in pairwise(settings.flags) if flag in _STRATEGY_FLAGS}
+    options = settings.strategy_options
     calibration = None if settings.emulated else _calibrate_for(results, settings, folder)
     if calibration is not None and not settings.rates:
         from lab.forecast import forecast
@@ -85,6 +102,12 @@ def report_on(runs: list[Path], *, reports: Path, scaling: str) -> int:
     if comparisons:
         folder = comparisons[0]
         results = read_results(folder / "results.json")
+        if "plan" in results:
+            from lab.jobs.together import put_together
+
+            results = put_together(folder, results)
+            for warning in results["warnings"]:
+                console.print(warning, markup=False, soft_wrap=True)
     else:
         results = collect(runs, scaling=scaling)
         folder = new_folder(reports, "report")

@@ -10,7 +10,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from common.compute_profile import Profile, load_profile
 from common.errors import UserError
 from common.files import write_atomically
-from lab.cells import Settings, node_command, plan_cells, profile_file, run_folder
+from lab.cells import Settings, in_turns, node_command, plan_cells, profile_file, run_folder, run_name
 from lab.places import Places
-from lab.results import FORMAT, read_json, read_repeat, read_results, summarise, write_results
+from lab.results import FORMAT, failed_run, read_results, read_run, summarise, take_timeline, write_results
 
 _LIMIT_SECONDS = 3600
 _SAME_MACHINE = ("python", "torch", "cpu", "usable_cores", "git_commit")
@@ -61,9 +61,9 @@ def compare(settings: Settings, *, reports: Path, anew: bool = False, command: s
 
 
 def _run_all(settings: Settings, results: dict[str, Any], folder: Path, places: Places) -> None:
-    todo = _turns(settings, results["cells"])
-    console.print(f"{len(todo)} of {_runs(settings, results['cells'])} runs to do, one after the other, in {folder}",
-                  soft_wrap=True)
+    runs = in_turns(settings, results["cells"])
+    todo = [(cell, repeat) for cell, repeat in runs if repeat not in [one["repeat"] for one in cell["repeats"]]]
+    console.print(f"{len(todo)} of {len(runs)} runs to do, one after the other, in {folder}", soft_wrap=True)
     for warning in results["warnings"]:
         console.print(f"warning: {warning}", soft_wrap=True)
     with _Progress(len(todo)) as progress:
@@ -73,15 +73,18 @@ def _run_all(settings: Settings, results: dict[str, Any], folder: Path, places: 
             cell["repeats"] = sorted([one for one in cell["repeats"] if one["repeat"] != repeat] + [outcome],
                                      key=lambda one: one["repeat"])
             summarise(cell, repeats=len(settings.seeds_to_run))
-            _take_timeline(results, cell, outcome, folder)
+            take_timeline(results, cell, outcome, folder)
             write_results(folder / "results.json", results)
             progress.done(outcome)
 
 
-def open_comparison(settings: Settings, *, reports: Path, anew: bool, command: str) -> tuple[Path, dict[str, Any]]:
+def open_comparison(settings: Settings, *, reports: Path, anew: bool, command: str, code: Mapping[str, str] | None = None
+                    ) -> tuple[Path, dict[str, Any]]:
     """Return folder and results of the newest unfinished comparison with these settings, or of a new one.
 
-    Results that cannot be read, or that another version wrote, are named and left alone.
+    code : of a comparison that is planned, and whose runs others start (lab/jobs): what must be the same when it goes on, in
+    place of this machine, on which it does not run. Results that cannot be read, or that another version wrote, are named and
+    left alone.
     """
     here = _machine()
     for path in sorted(reports.glob("compare-*/results.json"), reverse=True):
@@ -92,9 +95,11 @@ def open_comparison(settings: Settings, *, reports: Path, anew: bool, command: s
         except UserError as error:
             console.print(f"notice: {error}", soft_wrap=True)
             continue
-        if results["finished"] or _asked(results["settings"]) != settings.as_json():
+        if results["finished"] or _asked(results["settings"]) != settings.as_json() or ("plan" in results) != (code is not None):
             continue
-        differing = [name for name in _SAME_MACHINE if results["environment"].get(name) != here.get(name)]
+        before, now, names = ((results["environment"], here, _SAME_MACHINE) if code is None else
+                              (results["plan"].get("code", {}), code, sorted(code)))
+        differing = [name for name in names if before.get(name) != now.get(name)]
         if differing:
             console.print(f"notice: {path.parent} has the same settings, but was begun with another "
                           f"{', '.join(differing)}; it is left as it is, and a new one begins", soft_wrap=True)
@@ -108,7 +113,7 @@ def open_comparison(settings: Settings, *, reports: Path, anew: bool, command: s
     cells, warnings = plan_cells(settings), []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for cell in cells:
-        cell["oversubscribed"] = cell["nodes"] > cores and not here["gpus"] and not settings.emulated
+        cell["oversubscribed"] = cell["nodes"] > cores and not here["gpus"] and not settings.emulated and code is None
     if crowded := sorted({cell["nodes"] for cell in cells if cell["oversubscribed"]}):
         warnings.append(f"{' and '.join(map(str, crowded))} ranks share {cores} cores: their forward and backward take turns, so "
                         "step times tell of the machine, not of as many nodes, and waiting for slower ranks grows")
@@ -116,6 +121,8 @@ def open_comparison(settings: Settings, *, reports: Path, anew: bool, command: s
                "emulated": settings.emulated or bool(settings.rates), "settings": settings.as_json() | {"command": command},
                "environment": here, "warnings": warnings, "differences": [], "prediction": None, "cells": cells,
                "timelines": {}}
+    if code is not None:
+        results["plan"] = {"code": dict(code), "runs": [[cell["id"], repeat] for cell, repeat in in_turns(settings, cells)]}
     if profile is not None:
         write_atomically(profile_file(folder), json.dumps(profile.as_json(), indent=1).encode())
     write_results(folder / "results.json", results)
@@ -154,56 +161,18 @@ def new_folder(reports: Path, kind: str) -> Path:
     raise UserError(f"1000 folders within one second in {reports}: wait a moment")
 
 
-def _runs(settings: Settings, cells: list[dict[str, Any]]) -> int:
-    return len(cells) * len(settings.seeds_to_run)
-
-
-def _turns(settings: Settings, cells: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
-    """The runs that are missing: all cells once, then all again in the opposite order, so that a drift hurts all alike."""
-    turns = []
-    for repeat in range(len(settings.seeds_to_run)):
-        for cell in cells if repeat % 2 == 0 else reversed(cells):
-            if repeat not in [one["repeat"] for one in cell["repeats"]]:
-                turns.append((cell, repeat))
-    return turns
-
-
 def _run(settings: Settings, cell: dict[str, Any], repeat: int, folder: Path, places: Places) -> dict[str, Any]:
     """Run one repeat of a cell and return it; a failure is a repeat with a message."""
-    path, seed = run_folder(folder, cell, repeat), settings.seeds_to_run[repeat]
-    shutil.rmtree(path, ignore_errors=True)  # of a run that was interrupted
+    shutil.rmtree(run_folder(folder, cell, repeat), ignore_errors=True)  # of a run that was interrupted
     logs = folder / "logs" / f"{cell['id']}-{repeat + 1}"
     message = places.run(node_command(settings, cell, repeat, folder), cell["nodes"], rate=cell["rate"], logs=logs,
                          limit_seconds=_LIMIT_SECONDS)
-    try:
-        if message is None:
-            outcome = read_repeat(path, seed=seed)
-            if settings.until_accuracy is not None:
-                outcome |= time_to_accuracy(path, settings.until_accuracy)
-            return outcome | {"repeat": repeat, "folder": str(path.relative_to(folder))}
-    except UserError as error:
-        message = str(error)
-    return {"repeat": repeat, "folder": str(path.relative_to(folder)), "seed": seed, "status": "failed", "message": message,
-            "ranks": [], "losses": [], "test_accuracy": None, "seconds_to_accuracy": None, "steps_to_accuracy": None}
-
-
-def time_to_accuracy(path: Path, accuracy: float) -> dict[str, float | int | None]:
-    """Training time (without the evaluations) and steps up to the end of the first epoch that reached ``accuracy``."""
-    seconds = 0.0
-    steps_per_epoch = read_json(path / "config.json")["steps_per_epoch"]
-    for line in (path / "epochs.jsonl").read_text(encoding="utf-8").splitlines():
-        epoch = json.loads(line)
-        seconds += epoch["seconds"]
-        if epoch["val_accuracy"] is not None and epoch["val_accuracy"] >= accuracy:
-            return {"seconds_to_accuracy": seconds, "steps_to_accuracy": epoch["epoch"] * steps_per_epoch}
-    return {"seconds_to_accuracy": None, "steps_to_accuracy": None}
-
-
-def _take_timeline(results: dict[str, Any], cell: dict[str, Any], outcome: dict[str, Any], folder: Path) -> None:
-    """Keep the timeline of a cell's first repeat that has one."""
-    timeline = folder / outcome["folder"] / "timeline.json"
-    if outcome["status"] == "done" and cell["id"] not in results["timelines"] and timeline.exists():
-        results["timelines"][cell["id"]] = read_json(timeline)
+    if message is None:
+        try:
+            return read_run(settings, cell, repeat, folder)
+        except UserError as error:
+            message = str(error)
+    return failed_run(settings, cell, repeat, folder, message=message)
 
 
 class _Progress:
@@ -226,8 +195,7 @@ class _Progress:
 
     def begin(self, cell: dict[str, Any], repeat: int) -> None:
         """A run begins."""
-        at = "" if cell["rate"] is None else f" at {cell['rate']}"
-        self._began, self._name = time.monotonic(), f"{cell['sync']} on {cell['nodes']}{at}, repeat {repeat + 1}"
+        self._began, self._name = time.monotonic(), run_name(cell, repeat)
         if self._bar is not None:
             self._bar.update(self._task, description=self._name)
 

@@ -10,6 +10,8 @@ A comparison has cells (a strategy on a number of nodes), a cell has repeats (ru
     cells         id, sync, nodes, rate, batch_size, exact, group, oversubscribed, status (done, partial, failed, pending),
                   message, repeats (folder, seed, status, ranks, losses, test_accuracy, seconds_to_accuracy), median, interval
     groups        settings of each group by its number, as a text (``lab report`` alone)
+    plan          of a comparison whose runs others start (lab/jobs) alone: code (digests by file), runs (cell and repeat), to_do
+                  (their numbers)
     timelines     by cell: one step, as in a run's timeline.json
 
 Seconds and bytes throughout. ``median`` is over the repeats of the mean over the ranks; ``interval`` the 95 % interval of the
@@ -19,12 +21,13 @@ mean over repeats by Student's t, [null, null] where there is but one. Cells of 
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 from common.files import write_atomically
+from lab.cells import Settings, run_folder
 
 FORMAT = 1
 TIMES = ("step", "data", "forward", "backward", "sync", "update", "wait", "wire")
@@ -64,16 +67,58 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
 def read_repeat(folder: Path, *, seed: int) -> dict[str, Any]:
     """Return what a run that has ended left in ``folder``, as a repeat. UserError where it did not end."""
     summary, ranks = read_json(folder / "summary.json"), read_json(folder / "ranks.json")
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    metrics = _read_lines(folder / "metrics.jsonl")
     return {"folder": str(folder), "seed": seed, "status": "done", "ranks": ranks["ranks"],
             "losses": [[entry["step"], entry["loss"]] for entry in metrics], "test_accuracy": summary["test_accuracy"],
             "seconds_to_accuracy": None, "steps_to_accuracy": None, "equal_weights": summary["ranks_hold_equal_weights"]}
 
 
+def read_run(settings: Settings, cell: Mapping[str, Any], repeat: int, folder: Path) -> dict[str, Any]:
+    """Return what the run of a cell left in the comparison's ``folder``, as a repeat. UserError where it did not end."""
+    path = run_folder(folder, cell, repeat)
+    outcome = read_repeat(path, seed=settings.seeds_to_run[repeat])
+    if settings.until_accuracy is not None:
+        outcome |= time_to_accuracy(path, settings.until_accuracy)
+    return outcome | {"repeat": repeat, "folder": str(path.relative_to(folder))}
+
+
+def failed_run(settings: Settings, cell: Mapping[str, Any], repeat: int, folder: Path, *, message: str) -> dict[str, Any]:
+    """Return the repeat of a run that failed, with what it said."""
+    return {"repeat": repeat, "folder": str(run_folder(folder, cell, repeat).relative_to(folder)),
+            "seed": settings.seeds_to_run[repeat], "status": "failed", "message": message, "ranks": [], "losses": [],
+            "test_accuracy": None, "seconds_to_accuracy": None, "steps_to_accuracy": None}
+
+
+def time_to_accuracy(path: Path, accuracy: float) -> dict[str, float | int | None]:
+    """Training time (without the evaluations) and steps up to the end of the first epoch that reached ``accuracy``."""
+    seconds = 0.0
+    steps_per_epoch = read_json(path / "config.json")["steps_per_epoch"]
+    for epoch in _read_lines(path / "epochs.jsonl"):
+        seconds += epoch["seconds"]
+        if epoch["val_accuracy"] is not None and epoch["val_accuracy"] >= accuracy:
+            return {"seconds_to_accuracy": seconds, "steps_to_accuracy": epoch["epoch"] * steps_per_epoch}
+    return {"seconds_to_accuracy": None, "steps_to_accuracy": None}
+
+
+def take_timeline(results: dict[str, Any], cell: Mapping[str, Any], outcome: Mapping[str, Any], folder: Path) -> None:
+    """Keep the timeline of a cell's first repeat that has one."""
+    timeline = folder / outcome["folder"] / "timeline.json"
+    if outcome["status"] == "done" and cell["id"] not in results["timelines"] and timeline.exists():
+        results["timelines"][cell["id"]] = read_json(timeline)
+
+
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file of a run. UserError where it is missing or cut."""
+    return _parsed(path, json.loads)
+
+
+def _read_lines(path: Path) -> list[Any]:
+    return _parsed(path, lambda text: [json.loads(line) for line in text.splitlines()])
+
+
+def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): the run has not ended, or its folder was not copied whole") from error
 

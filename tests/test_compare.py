@@ -24,7 +24,7 @@ from lab.cli import strategies
 from lab.cluster import Cluster
 from lab.cluster.tools import namespaces_refused
 from lab.compare import compare
-from lab.results import read_results
+from lab.results import read_results, time_to_accuracy
 
 FAKE = REPOSITORY / "tests" / "fake_part.py"
 needs_cluster = pytest.mark.skipif(namespaces_refused() is not None, reason=f"no cluster here: {namespaces_refused()}")
@@ -218,9 +218,9 @@ def test_time_to_accuracy_is_training_time_up_to_the_first_epoch_that_reaches_it
     epochs = [{"epoch": number, "seconds": 10.0 + number, "val_accuracy": accuracy}
               for number, accuracy in enumerate([0.4, 0.62, 0.5, 0.9], start=1)]
     (tmp_path / "epochs.jsonl").write_text("".join(json.dumps(epoch) + "\n" for epoch in epochs))
-    reached = compare_module.time_to_accuracy(tmp_path, 0.6)
+    reached = time_to_accuracy(tmp_path, 0.6)
     assert reached == {"seconds_to_accuracy": 23.0, "steps_to_accuracy": 44}
-    never = compare_module.time_to_accuracy(tmp_path, 0.95)
+    never = time_to_accuracy(tmp_path, 0.95)
     assert never == {"seconds_to_accuracy": None, "steps_to_accuracy": None}
 
 

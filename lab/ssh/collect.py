@@ -1,0 +1,185 @@
+"""``lab collect``: the run folders of several hosts merged into one on this machine, as ``lab report`` reads them.
+
+A run's folder has one name on all hosts. Rank 0's is taken whole; of the others comes what it has not, their logs above all.
+A file of this machine is never replaced by another, but for one that has grown since (a run that was collected while it ran).
+"""
+
+import argparse
+import base64
+import hashlib
+import tarfile
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rich.console import Console
+
+from common.errors import UserError
+from common.files import write_atomically
+from lab.ssh.hosts import Host, Way, parse_hosts
+from lab.ssh.launch import way_of
+from lab.ssh.nodes import Nodes
+from lab.ssh.probe import refuse, wait_until_reached
+from lab.ssh.record import read_launch
+
+_LIST_SECONDS = 600.0
+_PACK_SECONDS = 3600.0
+_MOST_NAMED = 8
+
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which hosts are asked for which runs.
+
+    clocks : each host's own time at the launch, from which on its runs count; zeros where runs are named.
+    folders, reports : the project there, and the runs' place in it. names : of runs or experiments; none: all of the launch.
+    """
+
+    hosts: Sequence[Host]
+    way: Way
+    clocks: Sequence[float]
+    folders: Sequence[str]
+    reports: str
+    names: Sequence[str]
+
+
+@dataclass
+class Outcome:
+    """What has become of the files."""
+
+    taken: int = 0
+    same: int = 0
+    kept: list[Path] = field(default_factory=list)
+    runs: dict[str, list[int]] = field(default_factory=dict)
+
+
+def collect(args: argparse.Namespace) -> int:
+    """Bring the runs here, say where they are; return 0, or 1 where a file here was another one and was left alone. UserError
+    where a host cannot be reached or has none of them."""
+    question = _question(args)
+    with Nodes(question.hosts, question.way) as nodes:
+        wait_until_reached(nodes)
+        outcome, wanted = Outcome(), set()
+        for node, listing in enumerate(_listings(nodes, question, args.checkpoints)):
+            for run, files in listing["runs"].items():
+                outcome.runs.setdefault(run, []).append(node)
+                wanted_here = [path for path in (f"{run}/{name}" for name in files) if _is_safe(path) and path not in wanted]
+                wanted |= set(wanted_here)
+                digests = {f"{run}/{name}": digest for name, (_, digest) in files.items()}
+                _take(nodes, node, listing["reports"], _differing(wanted_here, digests, args.output_dir, outcome),
+                      args.output_dir, outcome)
+    return _tell(question, outcome, args.output_dir)
+
+
+def _question(args: argparse.Namespace) -> Question:
+    names = [name.rstrip("/") for name in args.things]
+    if args.hosts is not None:
+        if not names:
+            raise UserError("--hosts without runs: name them, <part>-<sync>/<time> or <part>-<sync>, or give the folder of a "
+                            "launch in place of --hosts")
+        hosts, way = parse_hosts(args.hosts, shares_a_port=False), way_of(args)
+        return Question(hosts, way, [0.0] * len(hosts), [way.workdir] * len(hosts), args.remote_reports or "reports",
+                        [_run_name(name) for name in names])
+    for flag in ("user", "workdir", "python", "remote_reports"):
+        if getattr(args, flag) is not None:
+            raise UserError(f"--{flag.replace('_', '-')} goes with --hosts; a launch remembers its own")
+    folder = Path(names[0]) if names else _newest_launch(args.output_dir)
+    told = read_launch(folder)
+    hosts = [Host(rank, host["given"]) for rank, host in enumerate(told["hosts"])]
+    config = args.ssh_config or (Path(told["ssh_config"]) if told["ssh_config"] else None)
+    way = Way(told["workdir"], told["user"], told["python"], config, (*args.ssh_option, *told["ssh_options"]), args.silence)
+    return Question(hosts, way, [host["clock"] for host in told["hosts"]], [host["folder"] for host in told["hosts"]],
+                    told["reports"], [_run_name(name) for name in names[1:]])
+
+
+def _newest_launch(reports: Path) -> Path:
+    launches = sorted(reports.glob("launch-*/launch.json"))
+    if not launches:
+        raise UserError(f"{reports} has no folder of lab launch: give one, or --hosts and the runs' names")
+    return launches[-1].parent
+
+
+def _run_name(name: str) -> str:
+    """Of reports/PartTwo-ring/2026-…, as a shell completes it, the last two."""
+    return "/".join(part for part in PurePosixPath(name).parts[-2:] if part != "reports")
+
+
+def _listings(nodes: Nodes, question: Question, checkpoints: bool) -> list[Mapping[str, Any]]:
+    """Each host's runs; UserError where one has no answer, and where no host has any of them."""
+    listings = []
+    for node, (folder, clock) in enumerate(zip(question.folders, question.clocks, strict=True)):
+        answer = nodes.ask("runs", nodes=[node], limit_seconds=_LIST_SECONDS, folder=folder, reports=question.reports,
+                           names=question.names, since=clock, checkpoints=checkpoints)[node]
+        if "error" in answer:
+            refuse({nodes.hosts[node]: answer["error"]}, of=len(nodes.hosts), what="did not list its runs; nothing was brought")
+        listings.append(answer["result"])
+    if not any(listing["runs"] for listing in listings):
+        which = f"run {', '.join(question.names)}" if question.names else "run of that launch"
+        places = ", ".join(dict.fromkeys(f"{listing['reports']}" for listing in listings))
+        raise UserError(f"no {which} on any of {len(nodes.hosts)} hosts in {places}: name others, or give --hosts, --workdir and "
+                        "--remote-reports")
+    return listings
+
+
+def _is_safe(path: str) -> bool:
+    """Whether a path that a host has told stays within the folder that receives it."""
+    parts = PurePosixPath(path).parts
+    return not path.startswith("/") and ".." not in parts and len(parts) >= 3
+
+
+def _differing(paths: Sequence[str], digests: Mapping[str, str], output_dir: Path, outcome: Outcome) -> list[str]:
+    """Those that are not here already."""
+    differing = []
+    for path in paths:
+        here = output_dir / path
+        if here.is_file() and hashlib.sha256(here.read_bytes()).hexdigest() == digests[path]:
+            outcome.same += 1
+        else:
+            differing.append(path)
+    return differing
+
+
+def _take(nodes: Nodes, node: int, reports: str, paths: Sequence[str], output_dir: Path, outcome: Outcome) -> None:
+    """Bring these files of one host here."""
+    if not paths:
+        return
+    with tempfile.TemporaryFile() as file:
+        nodes.on_piece = lambda piece: file.write(base64.b64decode(piece))
+        answer = nodes.ask("pack", nodes=[node], limit_seconds=_PACK_SECONDS, reports=reports, files=list(paths))[node]
+        if "error" in answer:
+            raise UserError(f"{nodes.hosts[node]}: its files did not come ({answer['error']}): collect again")
+        file.seek(0)
+        with tarfile.open(fileobj=file, mode="r:") as archive:
+            for member in archive:
+                # What the host sends is its own affair, where it goes is ours: files alone, under the names that were asked for.
+                if member.isreg() and member.name in paths:
+                    _keep(output_dir / member.name, archive.extractfile(member).read(), outcome)
+
+
+def _keep(path: Path, content: bytes, outcome: Outcome) -> None:
+    if path.exists() and not (path.is_file() and content.startswith(path.read_bytes())):
+        outcome.kept.append(path)
+        return
+    write_atomically(path, content)
+    outcome.taken += 1
+
+
+def _tell(question: Question, outcome: Outcome, output_dir: Path) -> int:
+    folders = [output_dir / run for run in sorted(outcome.runs)]
+    for run, folder in zip(sorted(outcome.runs), folders, strict=True):
+        _say(f"{folder}: from {', '.join(question.hosts[node].name for node in outcome.runs[run][:_MOST_NAMED])}"
+             + (f" and {len(outcome.runs[run]) - _MOST_NAMED} more" if len(outcome.runs[run]) > _MOST_NAMED else ""))
+    _say(f"{outcome.taken} files brought, {outcome.same} were here; next: lab report {' '.join(map(str, folders))}")
+    if outcome.kept:
+        named = ", ".join(map(str, outcome.kept[:_MOST_NAMED])) + (" …" if len(outcome.kept) > _MOST_NAMED else "")
+        _say(f"warning: {len(outcome.kept)} files here are other ones than on the hosts, and were left alone: {named}; "
+             "give another --output-dir to have those of the hosts")
+    return 1 if outcome.kept else 0
+
+
+def _say(text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)

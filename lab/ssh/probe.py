@@ -1,0 +1,109 @@
+"""What is asked of every host before anything starts there, and what stands in the way, by host.
+
+``ask_facts`` asks, all hosts at once; ``problems_of`` compares. A launch starts only where nothing is wrong on any host.
+"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common.errors import UserError
+from lab.ssh.command import Plan
+from lab.ssh.hosts import CONNECT_SECONDS, Host, Way
+from lab.ssh.nodes import Node, Nodes
+from lab.ssh.refusals import explain
+
+OLDEST_PYTHON = (3, 11)
+_READY_SECONDS = CONNECT_SECONDS + 30.0
+_FACTS_SECONDS = 60.0
+_MOST_NAMED = 16
+Facts = Mapping[str, Any]
+
+
+def ask_facts(nodes: Nodes, way: Way, *, script: str | None) -> list[Facts]:
+    """Return what each host says of itself, see survey.facts. UserError, with a line for each, where some do not answer."""
+    wait_until_reached(nodes)
+    answers = nodes.ask("facts", nodes=range(len(nodes.nodes)), limit_seconds=_FACTS_SECONDS, folder=way.workdir, script=script)
+    refuse({nodes.hosts[node]: answer["error"] for node, answer in answers.items() if "error" in answer}, of=len(nodes.nodes))
+    return [answers[node]["result"] for node in sorted(answers)]
+
+
+def wait_until_reached(nodes: Nodes) -> None:
+    """Wait for all hosts. UserError, with a line for each, where some cannot be reached."""
+    nodes.wait_until_ready(_READY_SECONDS)
+    refuse({node.host: _unreached(node) for node in nodes.nodes if not node.ready}, of=len(nodes.nodes))
+
+
+def _unreached(node: Node) -> str:
+    host = node.host
+    if not node.closed:
+        return f"no answer within {_READY_SECONDS:g} s: try ssh {shlex.quote(host.given)} true"
+    return explain(node.complaints, name=host.name, given=host.given)
+
+
+def refuse(problems: Mapping[Host, str], *, of: int, what: str = "cannot take part; nothing was started") -> None:
+    """UserError with a line for each host that something stands in the way of; nothing where there are none."""
+    if not problems:
+        return
+    lines = [f"  {host}: {problem}" for host, problem in list(problems.items())[:_MOST_NAMED]]
+    if len(problems) > _MOST_NAMED:
+        lines.append(f"  and {len(problems) - _MOST_NAMED} more")
+    raise UserError("\n".join([f"{len(problems)} of {of} host{'s' * (of > 1)} {what}", *lines]))
+
+
+def problems_of(hosts: Sequence[Host], facts: Sequence[Facts], plan: Plan, *, shares_a_port: bool) -> dict[Host, str]:
+    """Return by host what stands in the way of ``plan``: the first thing of each."""
+    found = {}
+    for host, mine in zip(hosts, facts, strict=True):
+        problem = _own_problem(mine, plan) or _difference(hosts[0], facts[0], mine, plan)
+        if problem is None and not shares_a_port:
+            problem = _same_machine(host, mine, hosts, facts)
+        if problem is not None:
+            found[host] = problem
+    return found
+
+
+def _own_problem(mine: Facts, plan: Plan) -> str | None:
+    if not mine["folder_there"]:
+        return f"there is no folder {mine['folder']}: clone the project to it, or give --workdir, its folder on the hosts"
+    if not mine["script_there"]:
+        return f"{mine['folder']} has no {plan.script}: give --workdir, the project's folder on the hosts"
+    if plan.part is None:
+        return None
+    if _numbers(mine["version"]) < OLDEST_PYTHON:
+        return (f"{mine['python']} is Python {mine['version']}, and the parts need {'.'.join(map(str, OLDEST_PYTHON))}: "
+                "make setup there, or give --python")
+    if mine["torch"] is None:
+        return f"{mine['python']} has no torch: make setup in {mine['folder']}, or give --python, an interpreter that has it"
+    return None
+
+
+def _difference(first_host: Host, first: Facts, mine: Facts, plan: Plan) -> str | None:
+    """From rank 0's host, of what has to be the same on all: Python, torch, code."""
+    if plan.part is None:
+        return None
+    if _numbers(mine["version"]) != _numbers(first["version"]):
+        return (f"Python {mine['version']} ({mine['python']}), but {first_host} has {first['version']}: use the same on all "
+                "hosts, make setup with it, or --python")
+    if first["torch"] and mine["torch"].split("+")[0] != first["torch"].split("+")[0]:
+        return f"torch {mine['torch']}, but {first_host} has {first['torch']}: make setup on both, from one checkout"
+    ours, theirs = mine["code"] or {}, first["code"] or {}
+    others = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    if others:
+        more = f" and {len(others) - 3} more files" if len(others) > 3 else ""
+        return (f"other code than {first_host}: {', '.join(others[:3])}{more}: check out the same commit on all hosts (git pull)")
+    return None
+
+
+def _same_machine(host: Host, mine: Facts, hosts: Sequence[Host], facts: Sequence[Facts]) -> str | None:
+    """Two names of one host: no two machines have all their addresses in common."""
+    for other, theirs in zip(hosts[:host.rank], facts[:host.rank], strict=True):
+        if mine["addresses"] and sorted(mine["addresses"]) == sorted(theirs["addresses"]):
+            return (f"the same machine as {other}, so that two ranks would share it: give --master-port, if you mean it, or name "
+                    "it once")
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Of 3.11.7, (3, 11)."""
+    return tuple(int(number) for number in version.split(".")[:2])

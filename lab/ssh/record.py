@@ -1,0 +1,98 @@
+"""What a launch leaves on this machine: a log a node, and launch.json, by which ``lab collect`` finds the hosts again.
+
+``Record`` is made when every host is ready; its ``line`` takes what the nodes write, ``ended`` is called last. ``read_launch``
+reads launch.json.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from common.errors import UserError
+from common.files import write_atomically
+from lab.echo import Echo
+from lab.ssh.command import Plan
+from lab.ssh.hosts import Host, Way
+from lab.ssh.probe import Facts
+
+FORMAT = 1
+SHOWN_HOSTS = 8
+"""Of more hosts than these the terminal shows rank 0 and the first failure, so that what it shows does not grow with them."""
+
+_FILE = "launch.json"
+
+
+class Record:
+    """The folder of one launch.
+
+    Parameters
+    ----------
+    echo : shows a node's line on the terminal.
+    """
+
+    def __init__(self, folder: Path, echo: Echo) -> None:
+        self.folder, self._echo = folder, echo
+        self._files: dict[int, IO[str]] = {}
+        self._content: dict[str, Any] = {}
+        self._began = time.monotonic()
+
+    def begin(self, hosts: Sequence[Host], facts: Sequence[Facts], way: Way, plan: Plan, *, master: str | None) -> None:
+        """Write launch.json and open the logs. UserError where the folder cannot be written."""
+        self._content = {
+            "format": FORMAT, "what": "lab launch", "command": list(plan.words), "began": f"{datetime.now():%Y-%m-%dT%H:%M:%S}",
+            "hosts": [{"given": host.given, "folder": one["folder"], "python": one["python"], "clock": one["clock"]}
+                      for host, one in zip(hosts, facts, strict=True)],
+            "user": way.user, "workdir": way.workdir, "python": way.python, "ssh_options": list(way.options),
+            "ssh_config": None if way.config is None else str(way.config.absolute()),
+            "master": master, "port": plan.meeting_port, "reports": plan.value("--output-dir") or "reports",
+            "status": None, "seconds": None}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for host in hosts:
+                self._files[host.rank] = self.log(host.rank).open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise UserError(f"{self.folder} cannot be written ({error.strerror}): give another --logs") from error
+        self._write()
+
+    def log(self, node: int) -> Path:
+        """Return the file that a node's output goes to."""
+        return self.folder / f"node{node}.log"
+
+    def line(self, node: int, line: str) -> None:
+        """Keep a line that a node wrote, and show it."""
+        with contextlib.suppress(ValueError, OSError):  # a full disk here must not end the run there
+            self._files[node].write(line + "\n")
+        self._echo(node, line)
+
+    def show_failure(self, node: int, lines: Sequence[str]) -> None:
+        """Show the last lines of a node whose output is not shown otherwise."""
+        for line in lines:
+            self._echo.show(node, line)
+
+    def ended(self, status: int) -> None:
+        """Write how it ended, and close the logs."""
+        self._content |= {"status": status, "seconds": round(time.monotonic() - self._began, 1)}
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.close()
+        self._write()
+
+    def _write(self) -> None:
+        write_atomically(self.folder / _FILE, (json.dumps(self._content, indent=1) + "\n").encode())
+
+
+def read_launch(folder: Path) -> dict[str, Any]:
+    """Return launch.json of a folder. UserError where there is none, or none of this format."""
+    path = folder / _FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] == FORMAT and content["what"] == "lab launch":
+            return content
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f"{folder} is no folder of lab launch (no {_FILE} of format {FORMAT}): give one, reports/launch-<time>, or "
+                    "--hosts and the runs' names")

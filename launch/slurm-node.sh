@@ -1,0 +1,38 @@
+#!/bin/bash
+# What one node needs before its ranks start. slurm-common.sh sends this text to every node; each says what is missing there.
+folder=$1 python=$2 shared=$3 dataset=$4 data=$5 mirror=$6 stage=$7
+
+fail() {
+    echo "error: $(hostname): $*"
+    exit 2
+}
+
+cd "$folder" 2> /dev/null || fail "no folder $folder: the checkout must lie on a disk that all nodes see, or be copied to each"
+[ -e launch/slurm-task.sh ] || fail "no checkout in $folder: copy it to each node, or submit from a disk that all see"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || fail "$python is not there, or older than 3.11: run" \
+    "\`make setup\` on a disk that all nodes see, or set PYTHON"
+# Networked file systems take a moment to show a new file.
+for _ in 1 2 3 4 5; do
+    [ -z "$shared" ] || [ -e "$shared" ] || sleep 1
+done
+[ -z "$shared" ] || [ -e "$shared" ] || fail "${shared%/*} is another folder here than on the job's first node, so a restart on other" \
+    "nodes would find no checkpoint: give --output-dir FOLDER on a disk that all see, or sbatch --no-requeue"
+
+
+case $dataset in
+    cifar10) names=(cifar-10-batches-py) ;;
+    cifar100) names=(cifar-100-python) ;;
+    folder) names=(train test) ;;
+    *) exit 0 ;;
+esac
+for name in "${names[@]}"; do
+    [ -e "$data/$name" ] && continue
+    # Downloads it, one process at a time where several nodes share the folder; or says what stands in the way.
+    said=$("$python" -c 'import sys, common.data as d; d.load_dataset(*sys.argv[1:3], mirror=sys.argv[3] or None)' "$dataset" "$data" \
+        "$mirror" 2>&1) || fail "$(tail -n 1 <<< "${said/*UserError: /}")"
+done
+# A copy that was cut short has another name.
+if [ -n "$stage" ] && [ ! -e "$stage" ]; then
+    said=$(mkdir -p "$stage.part" && cp -r "${names[@]/#/$data/}" "$stage.part" && mv "$stage.part" "$stage" 2>&1) ||
+        fail "$stage cannot hold a copy of $data (${said##*: }): leave out STAGE_DATA, or set TMPDIR"
+fi

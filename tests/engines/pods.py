@@ -1,0 +1,154 @@
+"""Pods of a TrainJob on emulated nodes, as Trainer's controller and a kubelet would start and end them.
+
+What they find there: the PET_* variables of Trainer's torch plugin, the manifest's own variables, its command with $(NAME) filled
+in, a pod's host name and what it can look up, and a process namespace whose first process gets the SIGTERM, from outside. On loopback
+there is neither a host name nor a first process. ``start`` the pods, ``publish`` their names, ``terminate`` one, ``start`` it again.
+"""
+
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common.errors import UserError
+from lab.cluster import Cluster
+from tests.cluster.conftest import LONG
+from tests.helpers import free_port
+
+_NAMED = re.compile(r"\$\((\w+)\)")
+# As the kernel has it for a container: torchrun takes the place of the shell, and is number 1.
+_AS_A_POD = ["unshare", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc", "sh", "-c",
+             'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"', "pod"]
+
+
+class Pods:
+    """The pods of ``job`` on the nodes of a cluster, pod 0 on node 0.
+
+    Parameters
+    ----------
+    image : the folder that the image's is.
+    volume : the folder that the job's volume is.
+    flags : added to the manifest's own; the last of a flag counts.
+    """
+
+    def __init__(self, cluster: Cluster, job: Mapping[str, Any], *, image: Path, volume: Path, flags: Sequence[object]) -> None:
+        self._cluster, self._image, self._volume = cluster, image, volume
+        self._name, self._trainer = job["metadata"]["name"], job["spec"]["trainer"]
+        [self._mount] = (mount["mountPath"] for mount in mounts(job) if mount["name"] == "volume")
+        self._flags = [str(flag) for flag in flags]
+        self._master_port = free_port() if cluster.loopback else 29500
+        self._published = False
+
+    def start(self, pod: int) -> None:
+        """Start a pod, once its predecessor is gone; until ``publish`` it knows no name but its own."""
+        environment = self._environment(pod)
+        words = [self._fill_in(word, environment) for word in [*self._trainer["command"], *self._trainer["args"]]] + self._flags
+        if not self._cluster.loopback:
+            words = [*_AS_A_POD, self._host(pod), str(self._write_names(pod)), *words]
+        deadline = time.monotonic() + LONG
+        while True:
+            try:
+                return self._cluster.start(words, nodes=[pod], environment=environment, cwd=self._image)
+            except UserError:
+                assert time.monotonic() < deadline, f"pod {pod} has not ended within {LONG:g} s"
+                time.sleep(0.1)
+
+    def publish(self) -> None:
+        """Let the pods look each other up, as the cluster's DNS does some time after they have started."""
+        self._published = True
+        if not self._cluster.loopback:
+            for pod in range(self._trainer["numNodes"]):
+                self._write_names(pod)
+
+    def holds_the_meeting_place(self, pod: int) -> bool:
+        """Whether a pod listens where PET_MASTER_PORT says."""
+        process = self.first_process(pod)
+        if process is None:
+            return False
+        return any(one.status == "LISTEN" and one.laddr.port == self._master_port for one in process.net_connections("inet"))
+
+    def terminate(self, pod: int) -> None:
+        """Send SIGTERM to a container's first process, as a kubelet does."""
+        process = self.first_process(pod)
+        assert process is not None, f"pod {pod} runs nothing"
+        process.send_signal(signal.SIGTERM)
+
+    def first_process(self, pod: int) -> psutil.Process | None:
+        """Return a pod's torchrun; None where it has ended. Outside loopback it has to be number 1 of its process namespace."""
+        if self._cluster.loopback:
+            candidates = psutil.Process(self._cluster.host_pid).children(recursive=True)
+            return next((one for one in candidates if _is_torchrun(one, pod)), None)
+        for pid in self._cluster.pids(pod):
+            numbers = re.search(r"NSpid:\s+(.*)", _status(pid))
+            if numbers and numbers[1].split()[-1] == "1" and "torchrun" in _command(psutil.Process(pid)):
+                return psutil.Process(pid)
+        return None
+
+    def _environment(self, pod: int) -> dict[str, str]:
+        limits = self._trainer["resourcesPerNode"]["limits"]
+        own = {entry["name"]: entry["value"] if "value" in entry
+               else limits[entry["valueFrom"]["resourceFieldRef"]["resource"].removeprefix("limits.")]
+               for entry in self._trainer["env"]}
+        places = {"PET_NNODES": str(self._trainer["numNodes"]), "PET_NPROC_PER_NODE": str(self._trainer["numProcPerNode"]),
+                  "PET_NODE_RANK": str(pod), "PET_MASTER_ADDR": f"{self._host(0)}.{self._name}", "PET_MASTER_PORT": str(self._master_port)}
+        if self._cluster.loopback:
+            places |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_LOCAL_ADDR": "127.0.0.1"}
+        return own | places
+
+    def _fill_in(self, word: str, environment: Mapping[str, str]) -> str:
+        """As Kubernetes does: what it does not know stays."""
+        filled = _NAMED.sub(lambda found: environment.get(found[1], found[0]), word)
+        return filled.replace(f"{self._mount}/", f"{self._volume}/")
+
+    def _host(self, pod: int) -> str:
+        return f"{self._name}-node-0-{pod}"
+
+    def _write_names(self, pod: int) -> Path:
+        """Write a pod's /etc/hosts: its own line as a kubelet writes it, and the names of the headless service if published."""
+        domain = f"{self._name}.default.svc.cluster.local"
+        lines = ["127.0.0.1 localhost", f"{self._cluster.address(pod)} {self._host(pod)}.{domain} {self._host(pod)}"]
+        if self._published:
+            lines += [f"{self._cluster.address(node)} {self._host(node)}.{self._name} {self._host(node)}.{domain}"
+                      for node in range(self._trainer["numNodes"])]
+        path = self._volume.parent / f"hosts{pod}"
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+
+def mounts(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the volumes that the job's container mounts."""
+    return [mount for container in pod_patch(job)["containers"] for mount in container["volumeMounts"]]
+
+
+def pod_patch(job: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the job changes in the runtime's pods."""
+    [patch] = job["spec"]["runtimePatches"]
+    [replicated] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    return replicated["template"]["spec"]["template"]["spec"]
+
+
+def _is_torchrun(process: psutil.Process, pod: int) -> bool:
+    try:
+        found = process.environ()
+        return found.get("PET_NODE_RANK") == str(pod) and "RANK" not in found and "torchrun" in _command(process)
+    except psutil.Error:
+        return False
+
+
+def _command(process: psutil.Process) -> str:
+    """The program and the first argument: a script's."""
+    try:
+        return " ".join(process.cmdline()[:2])
+    except psutil.Error:
+        return ""
+
+
+def _status(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # it has just ended
+        return ""

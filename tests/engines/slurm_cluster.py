@@ -1,0 +1,268 @@
+"""A Slurm cluster on this machine, for tests: ``SlurmCluster`` is an emulated cluster whose nodes run slurmd.
+
+Order: ``refused`` says why it cannot be had here; ``SlurmCluster(folder)`` as a context manager; ``sbatch``, ``wait``,
+``output``; ``power_off`` and ``power_on`` a node. Munge, slurmctld and what a user types run on one node more, the login node.
+Every node has its own network, host name, processes and, at ``folder/own``, its own disk; all else is one shared file system.
+Nothing is written outside ``folder``, and nothing is left when the ``with`` ends: the kernel takes it away with the namespaces.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from lab.cluster import Cluster, tools
+from tests.helpers import ROOT
+
+_PROGRAMS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge", "nsenter": "util-linux"}
+_UP_SECONDS = 90.0
+_POLL_SECONDS = 0.2
+_COMMAND_SECONDS = 60.0
+_STATE = "/run/slurm"  # on the emulated cluster's own tmpfs: gone with it, and short enough for a socket's name
+_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL", "PREEMPTED"}
+
+_SLURM_CONF = """\
+ClusterName=lab
+SlurmctldHost={login}({login_address})
+AuthType=auth/munge
+AuthInfo=socket={state}/munge,cred_expire=15
+CredType=cred/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={state}/state
+SlurmdSpoolDir={state}/%n
+SlurmctldPidFile={state}/slurmctld.pid
+SlurmdPidFile={state}/%n.pid
+MailProg=/bin/true
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=batch_sched_delay=0,sched_interval=2
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout=10
+KillWait=10
+MessageTimeout=5
+TCPTimeout=2
+GresTypes=gpu
+{more}
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=60:00 State=UP
+"""
+_CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"
+# Any two devices will do: Slurm counts them, and nothing opens them.
+_GRES_CONF = "Name=gpu File=/dev/zero\nName=gpu File=/dev/full\n"
+# Without it a look-up of a name that stands in no file waits seconds for a DNS server that cannot be reached.
+_NSSWITCH = "passwd: files\ngroup: files\nhosts: files\n"
+
+_LOGIN = """\
+hostname {name} && mkdir -p {state}/state && echo {key} > {state}/key && chmod 400 {state}/key
+munged --force --key-file={state}/key --socket={state}/munge --pid-file={state}/munged.pid --log-file={folder}/munged.log \
+    --seed-file={state}/seed
+exec slurmctld -D -c
+"""
+_NODE = """\
+hostname {name} && mount --bind {folder}/hosts-{name} /etc/hosts || exit 1
+mount --bind {folder}/nsswitch.conf /etc/nsswitch.conf || exit 1
+mount --bind {folder}/disk-{name} {folder}/own && mkdir -p {state}/{name} || exit 1
+exec slurmd -D -N {name}
+"""
+_OWN_NAMESPACES = ("unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc")
+
+
+def refused() -> str | None:
+    """Return why this machine cannot run the cluster; None where it can."""
+    if reason := tools.namespaces_refused():
+        return reason
+    for program, package in _PROGRAMS.items():
+        if shutil.which(program, path=tools.search_path()) is None:
+            return f"{program} is not installed: install the package {package}"
+    return None if os.geteuid() == 0 else "slurmd must run as root, since it starts jobs in their users' names"
+
+
+class SlurmCluster:
+    """``nodes`` compute nodes, node0 and so on, and a login node.
+
+    Parameters
+    ----------
+    folder : receives configuration and logs; ``folder/own`` is another disk on each node.
+    names_resolve : whether the nodes know each other's names; by default a node knows its own alone, as 127.0.1.1.
+    cpus : of each node, as Slurm counts them: so many tasks of any jobs share a node.
+    settings : more lines of slurm.conf.
+    """
+
+    def __init__(self, folder: Path, *, nodes: int = 4, names_resolve: bool = False, cpus: int = 4,
+                 settings: Sequence[str] = ()) -> None:
+        self.folder, self.nodes = folder, nodes
+        self.own = folder / "own"
+        self._cluster = Cluster(nodes + 1, logs=folder, fresh=True)
+        self._names_resolve, self._cpus, self._settings = names_resolve, cpus, settings
+        self._environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": tools.search_path()}
+
+    def __enter__(self) -> "SlurmCluster":
+        self._write_files()
+        self._cluster.__enter__()
+        try:
+            self._boot(self.nodes, _LOGIN.format(name=self.name(self.nodes), state=_STATE, key=secrets.token_hex(64),
+                                                 folder=self.folder))
+            self._until(lambda: "is UP" in self.run("scontrol", "ping", check=False), what="slurmctld answers")
+            for node in range(self.nodes):
+                self.power_on(node, wait=False)
+            for node in range(self.nodes):
+                self._until_idle(node)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process, namespace and link."""
+        self._cluster.close()
+
+    @property
+    def host_pid(self) -> int:
+        """The process, as seen from outside, whose namespaces are the cluster's."""
+        return self._cluster.host_pid
+
+    def pids(self, node: int) -> list[int]:
+        """Return the processes of a node, as seen from outside."""
+        return self._cluster.pids(node)
+
+    def name(self, node: int) -> str:
+        """Return a node's host name, which is its name in Slurm, too."""
+        return f"node{node}"
+
+    def run(self, *command: str, node: int | None = None, cwd: Path = ROOT, environment: Mapping[str, str] | None = None,
+            check: bool = True) -> str:
+        """Run a command on the login node, or another, and return what it writes; AssertionError with it where it fails.
+
+        The environment is this process's own, without what Slurm or torchrun would have set, and ``environment``.
+        """
+        target = self._first_process(self.nodes if node is None else node)
+        assert target is not None, f"node {node} is off"
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_", "RANK", "WORLD_"))}
+        way = ["nsenter", f"--target={target}", "--mount", "--uts", "--net", "--pid", f"--wd={cwd}", "--"]
+        done = subprocess.run([*way, *command],
+                              env=clean | self._environment | dict(environment or {}), stdin=subprocess.DEVNULL, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_COMMAND_SECONDS)
+        assert not check or done.returncode == 0, f"{' '.join(command)}: status {done.returncode}: {done.stdout}"
+        return done.stdout
+
+    def sbatch(self, *arguments: object, cwd: Path = ROOT, environment: Mapping[str, str] | None = None) -> str:
+        """Submit a job as a user does and return its id; AssertionError with sbatch's words where it is refused."""
+        return self.run("sbatch", "--parsable", *map(str, arguments), cwd=cwd, environment=environment).splitlines()[-1]
+
+    def job(self, job: str) -> dict[str, str]:
+        """Return what Slurm knows of a job (``12``) or of one of an array (``12_3``): JobState, Restarts, BatchHost, ..."""
+        text = self.run("scontrol", "--oneliner", "show", "job", job)
+        return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+    def state(self, job: str) -> str:
+        """Return a job's state: PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, ..."""
+        return self.job(job)["JobState"]
+
+    def output(self, job: str) -> str:
+        """Return what a job has written so far."""
+        path = Path(self.job(job)["StdOut"])
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait(self, job: str, *, limit_seconds: float = 180.0) -> str:
+        """Wait until a job has come to its end and return the state; a requeued one is waited for, too (see ``start_now``)."""
+        self._until(lambda: self.state(job) in _ENDED, what=f"job {job} ends", limit_seconds=limit_seconds,
+                    tell=lambda: f"it is {self.state(job)}:\n{self.output(job)}")
+        return self.state(job)
+
+    def wait_for(self, job: str, words: str, *, limit_seconds: float = 120.0) -> None:
+        """Return once a job has written ``words``; AssertionError where it ends before."""
+        def told() -> bool:
+            ended = self.state(job) in _ENDED
+            found = words in self.output(job)
+            assert found or not ended, f"job {job} ended without {words!r}:\n{self.output(job)}"
+            return found
+
+        self._until(told, what=f"job {job} writes {words!r}", limit_seconds=limit_seconds, tell=lambda: self.output(job))
+
+    def wait_until_requeued(self, job: str, *, restarts: int = 1, limit_seconds: float = 120.0) -> None:
+        """Return once a job waits for its next start, or has started, for so many times."""
+        self._until(lambda: int(self.job(job)["Restarts"]) >= restarts, what=f"job {job} is requeued",
+                    limit_seconds=limit_seconds, tell=lambda: f"it is {self.state(job)}:\n{self.output(job)}")
+
+    def start_now(self, job: str) -> None:
+        """Let a requeued job start at once; Slurm has it wait while credentials live, 15 s here and two minutes elsewhere."""
+        number = self.job(job)["JobId"]
+        # The exit status of the start before would be taken for the next one's; and nodes have revoked that start's credential,
+        # and with it all that are not a second younger.
+        self._until(lambda: not self._is_running(number), what=f"the last start of job {job} has ended")
+        self._until(lambda: self.state(job) != "COMPLETING", what=f"job {job} is in the queue")
+        time.sleep(1.1)
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)  # refused where it has just started
+
+    def _is_running(self, number: str) -> bool:
+        """Whether a step of a job still has its daemon on a node."""
+        for pid in (pid for node in range(self.nodes) for pid in self.pids(node)):
+            with contextlib.suppress(OSError):  # it has just ended
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"slurmstepd: [{number}.".encode()):
+                    return True
+        return False
+
+    def power_off(self, node: int) -> None:
+        """End everything on a node at once; Slurm finds out after ten seconds or more."""
+        self._cluster.fault(node, "kill")
+        self._until(lambda: not self._cluster.pids(node), what=f"node {node} is off")
+
+    def power_on(self, node: int, *, wait: bool = True) -> None:
+        """Boot a node; wait until jobs can start on it."""
+        self._boot(node, _NODE.format(name=self.name(node), state=_STATE, folder=self.folder))
+        if wait:
+            self._until_idle(node)
+
+    def _boot(self, node: int, script: str) -> None:
+        self._cluster.start([*_OWN_NAMESPACES, "sh", "-c", script], nodes=[node], environment=self._environment, cwd=Path("/"))
+        self._until(lambda: self._first_process(node) is not None, what=f"node {node} boots")
+
+    def _first_process(self, node: int) -> int | None:
+        """The process of a node that is number 1 there; None where it is off."""
+        for pid in self._cluster.pids(node):
+            with contextlib.suppress(OSError):  # it has just ended
+                if re.search(r"^NSpid:.*\s1$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE):
+                    return pid
+        return None
+
+    def _until_idle(self, node: int) -> None:
+        command = ("sinfo", "--noheader", "--nodes", self.name(node), "--format", "%t")
+        self._until(lambda: self.run(*command).strip() in ("idle", "mix"),
+                    what=f"{self.name(node)} is idle", tell=lambda: self._cluster.output(node) + self.run("sinfo"))
+
+    def _until(self, condition: Callable[[], bool], *, what: str, limit_seconds: float = _UP_SECONDS,
+               tell: Callable[[], str] = lambda: "") -> None:
+        deadline = time.monotonic() + limit_seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: not within {limit_seconds:g} s; {tell()}"
+            time.sleep(_POLL_SECONDS)
+
+    def _write_files(self) -> None:
+        names = [self.name(node) for node in range(self.nodes + 1)]
+        nodes = "\n".join(f"NodeName={name} NodeAddr={self._cluster.address(node)} CPUs={self._cpus} Gres=gpu:2"
+                          for node, name in enumerate(names[:-1]))
+        self.own.mkdir(parents=True)
+        conf = _SLURM_CONF.format(login=names[-1], login_address=self._cluster.address(self.nodes), state=_STATE,
+                                  folder=self.folder, nodes=nodes, more="\n".join(self._settings))
+        for name, text in (("slurm.conf", conf), ("cgroup.conf", _CGROUP_CONF), ("gres.conf", _GRES_CONF),
+                           ("nsswitch.conf", _NSSWITCH)):
+            (self.folder / name).write_text(text)
+        everyone = "".join(f"{self._cluster.address(node)} {name}\n" for node, name in enumerate(names))
+        for name in names[:-1]:
+            (self.folder / f"disk-{name}").mkdir()
+            (self.folder / f"hosts-{name}").write_text(
+                "127.0.0.1 localhost\n" + (everyone if self._names_resolve else f"127.0.1.1 {name}\n"))

@@ -1,0 +1,160 @@
+"""Hosts with a real sshd on the emulated cluster: ``Machines`` is all that tests need.
+
+Node 0 is the terminal, at which ``lab`` is typed; nodes 1 to 3 run sshd, each with keys of its own and with a checkout of its own
+at one path, as on disks of their own. Processes, networks, mounts and files go with the ``with``.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from lab.cluster import Cluster, tools
+from tests.cluster.conftest import LONG, until
+from tests.helpers import ROOT
+
+HOSTS = ("node1", "node2", "node3")
+SSHD = shutil.which("sshd", path=tools.search_path())
+_COPIED = ("common", "lab", "PartOne", "PartTwo", "PartThree", "recipes")
+_SERVER = """\
+HostKey {keys}/host{node}
+AuthorizedKeysFile {keys}/user.pub
+PidFile none
+StrictModes no
+UsePAM no
+PermitRootLogin yes
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+"""
+_CLIENT = """\
+Host *
+  IdentityFile {keys}/user
+  IdentitiesOnly yes
+  IdentityAgent none
+  UserKnownHostsFile {keys}/known_hosts
+  GlobalKnownHostsFile none
+  UpdateHostKeys no
+"""
+_ENTER = "import json, os, sys; from lab.cluster.control import enter; sys.exit(enter(*json.loads(sys.argv[1])[:2], " \
+         "json.loads(sys.argv[1])[2], environment=os.environ))"
+
+
+def missing() -> str | None:
+    """Return why there can be no such hosts here; None where there can."""
+    if SSHD is None or shutil.which("ssh") is None:
+        return "sshd and ssh are not installed (packages openssh-server and openssh-client)"
+    if os.geteuid() != 0:
+        return "sshd changes users, which only root may"
+    return tools.namespaces_refused()
+
+
+class Machines:
+    """Three hosts with sshd and a terminal; ``folder`` receives everything that they need."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.keys, self.checkout, self.config = folder / "keys", folder / "checkout", folder / "ssh_config"
+        self.cluster = Cluster(1 + len(HOSTS), logs=folder / "nodes", fresh=True)
+        self.started: list[subprocess.Popen] = []
+
+    def __enter__(self) -> "Machines":
+        self.keys.mkdir(parents=True)
+        self.checkout.mkdir()
+        self._make_keys()
+        for node, _ in enumerate(HOSTS, start=1):
+            self._make_checkout(self.own_checkout(node))
+            (self.folder / f"sshd{node}").write_text(_SERVER.format(keys=self.keys, node=node))
+        self.cluster.__enter__()
+        try:
+            for node, _ in enumerate(HOSTS, start=1):
+                self.start_sshd(node)
+            self._wait_until_open()
+        except BaseException:
+            self.cluster.close()
+            raise
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.end_commands()
+        self.cluster.close()
+
+    def _make_keys(self) -> None:
+        for name in ("user", "stranger", *(f"host{node}" for node in range(1, len(HOSTS) + 1))):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(self.keys / name)], check=True,
+                           timeout=LONG, stdin=subprocess.DEVNULL)
+        known = [f"{name},{self.cluster.address(node)} {(self.keys / f'host{node}.pub').read_text()}"
+                 for node, name in enumerate(HOSTS, start=1)]
+        (self.keys / "known_hosts").write_text("".join(known))
+        self.config.write_text(_CLIENT.format(keys=self.keys))
+
+    def own_checkout(self, node: int) -> Path:
+        """Where a host's own disk lies as seen from here; the host itself has it at ``checkout``."""
+        return self.folder / f"disk{node}"
+
+    def _make_checkout(self, disk: Path) -> None:
+        disk.mkdir()
+        for name in _COPIED:
+            shutil.copytree(ROOT / name, disk / name, ignore=shutil.ignore_patterns("__pycache__"))
+        (disk / ".venv").symlink_to(Path(sys.prefix))
+
+    def start_sshd(self, node: int) -> None:
+        """Start a host's sshd, with its own disk bound to the one path that all hosts have."""
+        self.cluster.start(["unshare", "--mount", "sh", "-c", f"mkdir -p /run/sshd && mount --bind {self.own_checkout(node)} "
+                            f"{self.checkout} && exec {SSHD} -D -e -f {self.folder}/sshd{node}"], nodes=[node])
+
+    def _wait_until_open(self) -> None:
+        for node, _ in enumerate(HOSTS, start=1):
+            until(lambda node=node: "Server listening" in self.cluster.output(node), what=f"sshd of node {node} listens")
+
+    def start(self, *arguments: object, config: Path | None = None) -> subprocess.Popen:
+        """Start a ``lab`` subcommand at the terminal, with the flags that find the hosts, and return at once."""
+        words = [str(one) for one in arguments]
+        ways = ["--ssh-config", str(config or self.config)]
+        if "--hosts" in words and "--workdir" not in words:
+            ways += ["--workdir", str(self.checkout)]
+        return self.enter([sys.executable, "-m", "lab", words[0], *ways, *words[1:]])
+
+    def enter(self, command: Sequence[str]) -> subprocess.Popen:
+        """Start a command at the terminal."""
+        process = subprocess.Popen([sys.executable, "-c", _ENTER, json.dumps([self.cluster.host_pid, 0, list(command)])],
+                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                   cwd=ROOT, env=os.environ | {"PATH": tools.search_path()}, start_new_session=True)
+        self.started.append(process)
+        return process
+
+    def run(self, *arguments: object, config: Path | None = None) -> tuple[int, str]:
+        """Run a ``lab`` subcommand at the terminal; return its exit status and what it wrote."""
+        process = self.start(*arguments, config=config)
+        output, _ = process.communicate(timeout=LONG)
+        return process.returncode, output
+
+    def lab_pid(self, process: subprocess.Popen) -> int:
+        """The process of ``lab`` itself; the one started has only entered the network."""
+        until(lambda: psutil.Process(process.pid).children(), what="lab is started")
+        return psutil.Process(process.pid).children()[0].pid
+
+    def running(self, node: int) -> dict[int, str]:
+        """What runs on a host beside the sshd that listens: commands by process id."""
+        found = {}
+        for pid in self.cluster.pids(node):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                command = " ".join(process.cmdline())
+                if process.status() != psutil.STATUS_ZOMBIE and "[listener]" not in command:
+                    found[pid] = command
+        return found
+
+    def end_commands(self) -> None:
+        """Kill what was started at the terminal and still runs."""
+        for process in self.started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=LONG)
+        self.started.clear()

@@ -1,0 +1,175 @@
+"""The keeper as a process of this machine, and launch and collect through a stand-in for ``ssh`` that runs its command here."""
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lab.cli import main
+from lab.ssh.collect import _is_safe
+from lab.ssh.hosts import Host, Way, program, ssh_command
+from tests.cluster.conftest import LONG, until
+from tests.helpers import ROOT
+
+
+class Keeper:
+    """A keeper with its input and output, as ssh would hold them."""
+
+    def __init__(self, silence_seconds: float = LONG) -> None:
+        there = ssh_command(Host(0, "here"), Way(str(ROOT), python=sys.executable))[-1]
+        self.process = subprocess.Popen(["sh", "-c", there], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process.stdin.write(program())
+        self.tell(token="begin", silence_seconds=silence_seconds)
+        assert self.process.stdout.readline() == b"begin\n"
+
+    def tell(self, **request: object) -> None:
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict:
+        return json.loads(self.process.stdout.readline())
+
+    def start(self, *command: str) -> None:
+        self.tell(do="start", command=command, environment={}, folder="/")
+
+    def started(self) -> list[psutil.Process]:
+        """The keeper behind the process that waits for it, and all that it has started."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@pytest.fixture
+def keepers() -> Iterator[list[Keeper]]:
+    made: list[Keeper] = []
+    yield made
+    for one in made:
+        with contextlib.suppress(psutil.Error):
+            for process in [*one.started(), one.process]:
+                process.kill()
+        one.process.wait(LONG)
+        for stream in (one.process.stdin, one.process.stdout):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+@pytest.mark.parametrize("end", ["closed", "silence", "keeper killed", "guard killed", "terminated"])
+def test_it_ends_all_that_it_has_started_however_it_ends(keepers: list[Keeper], end: str) -> None:
+    """Also what has left its session, and whose parent is gone."""
+    keepers.append(one := Keeper(silence_seconds=0.5 if end == "silence" else LONG))
+    one.start("sh", "-c", "(setsid sh -c 'sleep 1000 & sleep 1000' &) ; echo up; sleep 1000")
+    assert one.answer() == {"line": "up"}
+    until(lambda: sum(process.name() == "sleep" for process in one.started()) == 3, what="all run")
+    processes = one.started()
+    match end:
+        case "closed":
+            one.process.stdin.close()
+        case "keeper killed":
+            psutil.Process(one.process.pid).children()[0].kill()
+        case "guard killed":
+            one.process.kill()
+        case "terminated":
+            one.process.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=LONG)
+    assert not alive
+    one.process.wait(LONG)
+    if end == "keeper killed":
+        assert b'{"killed": 9}' in one.process.stdout.read()
+
+
+def test_a_beat_is_answered_and_keeps_it_alive_and_an_end_is_told_when_all_is_gone(keepers: list[Keeper]) -> None:
+    keepers.append(one := Keeper(silence_seconds=1.0))
+    for _ in range(3):
+        time.sleep(0.5)
+        one.tell(do="beat")
+        assert one.answer() == {"beat": 1}
+    one.start("sh", "-c", "(setsid sleep 1000 &); printf 'no newline'; exit 3")
+    assert [one.answer(), one.answer()] == [{"line": "no newline"}, {"ended": 3, "left": 0}]
+    assert [process.name() for process in one.started() if process.name() == "sleep"] == []
+    one.start("/no/such/program")
+    assert [one.answer(), one.answer()] == [{"line": "error: /no/such/program: No such file or directory"},
+                                            {"ended": 127, "left": 0}]
+    one.tell(do="facts", id=7, folder="/no/such/folder", script="x")
+    told = one.answer()
+    assert (told["answer"], told["result"]["folder_there"], told["result"]["script_there"]) == (7, False, False)
+    one.tell(do="runs", id=8)
+    assert one.answer() == {"answer": 8, "error": "'folder'"}, "a request that breaks is answered, too"
+
+
+@pytest.fixture
+def ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program called ssh that runs on this machine what it should run on another, behind the noise of a login shell."""
+    fake = tmp_path / "bin" / "ssh"
+    fake.parent.mkdir()
+    fake.write_text('#!/bin/sh\necho Welcome; echo "a banner" >&2\nfor last; do :; done\nexec sh -c "$last"\n')
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path
+
+
+def test_two_ranks_here_and_their_runs_brought_back(ssh_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without sshd: what a host has made since the launch is found, merged, and never written over another file."""
+    there, here = ssh_here / "there", ssh_here / "here"
+
+    def lab(*arguments: object) -> tuple[int, str]:
+        status = main(list(map(str, arguments)))
+        return status, "".join(capsys.readouterr())
+
+    for name in ("PartTwo-ring/earlier", "PartTwo-ring/other"):
+        (there / "reports" / name).mkdir(parents=True)
+        (there / "reports" / name / "config.json").write_text("{}")
+        os.utime(there / "reports" / name / "config.json", (1, 1))
+    run = "reports/PartTwo-ring/2026"
+    script = (f"mkdir -p {run}/checkpoints; cd {run}; echo {{rank}} > logs_rank{{rank}}.txt; test {{rank}} = 1 || "
+              "{ echo [] > config.json; echo w > checkpoints/Epoch_1.pt; ln -s /etc/passwd link; }; pwd")
+    status, output = lab("launch", "--hosts", "a,a", "--master-port", "29711", "--master-ip", "10.0.0.9", "--workdir", there,
+                         "--python", sys.executable, "--output-dir", here, "--", "sh", "-c", script)
+    assert status == 0, output
+    assert f"node 1 | {there / run}" in output.splitlines()
+    assert "Welcome" not in output
+    status, output = lab("collect", "--output-dir", here)
+    assert status == 0, output
+    got = here / "PartTwo-ring" / "2026"
+    assert sorted(path.name for path in got.iterdir()) == ["config.json", "logs_rank0.txt", "logs_rank1.txt"]
+    assert [path.name for path in (here / "PartTwo-ring").iterdir()] == ["2026"], "runs from before the launch stay there"
+    status, output = lab("collect", "--hosts", "a", "--workdir", there, "--python", sys.executable, "--output-dir", here,
+                         "reports/PartTwo-ring/other/")
+    assert (status, (here / "PartTwo-ring" / "other" / "config.json").read_text()) == (0, "{}"), output
+
+
+def test_a_launch_that_is_killed_leaves_nothing(ssh_here: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-m", "lab", "launch", "--hosts", "a", "--workdir", "/", "--python",
+                                sys.executable, "--logs", str(ssh_here / "logs"), "--", "sh", "-c",
+                                "setsid sleep 1000 & sleep 1000"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    me = psutil.Process(process.pid)
+    until(lambda: sum(one.name() == "sleep" for one in me.children(recursive=True)) == 2, what="it runs")
+    processes = me.children(recursive=True)
+    process.send_signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs(processes, timeout=LONG)
+    process.communicate(timeout=LONG)
+    assert not alive
+
+
+@pytest.mark.parametrize(("path", "safe"), [("PartTwo-ring/2026/config.json", True), ("PartTwo-ring/2026/a/b.txt", True),
+                                            ("../2026/config.json", False), ("/etc/2026/config.json", False),
+                                            ("PartTwo-ring/2026/../../x", False), ("PartTwo-ring/2026", False)])
+def test_where_a_host_may_have_files_put(path: str, safe: bool) -> None:
+    assert _is_safe(path) == safe
+
+
+def test_bad_input_of_collect_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in [(["--output-dir", tmp_path], f"{tmp_path} has no folder of lab launch"),
+                               ([tmp_path], f"{tmp_path} is no folder of lab launch (no launch.json of format 1)"),
+                               (["--hosts", "a"], "--hosts without runs: name them"),
+                               (["--workdir", "x", tmp_path], "--workdir goes with --hosts; a launch remembers its own")]:
+        assert main(["collect", *map(str, arguments)]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"error: {message}"), told
+        assert told.count("\n") == 1
