@@ -1,4 +1,4 @@
-"""``lab cluster run``, ``shell`` and ``fault``: what each does with a ``Cluster``; their flags are in lab/cli.py."""
+"""``lab cluster run``, ``shell`` and ``fault``: what each does with a ``Cluster``; their flags are in lab/cluster/flags.py."""
 
 import argparse
 import os
@@ -9,18 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from common.errors import UserError
 from lab.cluster import control
 from lab.cluster.cluster import Cluster, End
 from lab.cluster.program import check_placeholders, node_environment, parse_python
 from lab.compare import new_folder
+from lab.echo import Echo
 from lab.processes import blame
 
 _INTERRUPTED = 130
 _FAREWELL_SECONDS = 5.0
-_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 console = Console(highlight=False)
 
@@ -34,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     check_placeholders(command)
     cluster = Cluster(args.nodes, rate=args.rate, latency=args.latency, loopback=args.loopback,
                       fresh=args.fresh or parse_python(command) is None,
-                      echo=_Echo(args.nodes))
+                      echo=Echo(console, args.nodes))
     for warning in cluster.warnings:
         console.print(f"warning: {warning}", markup=False, soft_wrap=True)
     logs, began = args.logs or new_folder(args.output_dir, "cluster"), time.monotonic()
@@ -46,17 +45,6 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             return _interrupted(cluster, logs)
         return _conclusion(cluster, ends, time.monotonic() - began, logs)
-
-
-class _Echo:
-    """Shows a node's lines behind its number, in a colour of its own on a terminal."""
-
-    def __init__(self, nodes: int) -> None:
-        self._width = len(str(nodes - 1))
-
-    def __call__(self, node: int, line: str) -> None:
-        text = Text(f"node {node:>{self._width}} | ", style=_COLOURS[node % len(_COLOURS)])
-        console.print(text.append(line, style="default"), soft_wrap=True)
 
 
 def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) -> str:
