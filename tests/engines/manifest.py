@@ -15,6 +15,7 @@ from tests.helpers import ROOT
 
 yaml = pytest.importorskip("yaml", reason="pyyaml is not installed: pip install -e .[dev]")
 models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed: pip install -e .[dev]")
+ValidationError = pytest.importorskip("pydantic").ValidationError
 
 KINDS = {"TrainJob": "TrainerV1alpha1TrainJob", "PersistentVolumeClaim": "IoK8sApiCoreV1PersistentVolumeClaim"}
 LAUNCH = ROOT / "launch"

@@ -1,10 +1,11 @@
 """Pods of a TrainJob on emulated nodes, as Trainer's controller and a kubelet would start and end them.
 
 What they find there: the PET_* variables of Trainer's torch plugin, the manifest's own variables, its command with $(NAME) filled
-in, a pod's host name and what it can look up, and a process namespace whose first process gets the SIGTERM, from outside. On loopback
-there is neither a host name nor a first process. ``start`` the pods, ``publish`` their names, ``terminate`` one, ``start`` it again.
+in, a pod's host name and what it can look up, and a process namespace whose first process gets the SIGTERM, from outside. On
+loopback there is neither a host name nor a first process. Order: ``start`` the pods, ``publish`` their names, ``terminate`` one.
 """
 
+import contextlib
 import re
 import signal
 import time
@@ -42,6 +43,7 @@ class Pods:
         self._flags = [str(flag) for flag in flags]
         self._master_port = free_port() if cluster.loopback else 29500
         self._published = False
+        self._first: dict[int, psutil.Process] = {}
 
     def start(self, pod: int) -> None:
         """Start a pod, once its predecessor is gone; until ``publish`` it knows no name but its own."""
@@ -65,11 +67,12 @@ class Pods:
                 self._write_names(pod)
 
     def holds_the_meeting_place(self, pod: int) -> bool:
-        """Whether a pod listens where PET_MASTER_PORT says."""
+        """Whether a pod listens at PET_MASTER_PORT."""
         process = self.first_process(pod)
         if process is None:
             return False
-        return any(one.status == "LISTEN" and one.laddr.port == self._master_port for one in process.net_connections("inet"))
+        listening = re.compile(rf":{self._master_port:04X} \S+ 0A ")  # as its own network's tables have it
+        return any(listening.search(_read(f"/proc/{process.pid}/net/{table}")) for table in ("tcp", "tcp6"))
 
     def terminate(self, pod: int) -> None:
         """Send SIGTERM to a container's first process, as a kubelet does."""
@@ -79,11 +82,21 @@ class Pods:
 
     def first_process(self, pod: int) -> psutil.Process | None:
         """Return a pod's torchrun; None where it has ended. Outside loopback it has to be number 1 of its process namespace."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            known = self._first.get(pod)
+            if known is not None and known.is_running() and known.status() != psutil.STATUS_ZOMBIE:
+                return known  # looking through all processes at every poll would take a core from the ranks
+        found = self._find_first_process(pod)
+        if found is not None:
+            self._first[pod] = found
+        return found
+
+    def _find_first_process(self, pod: int) -> psutil.Process | None:
         if self._cluster.loopback:
             candidates = psutil.Process(self._cluster.host_pid).children(recursive=True)
             return next((one for one in candidates if _is_torchrun(one, pod)), None)
         for pid in self._cluster.pids(pod):
-            numbers = re.search(r"NSpid:\s+(.*)", _status(pid))
+            numbers = re.search(r"NSpid:\s+(.*)", _read(f"/proc/{pid}/status"))
             if numbers and numbers[1].split()[-1] == "1" and "torchrun" in _command(psutil.Process(pid)):
                 return psutil.Process(pid)
         return None
@@ -94,7 +107,8 @@ class Pods:
                else limits[entry["valueFrom"]["resourceFieldRef"]["resource"].removeprefix("limits.")]
                for entry in self._trainer["env"]}
         places = {"PET_NNODES": str(self._trainer["numNodes"]), "PET_NPROC_PER_NODE": str(self._trainer["numProcPerNode"]),
-                  "PET_NODE_RANK": str(pod), "PET_MASTER_ADDR": f"{self._host(0)}.{self._name}", "PET_MASTER_PORT": str(self._master_port)}
+                  "PET_NODE_RANK": str(pod), "PET_MASTER_ADDR": f"{self._host(0)}.{self._name}",
+                  "PET_MASTER_PORT": str(self._master_port)}
         if self._cluster.loopback:
             places |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_LOCAL_ADDR": "127.0.0.1"}
         return own | places
@@ -147,8 +161,8 @@ def _command(process: psutil.Process) -> str:
         return ""
 
 
-def _status(pid: int) -> str:
+def _read(path: str) -> str:
     try:
-        return Path(f"/proc/{pid}/status").read_text()
+        return Path(path).read_text()
     except OSError:  # it has just ended
         return ""

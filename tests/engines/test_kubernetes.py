@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from common.arguments import parse_arguments
 from common.checkpoint import load_checkpoint, newest_checkpoint
@@ -21,12 +20,12 @@ from common.config import Config
 from common.sync import BUILT_IN
 from lab.cluster import Cluster
 from tests.cluster.conftest import LONG, REFUSED, until, with_word
-from tests.engines.manifest import build_context, documents, instructions, train_job, unread
+from tests.engines.manifest import ValidationError, build_context, documents, instructions, train_job, unread
 from tests.engines.pods import Pods, mounts, pod_patch
-from tests.helpers import ROOT
+from tests.helpers import ROOT, free_port
 
 STEPS = 12
-SMALL = ["--dataset", "digits", "--max-steps", STEPS, "--batch-size", 32, "--no-amp", "--no-ema", "--no-validate", "--threads", 1,
+SMALL = ["--dataset", "digits", "--max-steps", STEPS, "--batch-size", 16, "--no-amp", "--no-ema", "--no-validate", "--threads", 1,
          "--log-every", 1, "--learning-rate", 1e-3]
 RESERVED = {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
 
@@ -40,7 +39,7 @@ def test_the_api_knows_every_field_of_the_manifests(name: str) -> None:
 @pytest.mark.parametrize(("place", "wrong"), [
     ("spec", "podTemplateOverrides"),  # what Trainer had before runtimePatches
     ("spec.trainer", "numProcsPerNode"),
-    ("spec.trainer.env[0].valueFrom.resourceFieldRef", "ressource"),
+    ("spec.trainer.resourcesPerNode", "limit"),
     ("spec.runtimePatches[0].trainingRuntimeSpec.template.spec.replicatedJobs[0].template.spec", "backoffLimit"),
     ("spec.runtimePatches[0].trainingRuntimeSpec.template.spec.replicatedJobs[0].template.spec.template.spec", "restartPolicy"),
     ("spec.runtimePatches[0].trainingRuntimeSpec.template.spec.replicatedJobs[0].template.spec.template.spec.containers[0]",
@@ -95,7 +94,7 @@ def test_the_parts_of_the_manifests_belong_together() -> None:
     environment = {entry["name"]: entry.get("value") for entry in trainer["env"]}
     assert environment["PET_RDZV_ID"] == config.run_name
     to_save = int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
-    assert config.timeout < to_save < patch["terminationGracePeriodSeconds"], "ranks save, then torchrun ends, then the kubelet kills"
+    assert config.timeout < to_save < patch["terminationGracePeriodSeconds"], "ranks, torchrun, kubelet: in this order"
     assert trainer["resourcesPerNode"]["requests"].keys() == trainer["resourcesPerNode"]["limits"].keys()
 
 
@@ -137,18 +136,19 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with Cluster(2, logs=tmp_path, loopback=REFUSED is not None) as one:
+    """Two nodes for the pods and two for the same training by hand, at the same time, since most of it is importing torch."""
+    with Cluster(4, logs=tmp_path, loopback=REFUSED is not None, fresh=True) as one:
         yield one
 
 
 def test_a_pod_that_goes_saves_first_and_its_replacement_goes_on_to_the_same_weights(
         cluster: Cluster, tmp_path: Path, image: Path) -> None:
     job, volume = train_job(), tmp_path / "volume"
-    name = job["metadata"]["name"]
-    pods = Pods(cluster, job, image=image, volume=volume, flags=[*SMALL, "--timeout", 30])
+    pods = Pods(cluster, job, image=image, volume=volume, flags=SMALL)
     for pod in range(2):
         pods.start(pod)
-    until(lambda: pods.holds_the_meeting_place(0), what="pod 0 holding the meeting place before its name is known")
+    start_by_hand(cluster, tmp_path / "by-hand")
+    until(lambda: pods.holds_the_meeting_place(0), what="the meeting place, which must not wait for a name that nobody knows yet")
     pods.publish()
     until(lambda: "step 2/" in cluster.output(0), what="the second step")
 
@@ -158,33 +158,38 @@ def test_a_pod_that_goes_saves_first_and_its_replacement_goes_on_to_the_same_wei
     assert pods.first_process(0) is not None, "the other's container is not started again, where backoffLimit would count"
     pods.start(1)
     ends = cluster.wait(limit_seconds=LONG)
-    assert [(end.node, end.status == 0) for end in ends[:1]] == [(1, False)], "it was not done"
-    assert {(end.node, end.status) for end in ends[1:]} == {(0, 0), (1, 0)}, cluster.output(0)
+    assert {(end.node, end.status) for end in ends} == {(0, 0), (1, 1), (1, 0), (2, 0), (3, 0)}, cluster.output(0)
+    assert [end.status for end in ends if end.node == 1] == [1, 0], "the pod that went was not done"
     assert with_word(str(volume)) == []
 
-    [run] = (volume / "reports").glob("*/*/config.json")
-    assert run.parent.name == name, "both wrote to the folder of the job's name"
-    assert f"step {saved}\n" in cluster.output(0).partition("going on from ")[2].partition(name)[2]
-    lines = (run.parent / "metrics.jsonl").read_text().splitlines()
+    run, by_hand = only_run(volume / "reports"), only_run(tmp_path / "by-hand")
+    assert run.name == job["metadata"]["name"], "both wrote to the folder of the job's name"
+    assert re.findall(r"going on from \S+, step (\d+)", cluster.output(0)) == [saved]
+    lines = (run / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1)), "no step twice, none left out"
-    assert json.loads((run.parent / "summary.json").read_text())["ranks_hold_equal_weights"]
-    disturbed, undisturbed = weights(run.parent), weights(train_by_hand(cluster, tmp_path))
+    assert json.loads((run / "summary.json").read_text())["ranks_hold_equal_weights"]
+    disturbed, undisturbed = weights(run), weights(by_hand)
     assert disturbed.keys() == undisturbed.keys()
     assert [name for name, value in disturbed.items() if not torch.equal(value, undisturbed[name])] == []
 
 
-def train_by_hand(cluster: Cluster, folder: Path) -> Path:
-    """Run the manifest's training as the assignment starts one, with nothing that happens to it; return its folder."""
+def start_by_hand(cluster: Cluster, folder: Path) -> None:
+    """Start the manifest's training as the assignment does, on the nodes that have no pod; nothing will happen to it."""
     recipe = next(word for word in train_job()["spec"]["trainer"]["args"] if word.startswith("--recipe="))
-    cluster.start([sys.executable, "PartThree/main.py", recipe, *map(str, SMALL), "--output-dir", str(folder / "by-hand"),
-                   "--master-ip", "{master}", "--master-port", "{port}", "--num-nodes", "2", "--rank", "{rank}"], cwd=ROOT)
-    assert [end.status for end in cluster.wait(limit_seconds=LONG)] == [0, 0], cluster.output(0)
-    [run] = (folder / "by-hand").glob("*/*/config.json")
-    return run.parent
+    place = ["--num-nodes", 2, "--master-ip", cluster.address(2), "--master-port", free_port(), "--output-dir", folder]
+    for rank in range(2):
+        words = [sys.executable, "PartThree/main.py", recipe, *SMALL, *place, "--rank", rank]
+        cluster.start([str(word) for word in words], nodes=[2 + rank], cwd=ROOT)
+
+
+def only_run(folder: Path) -> Path:
+    """The folder of the one run below a folder of reports."""
+    [config] = folder.glob("*/*/config.json")
+    return config.parent
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    """The run's last parameters, by name. BatchNorm's running statistics are averaged over the ranks once more where one saves."""
+    """The run's last parameters, by name; BatchNorm's running statistics are averaged over the ranks wherever one saves."""
     path, _ = newest_checkpoint([run / "checkpoints"])
     entries = load_checkpoint(path)
     assert entries["step"] == STEPS
