@@ -85,7 +85,7 @@ def find_checkpoint(config: Config, job: Job, world: World) -> tuple[str | None,
     """Return path and entries of the checkpoint to go on from, on every rank; (None, None) for a fresh start. Collective.
 
     A path is rank 0's; "auto", and a job that was started again, look on every node: in the run's own folder if it goes on,
-    else in --checkpoint and in the earlier runs of the experiment.
+    else in --checkpoint and, unless the run has a name of its own, in the earlier runs of the experiment.
     """
     wanted = "auto" if job.goes_on else on_rank0(world, lambda: config.resume)
     if wanted is None:
@@ -98,8 +98,9 @@ def find_checkpoint(config: Config, job: Job, world: World) -> tuple[str | None,
         path = gather_objects(world, str(found[0]) if found is not None else "")[source]
         if world.is_root:
             where = f" of rank {source}'s node" if source else ""
+            own = job.goes_on or config.run_name is not None
             say(f"going on from {path}{where}, step {steps[source]}" if path else
-                f"no checkpoint in {job.folder.path if job.goes_on else job.folder.path.parent}; starting anew")
+                f"no checkpoint in {job.folder.path if own else job.folder.path.parent}; starting anew")
         if not path:
             return None, None
 
@@ -119,8 +120,10 @@ def _newest_here(config: Config, job: Job) -> tuple[Path, int] | None:
                 return config.checkpoint, load_checkpoint(config.checkpoint).get("step", 0)
             except UserError as error:
                 say(f"warning: {error}")
-        folders = sorted((run / "checkpoints" for run in job.folder.path.parent.iterdir()
-                          if run.is_dir() and run.name != _AGENTS), reverse=True)
+        # A scheduler's new job must not take another job's training for its own.
+        folders = [] if config.run_name is not None else sorted(
+            (run / "checkpoints" for run in job.folder.path.parent.iterdir()
+             if run.is_dir() and run.name != _AGENTS), reverse=True)
     for folder in folders:
         remove_unfinished(folder)
     path, passed_over = newest_checkpoint(folders)

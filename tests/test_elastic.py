@@ -218,3 +218,14 @@ def test_a_setting_under_which_restarts_would_fail_is_named(tmp_path: Path) -> N
     assert ended.status == 0, ended.err
     assert "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in ended.out
     assert time.monotonic() - began < 120
+
+
+@pytest.mark.slow
+def test_a_job_with_a_name_of_its_own_does_not_go_on_with_another_job(tmp_path: Path) -> None:
+    quick = ["--dataset", "digits", "--max-steps", 2, "--output-dir", tmp_path, "--resume", "auto", "--threads", 1]
+    for name in ("job-1", "job-2"):
+        ended = start_part("PartOne", *quick, "--run-name", name, cwd=tmp_path).end()
+        assert ended.status == 0, ended.err
+        assert "no checkpoint in" in ended.out
+    for name in ("job-1", "job-2"):
+        assert len((tmp_path / "PartOne-none" / name / "metrics.jsonl").read_text().splitlines()) == 2, "both were trained"
