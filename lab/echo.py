@@ -9,7 +9,7 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 class Echo:
-    """Shows a node's lines behind its number, in a colour of its own on a terminal.
+    """Shows a node's lines behind its number, in a colour of its own on a terminal; nothing more once nobody reads them.
 
     shown : says of which nodes; the others' lines are left out.
     """
@@ -22,6 +22,9 @@ class Echo:
             self.show(node, line)
 
     def show(self, node: int, line: str) -> None:
-        """Show a line whatever node it is of."""
+        """Show a line, whatever node it is of."""
         text = Text(f"node {node:>{self._width}} | ", style=_COLOURS[node % len(_COLOURS)])
-        self._console.print(text.append(line, style="default"), soft_wrap=True)
+        try:
+            self._console.print(text.append(line, style="default"), soft_wrap=True)
+        except (OSError, SystemExit):  # rich ends the thread that finds the pipe closed, and this one has the nodes to read from
+            self._shown = lambda node: False

@@ -43,6 +43,7 @@ def test_a_port_that_is_given_goes_to_the_parts() -> None:
     assert filled("python PartTwo/main.py", port=29600).endswith("--rank 1 --master-port 29600")
     assert filled("echo {port}", port=29600) == "echo 29600"
     assert "--master-port=29600" in filled("torchrun a.py", port=29600)
+    assert Plan.of(["torchrun", "--master_port=7", "a.py"], nodes=2, port=None).meeting_port == 7
     assert filled("python PartOne/main.py", nodes=1, rank=0) == "PY PartOne/main.py", "PartOne has no such flags"
 
 
@@ -50,7 +51,7 @@ def test_a_port_that_is_given_goes_to_the_parts() -> None:
     ("", "no command: give it behind --, for example lab launch"),
     ("python PartTwo/main.py --num-nodes 4", "--num-nodes in the command: lab launch gives each host its"),
     ("python PartTwo/main.py -R 1", "-R in the command: lab launch gives each host its"),
-    ("python PartTwo/main.py --master_ip=1.2.3.4", "--master_ip in the command: .*or give --master-ip to lab launch, before --"),
+    ("python PartTwo/main.py --master_ip=1.2.3.4", "--master_ip in the command: .*give --master-ip and .* to lab launch, before"),
     ("python PartTwo/main.py --distributed", "--distributed in the command: .*-- torchrun --nproc-per-node 2"),
     ("torchrun --nnodes 2 PartTwo/main.py", "--nnodes 2 in the command, but --hosts names 3"),
     ("torchrun --node-rank 0 PartTwo/main.py", "--node-rank 0: each host gets its own"),
@@ -113,7 +114,7 @@ def test_the_command_of_ssh_never_asks_and_takes_what_the_user_says_first() -> N
     ("Warning: Permanently added 'n' (ED25519) to the list of known hosts.", "ssh ended without a word: try ssh u@n"),
 ])
 def test_what_ssh_says_becomes_what_to_do(said: str, told: str) -> None:
-    assert explain(said, name="n", given="u@n").startswith(told)
+    assert explain(said.splitlines(), name="n", given="u@n").startswith(told)
 
 
 @pytest.mark.parametrize(("change", "told"), [

@@ -1,12 +1,15 @@
 """The keeper as a process of this machine, and launch and collect through a stand-in for ``ssh`` that runs its command here."""
 
 import contextlib
+import io
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +18,7 @@ import psutil
 import pytest
 
 from lab.cli import main
-from lab.ssh.collect import _is_safe
+from lab.ssh.collect import Outcome, _is_safe, _unpack
 from lab.ssh.hosts import Host, Way, program, ssh_command
 from tests.cluster.conftest import LONG, until
 from tests.helpers import ROOT
@@ -44,6 +47,14 @@ class Keeper:
     def started(self) -> list[psutil.Process]:
         """The keeper behind the process that waits for it, and all that it has started."""
         return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether a process still does anything; a dead one may be there for a while, until its new parent asks for its status."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture
@@ -77,8 +88,7 @@ def test_it_ends_all_that_it_has_started_however_it_ends(keepers: list[Keeper], 
             one.process.kill()
         case "terminated":
             one.process.terminate()
-    _, alive = psutil.wait_procs(processes, timeout=LONG)
-    assert not alive
+    until(lambda: not any(map(lives, processes)), what="all are gone")
     one.process.wait(LONG)
     if end == "keeper killed":
         assert b'{"killed": 9}' in one.process.stdout.read()
@@ -139,6 +149,8 @@ def test_two_ranks_here_and_their_runs_brought_back(ssh_here: Path, capsys: pyte
     got = here / "PartTwo-ring" / "2026"
     assert sorted(path.name for path in got.iterdir()) == ["config.json", "logs_rank0.txt", "logs_rank1.txt"]
     assert [path.name for path in (here / "PartTwo-ring").iterdir()] == ["2026"], "runs from before the launch stay there"
+    assert lab("collect", "--checkpoints", "--output-dir", here)[0] == 0
+    assert (got / "checkpoints" / "Epoch_1.pt").read_text() == "w\n"
     status, output = lab("collect", "--hosts", "a", "--workdir", there, "--python", sys.executable, "--output-dir", here,
                          "reports/PartTwo-ring/other/")
     assert (status, (here / "PartTwo-ring" / "other" / "config.json").read_text()) == (0, "{}"), output
@@ -152,9 +164,38 @@ def test_a_launch_that_is_killed_leaves_nothing(ssh_here: Path) -> None:
     until(lambda: sum(one.name() == "sleep" for one in me.children(recursive=True)) == 2, what="it runs")
     processes = me.children(recursive=True)
     process.send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs(processes, timeout=LONG)
     process.communicate(timeout=LONG)
-    assert not alive
+    until(lambda: not any(map(lives, processes)), what="all are gone")
+
+
+def test_a_host_that_is_silent_while_its_connection_stands_is_given_up(ssh_here: Path) -> None:
+    """As behind a master of ssh that others share, whose end is not ours to wait for."""
+    process = subprocess.Popen([sys.executable, "-m", "lab", "launch", "--hosts", "a", "--workdir", "/", "--python",
+                                sys.executable, "--silence", "1", "--logs", str(ssh_here / "logs"), "--", "sleep", "1000"],
+                               cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    me = psutil.Process(process.pid)
+    until(lambda: any(one.name() == "sleep" for one in me.children(recursive=True)), what="it runs")
+    for one in me.children(recursive=True):
+        one.suspend()
+    output, _ = process.communicate(timeout=LONG)
+    assert process.returncode == 255
+    assert re.search(r"error: the connection to node 0 \(a\) broke after .* \(no sign of life for \d+ s\)", output), output
+
+
+def test_of_an_archive_only_files_that_were_asked_for_are_kept(tmp_path: Path) -> None:
+    """Whatever a host sends: links, devices, other names."""
+    archive, wanted = io.BytesIO(), "PartTwo-ring/2026/config.json"
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, kind in [(wanted, tarfile.REGTYPE), ("PartTwo-ring/2026/other", tarfile.REGTYPE), ("../out", tarfile.REGTYPE),
+                           ("PartTwo-ring/2026/link", tarfile.SYMTYPE)]:
+            member = tarfile.TarInfo(name)
+            member.type, member.size, member.linkname = kind, 2 * (kind == tarfile.REGTYPE), "/etc/passwd"
+            tar.addfile(member, io.BytesIO(b"{}"))
+    archive.seek(0)
+    outcome = Outcome()
+    _unpack(archive, {wanted, "PartTwo-ring/2026/link"}, tmp_path / "here", outcome)
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == [tmp_path / "here" / wanted]
+    assert outcome.taken == 1
 
 
 @pytest.mark.parametrize(("path", "safe"), [("PartTwo-ring/2026/config.json", True), ("PartTwo-ring/2026/a/b.txt", True),

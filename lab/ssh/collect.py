@@ -9,10 +9,10 @@ import base64
 import hashlib
 import tarfile
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 
@@ -21,7 +21,7 @@ from common.files import write_atomically
 from lab.ssh.hosts import Host, Way, parse_hosts
 from lab.ssh.launch import way_of
 from lab.ssh.nodes import Nodes
-from lab.ssh.probe import refuse, wait_until_reached
+from lab.ssh.probe import refuse, unreached_hosts
 from lab.ssh.record import read_launch
 
 _LIST_SECONDS = 600.0
@@ -55,16 +55,19 @@ class Outcome:
     same: int = 0
     kept: list[Path] = field(default_factory=list)
     runs: dict[str, list[int]] = field(default_factory=dict)
+    unreached: Mapping[Host, str] = field(default_factory=dict)
 
 
 def collect(args: argparse.Namespace) -> int:
-    """Bring the runs here, say where they are; return 0, or 1 where a file here was another one and was left alone. UserError
-    where a host cannot be reached or has none of them."""
+    """Bring the runs here, say where they are; return 0, or 1 where a host was not reached, or a file here was another one and
+    was left alone. UserError where no host is reached or has any of them."""
     question = _question(args)
     with Nodes(question.hosts, question.way) as nodes:
-        wait_until_reached(nodes)
-        outcome, wanted = Outcome(), set()
-        for node, listing in enumerate(_listings(nodes, question, args.checkpoints)):
+        unreached = unreached_hosts(nodes)
+        if len(unreached) == len(nodes.hosts):
+            refuse(unreached, of=len(nodes.hosts), what="cannot be reached; nothing was brought")
+        outcome, wanted = Outcome(unreached=unreached), set()
+        for node, listing in _listings(nodes, question, args.checkpoints, leave_out=unreached).items():
             for run, files in listing["runs"].items():
                 outcome.runs.setdefault(run, []).append(node)
                 wanted_here = [path for path in (f"{run}/{name}" for name in files) if _is_safe(path) and path not in wanted]
@@ -108,19 +111,22 @@ def _run_name(name: str) -> str:
     return "/".join(part for part in PurePosixPath(name).parts[-2:] if part != "reports")
 
 
-def _listings(nodes: Nodes, question: Question, checkpoints: bool) -> list[Mapping[str, Any]]:
-    """Each host's runs; UserError where one has no answer, and where no host has any of them."""
-    listings = []
+def _listings(nodes: Nodes, question: Question, checkpoints: bool, *,
+              leave_out: Collection[Host]) -> dict[int, Mapping[str, Any]]:
+    """The runs of each host that is reached; UserError where one has no answer, and where no host has any of them."""
+    listings = {}
     for node, (folder, clock) in enumerate(zip(question.folders, question.clocks, strict=True)):
+        if nodes.hosts[node] in leave_out:
+            continue
         answer = nodes.ask("runs", nodes=[node], limit_seconds=_LIST_SECONDS, folder=folder, reports=question.reports,
                            names=question.names, since=clock, checkpoints=checkpoints)[node]
         if "error" in answer:
             refuse({nodes.hosts[node]: answer["error"]}, of=len(nodes.hosts), what="did not list its runs; nothing was brought")
-        listings.append(answer["result"])
-    if not any(listing["runs"] for listing in listings):
+        listings[node] = answer["result"]
+    if not any(listing["runs"] for listing in listings.values()):
         which = f"run {', '.join(question.names)}" if question.names else "run of that launch"
-        places = ", ".join(dict.fromkeys(f"{listing['reports']}" for listing in listings))
-        raise UserError(f"no {which} on any of {len(nodes.hosts)} hosts in {places}: name others, or give --hosts, --workdir and "
+        places = ", ".join(dict.fromkeys(f"{listing['reports']}" for listing in listings.values()))
+        raise UserError(f"no {which} on any of {len(listings)} hosts in {places}: name others, or give --hosts, --workdir and "
                         "--remote-reports")
     return listings
 
@@ -148,16 +154,34 @@ def _take(nodes: Nodes, node: int, reports: str, paths: Sequence[str], output_di
     if not paths:
         return
     with tempfile.TemporaryFile() as file:
-        nodes.on_piece = lambda piece: file.write(base64.b64decode(piece))
+        failures: list[OSError | ValueError] = []
+
+        def take(piece: str) -> None:
+            try:
+                file.write(base64.b64decode(piece))
+            except (OSError, ValueError) as error:  # a full disk must not end the thread that reads from the hosts
+                failures.append(error)
+
+        nodes.on_piece = take
         answer = nodes.ask("pack", nodes=[node], limit_seconds=_PACK_SECONDS, reports=reports, files=list(paths))[node]
-        if "error" in answer:
-            raise UserError(f"{nodes.hosts[node]}: its files did not come ({answer['error']}): collect again")
+        why = answer.get("error") or (str(failures[0]) if failures else "")
         file.seek(0)
-        with tarfile.open(fileobj=file, mode="r:") as archive:
-            for member in archive:
-                # What the host sends is its own affair, where it goes is ours: files alone, under the names that were asked for.
-                if member.isreg() and member.name in paths:
-                    _keep(output_dir / member.name, archive.extractfile(member).read(), outcome)
+        try:
+            if not why:
+                _unpack(file, set(paths), output_dir, outcome)
+        except tarfile.TarError as error:
+            why = str(error)
+        if why:
+            raise UserError(f"{nodes.hosts[node]}: its files did not come whole ({why}): collect again")
+
+
+def _unpack(file: IO[bytes], paths: Collection[str], output_dir: Path, outcome: Outcome) -> None:
+    """Keep the files of an archive. What the host sends is its own affair, where it goes is ours: files alone, under the names
+    that were asked for."""
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        for member in archive:
+            if member.isreg() and member.name in paths:
+                _keep(output_dir / member.name, archive.extractfile(member).read(), outcome)
 
 
 def _keep(path: Path, content: bytes, outcome: Outcome) -> None:
@@ -176,9 +200,11 @@ def _tell(question: Question, outcome: Outcome, output_dir: Path) -> int:
     _say(f"{outcome.taken} files brought, {outcome.same} were here; next: lab report {' '.join(map(str, folders))}")
     if outcome.kept:
         named = ", ".join(map(str, outcome.kept[:_MOST_NAMED])) + (" …" if len(outcome.kept) > _MOST_NAMED else "")
-        _say(f"warning: {len(outcome.kept)} files here are other ones than on the hosts, and were left alone: {named}; "
-             "give another --output-dir to have those of the hosts")
-    return 1 if outcome.kept else 0
+        _say(f"warning: other files of the same names are here, and were left alone ({len(outcome.kept)}): {named}; give another "
+             "--output-dir to have those of the hosts")
+    for host, why in list(outcome.unreached.items())[:_MOST_NAMED]:
+        _say(f"warning: nothing came from {host}: {why}")
+    return 1 if outcome.kept or outcome.unreached else 0
 
 
 def _say(text: str) -> None:

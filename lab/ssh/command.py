@@ -13,9 +13,12 @@ from lab.cluster.program import check_placeholders, fill_in
 
 _PART = re.compile(r"(?:^|/)(Part(?:One|Two|Three))/main\.py$")
 _PYTHON = ("python", "python3")
-_PLACE = {"-M": "--master-ip", "-N": "--num-nodes", "-R": "--rank", "--world-size": "--num-nodes", "--local-rank": "--local-rank",
-          "--master-ip": "--master-ip", "--num-nodes": "--num-nodes", "--rank": "--rank", "--dist-url": "--dist-url",
-          "--distributed": "--distributed", "--master-port": "--master-port"}
+_BEFORE = "give --master-ip and --master-port to lab launch, before --"
+_PLACES = {"-M": _BEFORE, "--master-ip": _BEFORE, "--master-port": _BEFORE, "--dist-url": _BEFORE, "-N": "", "--num-nodes": "",
+           "--world-size": "", "-R": "", "--rank": "", "--local-rank": "",
+           "--distributed": "for several ranks on each host: -- torchrun --nproc-per-node 2 PartThree/main.py"}
+"""Flags of the parts that say what lab launch says, and what to do instead."""
+
 _EXAMPLE = "lab launch --hosts node0,node1 -- python PartTwo/main.py --sync all_reduce"
 
 
@@ -62,7 +65,8 @@ class Plan:
     @property
     def meeting_port(self) -> int:
         """Where they meet there."""
-        return self.port or DEFAULT_MASTER_PORT
+        own = self.value("--master-port") or ""
+        return self.port or (int(own) if own.isdecimal() else DEFAULT_MASTER_PORT)
 
     def fill(self, *, master: str, rank: int, python: str) -> list[str]:
         """Return the command of one host. ``python`` : its interpreter, which stands for the word python."""
@@ -129,12 +133,7 @@ def _refuse_places(words: Sequence[str]) -> None:
     for word in words:
         name = word.partition("=")[0]
         name = name.replace("_", "-") if name.startswith("--") else name
-        if name in _PLACE:
+        if name in _PLACES:
+            instead = f"; {_PLACES[name]}" if _PLACES[name] else ""
             raise UserError(f"{word.partition('=')[0]} in the command: lab launch gives each host its --master-ip, --num-nodes "
-                            f"and --rank; leave it out{_HINTS.get(_PLACE[name], '')}")
-
-
-_HINTS = {"--master-port": " and give --master-port to lab launch, before --",
-          "--master-ip": ", or give --master-ip to lab launch, before --",
-          "--distributed": "; for several ranks on each host: -- torchrun --nproc-per-node 2 PartThree/main.py",
-          "--dist-url": ", and give --master-ip and --master-port to lab launch, before --"}
+                            f"and --rank; leave it out{instead}")

@@ -25,7 +25,8 @@ from lab.ssh.check import doctors_find_nothing
 from lab.ssh.command import Plan
 from lab.ssh.hosts import Host, Way, parse_hosts, remote_folder
 from lab.ssh.meeting import find_master
-from lab.ssh.nodes import LOST, Nodes
+from lab.ssh.node import LOST
+from lab.ssh.nodes import Nodes
 from lab.ssh.probe import Facts, ask_facts, problems_of, refuse
 from lab.ssh.record import SHOWN_HOSTS, Record
 
@@ -182,9 +183,8 @@ def _tell_interrupted(nodes: Nodes, lost: Sequence[Host], record: Record, status
 
 
 def _tell_lost(nodes: Nodes, host: Host, seconds: float, record: Record) -> int:
-    words = [line.strip() for line in nodes.nodes[host.rank].complaints.splitlines() if line.strip()]
-    why = "" if nodes.nodes[host.rank].closed else " (no answer)"
-    why = f" ({words[-1][:200]})" if words and not why else why
+    node = nodes.nodes[host.rank]
+    why = f" ({node.complaints[-1][:200]})" if node.closed and node.complaints else "" if node.closed else " (no answer)"
     print(f"error: the connection to {host} broke after {seconds:.1f} s{why}; the others are ended, and what runs there ends by "
           f"itself {nodes.silence_seconds:g} s after the break (its output: {record.log(host.rank)})", file=sys.stderr)
     return LOST

@@ -10,52 +10,22 @@ import json
 import os
 import secrets
 import selectors
-import signal
 import subprocess
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import UserError
-from lab.processes import death_wish
-from lab.ssh.hosts import Host, Way, program, ssh_command
+from lab.ssh.hosts import Host, Way, program
+from lab.ssh.node import LOST, Node
 
 _READ_BYTES = 1 << 16
 _AT_ONCE = 64
 _TURN_SECONDS = 20.0
-_KEPT_LINES = 1000
-_KEPT_NOISE = 1 << 14
 _POLL_SECONDS = 0.2
 _LEAVE_SECONDS = 15.0
 _ERRORS_SECONDS = 2.0
-LOST = 255
-"""The status of a host whose connection broke, as ssh has it."""
-
-
-@dataclass
-class Node:
-    """One host: its connection, and what has come over it."""
-
-    host: Host
-    ssh: subprocess.Popen
-    ready: bool = False
-    closed: bool = False
-    hung_up: float | None = None
-    running: bool = False
-    status: int | None = None
-    heard: float = field(default_factory=time.monotonic)
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
-    answers: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    errors: bytes = b""
-    rest: bytes = b""
-
-    @property
-    def complaints(self) -> str:
-        """What ssh and the login shell have said that is no message of the keeper."""
-        return self.errors.decode(errors="replace")
 
 
 class Nodes:
@@ -76,7 +46,7 @@ class Nodes:
         self._selector = selectors.DefaultSelector()
         self._new: deque[Node] = deque()  # not yet known to the reader, whose selector is its own
         self._hung_up: list[Node] = []
-        self._token, self._requests = secrets.token_hex(16), 0
+        self._token, self._requests, self._turned = secrets.token_hex(16), 0, time.monotonic()
         self._threads = [threading.Thread(target=one, daemon=True) for one in (self._read, self._beat)]
 
     @property
@@ -91,26 +61,14 @@ class Nodes:
             thread.start()
         try:
             for host in self.hosts:
-                self._until(lambda: sum(not node.ready and not node.closed for node in self.nodes) < _AT_ONCE, _TURN_SECONDS)
-                self._open(host, first)
+                self.wait(lambda: sum(not node.ready and not node.closed for node in self.nodes) < _AT_ONCE,
+                          limit_seconds=_TURN_SECONDS)
+                self.nodes.append(Node.open(host, self._way, first))
+                self._new.append(self.nodes[-1])
         except BaseException:
             self.close()
             raise
         return self
-
-    def _open(self, host: Host, first: bytes) -> None:
-        try:
-            # A session of its own: Ctrl-C at the terminal is for lab alone, which lets the hosts say their last words.
-            ssh = subprocess.Popen(ssh_command(host, self._way), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, start_new_session=True, preexec_fn=death_wish())
-        except FileNotFoundError:
-            raise UserError("there is no ssh on this machine: install it (package openssh-client)") from None
-        node = Node(host, ssh)
-        self.nodes.append(node)
-        self._new.append(node)
-        with contextlib.suppress(OSError):  # it has ended already: its errors say why
-            ssh.stdin.write(first)
-            ssh.stdin.flush()
 
     def __exit__(self, *_error: object) -> None:
         self.close()
@@ -125,7 +83,8 @@ class Nodes:
         for node in self.nodes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 node.ssh.wait(max(0.0, deadline - time.monotonic()) if node.ready else 0)
-        self._end_all_ssh()
+            node.kill()
+            node.ssh.wait()
         for thread in self._threads:
             thread.join(_LEAVE_SECONDS)
         self._selector.close()
@@ -133,23 +92,17 @@ class Nodes:
             node.ssh.stdout.close()
             node.ssh.stderr.close()
 
-    def _end_all_ssh(self) -> None:
-        for node in self.nodes:
-            if node.ssh.poll() is None:  # else a master that it has left for others lives on
-                os.killpg(node.ssh.pid, signal.SIGKILL)  # with a ProxyCommand of its own
-            node.ssh.wait()
-
     def wait_until_ready(self, limit_seconds: float) -> None:
         """Wait until each keeper has answered or its connection has failed: ``Node.ready`` says which."""
-        self._until(lambda: all(node.ready or node.closed for node in self.nodes), limit_seconds)
+        self.wait(lambda: all(node.ready or node.closed for node in self.nodes), limit_seconds=limit_seconds)
 
     def ask(self, what: str, *, nodes: Sequence[int], limit_seconds: float, **more: Any) -> dict[int, Mapping[str, Any]]:
         """Ask several hosts the same at once; return by node {"result": …} or {"error": why}, also where no answer came."""
         self._requests += 1
         number, asked = self._requests, [self.nodes[node] for node in nodes]
         for node in asked:
-            self._tell(node, do=what, id=number, **more)
-        self._until(lambda: all(number in node.answers or node.closed for node in asked), limit_seconds)
+            node.tell(do=what, id=number, **more)
+        self.wait(lambda: all(number in node.answers or node.closed for node in asked), limit_seconds=limit_seconds)
         none = {"error": f"no answer within {limit_seconds:g} s"}
         return {node.host.rank: node.answers.pop(number, {"error": "the connection broke"} if node.closed else none)
                 for node in asked}
@@ -162,19 +115,19 @@ class Nodes:
             one.lines.clear()
         if one.closed:
             self._ended(one, LOST)
-        self._tell(one, do="start", command=list(command), environment=dict(environment), folder=folder)
+        one.tell(do="start", command=list(command), environment=dict(environment), folder=folder)
 
     def signal(self, number: int) -> None:
         """Send a signal to the commands that still run, as a terminal does."""
         for node in self.nodes:
             if node.running:
-                self._tell(node, do="signal", signal=number)
+                node.tell(do="signal", signal=number)
 
     def kill(self) -> None:
         """Kill all processes of the commands that still run."""
         for node in self.nodes:
             if node.running:
-                self._tell(node, do="kill")
+                node.tell(do="kill")
 
     @property
     def running(self) -> list[int]:
@@ -183,9 +136,6 @@ class Nodes:
 
     def wait(self, condition: Callable[[], bool], *, limit_seconds: float | None = None) -> bool:
         """Wait until ``condition`` holds, looked at when something has changed; return whether it does."""
-        return self._until(condition, limit_seconds)
-
-    def _until(self, condition: Callable[[], bool], limit_seconds: float | None) -> bool:
         deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
         with self._changed:
             while not condition():
@@ -194,29 +144,35 @@ class Nodes:
                 self._changed.wait(_POLL_SECONDS)
         return True
 
-    def _tell(self, node: Node, **request: Any) -> None:
-        with contextlib.suppress(OSError, ValueError):  # it has ended: the reader finds out
-            node.ssh.stdin.write(json.dumps(request).encode() + b"\n")
-            node.ssh.stdin.flush()
-
     def _beat(self) -> None:
-        while not self._closing.wait(self._way.silence_seconds / 6):
+        """In a thread of its own: send the beats, and give up those that have not answered any for too long."""
+        between = self.silence_seconds / 6
+        while not self._closing.wait(between):
+            now = time.monotonic()
             for node in self.nodes:
-                if node.ready:
-                    self._tell(node, do="beat")
+                if not node.ready or node.closed:
+                    continue
+                # Where the reader itself is held up, by a terminal that is stopped, silence says nothing of the host.
+                if now - node.heard > self.silence_seconds and now - self._turned < max(between, 1.0):
+                    node.complain(f"no sign of life for {now - node.heard:.0f} s\n".encode())
+                    node.kill()
+                node.tell(do="beat")
 
     def _read(self) -> None:
         """In a thread of its own: take what comes from all hosts, until all connections are closed."""
         while self._selector.get_map() or self._new or not self._closing.is_set():
+            self._turned = time.monotonic()
             while self._new:
                 node = self._new.popleft()
-                for stream, take in ((node.ssh.stdout, self._take), (node.ssh.stderr, self._take_complaint)):
-                    self._selector.register(stream, selectors.EVENT_READ, (node, take))
+                for stream in (node.ssh.stdout, node.ssh.stderr):
+                    self._selector.register(stream, selectors.EVENT_READ, node)
             for key, _ in self._selector.select(_POLL_SECONDS):
-                node, take = key.data
-                text = os.read(key.fd, _READ_BYTES)
+                node, text = key.data, os.read(key.fd, _READ_BYTES)
+                if text and key.fileobj is node.ssh.stdout:
+                    self._take(node, text)
+                elif text:
+                    node.complain(text)
                 if text:
-                    take(node, text)
                     continue
                 self._selector.unregister(key.fileobj)
                 node.hung_up = time.monotonic()
@@ -234,22 +190,22 @@ class Nodes:
                     self._selector.unregister(stream)
                 self._closed(node)
 
-    def _take_complaint(self, node: Node, text: bytes) -> None:
-        node.errors = (node.errors + text)[-_KEPT_NOISE:]
-
     def _take(self, node: Node, text: bytes) -> None:
         *lines, node.rest = (node.rest + text).split(b"\n")
         node.heard = time.monotonic()
         for line in lines:
             if node.ready:
-                with contextlib.suppress(ValueError):  # no message: what a login shell says at its end
-                    self._take_message(node, json.loads(line))
+                message = None
+                with contextlib.suppress(ValueError):
+                    message = json.loads(line)
+                if isinstance(message, dict):  # else what a login shell says at its end
+                    self._take_message(node, message)
             elif line.endswith(self._token.encode()):
                 with self._changed:
                     node.ready = True
                     self._changed.notify_all()
             else:
-                self._take_complaint(node, line + b"\n")
+                node.complain(line + b"\n")
 
     def _take_message(self, node: Node, message: Mapping[str, Any]) -> None:
         if "line" in message:
@@ -260,7 +216,7 @@ class Nodes:
         elif "ended" in message:
             self._ended(node, message["ended"])
         elif "killed" in message:
-            self._take_complaint(node, f"lab's own process there was killed by signal {message['killed']}\n".encode())
+            node.complain(f"lab's own process there was killed by signal {message['killed']}\n".encode())
         elif "answer" in message:
             with self._changed:
                 node.answers[message["answer"]] = message

@@ -10,7 +10,8 @@ from typing import Any
 from common.errors import UserError
 from lab.ssh.command import Plan
 from lab.ssh.hosts import CONNECT_SECONDS, Host, Way
-from lab.ssh.nodes import Node, Nodes
+from lab.ssh.node import Node
+from lab.ssh.nodes import Nodes
 from lab.ssh.refusals import explain
 
 OLDEST_PYTHON = (3, 11)
@@ -22,16 +23,16 @@ Facts = Mapping[str, Any]
 
 def ask_facts(nodes: Nodes, way: Way, *, script: str | None) -> list[Facts]:
     """Return what each host says of itself, see survey.facts. UserError, with a line for each, where some do not answer."""
-    wait_until_reached(nodes)
+    refuse(unreached_hosts(nodes), of=len(nodes.nodes))
     answers = nodes.ask("facts", nodes=range(len(nodes.nodes)), limit_seconds=_FACTS_SECONDS, folder=way.workdir, script=script)
     refuse({nodes.hosts[node]: answer["error"] for node, answer in answers.items() if "error" in answer}, of=len(nodes.nodes))
     return [answers[node]["result"] for node in sorted(answers)]
 
 
-def wait_until_reached(nodes: Nodes) -> None:
-    """Wait for all hosts. UserError, with a line for each, where some cannot be reached."""
+def unreached_hosts(nodes: Nodes) -> dict[Host, str]:
+    """Wait for all hosts; return why some cannot be reached."""
     nodes.wait_until_ready(_READY_SECONDS)
-    refuse({node.host: _unreached(node) for node in nodes.nodes if not node.ready}, of=len(nodes.nodes))
+    return {node.host: _unreached(node) for node in nodes.nodes if not node.ready}
 
 
 def _unreached(node: Node) -> str:

@@ -4,6 +4,7 @@ A new refusal is an entry of REFUSALS; texts as OpenSSH prints them.
 """
 
 import re
+from collections.abc import Sequence
 
 REFUSALS: tuple[tuple[str, str, str], ...] = (
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key is not the one that ssh knows",
@@ -29,10 +30,9 @@ REFUSALS: tuple[tuple[str, str, str], ...] = (
 _NO_REASON = "Permanently added|Could not chdir to home directory"
 
 
-def explain(errors: str, *, name: str, given: str) -> str:
+def explain(errors: Sequence[str], *, name: str, given: str) -> str:
     """Return why ``ssh`` did not come through, in a line: what, and what to do; ssh's own words where they are not known."""
-    lines = [line.strip().removeprefix("ssh: ") for line in errors.splitlines()
-             if line.strip() and not re.search(_NO_REASON, line)]
+    lines = [line.removeprefix("ssh: ") for line in errors if not re.search(_NO_REASON, line)]
     for pattern, what, remedy in REFUSALS:
         told = next((line for line in lines if re.search(pattern, line)), None)
         if told is not None:
