@@ -16,6 +16,7 @@ from common.errors import GroupError, UserError
 from common.models import MODELS
 from common.sync import STRATEGIES, is_exact
 from lab.cluster.flags import add_flags as add_cluster_flags
+from lab.flags import add_command
 from lab.jobs.flags import add_flags as add_job_flags
 from lab.ssh.flags import add_flags as add_ssh_flags
 
@@ -70,16 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: argparse._SubParsersAction, name: str, run: object, help: str) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False,
-                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.set_defaults(run=run)
-    return parser
-
-
 def _add_compare(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "compare", _compare, "train with each strategy on each number of nodes, in turns, and write "
-                      "reports/compare-<time>/ with tables, figures and report.html; what follows -- goes to every run")
+    parser = add_command(commands, "compare", run=_compare,
+                         help="train with each strategy on each number of nodes, in turns, and write reports/compare-<time>/ "
+                              "with tables, figures and report.html; what follows -- goes to every run")
     parser.set_defaults(passes_flags=True)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2], help="numbers of ranks; 1 is PartOne")
     parser.add_argument("--sync", nargs="+", default=ASSIGNMENT, help=f"{', '.join(STRATEGIES)}; 'all', or 'exact'")
@@ -110,8 +105,9 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "report", _report, "the same report from the folders of runs that were started by hand, or anew "
-                      "from a comparison's folder")
+    parser = add_command(commands, "report", run=_report,
+                         help="the same report from the folders of runs that were started by hand, or anew from a comparison's "
+                              "folder")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs (reports/<part>-<sync>/<time>), or of "
                         "one comparison")
     parser.add_argument("--scaling", choices=["strong", "weak"], default="strong", help="weak: batches that grow with the nodes "
@@ -120,8 +116,9 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_calibrate(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "calibrate", _calibrate, "measure latency, bandwidth, summation and compute time for "
-                      "predictions, of this machine, or with --master-ip --num-nodes --rank of several, started on each")
+    parser = add_command(commands, "calibrate", run=_calibrate,
+                         help="measure latency, bandwidth, summation and compute time for predictions, of this machine, or with "
+                              "--master-ip --num-nodes --rank of several, started on each")
     parser.add_argument("--ranks", type=int, help="processes on this machine (default: one a core, 2 to 8)")
     parser.add_argument("--model", default="vgg11", choices=list(MODELS), help="whose steps are timed")
     parser.add_argument("--quick", action="store_true", help="a third of the time, with wider intervals")
@@ -138,8 +135,8 @@ def _add_calibrate(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_predict(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "predict", _predict, "the step time of each strategy on nodes that nobody has, and where each "
-                      "stops scaling")
+    parser = add_command(commands, "predict", run=_predict,
+                         help="the step time of each strategy on nodes that nobody has, and where each stops scaling")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of nodes, up to 100,000")
     parser.add_argument("--rate", help="of each link, e.g. 1gbit (default: as calibrated)")
     parser.add_argument("--latency", help="of a message, e.g. 0.2ms (default: as calibrated)")
@@ -158,8 +155,9 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "doctor", _doctor, "before a run: versions, cores, dataset, disk, network, and with --master-ip "
-                      "--num-nodes --rank on every node at once, each pair of nodes; status 1 where something would fail")
+    parser = add_command(commands, "doctor", run=_doctor,
+                         help="before a run: versions, cores, dataset, disk, network, and with --master-ip --num-nodes --rank "
+                              "on every node at once, each pair of nodes; status 1 where something would fail")
     parser.add_argument("-M", "--master-ip", help="address of rank 0's node")
     parser.add_argument("--master-port", type=int, default=DEFAULT_MASTER_PORT, help="port there")
     parser.add_argument("-N", "--num-nodes", "--world-size", type=int, help="number of nodes, which meet and try every pair")
@@ -172,8 +170,9 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_explain(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "explain", _explain, "after a failure: the known errors in the output of one or several ranks, "
-                      "the likely cause first, with what to do")
+    parser = add_command(commands, "explain", run=_explain,
+                         help="after a failure: the known errors in the output of one or several ranks, the likely cause first, "
+                              "with what to do")
     parser.add_argument("logs", nargs="+", metavar="LOG", help="outputs of ranks, read as one; - is standard input")
 
 

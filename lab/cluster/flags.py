@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from common.config import REPOSITORY
+from lab.flags import add_command
 
 
 def add_flags(commands: argparse._SubParsersAction) -> None:
@@ -17,9 +18,10 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_run(actions: argparse._SubParsersAction) -> None:
-    parser = _action(actions, "run", _run, "start the command behind -- on every node of a new cluster; {master}, {nodes}, "
-                     "{rank} and {port} in it become the first node's address, the number of nodes, the node's own, and a port "
-                     "that is free there")
+    parser = add_command(actions, "run", run=_run,
+                         help="start the command behind -- on every node of a new cluster; {master}, {nodes}, {rank} and {port} "
+                              "in it become the first node's address, the number of nodes, the node's own, and a port that is "
+                              "free there")
     parser.set_defaults(passes_flags=True)
     parser.add_argument("--nodes", type=int, default=4, help="number of nodes")
     parser.add_argument("--rate", help="of each link, both ways, e.g. 1gbit or 200mbit (default: as fast as this machine)")
@@ -31,13 +33,13 @@ def _add_run(actions: argparse._SubParsersAction) -> None:
 
 
 def _add_shell(actions: argparse._SubParsersAction) -> None:
-    parser = _action(actions, "shell", _shell, "a shell in a node of a running cluster, or the command behind --")
+    parser = add_command(actions, "shell", run=_shell, help="a shell in a node of a running cluster, or the command behind --")
     parser.set_defaults(passes_flags=True)
     _add_node(parser)
 
 
 def _add_fault(actions: argparse._SubParsersAction) -> None:
-    parser = _action(actions, "fault", _fault, "hurt a node of a running cluster")
+    parser = add_command(actions, "fault", run=_fault, help="hurt a node of a running cluster")
     _add_node(parser)
     one = parser.add_mutually_exclusive_group(required=True)
     one.add_argument("--cut", action="store_true", help="take its link down")
@@ -45,13 +47,6 @@ def _add_fault(actions: argparse._SubParsersAction) -> None:
     one.add_argument("--pause", action="store_true", help="stop its processes (SIGSTOP)")
     one.add_argument("--kill", action="store_true", help="kill its processes (SIGKILL)")
     one.add_argument("--restore", action="store_true", help="undo all of these but --kill")
-
-
-def _action(actions: argparse._SubParsersAction, name: str, run: object, help: str) -> argparse.ArgumentParser:
-    parser = actions.add_parser(name, help=help, description=help, allow_abbrev=False,
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.set_defaults(run=run)
-    return parser
 
 
 def _add_node(parser: argparse.ArgumentParser) -> None:

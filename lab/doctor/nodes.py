@@ -108,7 +108,8 @@ def _code(nodes: Sequence[Node]) -> Finding:
         return failure("same code", f"the nodes have other code: {told}", "check out the same commit on every node: git pull")
     if len(commits) > 1:
         return ok("same code", f"the same files that train, from other commits: {_told(commits)}")
-    return ok("same code", f"commit {next(iter(commits))} on every node")
+    which = f"commit {next(iter(commits))}" if nodes[0].facts.get("commit") else f"no git commit; code {next(iter(codes))}"
+    return ok("same code", f"{which} on every node")
 
 
 def _dataset(nodes: Sequence[Node]) -> Finding:

@@ -4,15 +4,14 @@ import argparse
 from pathlib import Path
 
 from common.config import DEFAULT_MASTER_PORT
+from lab.flags import add_command
 
 
 def add_flags(commands: argparse._SubParsersAction) -> None:
     """Add ``run-cell`` to the subcommands of ``lab``."""
     about = ("one run of lab compare --plan, started on each of its nodes by a scheduler or by hand; lab report puts them "
              "together")
-    parser = commands.add_parser("run-cell", help=about, description=about, allow_abbrev=False,
-                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.set_defaults(run=_run)
+    parser = add_command(commands, "run-cell", run=_run, help=about)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the plan, on a file system that all nodes share")
     parser.add_argument("--run", dest="number", type=int, required=True, help="its number, from 0")
     parser.add_argument("-M", "--master-ip", help="address of rank 0's node")

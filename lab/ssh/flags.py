@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from common.config import DEFAULT_MASTER_PORT, REPOSITORY
+from lab.flags import add_command
 
 
 def add_flags(commands: argparse._SubParsersAction) -> None:
@@ -13,9 +14,9 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_launch(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "launch", _launch, "start the command behind -- on each host by ssh, with --master-ip, "
-                      "--num-nodes and --rank filled in; torchrun gets its own flags, and {master}, {nodes}, {rank} and {port} "
-                      "are filled in anywhere")
+    parser = add_command(commands, "launch", run=_launch,
+                         help="start the command behind -- on each host by ssh, with --master-ip, --num-nodes and --rank filled "
+                              "in; torchrun gets its own flags, and {master}, {nodes}, {rank} and {port} are filled in anywhere")
     parser.set_defaults(passes_flags=True)
     _add_ways(parser, hosts_required=True)
     parser.add_argument("--master-ip", help="address of the first host for the others (default: found by trying)")
@@ -26,8 +27,9 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_collect(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "collect", _collect, "bring the run folders of lab launch back from its hosts, merged as "
-                      "lab report reads them; or with --hosts those that are named")
+    parser = add_command(commands, "collect", run=_collect,
+                         help="bring the run folders of lab launch back from its hosts, merged as lab report reads them; or "
+                              "with --hosts those that are named")
     parser.add_argument("things", nargs="*", metavar="LAUNCH|RUN", help="folder of a launch (default: the newest), then perhaps "
                         "runs (<part>-<sync>/<time>) to choose of it; with --hosts runs alone")
     _add_ways(parser, hosts_required=False)
@@ -48,13 +50,6 @@ def _add_ways(parser: argparse.ArgumentParser, *, hosts_required: bool) -> None:
                         "repeated")
     parser.add_argument("--silence", type=float, default=30.0, help="seconds after which a connection without a sign of life "
                         "counts as broken, here and there")
-
-
-def _command(commands: argparse._SubParsersAction, name: str, run: object, help: str) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False,
-                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.set_defaults(run=run)
-    return parser
 
 
 def _launch(args: argparse.Namespace) -> int:
