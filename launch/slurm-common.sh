@@ -59,16 +59,20 @@ use_part() {
     DATA=$(setting data_dir)
     MIRROR=$(setting mirror)
     DATA=$(realpath -m "${DATA:-data}")
-    settings=$(setting output_dir)
-    OUTPUT=$(realpath -m "${settings:-reports}")
+    OUTPUT=$(setting output_dir)
+    OUTPUT=$(realpath -m "${OUTPUT:-reports}")
     for word in "$@"; do
         case $previous in --run-name | --run_name) RUN=$word ;; esac
         case $word in --run-name=* | --run_name=*) RUN=${word#*=} ;; esac
         previous=$word
     done
     # The run's folder is named after the job, so that every start finds the one before; what an earlier job left is not taken up.
-    [ -n "$RUN" ] || { RUN=slurm-$JOB; COMMAND+=(--run-name "$RUN"); }
-    [ -z "$(compgen -G "$OUTPUT/*/$RUN/config.json")" ] || COMMAND+=(--resume auto)
+    # A run that only measures saves nothing, and begins anew.
+    local name=slurm-$JOB measures=''
+    ! grep -Eq '^measure_only = true|^compute = "[^r]' <<< "$settings" || measures=1
+    [ -z "$measures" ] || [ "$RESTARTS" = 0 ] || name=$name-$RESTARTS
+    [ -n "$RUN" ] || { RUN=$name; COMMAND+=(--run-name "$RUN"); }
+    [ -n "$measures" ] || [ -z "$(compgen -G "$OUTPUT/*/$RUN/config.json")" ] || COMMAND+=(--resume auto)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # a part sets its threads itself; torchrun would say that it chose
     [ -z "${STAGE_DATA-}" ] || { STAGE=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/slurm-$JOB-data; COMMAND+=(--data-dir "$STAGE"); }
 }
@@ -106,8 +110,8 @@ check_nodes() {
     scontrol show job --oneliner "$JOB" | grep -q ' Requeue=1' || shared=''
     [ -z "$shared" ] || touch "$shared" || fail "$OUTPUT cannot be written to: give --output-dir FOLDER"
     # The text itself is sent: a node without the checkout could not read it.
-    complaints=$(srun --nodes="$NODES" bash -c "$(< launch/slurm-node.sh)" slurm-node "$PWD" "$PYTHON" "$shared" "$DATASET" "$DATA" \
-        "$MIRROR" "$STAGE" 2>&1)
+    complaints=$(srun --nodes="$NODES" bash -c "$(< launch/slurm-node.sh)" slurm-node "$PWD" "$PYTHON" "$shared" "$LOGS" "$DATASET" \
+        "$DATA" "$MIRROR" "$STAGE" 2>&1)
     status=$?
     rm -f "$shared"
     [ $status -ne 0 ] || return 0
@@ -174,7 +178,8 @@ go_on_later() {
     case $(squeue --noheader --format=%T --job "$JOB") in
         CANCELLED | COMPLETING) echo "stopped and saved; Slurm has cancelled the job, or starts it again by itself; $how"; exit 75 ;;
     esac
-    [ "$RESTARTS" -lt "$most" ] || { echo "error: stopped and saved; the job has gone back to the queue $most times (REQUEUES); $how" >&2; exit 1; }
+    [ "$RESTARTS" -lt "$most" ] ||
+        { echo "error: stopped and saved; the job has gone back to the queue $most times (REQUEUES); $how" >&2; exit 1; }
     echo "stopped and saved; back to the queue, time $((RESTARTS + 1)) of at most $most"
     # It ends this shell, too; one that ended by itself could be taken for the end of the job.
     trap - TERM
@@ -187,6 +192,7 @@ go_on_later() {
 tell_first_failure() {
     local task
     task=$(sed -n 's/^srun: error: .*tasks\? \([0-9]*\).*/\1/p' "$LOGS/srun-$RESTARTS.log" | head -n 1)
-    [ "${task:-0}" = 0 ] || { echo "task $task, which ended first, wrote:"; tail --lines=15 "$LOGS/task$task.log"; } >&2
+    [ "${task:-0}" = 0 ] || [ ! -e "$LOGS/task$task.log" ] ||
+        { echo "task $task, which ended first, wrote:"; tail --lines=15 "$LOGS/task$task.log"; } >&2
     echo "error: the job failed with status $STATUS; all tasks' output: $LOGS; the likely cause: lab explain $LOGS/task*.log" >&2
 }

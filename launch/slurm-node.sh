@@ -1,6 +1,6 @@
 #!/bin/bash
 # What one node needs before its ranks start. slurm-common.sh sends this text to every node; each says what is missing there.
-folder=$1 python=$2 shared=$3 dataset=$4 data=$5 mirror=$6 stage=$7
+folder=$1 python=$2 shared=$3 logs=$4 dataset=$5 data=$6 mirror=$7 stage=$8
 
 fail() {
     echo "error: $(hostname): $*"
@@ -18,6 +18,7 @@ done
 [ -z "$shared" ] || [ -e "$shared" ] || fail "${shared%/*} is another folder here than on the job's first node, so a restart on other" \
     "nodes would find no checkpoint: give --output-dir FOLDER on a disk that all see, or sbatch --no-requeue"
 
+mkdir -p "$logs" || fail "$logs cannot be made: give --output-dir FOLDER"  # on a disk of the node's own it is not there yet
 
 case $dataset in
     cifar10) names=(cifar-10-batches-py) ;;

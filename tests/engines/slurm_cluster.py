@@ -21,7 +21,7 @@ from tests.helpers import ROOT
 
 _PROGRAMS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge", "nsenter": "util-linux"}
 _UP_SECONDS = 90.0
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.5
 _COMMAND_SECONDS = 60.0
 _STATE = "/run/slurm"  # on the emulated cluster's own tmpfs: gone with it, and short enough for a socket's name
 _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL", "PREEMPTED"}
@@ -103,6 +103,7 @@ class SlurmCluster:
                  settings: Sequence[str] = ()) -> None:
         self.folder, self.nodes = folder, nodes
         self.own = folder / "own"
+        self._booted: dict[int, int] = {}
         self._cluster = Cluster(nodes + 1, logs=folder, fresh=True)
         self._names_resolve, self._cpus, self._settings = names_resolve, cpus, settings
         self._environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": tools.search_path()}
@@ -149,8 +150,7 @@ class SlurmCluster:
 
         The environment is this process's own, without what Slurm or torchrun would have set, and ``environment``.
         """
-        target = self._first_process(self.nodes if node is None else node)
-        assert target is not None, f"node {node} is off"
+        target = self._booted[self.nodes if node is None else node]
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_", "RANK", "WORLD_"))}
         way = ["nsenter", f"--target={target}", "--mount", "--uts", "--net", "--pid", f"--wd={cwd}", "--"]
         done = subprocess.run([*way, *command],
@@ -184,14 +184,16 @@ class SlurmCluster:
         return self.state(job)
 
     def wait_for(self, job: str, words: str, *, limit_seconds: float = 120.0) -> None:
-        """Return once a job has written ``words``; AssertionError where it ends before."""
-        def told() -> bool:
-            ended = self.state(job) in _ENDED
-            found = words in self.output(job)
-            assert found or not ended, f"job {job} ended without {words!r}:\n{self.output(job)}"
-            return found
-
-        self._until(told, what=f"job {job} writes {words!r}", limit_seconds=limit_seconds, tell=lambda: self.output(job))
+        """Return once a job has written ``words``, at once; AssertionError where it ends before."""
+        path, ended = Path(self.job(job)["StdOut"]), False
+        began = asked = time.monotonic()
+        while not path.exists() or words not in path.read_text(errors="replace"):
+            assert not ended, f"job {job} ended without {words!r}:\n{self.output(job)}"
+            now = time.monotonic()
+            assert now < began + limit_seconds, f"no {words!r} within {limit_seconds:g} s: {self.job(job)}\n{self.output(job)}"
+            if now > asked + 2:
+                asked, ended = now, self.state(job) in _ENDED
+            time.sleep(0.05)
 
     def wait_until_requeued(self, job: str, *, restarts: int = 1, limit_seconds: float = 120.0) -> None:
         """Return once a job waits for its next start, or has started, for so many times."""
@@ -217,12 +219,16 @@ class SlurmCluster:
         return False
 
     def power_off(self, node: int) -> None:
-        """End everything on a node at once; Slurm finds out after ten seconds or more."""
+        """End everything on a node at once, without a word to anyone; Slurm finds out after ten seconds or more."""
+        self._cluster.fault(node, "cut")  # else its daemon tells of the processes that are killed before itself
         self._cluster.fault(node, "kill")
         self._until(lambda: not self._cluster.pids(node), what=f"node {node} is off")
 
     def power_on(self, node: int, *, wait: bool = True) -> None:
-        """Boot a node; wait until jobs can start on it."""
+        """Boot a node, unless it is on; wait until jobs can start on it."""
+        if self.pids(node):
+            return
+        self._cluster.fault(node, "restore")
         self._boot(node, _NODE.format(name=self.name(node), state=_STATE, folder=self.folder))
         if wait:
             self._until_idle(node)
@@ -230,6 +236,7 @@ class SlurmCluster:
     def _boot(self, node: int, script: str) -> None:
         self._cluster.start([*_OWN_NAMESPACES, "sh", "-c", script], nodes=[node], environment=self._environment, cwd=Path("/"))
         self._until(lambda: self._first_process(node) is not None, what=f"node {node} boots")
+        self._booted[node] = self._first_process(node)
 
     def _first_process(self, node: int) -> int | None:
         """The process of a node that is number 1 there; None where it is off."""
@@ -241,7 +248,7 @@ class SlurmCluster:
 
     def _until_idle(self, node: int) -> None:
         command = ("sinfo", "--noheader", "--nodes", self.name(node), "--format", "%t")
-        self._until(lambda: self.run(*command).strip() in ("idle", "mix"),
+        self._until(lambda: self.run(*command).strip() in ("idle", "mix", "alloc"),
                     what=f"{self.name(node)} is idle", tell=lambda: self._cluster.output(node) + self.run("sinfo"))
 
     def _until(self, condition: Callable[[], bool], *, what: str, limit_seconds: float = _UP_SECONDS,

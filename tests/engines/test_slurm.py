@@ -22,8 +22,10 @@ from tests.helpers import ROOT, make_image_folder
 pytestmark = pytest.mark.skipif(slurm_cluster.refused() is not None, reason=f"no Slurm here: {slurm_cluster.refused()}")
 
 STEPS = 8
+# A checkpoint a step leaves something to go on from wherever a run is cut, and time enough to cut it.
 SETTINGS = ("--dataset", "digits", "--batch-size", 16, "--max-steps", STEPS, "--threads", 1, "--log-every", 1,
-            "--checkpoint-every", 3, "--keep-checkpoints", 2)
+            "--checkpoint-every", 1, "--keep-checkpoints", 2)
+SHORT = ("--max-steps", 3)
 ALL_REDUCE, DDP = ("PartTwo/main.py", "--sync", "all_reduce"), ("PartThree/main.py",)
 TORCHRUN, ASSIGNMENT = "launch/slurm.sbatch", "launch/slurm-assignment.sbatch"
 
@@ -39,10 +41,10 @@ class Jobs:
     def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
         self.slurm, self.folder = slurm, folder
 
-    def submit(self, options: str, script: str, command: tuple, *more: object) -> str:
+    def submit(self, options: str, script: str, command: tuple, *more: object, environment: dict | None = None) -> str:
         """Submit a job of the tests' settings; return its number."""
         return self.slurm.sbatch("--output", self.folder / "%j.out", *options.split(), script, *command, *SETTINGS,
-                                 "--output-dir", self.folder, *more)
+                                 "--output-dir", self.folder, *more, environment=environment)
 
     def run(self, job: str) -> Path:
         """The folder of a job's run."""
@@ -76,17 +78,17 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[tuple, int], Path]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
     """Runs the same training without Slurm, on loopback; each once."""
     folder = tmp_path_factory.mktemp("alone")
     with Cluster(4, loopback=True, logs=folder) as cluster:
-        def run(command: tuple, ranks: int) -> Path:
+        def run(command: tuple, ranks: int, *more: object) -> Path:
             name = f"{ranks}-ranks"
             found = list(folder.glob(f"{Path(command[0]).parent}*/{name}"))
             if not found:
                 place = ("--master-ip", "{master}", "--master-port", "{port}", "--num-nodes", ranks, "--rank", "{rank}")
-                cluster.start(["python", *map(str, (*command, *SETTINGS, *place, "--output-dir", folder, "--run-name", name))],
-                              nodes=range(ranks), cwd=ROOT)
+                cluster.start(["python", *map(str, (*command, *SETTINGS, *more, *place, "--output-dir", folder, "--run-name",
+                                                            name))], nodes=range(ranks), cwd=ROOT)
                 assert [end.status for end in cluster.wait(limit_seconds=180)] == [0] * ranks, cluster.output(0)
                 found = list(folder.glob(f"{Path(command[0]).parent}*/{name}"))
             return found[0]
@@ -95,27 +97,42 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[tuple,
 
 
 @pytest.fixture(scope="module")
-def lost_node(jobs: Jobs) -> str:
-    """A job whose first node, which holds its shell, rank 0 and the ranks' meeting, has lost its power after a checkpoint.
+def lost_node(jobs: Jobs) -> tuple[str, int]:
+    """A job whose first node, which holds its shell and rank 0, has lost its power after a checkpoint.
 
-    Other tests take it, too: what they do hides the time until Slurm finds out.
+    Another test takes it, too: what that does hides the time until Slurm finds out.
     """
-    job = jobs.submit("--nodes=2 --nodelist=node[0-1]", TORCHRUN, DDP)
-    jobs.slurm.wait_for(job, f"step 4/{STEPS}")
-    jobs.slurm.power_off(0)
-    return job
+    job = jobs.submit("--nodes=2", ASSIGNMENT, ALL_REDUCE)
+    jobs.slurm.wait_for(job, f"step 2/{STEPS}")
+    node = int(jobs.slurm.job(job)["BatchHost"].removeprefix("node"))
+    jobs.slurm.power_off(node)
+    return job, node
+
+
+@pytest.fixture(scope="module")
+def on_four_nodes(jobs: Jobs) -> tuple[str, str]:
+    """Two jobs at once on all nodes, by torchrun and as the assignment has it; the second has its images staged.
+
+    Tests that hardly compute take it, too: they run while these two train.
+    """
+    for node in range(4):
+        jobs.slurm.power_on(node)
+    return (jobs.submit("--nodes=4", TORCHRUN, DDP, *SHORT),
+            jobs.submit("--nodes=4", ASSIGNMENT, ALL_REDUCE, *SHORT, "--dataset", "folder", "--data-dir",
+                        make_image_folder(jobs.folder / "images"),
+                        environment={"STAGE_DATA": "1", "TMPDIR": str(jobs.slurm.own)}))
 
 
 def assert_same_training(run: Path, reference: Path) -> None:
     """Weights, momentum, every step's numbers and the evaluation are the same, bit for bit."""
     one, other = (load_checkpoint(checkpoints_by_age(folder / "checkpoints")[0]) for folder in (run, reference))
-    assert one["step"] == other["step"] == STEPS
+    assert one["step"] == other["step"]
     for name, tensor in other["model_state_dict"].items():
         assert torch.equal(one["model_state_dict"][name], tensor), name
     for index, state in other["optimizer_state_dict"]["state"].items():
         assert torch.equal(one["optimizer_state_dict"]["state"][index]["momentum_buffer"], state["momentum_buffer"]), index
+    assert [line["step"] for line in steps(run)] == list(range(1, one["step"] + 1))
     assert steps(run) == steps(reference)
-    assert len(steps(run)) == STEPS
     reports = [json.loads((folder / "report.json").read_text()) | {"checkpoint": ""} for folder in (run, reference)]
     assert reports[0] == reports[1]
     assert json.loads((run / "summary.json").read_text())["ranks_hold_equal_weights"] is True
@@ -128,70 +145,48 @@ def steps(run: Path) -> list[dict]:
 
 
 @pytest.mark.usefixtures("lost_node")
-def test_a_killed_worker_is_started_again_by_torchrun(jobs: Jobs, alone: Callable) -> None:
+def test_torchrun_restarts_a_killed_worker_and_sigterm_saves_for_the_next_start(jobs: Jobs, alone: Callable) -> None:
+    """One job under both; the signal comes to its shell, as before the time limit."""
     job = jobs.submit("--nodes=2 --nodelist=node[2-3]", TORCHRUN, DDP)
-    jobs.slurm.wait_for(job, f"step 4/{STEPS}")
+    jobs.slurm.wait_for(job, f"step 2/{STEPS}")
     os.kill(jobs.worker(3), signal.SIGKILL)
-    output = jobs.finish(job)
-    assert "going on from" in output
+    jobs.slurm.wait_for(job, "going on from")
     assert jobs.slurm.job(job)["Restarts"] == "0", "torchrun's restart, not Slurm's"
+    jobs.slurm.wait_for(job, f"step 5/{STEPS}")
+    jobs.slurm.run("scancel", "--batch", "--signal=TERM", job)
+    jobs.go_on(job)
+    output = jobs.finish(job)
+    assert "stopped and saved; back to the queue, time 1 of at most 20" in output
+    assert output.count("going on from") == 2
+    assert jobs.slurm.job(job)["Restarts"] == "1"
     assert_same_training(jobs.run(job), alone(DDP, 2))
 
 
-@pytest.mark.usefixtures("lost_node")
-def test_sigterm_saves_and_the_requeued_job_goes_on_in_its_folder(jobs: Jobs, alone: Callable) -> None:
-    """One is told by its shell, as before the time limit, the other by its step; and what an earlier job left is not taken up."""
-    shell = jobs.submit("--nodes=2 --nodelist=node[2-3]", ASSIGNMENT, ALL_REDUCE)
-    step = jobs.submit("--nodes=2 --nodelist=node[2-3]", TORCHRUN, DDP)
-    for job, batch in ((shell, ["--batch"]), (step, [])):
-        jobs.slurm.wait_for(job, f"step 3/{STEPS}")
-        jobs.slurm.run("scancel", *batch, "--signal=TERM", job)
-    for job in (shell, step):
-        jobs.go_on(job)
-    for job, reference in ((shell, alone(ALL_REDUCE, 2)), (step, alone(DDP, 2))):
-        output = jobs.finish(job)
-        assert "stopped and saved; back to the queue, time 1 of at most 20" in output
-        assert output.count("going on from") == 1
-        assert jobs.slurm.job(job)["Restarts"] == "1"
-        assert_same_training(jobs.run(job), reference)
-
-
-def test_a_lost_batch_node_leads_to_a_start_on_others(jobs: Jobs, lost_node: str, alone: Callable) -> None:
+def test_a_lost_batch_node_leads_to_a_start_on_others(jobs: Jobs, lost_node: tuple[str, int], alone: Callable) -> None:
+    job, node = lost_node
     try:
-        jobs.go_on(lost_node)
-        output = jobs.finish(lost_node)
-    finally:
-        jobs.slurm.power_on(0)
-    assert jobs.slurm.job(lost_node)["BatchHost"] != "node0"
-    assert "going on from" in output
-    assert_same_training(jobs.run(lost_node), alone(DDP, 2))
-
-
-def test_both_scripts_train_on_four_nodes_and_on_two_with_two_cards_each(jobs: Jobs, alone: Callable) -> None:
-    """All at once, each node shared by two or three of them, and no node knows another's name."""
-    plain = jobs.submit("--nodes=4", TORCHRUN, DDP)
-    assignment = jobs.submit("--nodes=4", ASSIGNMENT, ALL_REDUCE)
-    cards = jobs.submit("--nodes=2 --gpus-per-node=2", TORCHRUN, DDP)
-    for job, command in ((plain, DDP), (assignment, ALL_REDUCE), (cards, DDP)):
+        jobs.go_on(job)
         output = jobs.finish(job)
-        assert "batch: 4 a rank x 4 ranks = 16 global" in output
-        assert output.count(f"step {STEPS}/{STEPS}") == 1, "rank 0's lines alone"
-        assert_same_training(jobs.run(job), alone(command, 4))
-    ranks = json.loads((jobs.run(assignment) / "ranks.json").read_text())
-    assert "node3" in json.dumps(ranks)
+    finally:
+        jobs.slurm.power_on(node)
+    assert jobs.slurm.job(job)["BatchHost"] != f"node{node}"
+    assert output.count("going on from") == 1
+    assert_same_training(jobs.run(job), alone(ALL_REDUCE, 2))
 
 
-def test_the_dataset_is_staged_once_a_node_and_taken_away_again(jobs: Jobs) -> None:
-    images = make_image_folder(jobs.folder / "images")
-    job = jobs.slurm.sbatch("--output", jobs.folder / "%j.out", "--nodes=2", ASSIGNMENT, *ALL_REDUCE, "--dataset", "folder",
-                            "--data-dir", images, "--max-steps", 1, "--threads", 1, "--output-dir", jobs.folder,
-                            environment={"STAGE_DATA": "1", "TMPDIR": str(jobs.slurm.own)})
+@pytest.mark.usefixtures("on_four_nodes")
+def test_torchrun_starts_a_rank_a_card_and_counts_them_by_node(jobs: Jobs, tmp_path: Path) -> None:
+    program = tmp_path / "says.py"
+    program.write_text("import os\nprint(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'GROUP_RANK')))\n")
+    job = jobs.slurm.sbatch("--output", tmp_path / "out", "--nodes=2", "--gpus-per-node=2", TORCHRUN, program,
+                            environment={"LAB_OUTPUT": str(tmp_path)})
     jobs.finish(job)
-    staged = jobs.slurm.own / f"slurm-{job}-data"
-    assert json.loads((jobs.run(job) / "config.json").read_text())["data_dir"] == str(staged)
-    assert [list((jobs.slurm.folder / f"disk-node{node}").iterdir()) for node in range(4)] == [[]] * 4
+    said = [[line for line in (tmp_path / f"slurm-{job}" / f"task{task}.log").read_text().splitlines() if line[:1].isdigit()]
+            for task in range(2)]
+    assert [sorted(lines) for lines in said] == [["0 4 0 0", "1 4 1 0"], ["2 4 0 1", "3 4 1 1"]]
 
 
+@pytest.mark.usefixtures("on_four_nodes")
 def test_the_first_failure_is_shown_and_the_others_lie_in_their_files(jobs: Jobs, tmp_path: Path) -> None:
     program = tmp_path / "fails.py"
     program.write_text("import sys, time\nrank = int(sys.argv[-1])\nprint('line of', rank)\ntime.sleep(0 if rank == 2 else 2)\n"
@@ -206,6 +201,7 @@ def test_the_first_failure_is_shown_and_the_others_lie_in_their_files(jobs: Jobs
         f"line of {rank}\nerror: {rank} broke\n" for rank in range(4)]
 
 
+@pytest.mark.usefixtures("on_four_nodes")
 def test_a_job_that_has_gone_back_often_enough_stays(jobs: Jobs, tmp_path: Path) -> None:
     """The program asks for its own end as a scheduler would; REQUEUES counts the starts."""
     program = tmp_path / "stops.py"
@@ -219,6 +215,7 @@ def test_a_job_that_has_gone_back_often_enough_stays(jobs: Jobs, tmp_path: Path)
     assert last.startswith("error: stopped and saved; the job has gone back to the queue 1 times (REQUEUES)")
 
 
+@pytest.mark.usefixtures("on_four_nodes")
 def test_a_cancelled_job_does_not_come_back(jobs: Jobs, tmp_path: Path) -> None:
     program = tmp_path / "waits.py"
     program.write_text("import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
@@ -232,6 +229,7 @@ def test_a_cancelled_job_does_not_come_back(jobs: Jobs, tmp_path: Path) -> None:
     assert jobs.slurm.job(job)["Restarts"] == "0"
 
 
+@pytest.mark.usefixtures("on_four_nodes")
 def test_bad_input_is_one_clear_message(jobs: Jobs) -> None:
     """All jobs at once; none of them starts a rank."""
     own = jobs.slurm.own
@@ -257,10 +255,28 @@ def test_bad_input_is_one_clear_message(jobs: Jobs) -> None:
     assert "start it with sbatch" in jobs.slurm.run("bash", TORCHRUN, *DDP, check=False)
 
 
-def test_a_folder_of_one_node_is_good_enough_where_the_job_never_goes_back(jobs: Jobs) -> None:
-    job = jobs.slurm.sbatch("--output", jobs.folder / "%j.out", "--nodes=2", "--no-requeue", ASSIGNMENT, *ALL_REDUCE, "--dataset",
-                            "digits", "--output-dir", jobs.slurm.own, "--max-steps", 1, "--measure-only", "--threads", 1)
-    assert "nodes           2" in jobs.finish(job)
+@pytest.mark.usefixtures("on_four_nodes")
+def test_a_folder_of_each_node_is_good_enough_where_the_job_never_goes_back(jobs: Jobs, tmp_path: Path) -> None:
+    program = tmp_path / "says.py"
+    program.write_text("print('said')\n")
+    job = jobs.slurm.sbatch("--output", tmp_path / "out", "--nodes=2", "--no-requeue", ASSIGNMENT, program,
+                            environment={"LAB_OUTPUT": str(jobs.slurm.own)})
+    assert jobs.finish(job) == "said\n"
+    assert len(list(jobs.slurm.folder.glob(f"disk-node*/slurm-{job}/task*.log"))) == 2
+
+
+def test_both_scripts_train_on_four_nodes(jobs: Jobs, on_four_nodes: tuple[str, str], alone: Callable) -> None:
+    """No node knows another's name. The dataset is staged once a node, and taken away again."""
+    torchrun, assignment = on_four_nodes
+    images = ("--dataset", "folder", "--data-dir", jobs.folder / "images")
+    for job, reference in ((torchrun, alone(DDP, 4, *SHORT)), (assignment, alone(ALL_REDUCE, 4, *SHORT, *images))):
+        output = jobs.finish(job)
+        assert "batch: 4 a rank x 4 ranks = 16 global" in output
+        assert output.count("step 3/3") == 1, "rank 0's lines alone"
+        assert_same_training(jobs.run(job), reference)
+    staged = jobs.slurm.own / f"slurm-{assignment}-data"
+    assert json.loads((jobs.run(assignment) / "config.json").read_text())["data_dir"] == str(staged)
+    assert list(jobs.slurm.folder.glob("disk-node*/slurm-*-data*")) == []
 
 
 def test_nothing_is_left_when_the_cluster_ends(tmp_path: Path) -> None:
