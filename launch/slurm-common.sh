@@ -119,6 +119,7 @@ check_nodes() {
     # What the nodes say, of many a few; where they say nothing, what srun does.
     said=$(grep '^error: ' <<< "$complaints" | sort) || said=$complaints
     head -n 8 <<< "$said" >&2
+    rmdir "$LOGS" 2> /dev/null
     fail "$(grep -c '^error: ' <<< "$complaints") of $NODES nodes cannot take part; nothing was trained"
 }
 

@@ -240,7 +240,8 @@ def test_bad_input_is_one_clear_message(jobs: Jobs) -> None:
         ("--ntasks-per-node=2", TORCHRUN, *DDP): "2 tasks a node, and each would take a whole node's place",
         ("--nodes=2", TORCHRUN, *DDP, "--epochs", "none"): "PartThree/main.py: argument --epochs: ",
         ("--nodes=2", TORCHRUN, *DDP, "--dataset", "digits", "--output-dir", own): f"{own} is another folder here than on the",
-        ("--nodes=2", TORCHRUN, *DDP, "--data-dir", own, "--mirror", "http://127.0.0.1:9/"): f"cifar10 is not in {own} (",
+        ("--nodes=2", TORCHRUN, *DDP, "--data-dir", own, "--mirror", "http://127.0.0.1:9/", "--output-dir", jobs.folder):
+            f"cifar10 is not in {own} (",
     }
     submitted = {jobs.slurm.sbatch("--output", jobs.folder / "%j.out", *case): message for case, message in cases.items()}
     nowhere = jobs.slurm.sbatch("--output", jobs.folder / "%j.out", ASSIGNMENT, *ALL_REDUCE, environment={"PYTHON": "/no/python"})
