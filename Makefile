@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint clean
+.PHONY: help setup demo test test-engines test-all lint clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 setup: $(READY) ## make .venv and install the project into it
 
@@ -23,6 +23,9 @@ demo: $(READY) ## train VGG-11 in all four ways on the embedded digits and compa
 
 test: $(READY) ## run the tests but the slow ones and those of engines
 	$(BIN)/python -m pytest -m "not slow and not engines"
+
+test-engines: $(READY) ## run the tests of ssh, Slurm and Kubernetes, two files at once, since they mostly wait
+	$(BIN)/python -m pytest -m engines -n 2 --dist loadfile
 
 test-all: $(READY) ## run all tests
 	$(BIN)/python -m pytest

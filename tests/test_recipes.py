@@ -480,6 +480,7 @@ def check(ended: Ended, output: Path, recipe: str, *, ranks: int, model: str, em
     return folder, summary
 
 
+@pytest.mark.slow
 def test_wide_resnet_as_one_process_profiled(tmp_path: Path, images: Path) -> None:
     """16-4 by flag; mixed precision as the recipe has it; a trace of the steps after the second; and a CPU run is
     repeatable anyway, which is said."""

@@ -88,6 +88,7 @@ def test_all_ways_train_on_the_same_batches_and_agree(tmp_path: Path) -> None:
     assert losses["PartTwo-gather_scatter"] == pytest.approx(losses["PartThree-ddp"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
                "--master-port", str(free_port()), str(ROOT / "PartTwo" / "main.py"), "--sync=all_reduce", *map(str, QUICK),

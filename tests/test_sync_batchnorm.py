@@ -64,7 +64,8 @@ def vgg_errors(rank: int, size: int) -> dict:
     return results
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.slow
 def test_vgg11_with_batchnorm_equals_the_shards_in_turn(size: int) -> None:
     results = run_ranks(size, vgg_errors, size)
     for name in vgg_ways(size):
