@@ -90,8 +90,7 @@ def _from_environment(config: Config, environment: Mapping[str, str], master_ip:
                     number("MASTER_PORT", str(DEFAULT_MASTER_PORT)), number("LOCAL_RANK", "0"), local_size, torchrun=True,
                     largest_size=max(size, _largest_size(environment, local_size)) if agent else size,
                     restarts=number("TORCHELASTIC_MAX_RESTARTS", "0"), agent=_agent() if agent else None,
-                    stale_addresses=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-                    and environment.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1")
+                    stale_addresses=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     if launch.rank >= launch.size:
         raise UserError(f"the environment has RANK={launch.rank} of WORLD_SIZE={launch.size}; ranks count from 0: start "
                         "with torchrun, or unset RANK and WORLD_SIZE")

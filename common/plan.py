@@ -87,5 +87,6 @@ def notices(config: Config, launch: Launch, world: World, plan: Mapping[str, Any
         "SyncBatchNorm is off: the job has another number of shards than ranks" if config.sync_batchnorm
         and world.device.type == "cuda" and plan["shards"] != world.size else "",
         "torchrun may start these workers again, but under Gloo they would then read the old ranks' addresses: end this, and "
-        "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before the command" if launch.restarts > 0
+        "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before the command, and --rdzv-backend c10d (on one machine "
+        "--standalone)" if launch.restarts > 0
         and launch.stale_addresses and world.backend == "gloo" else "") if text]
