@@ -130,7 +130,7 @@ remove_staged() {
 
 # Runs a command as one task on each node; sets STATUS, 75 where it was asked to stop and has saved.
 on_each_node() {
-    local before=0 log=$LOGS/task0.log step show new cores
+    local before=0 log=$LOGS/task0.log step show cores
     [ "$SIGNALS" -eq 0 ] || { STATUS=75; return; }
     [ ! -e "$log" ] || before=$(wc -l < "$log")
     touch "$log"
@@ -138,20 +138,22 @@ on_each_node() {
     cores=$(tr , '\n' <<< "$SLURM_JOB_CPUS_PER_NODE" | sed 's/(.*//' | sort -n | head -n 1)
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-$cores} PYTHONUNBUFFERED=1 MASTER
     # A file a task; only the first one's, rank 0's, is shown. --wait: those that outlive the first to end by minutes wait in vain.
-    srun --nodes="$NODES" --output="$LOGS/task%t.log" --open-mode=append --wait=300 bash launch/slurm-task.sh "$@" \
-        2> >(tee "$LOGS/srun-$RESTARTS.log" >&2) &
+    # Its status goes into a file: bash may lose that of a child which ends while a signal is trapped (5.2 says -1 then).
+    (
+        trap : TERM
+        srun --nodes="$NODES" --output="$LOGS/task%t.log" --open-mode=append --wait=300 bash launch/slurm-task.sh "$@" \
+            2> >(tee "$LOGS/srun-$RESTARTS.log" >&2)
+        echo $? > "$LOGS/status"
+    ) &
     step=$!
     tail --lines=+$((before + 1)) --follow --pid=$step "$log" &
     show=$!
-    STATUS=127
-    # A trapped signal ends the waiting, with more than 128; 127: it had been waited for.
-    while :; do
-        wait $step
-        new=$?
-        [ $new -eq 127 ] && break
-        STATUS=$new
-        [ $new -gt 128 ] || break
-    done
+    # A trapped signal ends a wait, too.
+    while kill -0 $step 2> /dev/null; do wait $step; done
+    STATUS=$(cat "$LOGS/status" 2> /dev/null) || STATUS=1
+    rm -f "$LOGS/status"
+    # A task ends with 143 where the signal met it before slurm-task.sh could trap it.
+    [ "$SIGNALS" -eq 0 ] || [ "$STATUS" -ne 143 ] || STATUS=75
     wait $show
     remove_staged
 }

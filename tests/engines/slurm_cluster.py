@@ -205,10 +205,14 @@ class SlurmCluster:
         number = self.job(job)["JobId"]
         # The exit status of the start before would be taken for the next one's; and nodes have revoked that start's credential,
         # and with it all that are not a second younger.
-        self._until(lambda: not self._is_running(number), what=f"the last start of job {job} has ended")
+        self.wait_until_gone(number)
         self._until(lambda: self.state(job) != "COMPLETING", what=f"job {job} is in the queue")
         time.sleep(1.1)
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)  # refused where it has just started
+
+    def wait_until_gone(self, number: str) -> None:
+        """Return once nothing of a job runs on any node: Slurm names its end before that, and its shell may still write."""
+        self._until(lambda: not self._is_running(number), what=f"the last start of job {number} has ended")
 
     def _is_running(self, number: str) -> bool:
         """Whether a step of a job still has its daemon on a node."""

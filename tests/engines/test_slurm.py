@@ -177,7 +177,9 @@ def test_a_lost_batch_node_leads_to_a_start_on_others(jobs: Jobs, lost_node: tup
 @pytest.mark.usefixtures("on_four_nodes")
 def test_torchrun_starts_a_rank_a_card_and_counts_them_by_node(jobs: Jobs, tmp_path: Path) -> None:
     program = tmp_path / "says.py"
-    program.write_text("import os\nprint(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'GROUP_RANK')))\n")
+    # One write a line: the ranks of a node share a file, and Python writes unbuffered here.
+    program.write_text("import os\nnames = 'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'GROUP_RANK'\n"
+                       "os.write(1, f'{\" \".join(os.environ[name] for name in names)}\\n'.encode())\n")
     job = jobs.slurm.sbatch("--output", tmp_path / "out", "--nodes=2", "--gpus-per-node=2", TORCHRUN, program,
                             environment={"LAB_OUTPUT": str(tmp_path)})
     jobs.finish(job)
@@ -199,6 +201,17 @@ def test_the_first_failure_is_shown_and_the_others_lie_in_their_files(jobs: Jobs
     assert [output.count(f"line of {rank}\n") for rank in range(4)] == [1, 0, 1, 0]
     assert [(tmp_path / f"slurm-{job}" / f"task{rank}.log").read_text() for rank in range(4)] == [
         f"line of {rank}\nerror: {rank} broke\n" for rank in range(4)]
+
+
+@pytest.mark.usefixtures("on_four_nodes")
+def test_a_killed_rank_ends_the_job_with_its_status(jobs: Jobs, tmp_path: Path) -> None:
+    """As when memory runs out; no one has asked the job to stop."""
+    program = tmp_path / "dies.py"
+    program.write_text("import os\nos.kill(os.getpid(), 9)\n")
+    job = jobs.slurm.sbatch("--output", tmp_path / "out", "--nodes=1", ASSIGNMENT, program,
+                            environment={"LAB_OUTPUT": str(tmp_path)})
+    assert jobs.slurm.wait(job, limit_seconds=60) == "FAILED"
+    assert "error: the job failed with status 137; all tasks' output: " in jobs.slurm.output(job)
 
 
 @pytest.mark.usefixtures("on_four_nodes")
@@ -225,7 +238,8 @@ def test_a_cancelled_job_does_not_come_back(jobs: Jobs, tmp_path: Path) -> None:
     jobs.slurm.wait_for(job, "waits")
     jobs.slurm.run("scancel", job)
     assert jobs.slurm.wait(job) == "CANCELLED"
-    until(lambda: "Slurm has cancelled the job" in jobs.slurm.output(job), what="the script says so")
+    jobs.slurm.wait_until_gone(job)
+    assert "Slurm has cancelled the job" in jobs.slurm.output(job), jobs.slurm.output(job)
     assert jobs.slurm.job(job)["Restarts"] == "0"
 
 
