@@ -158,11 +158,20 @@ on_each_node() {
     remove_staged
 }
 
+# Whether Slurm itself is ending the job: it was cancelled, preempted or requeued. Then Slurm has told the ranks, too.
+slurm_ends_it() {
+    case $(squeue --noheader --format=%T --job "$JOB") in
+        CANCELLED | COMPLETING | NODE_FAIL | PENDING | PREEMPTED | REQUEUED | TIMEOUT) return 0 ;;
+    esac
+    return 1
+}
+
 # Slurm asks this shell to stop; it passes that on to the tasks, which save at the end of a step.
 pass_on() {
     SIGNALS=$((SIGNALS + 1))
     echo "SIGTERM: the ranks are asked to save and stop"
-    scancel --signal=TERM "$JOB" 2> /dev/null || true  # refused where the whole job is being cancelled: then Slurm does it
+    # While Slurm ends the job, scancel would be refused, and try again for a minute.
+    slurm_ends_it || scancel --signal=TERM "$JOB" 2> /dev/null || true
 }
 trap pass_on TERM
 
@@ -178,9 +187,7 @@ end_job() {
 # By the job itself: RequeueExit=75 is a setting that few clusters have, and knows no limit.
 go_on_later() {
     local most=${REQUEUES:-20} how="to go on, sbatch the same command${RUN:+ with --run-name $RUN}"
-    case $(squeue --noheader --format=%T --job "$JOB") in
-        CANCELLED | COMPLETING) echo "stopped and saved; Slurm has cancelled the job, or starts it again by itself; $how"; exit 75 ;;
-    esac
+    ! slurm_ends_it || { echo "stopped and saved; Slurm has cancelled the job, or starts it again by itself; $how"; exit 75; }
     [ "$RESTARTS" -lt "$most" ] ||
         { echo "error: stopped and saved; the job has gone back to the queue $most times (REQUEUES); $how" >&2; exit 1; }
     echo "stopped and saved; back to the queue, time $((RESTARTS + 1)) of at most $most"
@@ -197,5 +204,5 @@ tell_first_failure() {
     task=$(sed -n 's/^srun: error: .*tasks\? \([0-9]*\).*/\1/p' "$LOGS/srun-$RESTARTS.log" | head -n 1)
     [ "${task:-0}" = 0 ] || [ ! -e "$LOGS/task$task.log" ] ||
         { echo "task $task, which ended first, wrote:"; tail --lines=15 "$LOGS/task$task.log"; } >&2
-    echo "error: the job failed with status $STATUS; all tasks' output: $LOGS; the likely cause: lab explain $LOGS/task*.log" >&2
+    echo "error: the job failed with status $STATUS; all tasks' output: $LOGS; the likely cause: lab explain $LOGS/*.log" >&2
 }

@@ -53,6 +53,11 @@ EXPECTED = {
     "port_in_use": ["port_in_use"],
     "rank_killed_gloo": ["peer_gone"],
     "shared_memory": ["shared_memory"],
+    "slurm_cancelled": ["slurm_cancelled"],
+    "slurm_node_failure": ["slurm_node_failure"],
+    "slurm_out_of_memory": ["slurm_out_of_memory"],
+    "slurm_preempted": ["slurm_preempted"],
+    "slurm_time_limit": ["slurm_time_limit"],
     "store_gone": ["store_gone"],
     "store_gone_while_joining": ["store_gone"],
     "store_no_master": ["store_no_master"],
@@ -146,7 +151,8 @@ def test_words_about_errors_are_no_errors() -> None:
 
 def test_what_the_shell_and_the_kernel_say_of_a_killed_process() -> None:
     for line in ("train.sh: line 4:  8079 Killed        python train.py", "Killed",
-                 "[  17.3] Out of memory: Killed process 1234 (python) total-vm:9 kB", "rank 1 was killed by SIGKILL: it said"):
+                 "[  17.3] Out of memory: Killed process 1234 (python) total-vm:9 kB", "srun: error: node3: task 0: Killed",
+                 "rank 1 was killed by SIGKILL: it said"):
         assert [one.error.name for one in explain(lines_of(line))] == ["killed"], line
 
 

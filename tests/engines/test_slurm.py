@@ -14,6 +14,7 @@ import torch
 
 from common.checkpoint import checkpoints_by_age, load_checkpoint
 from lab.cluster import Cluster
+from lab.explain import explain, read_lines
 from tests.cluster.conftest import until, with_word
 from tests.engines import slurm_cluster
 from tests.engines.slurm_cluster import SlurmCluster
@@ -211,7 +212,11 @@ def test_a_killed_rank_ends_the_job_with_its_status(jobs: Jobs, tmp_path: Path) 
     job = jobs.slurm.sbatch("--output", tmp_path / "out", "--nodes=1", ASSIGNMENT, program,
                             environment={"LAB_OUTPUT": str(tmp_path)})
     assert jobs.slurm.wait(job, limit_seconds=60) == "FAILED"
-    assert "error: the job failed with status 137; all tasks' output: " in jobs.slurm.output(job)
+    logs = tmp_path / f"slurm-{job}"
+    told = f"error: the job failed with status 137; all tasks' output: {logs}; the likely cause: lab explain {logs}/*.log"
+    assert told in jobs.slurm.output(job).splitlines()
+    for log in logs.glob("*.log"):
+        assert [one.error.name for one in explain(read_lines(str(log)))] == ["killed"], log.read_text()
 
 
 @pytest.mark.usefixtures("on_four_nodes")
