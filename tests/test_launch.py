@@ -301,12 +301,11 @@ def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
 
 
 WAITING = f"""
-    import os, signal, sys, time
+    import os, sys, time
     from pathlib import Path
     import torch.distributed as dist
     from common.training_engine import launch_distributed_training
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     folder = sys.argv[1]
 
     def train(rank, world_size):
