@@ -1,6 +1,7 @@
 """Emulated compute: times, order and gradients of a model that sleeps, what is real all the same, and what is refused."""
 
 import json
+import math
 import re
 import time
 from dataclasses import replace
@@ -213,19 +214,21 @@ class Residual(nn.Module):
 
 
 def test_layers_are_timed_where_they_run_and_parameters_belong_to_the_call_that_ends_them():
+    """Other work on the machine makes single times longer, so each counts by its least."""
     model, criterion = Residual(), nn.CrossEntropyLoss()
+    forward = [0.03, 0.06, 0.02, 0.0, 0.02, 0.0]
+    expected = forward + [2 * seconds for seconds in forward]
+    least = [math.inf] * len(expected)
     with LayerTimer(model, criterion, device="cpu") as timer:
-        found = []
-        for _ in range(4):
+        for _ in range(60):
             criterion(model(torch.randn(3, 4)), torch.zeros(3, dtype=torch.int64)).backward()
-            found.append(timer.take())
-    calls = found[0][0]
-    assert [(call.name, call.parameters) for call in calls] == [
-        ("a", ("a.weight",)), ("b", ("b.weight",)), ("c", ("c.weight",)), ("act", ()), ("c", ()), ("loss", ())]
-    forward, backward = ([min(column) for column in zip(*(one[which] for one in found), strict=True)] for which in (1, 2))
-    for place, seconds in enumerate((0.03, 0.06, 0.02, 0.0, 0.02, 0.0)):
-        assert forward[place] == pytest.approx(seconds, abs=0.01), place
-        assert backward[place] == pytest.approx(2 * seconds, abs=0.015), place
+            calls, *seconds = timer.take()
+            assert [(call.name, call.parameters) for call in calls] == [
+                ("a", ("a.weight",)), ("b", ("b.weight",)), ("c", ("c.weight",)), ("act", ()), ("c", ()), ("loss", ())]
+            least = [min(pair) for pair in zip(least, [*seconds[0], *seconds[1]], strict=True)]
+            if least == pytest.approx(expected, abs=0.01):
+                return
+    raise AssertionError(f"{least}, not {expected}")
 
 
 # --- what stays real ---
