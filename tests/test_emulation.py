@@ -65,11 +65,12 @@ def backward_pass(model: nn.Module, samples: int = 2) -> dict[str, Tensor]:
 def test_late_layers_are_made_up_for_and_times_follow_the_samples():
     """A hook takes 8 ms after each of 20 layers; a chain that slept as long as each layer takes would be 160 ms late."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(20)))
-    emulated(model, forward=Line(0.0, 0.005), backward=Line(0.01, 0.005))
+    emulation = emulated(model, forward=Line(0.0, 0.005), backward=Line(0.01, 0.005))
     for p in list(model.parameters())[::2]:
         p.register_hook(lambda _: time.sleep(0.008))
     taken = []
     for _ in range(4):
+        emulation.update()  # as in training; without it a step would make up for the one before
         began = time.perf_counter()
         outputs = model(torch.zeros(2, 3))
         middle = time.perf_counter()
@@ -301,7 +302,8 @@ def test_a_run_shows_no_loss_and_says_that_it_is_emulated(part, ranks, sync, pro
             assert not re.search(r"(loss|accuracy)\b[^,]* \d", line.lower()), line
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(row["loss"], row["accuracy"], row["local_loss"]) for row in metrics] == [(None, None, None)] * 4
-    assert all(row["backward_seconds"] > 0.055 for row in metrics), "30 layers of 1 ms in each of two micro-batches"
+    # A backward pass makes up for what its forward pass was late, so one step alone may be short.
+    assert max(row["backward_seconds"] for row in metrics) > 0.055, "30 layers of 1 ms in each of two micro-batches"
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["emulated"], summary["train_loss_last_step"], summary["test_accuracy"]) == (True, None, None)
     assert summary["ranks_hold_equal_weights"]
