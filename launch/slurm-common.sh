@@ -141,9 +141,12 @@ on_each_node() {
     # Its status goes into a file: bash may lose that of a child which ends while a signal is trapped (5.2 says -1 then).
     (
         trap : TERM
-        srun --nodes="$NODES" --output="$LOGS/task%t.log" --open-mode=append --wait=300 bash launch/slurm-task.sh "$@" \
-            2> >(tee "$LOGS/srun-$RESTARTS.log" >&2)
-        echo $? > "$LOGS/status"
+        {
+            srun --nodes="$NODES" --output="$LOGS/task%t.log" --open-mode=append --wait=300 bash launch/slurm-task.sh "$@"
+            ended=$?
+        } 2> >(tee "$LOGS/srun-$RESTARTS.log" >&2)
+        wait "$!"  # for tee: srun's last words name who failed first
+        echo $ended > "$LOGS/status"
     ) &
     step=$!
     tail --lines=+$((before + 1)) --follow --pid=$step "$log" &
