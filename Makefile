@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Two files at a time, each in a process; the ten slowest tests and the total come last.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-engines test-all lint clean
+.PHONY: help setup demo test test-slow test-engines test-long expectations lint clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -21,14 +23,20 @@ $(READY): pyproject.toml
 demo: $(READY) ## train VGG-11 in all four ways on the embedded digits and compare (minutes, no download)
 	@$(BIN)/python -m lab.demo
 
-test: $(READY) ## run the tests but the slow ones and those of engines
-	$(BIN)/python -m pytest -m "not slow and not engines"
+test: $(READY) ## run the tests that every change must pass (minutes)
+	$(PYTEST) -m "not slow and not mutation and not engines and not long"
 
-test-engines: $(READY) ## run the tests of ssh, Slurm and Kubernetes, two files at once, since they mostly wait
-	$(BIN)/python -m pytest -m engines -n 2 --dist loadfile
+test-slow: $(READY) ## run the slow tests, and plant every wrong implementation
+	$(PYTEST) -m "(slow or mutation) and not engines and not long"
 
-test-all: $(READY) ## run all tests
-	$(BIN)/python -m pytest
+test-engines: $(READY) ## run the tests of ssh, Slurm and Kubernetes
+	$(PYTEST) -m "engines and not long"
+
+test-long: $(READY) ## run the tests that take many minutes, which CI does not
+	$(BIN)/python -m pytest -m long --durations=10
+
+expectations: $(READY) ## record anew what users see, after a change that is meant
+	$(BIN)/python -m tests.helpers.expectations
 
 lint: $(READY) ## check style
 	$(BIN)/ruff check .

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -18,7 +17,7 @@ from lab.calibration import describe, load_calibration, reference_path
 from lab.cost_model import loads
 from lab.fitting import fit
 from lab.measure import Measures
-from tests.helpers import ROOT, Started, free_port
+from tests.helpers import ROOT, Started, free_port, user_environment, wait_until
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 40_000_000)
 TINY = Measures("vgg11", (32, 32), ((1_000, 3), (100_000, 2), (4_000_000, 1)), rounds=2, step_rounds=1, samples=(4, 8, 12),
@@ -191,19 +190,15 @@ calibrate(ranks=2, path=Path(sys.argv[1]))
 @pytest.mark.slow
 def test_an_interrupt_leaves_no_process_and_no_file(tmp_path):
     path = tmp_path / "calibration.json"
-    parent = subprocess.Popen([sys.executable, "-c", INTERRUPTED, str(path)], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-                              start_new_session=True)
-    try:
-        deadline = time.monotonic() + 60
-        while len(children := psutil.Process(parent.pid).children(recursive=True)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert len(children) == 2
-        time.sleep(5)
-        os.killpg(parent.pid, signal.SIGINT)  # as Ctrl-C does: to all of them
-        assert parent.wait(timeout=30) != 0
-        assert psutil.wait_procs(children, timeout=10)[1] == []
-        assert not path.exists()
-    finally:
-        if parent.poll() is None:
-            os.killpg(parent.pid, signal.SIGKILL)
-        parent.stderr.close()
+    parent = Started([sys.executable, "-c", INTERRUPTED, str(path)], cwd=ROOT, env=user_environment())
+
+    def children():
+        return psutil.Process(parent.process.pid).children(recursive=True)
+
+    wait_until(lambda: len(children()) == 2, "two ranks")
+    ranks = children()
+    time.sleep(5)  # so that they are measuring
+    os.killpg(parent.process.pid, signal.SIGINT)  # as Ctrl-C does: to all of them
+    assert parent.end().status != 0
+    assert psutil.wait_procs(ranks, timeout=60)[1] == []
+    assert not path.exists()

@@ -28,6 +28,7 @@ from common.checkpoint import (
 from common.errors import UserError
 from common.files import write_atomically
 from tests import helpers
+from tests.helpers import wait_until
 
 assert helpers.ROOT  # importing helpers tells the fork server what to load once
 _context = multiprocessing.get_context("forkserver")
@@ -254,11 +255,21 @@ def test_one_bit_of_each_byte_of_the_structure(saved):
 
 
 def test_altered_with_the_digest_left_as_it_was(saved, tmp_path):
-    """A checkpoint unpacked, changed and packed again by torch itself (a valid file) fails its SHA-256."""
-    entries = torch.load(io.BytesIO(saved[0]), weights_only=True)
-    entries["model_state_dict"]["0.bias"][0] += 1e-6
-    torch.save(entries, tmp_path / "Epoch_3.pt")
-    assert "SHA-256" in _refused(tmp_path / "Epoch_3.pt")
+    """A checkpoint unpacked, changed and packed again by torch itself (a valid file) fails its SHA-256, whatever changed."""
+    def weight(entries):
+        entries["model_state_dict"]["0.bias"][0] += 1e-6
+
+    def momentum(entries):
+        entries["optimizer_state_dict"]["state"][0]["momentum_buffer"][0] += 1e-6
+
+    def epoch(entries):
+        entries["epoch"] += 1
+
+    for alter in (weight, momentum, epoch):
+        entries = torch.load(io.BytesIO(saved[0]), weights_only=True)
+        alter(entries)
+        torch.save(entries, tmp_path / "Epoch_3.pt")
+        assert "SHA-256" in _refused(tmp_path / "Epoch_3.pt"), alter.__name__
 
 
 # --- hostile and foreign ---
@@ -514,14 +525,11 @@ def test_killed_while_saving(tmp_path):
         child = _context.Process(target=_save_for_ever, args=(str(path), 500_000), daemon=True)
         child.start()
         try:
-            deadline = time.monotonic() + 60
-            while not path.exists():
-                assert child.is_alive()
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
+            wait_until(lambda path=path, child=child: path.exists() or not child.is_alive(), "the first checkpoint")
+            assert child.is_alive()
             for _ in range(2):
                 _whole(path)
-            time.sleep(delays.uniform(0, 0.05))
+            time.sleep(delays.uniform(0, 0.05))  # so that the kill comes at any moment
         finally:
             child.kill()
             child.join(10)

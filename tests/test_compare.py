@@ -1,11 +1,9 @@
 """``lab compare``: what it starts, in which order, what it keeps, and what it leaves behind when it is stopped."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -25,8 +23,9 @@ from lab.cluster import Cluster
 from lab.cluster.tools import namespaces_refused
 from lab.compare import compare
 from lab.results import read_results, time_to_accuracy
+from tests.helpers import Started, start_lab, user_environment, wait_until
 
-FAKE = REPOSITORY / "tests" / "fake_part.py"
+FAKE = REPOSITORY / "tests" / "helpers" / "fake_part.py"
 needs_cluster = pytest.mark.skipif(namespaces_refused() is not None, reason=f"no cluster here: {namespaces_refused()}")
 SYNCS = ("all_reduce", "ring")
 
@@ -141,6 +140,7 @@ def test_cells_with_a_rate_run_on_one_cluster_each(fake_parts, tmp_path, monkeyp
     entered = []
     real = Cluster.__enter__
     monkeypatch.setattr(Cluster, "__enter__", lambda self: entered.append(self.nodes) or real(self))
+    monkeypatch.setattr("lab.places.Cluster", partial(Cluster, fresh=True))  # the fake part has no use for torch
     settings = asks(nodes=(1, 2, 3), rates=("1gbit",), repeats=1, flags=("--fail", "all_reduce"))
     folder, results = compare(settings, reports=tmp_path)
     assert entered == [3], "made once, with the largest number of nodes"
@@ -231,11 +231,10 @@ def test_time_to_accuracy_is_training_time_up_to_the_first_epoch_that_reaches_it
 @pytest.mark.timeout(600)
 def test_real_runs_from_the_command_line_to_the_report(tmp_path):
     """Two ranks of five strategies on the digits: the exact ones lose alike, bytes are the formula's, everything is written."""
-    command = [sys.executable, "-m", "lab", "compare", "--nodes", "1", "2", "--sync", "gather_scatter", "ring", "ddp", "topk",
-               "--steps", "2", "--warmup", "1", "--repeats", "1", "--dataset", "digits", "--batch-size", "16", "--no-predict",
-               "--output-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = start_lab("compare", "--nodes", 1, 2, "--sync", "gather_scatter", "ring", "ddp", "topk", "--steps", 2, "--warmup", 1,
+                     "--repeats", 1, "--dataset", "digits", "--batch-size", 16, "--no-predict", "--output-dir", tmp_path,
+                     cold=True).end(timeout_seconds=500)
+    assert done.status == 0, done
     [folder] = tmp_path.glob("compare-*")
     results = read_results(folder / "results.json")
     cells = {cell["id"]: cell for cell in results["cells"]}
@@ -253,9 +252,8 @@ def test_real_runs_from_the_command_line_to_the_report(tmp_path):
     for name in ("report.html", "table.md", "table.csv"):
         assert (folder / name).stat().st_size > 500
     runs = sorted(folder.glob("runs/*/n2-1"))
-    again = subprocess.run([sys.executable, "-m", "lab", "report", *map(str, runs), "--output-dir", str(tmp_path)],
-                           cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
-    assert again.returncode == 0, again.stdout + again.stderr
+    again = start_lab("report", *runs, "--output-dir", tmp_path, cold=True).end()
+    assert again.status == 0, again
     [reported] = tmp_path.glob("report-*")
     [ring] = [cell for cell in read_results(reported / "results.json")["cells"] if cell["sync"] == "ring"]
     assert ring["median"] == cells["ring-n2"]["median"]
@@ -264,58 +262,36 @@ def test_real_runs_from_the_command_line_to_the_report(tmp_path):
 # --- stopped ---
 
 
-STOPPED = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {repository!r})
-from lab import cells, commands, compare
-from lab.cells import Settings
-real = compare.node_command
-compare.node_command = lambda *given: [{fake!r}, *list(real(*given))[1:]]
-cells.part_of = lambda sync: "Part"
-settings = Settings(nodes=(1, 3), sync=("ring",), steps=4, warmup=1, repeats=1, flags=("--wait-for", {marker!r}))
-sys.exit(commands.compare_and_report(settings, reports=Path({reports!r}), anew=False, predicts=False, command="lab compare"))
-"""
-
-
 def _workers(marker: Path) -> set[int]:
     return {int(path.name.rsplit("-", 1)[1]) for path in marker.parent.glob(f"{marker.name}-*")}
-
-
-def _until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, id="interrupted"),
                                  pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.slow)])
 def test_stopped_in_the_middle_nothing_is_left_and_it_goes_on(how, tmp_path):
     marker = tmp_path / "go"
-    script = STOPPED.format(repository=str(REPOSITORY), fake=str(FAKE), marker=str(marker), reports=str(tmp_path))
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        _until(lambda: len(_workers(marker)) == 1)
-        marker.touch()  # the single node ends, and the three begin
-        _until(lambda: len(list(tmp_path.glob("compare-*/runs/*/n1-1/ranks.json"))) == 1)
-        marker.unlink()
-        _until(lambda: len(_workers(marker)) == 4)
-        os.kill(process.pid, how)
-        out, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == (130 if how == signal.SIGINT else -9), out
-    _until(lambda: not any(psutil.pid_exists(pid) for pid in _workers(marker)), 10)
+    command = [sys.executable, str(FAKE), "lab", "compare", "--nodes", "1", "3", "--sync", "ring", "--steps", "4", "--warmup",
+               "1", "--repeats", "1", "--no-predict", "--output-dir", str(tmp_path)]
+    environment = user_environment(FLAGS=f"--wait-for {marker}")
+    process = Started(command, cwd=tmp_path, env=environment, forked=True)
+    wait_until(lambda: len(_workers(marker)) == 1, "the single node")
+    marker.touch()  # it ends, and the three begin
+    wait_until(lambda: list(tmp_path.glob("compare-*/runs/*/n1-1/ranks.json")), "its files")
+    marker.unlink()
+    wait_until(lambda: len(_workers(marker)) == 4, "the three nodes")
+    process.send(how)
+    ended = process.end()
+    assert ended.status == (130 if how == signal.SIGINT else -9), ended.out + ended.err
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in _workers(marker)), "the end of all nodes")
     [results] = tmp_path.glob("compare-*/results.json")
     status = {cell["id"]: cell["status"] for cell in read_results(results)["cells"]}
     assert status == {"none-n1": "done", "ring-n3": "pending"}
     if how == signal.SIGINT:
-        assert (results.parent / "report.html").exists(), "what is finished is shown"
+        assert (results.parent / "report.html").read_text() == "none-n1", "what is finished is shown"
     before = len(_workers(marker))
     marker.touch()
-    again = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "going on with" in again.stdout
+    again = Started(command, cwd=tmp_path, env=environment, forked=True).end()
+    assert again.status == 0, again
+    assert "going on with" in again.out
     assert len(_workers(marker)) == before + 3, "only the three nodes that were missing"
     assert read_results(results)["finished"]

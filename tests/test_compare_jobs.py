@@ -1,12 +1,9 @@
 """A comparison as jobs: what a plan fixes, what one run may touch, and what ``lab report`` says at any moment."""
 
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -23,36 +20,14 @@ from lab.jobs import plan as plan_module
 from lab.jobs.plan import code_of_runs, plan_comparison, planned_runs, spans
 from lab.jobs.together import put_together
 from lab.results import read_results, write_results
-from tests import fake_part
+from tests.helpers import Started, fake_part, user_environment, wait_until
 
-FAKE = REPOSITORY / "tests" / "fake_part.py"
-LIMIT = 90.0
-# ``lab`` whose parts are the fake one; FLAGS go to it besides what the plan says.
-LAB = """
-import os, sys
-sys.path.insert(0, {repository!r})
-from lab import cells, cli
-from lab.jobs import one_run
-real = one_run.node_command
-one_run.node_command = lambda *given: [{fake!r}, *list(real(*given))[1:], *os.environ.get("FLAGS", "").split()]
-cells.part_of = lambda sync: "Part"
-sys.exit(cli.main(sys.argv[1:]))
-"""
+FAKE = REPOSITORY / "tests" / "helpers" / "fake_part.py"
 
 
 @pytest.fixture(autouse=True)
 def _fake_parts(monkeypatch):
     monkeypatch.setattr(cells_module, "part_of", lambda sync: "Part")
-
-
-@pytest.fixture
-def started():
-    """Processes of a test, all of which end with it."""
-    processes = []
-    yield processes
-    for process in processes:
-        process.kill()
-        process.communicate(timeout=LIMIT)
 
 
 def asks(**changes):
@@ -65,21 +40,18 @@ def plan(reports, **changes):
     return plan_comparison(asks(**changes), reports=reports, anew=False, command="lab compare --plan", predicts=False)[0]
 
 
-def start(started, folder, number, *, nodes=2, rank=0, flags=""):
-    """Start a node's part of a run as a launcher does."""
-    script = LAB.format(repository=str(REPOSITORY), fake=str(FAKE))
-    process = subprocess.Popen([sys.executable, "-c", script, "run-cell", str(folder), "--run", str(number), "-M", "127.0.0.1",
-                                "-N", str(nodes), "-R", str(rank)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               env=os.environ | {"FLAGS": flags})
-    started.append(process)
-    return process
+def start(folder, number, *, nodes=2, rank=0, flags=""):
+    """Start a node's part of a run as a launcher does, with the fake part, to which ``flags`` go."""
+    command = [sys.executable, str(FAKE), "lab", "run-cell", str(folder), "--run", str(number), "-M", "127.0.0.1", "-N",
+               str(nodes), "-R", str(rank)]
+    return Started(command, cwd=folder, env=user_environment(FLAGS=flags), forked=True)
 
 
-def run(started, folder, number, *, nodes=2, flags=""):
+def run(folder, number, *, nodes=2, flags=""):
     """Run a run on all of its nodes; return exit statuses and outputs by rank."""
-    ranks = [start(started, folder, number, nodes=nodes, rank=rank, flags=flags) for rank in range(nodes)]
-    outputs = [process.communicate(timeout=LIMIT)[0] for process in ranks]
-    return [process.returncode for process in ranks], outputs
+    ranks = [start(folder, number, nodes=nodes, rank=rank, flags=flags) for rank in range(nodes)]
+    ended = [one.end() for one in ranks]
+    return [one.status for one in ended], [one.out + one.err for one in ended]
 
 
 def report(folder):
@@ -91,13 +63,6 @@ def tree(folder):
     """All files below a folder, with contents and times."""
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
             for path in folder.rglob("*") if path.is_file()}
-
-
-def until(condition):
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 # --- the plan ---
@@ -210,10 +175,10 @@ def test_other_code_is_refused_and_named_in_the_report(tmp_path, capsys):
 # --- runs ---
 
 
-def test_a_run_writes_its_own_folders_alone_and_is_not_done_twice(started, tmp_path):
+def test_a_run_writes_its_own_folders_alone_and_is_not_done_twice(tmp_path):
     folder = plan(tmp_path)
     before = tree(folder)
-    statuses, outputs = run(started, folder, 2, nodes=3)
+    statuses, outputs = run(folder, 2, nodes=3)
     assert statuses == [0, 0, 0]
     assert outputs == ["run 2 (ring on 2 nodes, repeat 1): 0.830 s a step, 0.100 of it sync\n", "", ""]
     after = tree(folder)
@@ -225,7 +190,7 @@ def test_a_run_writes_its_own_folders_alone_and_is_not_done_twice(started, tmp_p
                                                                       "ring-n2": "partial"}
     assert cells["ring-n2"]["median"]["step"] == 0.83
     measured = {name: content for name, content in tree(folder).items() if name.startswith("runs")}
-    statuses, outputs = run(started, folder, 2)
+    statuses, outputs = run(folder, 2)
     assert statuses == [0, 0]
     assert outputs == ["run 2 (ring on 2 nodes, repeat 1) is done already; left as it is\n", ""]
     assert measured == {name: content for name, content in tree(folder).items() if name.startswith("runs")}
@@ -234,9 +199,9 @@ def test_a_run_writes_its_own_folders_alone_and_is_not_done_twice(started, tmp_p
     assert "--array=0-1,3-5%1" in warnings[1]
 
 
-def test_a_failed_run_says_why_and_is_tried_again(started, tmp_path):
+def test_a_failed_run_says_why_and_is_tried_again(tmp_path):
     folder = plan(tmp_path, nodes=(2,), sync=("ring",), repeats=1)
-    statuses, outputs = run(started, folder, 0, flags="--fail ring")
+    statuses, outputs = run(folder, 0, flags="--fail ring")
     assert statuses == [1, 1]
     cause = "run 0 (ring on 2 nodes, repeat 1): rank 1 ended with status 1: ValueError: the test wants it"
     assert cause in outputs[0], "rank 0 tells the cause, not its echo"
@@ -247,38 +212,40 @@ def test_a_failed_run_says_why_and_is_tried_again(started, tmp_path):
     assert "--array=0%1" in results["warnings"][-1]
     assert results["cells"][0]["status"] == "failed"
     assert not results["finished"]
-    assert run(started, folder, 0)[0] == [0, 0]
+    assert run(folder, 0)[0] == [0, 0]
     results = put_together(folder, read_results(folder / "results.json"))
     assert results["finished"]
     assert results["warnings"] == []
     assert results["cells"][0]["status"] == "done"
 
 
-def test_under_way_stopped_and_killed(started, tmp_path):
+def test_under_way_stopped_and_killed(tmp_path):
     """The same run in two jobs; a signal reaches the part; nothing of the part outlives its run-cell."""
     folder, marker = plan(tmp_path, nodes=(1,), sync=("none",), repeats=1), tmp_path / "go"
 
     def workers():
         return {int(path.name.rsplit("-", 1)[1]) for path in tmp_path.glob("go-*")}
 
-    first = start(started, folder, 0, nodes=1, flags=f"--wait-for {marker}")
-    until(lambda: len(workers()) == 1)
+    first = start(folder, 0, nodes=1, flags=f"--wait-for {marker}")
+    wait_until(lambda: len(workers()) == 1, "the part")
     results = put_together(folder, read_results(folder / "results.json"))
     assert results["warnings"] == ["0 of 1 runs are done; under way: none-n1 (run 0)"]
-    again = start(started, folder, 0, nodes=1)
-    assert "this run is under way already: another job holds" in again.communicate(timeout=LIMIT)[0]
-    assert again.returncode == 2
-    first.send_signal(signal.SIGTERM)
-    assert "stopped by SIGTERM, as at a time limit" in first.communicate(timeout=LIMIT)[0]
-    assert first.returncode == 1
+    again = start(folder, 0, nodes=1)
+    ended = again.end()
+    assert "this run is under way already: another job holds" in ended.out + ended.err
+    assert ended.status == 2
+    first.send(signal.SIGTERM)
+    ended = first.end()
+    assert "stopped by SIGTERM, as at a time limit" in ended.out + ended.err
+    assert ended.status == 1
     assert "stopped by SIGTERM" in report(folder)["none-n1"]["message"]
-    second = start(started, folder, 0, nodes=1, flags=f"--wait-for {marker}")
-    until(lambda: len(workers()) == 2)
-    second.kill()
-    second.communicate(timeout=LIMIT)
-    until(lambda: not any(psutil.pid_exists(pid) for pid in workers()))
+    second = start(folder, 0, nodes=1, flags=f"--wait-for {marker}")
+    wait_until(lambda: len(workers()) == 2, "the part")
+    second.send(signal.SIGKILL)
+    second.end()
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in workers()), "the end of the part")
     assert "no end was noted: killed, or its node lost" in report(folder)["none-n1"]["message"]
-    assert run(started, folder, 0, nodes=1)[0] == [0]
+    assert run(folder, 0, nodes=1)[0] == [0]
     assert report(folder)["none-n1"]["status"] == "done"
 
 

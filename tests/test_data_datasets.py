@@ -24,7 +24,7 @@ from PIL import Image
 from common.data import DATASETS, load_dataset
 from common.data.dataset import Dataset, ImageSet, pixel_statistics
 from common.errors import UserError
-from tests.helpers import CIFAR, free_port, needs_cifar10, needs_cifar100
+from tests.helpers import CIFAR, free_port, needs_cifar10, needs_cifar100, wait_until
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -329,6 +329,7 @@ def test_cifar10_is_torchvisions():
     assert dataset.flip is True
 
 
+@pytest.mark.slow
 @needs_cifar100
 @pytest.mark.cifar
 def test_cifar100_is_torchvisions():
@@ -549,10 +550,7 @@ def test_killed_in_the_middle_of_a_download(fake, tmp_path):
     with (_Server(fake.archive, linger=60) as server,
           _Children(1, tmp_path, server.url, fake.md5) as first):
         assert server.began.wait(60)
-        deadline = time.monotonic() + 30
-        while not (tmp_path / ARCHIVE).exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until((tmp_path / ARCHIVE).exists, "the beginning of the download")
         with _Children(1, tmp_path, server.url, fake.md5) as second:
             time.sleep(0.3)  # it looks, and finds the other at work
             assert server.downloads == 1

@@ -37,7 +37,7 @@ def test_each_sample_comes_exactly_once_an_epoch(samples, batch, world):
     """Over all ranks no training sample is left out (also of the last smaller batch) and none comes twice."""
     for epoch in (1, 2):
         steps = _global_batches(_epoch(samples, batch, world, epoch=epoch))
-        assert sorted(sample for step in steps for sample in step) == list(range(samples))
+        assert sorted(sample for step in steps for sample in step) == list(range(samples)), "samples come never or twice"
 
 
 @pytest.mark.parametrize("world", RANKS)
@@ -57,7 +57,7 @@ def test_batches_are_full_but_the_last_and_shared_evenly(samples, batch, world):
         assert max(shares) - min(shares) <= 1
     for rank in range(world):
         sampler = GlobalBatchSampler(samples, batch_size=batch, rank=rank, world_size=world)
-        assert sampler.global_batch_sizes == sizes
+        assert sampler.global_batch_sizes == sizes, "the loss would be weighted by other sizes"
 
 
 @pytest.mark.parametrize(("samples", "batch"), SIZES, ids=_ids)
@@ -108,7 +108,8 @@ def test_order_is_new_each_epoch_and_the_same_for_the_same_seed():
     for i, one in enumerate(orders):
         assert sorted(one.tolist()) == list(range(500))
         for other in orders[:i]:
-            assert int((one == other).sum()) < 10  # two random permutations agree in one place on average
+            # Two random permutations agree in one place on average.
+            assert int((one == other).sum()) < 10, "two epochs have the same order"
     assert int((first == torch.arange(500)).sum()) < 10
 
 
@@ -127,7 +128,7 @@ def test_ranks_see_different_samples_in_each_step():
     """The commonest mistake, every rank on the same batch, would show here."""
     ranks = _epoch(100, 20, 4)
     for step in zip(*ranks, strict=True):
-        assert len({sample for share in step for sample in share}) == 20
+        assert len({sample for share in step for sample in share}) == sum(map(len, step)) == 20, "two ranks have the same sample"
 
 
 def test_stream_seeds_are_unrelated_and_fit():
@@ -218,7 +219,7 @@ def test_a_sample_is_augmented_alike_on_any_number_of_ranks():
     torch.manual_seed(99)  # the global stream must not matter
     for world, batch in ((2, 64), (3, 64), (4, 50), (5, 64)):
         for sample, image in _by_sample(dataset, batch, world, epoch=2).items():
-            assert torch.equal(image, alone[sample]), (world, sample)
+            assert torch.equal(image, alone[sample]), f"another crop or flip on {world} ranks: sample {sample}"
 
 
 def test_set_epoch_and_seed_change_the_augmentation():

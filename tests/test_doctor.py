@@ -1,15 +1,15 @@
 """``lab doctor``: real sockets and processes, broken in the ways in which nodes are broken."""
 
+import contextlib
 import json
-import os
 import re
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import namedtuple
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,26 @@ import pytest
 from common.errors import UserError
 from lab.cli import build_parser, main
 from lab.cluster import Cluster, tools
-from lab.doctor import command, files, machine, network
+from lab.doctor import command, files, machine, meeting, network
 from lab.doctor.command import as_json, examine, question_of
 from lab.doctor.finding import Finding, Question, ok
 from lab.doctor.machine import TorchFacts
 from lab.doctor.meeting import Place, meet
-from tests.helpers import CIFAR, ROOT, Started, free_port, needs_cifar10
+from tests.helpers import (
+    CIFAR,
+    LONG,
+    ROOT,
+    Started,
+    doctor_node,
+    free_port,
+    needs_cifar10,
+    start_lab,
+    user_environment,
+    wait_until,
+)
+from tests.helpers.doctor_node import find
 
-NODE = [sys.executable, "-m", "tests.doctor_node"]
+NODE = [sys.executable, "-P", doctor_node.__file__]
 FACTS = {"python": "3.11.7", "torch": "2.15.0", "torchvision": "0.29.2", "commit": "a3579d2", "code": "f484c16b924f",
          "dataset": "digits", "gpus": 0, "cores": 64}
 
@@ -48,28 +60,31 @@ def stranger() -> Iterator[subprocess.Popen]:
     process.communicate()
 
 
-def start_node(rank: int, port: int, *, num_nodes: int = 3, timeout: float = 30, **more: Any) -> Started:
-    told = {"master_port": port, "num_nodes": num_nodes, "rank": rank, "timeout": timeout, "facts": FACTS} | more
-    return Started([*NODE, json.dumps(told)], cwd=ROOT, env=dict(os.environ))
+def at(rank: int, port: int, *, num_nodes: int = 3, timeout: float = 30, **more: Any) -> dict[str, Any]:
+    """What a node of a meeting is told."""
+    return {"master_port": port, "num_nodes": num_nodes, "rank": rank, "timeout": timeout, "facts": FACTS} | more
 
 
-def findings(node: Started) -> dict[str, dict[str, str]]:
-    """What a node found, by name."""
-    ended = node.end(timeout_seconds=100)
-    assert ended.status == 0, ended.err
-    return {entry["name"]: entry for entry in json.loads(ended.out)}
+def find_all(*told: dict[str, Any]) -> list[dict[str, dict[str, str]]]:
+    """What each node found, by name; all start at once, each in a thread."""
+    with ThreadPoolExecutor(len(told)) as threads:
+        return list(threads.map(find, told))
 
 
-def meet_all(*nodes: dict[str, Any], num_nodes: int | None = None, timeout: float = 30) -> list[dict[str, dict[str, str]]]:
-    """What each node found; they start together, rank 0 last."""
+def meet_all(*nodes: dict[str, Any], timeout: float = 30) -> list[dict[str, dict[str, str]]]:
+    """What each node of one meeting found."""
     port = free_port()
-    started = [start_node(rank, port, num_nodes=num_nodes or len(nodes), timeout=timeout, **more)
-               for rank, more in reversed(list(enumerate(nodes)))]
-    return [findings(node) for node in reversed(started)]
+    return find_all(*(at(rank, port, num_nodes=len(nodes), timeout=timeout, **more) for rank, more in enumerate(nodes)))
 
 
 def test_nodes_that_agree_find_nothing() -> None:
-    for found in meet_all({}, {}, {}):
+    """Processes here, rank 0 the last, without torch; in the other tests the nodes are threads."""
+    port = free_port()
+    nodes = [Started([*NODE, json.dumps(at(rank, port))], cwd=ROOT, env=user_environment(PYTHONPATH=str(ROOT)))
+             for rank in (2, 1, 0)]
+    for ended in [node.end() for node in nodes]:
+        assert ended.status == 0, ended.err
+        found = json.loads(ended.out)
         assert {entry["status"] for entry in found.values()} == {"ok"}, found
         assert re.match(r"3 of 3 nodes met at 127\.0\.0\.1:\d+", found["nodes"]["text"])
         assert "6 directions" in found["connections"]["text"]
@@ -77,7 +92,7 @@ def test_nodes_that_agree_find_nothing() -> None:
 
 @pytest.mark.parametrize(("door", "why"), [("closed", "connection refused"), ("deaf", "no answer")])
 def test_a_node_that_cannot_be_reached_back_is_named_by_all_with_the_direction(door: str, why: str) -> None:
-    for found in meet_all({}, {"door": door}, {}):
+    for found in meet_all({}, {"door": door}, {}, timeout=3):
         connections = found["connections"]
         assert connections["status"] == "failure"
         directions = re.findall(r"rank (\d) \(127\.0\.0\.1\) does not reach rank (\d) \(127\.0\.0\.1\): ([a-z ]+)",
@@ -119,16 +134,14 @@ def test_a_clock_that_is_off_is_told_with_its_sign() -> None:
 
 
 def test_a_missing_node_a_doubled_one_and_one_of_another_number() -> None:
-    one, other, began = free_port(), free_port(), time.monotonic()
-    nodes = [start_node(rank, one, num_nodes=5, timeout=10) for rank in (0, 1, 3)]
-    first, twin, again = (start_node(rank, other, timeout=10) for rank in (0, 1, 1))
-    odd = start_node(2, other, num_nodes=4, timeout=10)
-    for found in map(findings, nodes):
-        assert "3 of 5 nodes met" in found["nodes"]["text"]
-        assert "missing: ranks 2, 4" in found["nodes"]["text"]
-        assert found["connections"]["status"] == "ok", "those that came tried each other"
-    told = [findings(node)["nodes"]["text"] for node in (first, twin, again, odd)]
-    assert time.monotonic() - began < 120
+    one, other = free_port(), free_port()
+    found = find_all(*(at(rank, one, num_nodes=5, timeout=3) for rank in (0, 1, 3)),
+                     *(at(rank, other, timeout=3) for rank in (0, 1, 1)), at(2, other, num_nodes=4, timeout=3))
+    for missing in found[:3]:
+        assert "3 of 5 nodes met" in missing["nodes"]["text"]
+        assert "missing: ranks 2, 4" in missing["nodes"]["text"]
+        assert missing["connections"]["status"] == "ok", "those that came tried each other"
+    told = [odd["nodes"]["text"] for odd in found[3:]]
     assert "rank 1 was started twice" in told[0]
     assert "rank 2 was started with --num-nodes 4, rank 0 with 3" in told[0]
     assert sum(text == told[0] for text in told) == 2, "who was met first stays and hears all"
@@ -141,30 +154,28 @@ def test_more_ranks_than_cores_on_a_machine() -> None:
     assert (found["cores"]["status"], found["cores"]["text"][:27]) == ("warning", "a has 2 ranks and 1 cores: ")
 
 
-def test_strangers_at_the_master_s_port_do_not_disturb() -> None:
+def test_strangers_at_the_master_s_port_do_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_HELLO_SECONDS", 2.0)  # so long is the silent one waited for
     port = free_port()
-    master = start_node(0, port, num_nodes=2)
-    held = []
-    deadline = time.monotonic() + 60
-    while len(held) < 2:
-        assert time.monotonic() < deadline
-        try:
-            held.append(socket.create_connection(("127.0.0.1", port), timeout=5))
-        except OSError:
-            time.sleep(0.05)
-    held[0].sendall(b"GET / HTTP/1.1\r\n\r\n")  # the other one stays silent
-    guest = start_node(1, port, num_nodes=2)
-    for node in (master, guest):
-        assert {entry["status"] for entry in findings(node).values()} == {"ok"}
-    for connection in held:
-        connection.close()
+    with ThreadPoolExecutor(2) as nodes, contextlib.ExitStack() as held:
+        master = nodes.submit(find, at(0, port, num_nodes=2))
+
+        def connected() -> socket.socket | None:
+            with contextlib.suppress(OSError):
+                return held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+
+        strangers: list[socket.socket] = []
+        wait_until(lambda: strangers.extend(filter(None, [connected()])) or len(strangers) == 2, "the master listens")
+        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")  # the other one stays silent
+        guest = nodes.submit(find, at(1, port, num_nodes=2))
+        for node in (master, guest):
+            assert {entry["status"] for entry in node.result(LONG).values()} == {"ok"}
 
 
-def test_what_is_no_doctor_is_not_taken_for_one(stranger: subprocess.Popen) -> None:
-    began = time.monotonic()
-    text = findings(start_node(1, int(stranger.stdout.readline()), num_nodes=2, timeout=1))["nodes"]["text"]
+def test_what_is_no_doctor_is_not_taken_for_one(stranger: subprocess.Popen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 0.5)
+    text = find(at(1, int(stranger.stdout.readline()), num_nodes=2, timeout=1))["nodes"]["text"]
     assert re.search(r"rank 1 reached 127\.0\.0\.1:\d+, but no lab doctor answered to the end \(no answer\)", text)
-    assert time.monotonic() - began < 60
 
 
 def test_a_free_port_and_who_holds_another(question: Question, stranger: subprocess.Popen) -> None:
@@ -303,15 +314,11 @@ def test_flags_that_do_not_go_together(flags: list[str], told: str) -> None:
         question_of(build_parser().parse_args(["doctor", *flags]))
 
 
-def start_doctor(*flags: object) -> Started:
-    return Started([sys.executable, "-m", "lab", "doctor", "--dataset", "digits", *map(str, flags)], cwd=ROOT,
-                   env=dict(os.environ))
-
-
 def test_the_command_on_two_nodes_its_json_and_its_status(tmp_path: Path) -> None:
-    port, place = free_port(), ("--master-ip", "127.0.0.1", "--num-nodes", 2, "--timeout", 60)
-    as_text = start_doctor(*place, "--master-port", port, "--rank", 0, "--output-dir", tmp_path)
-    told = start_doctor(*place, "--master-port", port, "--rank", 1, "--output-dir", tmp_path, "--json").end()
+    flags = ("doctor", "--dataset", "digits", "--master-ip", "127.0.0.1", "--num-nodes", 2, "--timeout", 60, "--master-port",
+             free_port(), "--output-dir", tmp_path)
+    as_text = start_lab(*flags, "--rank", 0, cold=True)
+    told = start_lab(*flags, "--rank", 1, "--json").end()
     found = json.loads(told.out)
     assert told.status == 0, told
     assert {name: type(value) for name, value in found.items()} == {
@@ -332,10 +339,10 @@ def test_the_command_on_two_nodes_its_json_and_its_status(tmp_path: Path) -> Non
 def test_the_command_where_the_master_is_not_there_or_its_port_is_held(
         stranger: subprocess.Popen, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["doctor", "--dataset", "digits", "--output-dir", str(tmp_path), "--master-ip", "127.0.0.1", "--num-nodes", "2",
-             "--timeout", "2", "--master-port"]
+             "--timeout", "1", "--master-port"]
     assert main([*place, str(free_port()), "--rank", "1"]) == 1
     told = capsys.readouterr().out
-    assert re.search(r"^failure +nodes +rank 1 did not reach rank 0 at 127\.0\.0\.1:\d+ within 2 s \(connection refused\)\n"
+    assert re.search(r"^failure +nodes +rank 1 did not reach rank 0 at 127\.0\.0\.1:\d+ within 1 s \(connection refused\)\n"
                      r" +-> run lab doctor with --rank 0 on 127\.0\.0\.1 at the same time", told, re.MULTILINE)
     assert told.rstrip().endswith("not ready")
     assert main([*place, stranger.stdout.readline().strip(), "--rank", "0", "--json"]) == 1

@@ -16,12 +16,12 @@ from common.compute_profile import Layer, Line, Profile, load_profile, profile_p
 from common.config import Config
 from common.emulation import Emulation
 from common.errors import UserError
-from common.models import build_model
+from common.models import MODELS, build_model
 from common.sync import STRATEGIES, build_sync
 from common.training_engine import TrainingEngine
 from lab.layers import LayerTimer, measure_profile, save_profile
 from lab.runs import collect
-from tests.helpers import free_port, only_run_folder, run_part, run_ranks, start_part
+from tests.helpers import TINY, free_port, only_run_folder, run_part, run_ranks, start_part
 
 NOTHING = Line(0.0, 0.0)
 
@@ -67,9 +67,12 @@ def test_late_layers_are_made_up_for_and_times_follow_the_samples():
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(20)))
     emulation = emulated(model, forward=Line(0.0, 0.005), backward=Line(0.01, 0.005))
     for p in list(model.parameters())[::2]:
-        p.register_hook(lambda _: time.sleep(0.008))
+        p.register_hook(lambda _: time.sleep(0.008))  # late by that much
+    def right(forward, backward):
+        return forward == pytest.approx(20 * 2 * 0.005, abs=0.04) and backward == pytest.approx(20 * (0.01 + 2 * 0.005), abs=0.09)
+
     taken = []
-    for _ in range(4):
+    while len(taken) < 2 or (len(taken) < 40 and not any(right(*times) for times in taken)):  # a busy machine is late at times
         emulation.update()  # as in training; without it a step would make up for the one before
         began = time.perf_counter()
         outputs = model(torch.zeros(2, 3))
@@ -77,8 +80,7 @@ def test_late_layers_are_made_up_for_and_times_follow_the_samples():
         outputs.sum().backward()
         taken.append((middle - began, time.perf_counter() - middle))
     assert outputs.shape == (2, 4)
-    assert min(forward for forward, _ in taken) == pytest.approx(20 * 2 * 0.005, abs=0.04)
-    assert min(backward for _, backward in taken) == pytest.approx(20 * (0.01 + 2 * 0.005), abs=0.09)
+    assert any(right(*times) for times in taken), taken
     assert all(forward + backward > 0.59 for forward, backward in taken)
 
 
@@ -87,7 +89,7 @@ def test_the_update_begins_when_the_exchange_has_ended():
     model = Small()
     emulation = emulated(model, forward=Line(0.02, 0.0), update=0.05)
     backward_pass(model)
-    time.sleep(0.1)
+    time.sleep(0.1)  # later than the deadline, which must not make the update shorter
     began = time.perf_counter()
     emulation.update()
     assert time.perf_counter() - began >= 0.05
@@ -152,8 +154,23 @@ def _ready_order(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(order))
 
 
-@pytest.mark.parametrize("name", ["vgg11", "wide_resnet16_4", pytest.param("resnet18", marks=pytest.mark.slow)])
-def test_a_measured_profile_has_every_layer_in_true_order(name, tmp_path):
+class Shortcut(nn.Module):
+    """Small, and no chain."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.stem, self.norm, self.act = nn.Conv2d(3, 8, 3, stride=4, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+        self.branch, self.short, self.last = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1), nn.Linear(8, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.act(self.norm(self.stem(images)))
+        return self.last((self.branch(x) + self.short(x)).mean(dim=(2, 3)))
+
+
+@pytest.mark.parametrize("name", ["shortcut", *(pytest.param(name, marks=pytest.mark.slow)
+                                                for name in ("vgg11", "wide_resnet16_4", "resnet18"))])
+def test_a_measured_profile_has_every_layer_in_true_order(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(MODELS, "shortcut", f"{__name__}:Shortcut")
     profile = measure_profile("trial", model=name, samples=(2, 4), rounds=1)
     save_profile(profile, tmp_path / "trial.json")
     assert load_profile(str(tmp_path / "trial.json"), model=name) == profile
@@ -181,13 +198,13 @@ class Waits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, inputs, weight, seconds):
-        time.sleep(seconds)
+        time.sleep(seconds)  # the time that this layer takes
         ctx.seconds, ctx.shape = seconds, weight.shape
         return inputs + weight
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(2 * ctx.seconds)
+        time.sleep(2 * ctx.seconds)  # and this way
         return gradient, gradient.sum(dim=0), None
 
 
@@ -278,14 +295,14 @@ def test_every_strategy_exchanges_the_gradients_that_the_ranks_made():
 
 @pytest.fixture(scope="module")
 def profile_file(tmp_path_factory):
-    """A fast profile of VGG-11."""
-    vgg = profile_of(build_model("vgg11", 10), forward=Line(1e-4, 1e-5), backward=Line(1e-3, 1e-5), update=1e-3)
+    """A profile of the tiny model."""
+    tiny = profile_of(build_model("tiny", 10), forward=Line(1e-4, 1e-5), backward=Line(5e-3, 1e-5), update=1e-3)
     path = tmp_path_factory.mktemp("profiles") / "fast.json"
-    save_profile(replace(vgg, model="vgg11", image=(32, 32)), path)
+    save_profile(replace(tiny, model="tiny", image=(32, 32)), path)
     return path
 
 
-SMALL = ("--dataset", "digits", "--batch-size", 32, "--max-steps", 4, "--log-every", 1)
+SMALL = (*TINY, "--dataset", "digits", "--batch-size", 32, "--max-steps", 4, "--log-every", 1)
 
 
 @pytest.mark.parametrize(("part", "ranks", "sync"), [("PartOne", 0, "none"), ("PartTwo", 2, "gather_scatter")])
@@ -302,8 +319,9 @@ def test_a_run_shows_no_loss_and_says_that_it_is_emulated(part, ranks, sync, pro
             assert not re.search(r"(loss|accuracy)\b[^,]* \d", line.lower()), line
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(row["loss"], row["accuracy"], row["local_loss"]) for row in metrics] == [(None, None, None)] * 4
-    # A backward pass makes up for what its forward pass was late, so one step alone may be short.
-    assert max(row["backward_seconds"] for row in metrics) > 0.055, "30 layers of 1 ms in each of two micro-batches"
+    # A backward pass makes up for what its forward pass was late, so both count together.
+    longest = max(row["forward_seconds"] + row["backward_seconds"] for row in metrics)
+    assert longest > 0.055, "6 layers of 5 ms in each of two micro-batches"
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["emulated"], summary["train_loss_last_step"], summary["test_accuracy"]) == (True, None, None)
     assert summary["ranks_hold_equal_weights"]
@@ -367,7 +385,7 @@ def test_a_measured_profile_is_this_machines_own_and_each_model_has_one(profile_
     with pytest.raises(UserError, match=r"there is no profile .*: `lab calibrate` measures one"):
         load_profile("measured", model="vgg11")
     path.parent.mkdir(parents=True)
-    path.write_text(_changed(profile_file, machine="a large one"))
+    path.write_text(_changed(profile_file, model="vgg11", machine="a large one"))
     with pytest.raises(UserError, match=r"was measured on 'a large one', this machine is 'a small one'.*give the file"):
         load_profile("measured", model="vgg11", machine="a small one")
     assert load_profile(str(path), model="vgg11", machine="a small one").machine == "a large one"

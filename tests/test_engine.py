@@ -151,7 +151,7 @@ def accumulated(size: int) -> list[dict]:
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2, 3])
 @pytest.mark.parametrize("name", DISTRIBUTED)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_accumulation_equals_one_process_on_the_whole_window(size: int, name: str, accumulation_steps: int) -> None:
     results = [one[name, accumulation_steps] for one in accumulated(size)]
     for rank, one in enumerate(results):
@@ -170,7 +170,8 @@ def test_ranks_communicate_once_an_optimiser_step_however_many_micro_batches(nam
         assert one_step == {"all_reduce": 4, "gather_scatter": 8}[name], "one message (or two) for each of 4 parameters"
     for steps in (1, 2, 3):
         for rank in accumulated(2):
-            assert rank[name, steps]["messages"] == [one_step] * math.ceil(5 / steps), steps
+            assert rank[name, steps]["messages"] == [one_step] * math.ceil(5 / steps), (
+                f"messages of a step with several micro-batches: {steps}")
 
 
 def test_accumulation_without_a_group_equals_the_whole_window() -> None:

@@ -1,5 +1,6 @@
 """``lab explain`` on texts that real failures gave (tests/logs): each is told as what it is, good runs as nothing."""
 
+import io
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.cli import main
 from lab.explain import KINDS, OWN, Line, explain, known_errors, main_explain, read_lines
 from tests.helpers import ROOT
 
@@ -156,28 +158,26 @@ def test_what_the_shell_and_the_kernel_say_of_a_killed_process() -> None:
         assert [one.error.name for one in explain(lines_of(line))] == ["killed"], line
 
 
-def test_nothing_known_says_so_and_where_to_look(tmp_path: Path) -> None:
+def test_nothing_known_says_so_and_where_to_look(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "log").write_text("epoch 1\nTraceback (most recent call last):\n  File \"x.py\", line 1\nFrobError: seven\n")
-    told = lab("explain", str(tmp_path / "log"))
-    assert told.returncode == 0
-    assert re.match(r"No known error in 4 lines\.", told.stdout)
-    assert "line 4: FrobError: seven" in told.stdout
+    assert main(["explain", str(tmp_path / "log")]) == 0
+    told = capsys.readouterr().out
+    assert re.match(r"No known error in 4 lines\.", told)
+    assert "line 4: FrobError: seven" in told
 
 
-def test_standard_input_an_empty_log_and_a_missing_one(tmp_path: Path) -> None:
-    told = lab("explain", "-", stdin=(LOGS / "port_in_use.txt").read_text())
+def test_standard_input_an_empty_log_and_a_missing_one(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    told = subprocess.run([sys.executable, "-m", "lab", "explain", "-"], cwd=ROOT, capture_output=True, text=True,
+                          input=(LOGS / "port_in_use.txt").read_text(), timeout=90, check=False)
     assert told.returncode == 0
     assert re.match(r"1\. address already in use\n   line \d+: .*EADDRINUSE", told.stdout)
     assert "cure:  End that process" in told.stdout
-    assert "The log is empty" in lab("explain", "-").stdout
-    missing = lab("explain", str(tmp_path / "none.txt"))
-    assert missing.returncode == 2
-    assert re.match(r"error: lab explain: .*none\.txt cannot be read \(No such file or directory\)", missing.stderr)
-
-
-def lab(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "lab", *arguments], cwd=ROOT, input=stdin, capture_output=True, text=True,
-                          timeout=90, check=False)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    assert main(["explain", "-"]) == 0
+    assert "The log is empty" in capsys.readouterr().out
+    assert main(["explain", str(tmp_path / "none.txt")]) == 2
+    assert re.match(r"error: lab explain: .*none\.txt cannot be read \(No such file or directory\)", capsys.readouterr().err)
 
 
 def test_the_table_is_whole_and_stands_in_the_docs() -> None:

@@ -1,8 +1,6 @@
 """Predictions for emulated nodes: messages measured there, the profile's times, and both in the event model."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -16,7 +14,7 @@ from lab.forecast import emulated_compute, emulated_compute_at, forecast_on_link
 from lab.layers import save_profile
 from lab.links import LARGE, LARGEST, SMALL, measure_links, network_from
 from lab.results import read_results
-from tests.helpers import ROOT, run_ranks
+from tests.helpers import run_ranks, start_lab
 
 NOTHING = Line(0.0, 0.0)
 FOUR = [GradientSize((size,)) for size in (100, 200, 300, 400)]
@@ -109,17 +107,16 @@ def _vgg_profile() -> Profile:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(500)
 @pytest.mark.skipif(namespaces_refused() is not None, reason=f"no cluster here: {namespaces_refused()}")
 def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(tmp_path):
     """Four nodes on whatever cores there are; the model knows the steps, which a busy machine makes longer, never shorter."""
     save_profile(_vgg_profile(), tmp_path / "even.json")
-    command = [sys.executable, "-m", "lab", "compare", "--nodes", "1", "4", "--sync", "all_reduce_flat", "ddp",
-               "--rate", "200mbit", "--compute", str(tmp_path / "even.json"), "--steps", "5", "--warmup", "2",
-               "--repeats", "1", "--dataset", "digits",
-               "--output-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=480, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = start_lab("compare", "--nodes", 1, 4, "--sync", "all_reduce_flat", "ddp", "--rate", "200mbit", "--compute",
+                     tmp_path / "even.json", "--steps", 5, "--warmup", 2, "--repeats", 1, "--dataset", "digits", "--output-dir",
+                     tmp_path).end(timeout_seconds=480)
+    assert done.status == 0, done
     [folder] = tmp_path.glob("compare-*")
     results = read_results(folder / "results.json")
     cells = {cell["id"]: cell for cell in results["cells"]}

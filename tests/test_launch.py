@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import chain
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +30,9 @@ from torch.utils.data import Dataset
 
 from common.errors import UserError
 from common.training_engine import WorkerError, distributed_train_worker, launch, launch_distributed_training
-from tests.helpers import ROOT, Started
-
-LONG = 600  # seconds: far longer than any test waits
+from lab.cluster.program import PythonProgram
+from lab.proofs import ranks
+from tests.helpers import LONG, ROOT, Started, wait_until
 
 
 def gather(mine: Any, size: int) -> list[Any]:
@@ -44,13 +46,6 @@ def note(folder: str | Path, name: str, text: object) -> None:
     temporary = Path(folder, f".{name}")
     temporary.write_text(str(text))
     temporary.rename(Path(folder, name))
-
-
-def wait_for(condition: Callable[[], bool], what: str, *, timeout_seconds: float = 60) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not in {timeout_seconds} s"
-        time.sleep(0.05)
 
 
 def pids(folder: Path) -> list[int]:
@@ -74,9 +69,49 @@ def assert_all_ended(numbers: Iterable[int], *, count: int) -> None:
     assert not left, "a worker is left behind"
 
 
+# --- Workers forked ---
+
+
+class Forked:
+    """A worker with what launch.py uses of subprocess.Popen, forked from the server that has torch imported."""
+
+    def __init__(self, command: list[str], *, env: dict[str, str], stdin: int) -> None:
+        reader, self.stdin = ranks.context().Pipe(duplex=False)
+        assert (command[:3], stdin) == ([sys.executable, "-P", "-m"], subprocess.PIPE)
+        self._process = ranks.context().Process(target=_work, args=(reader, command[3:], env), daemon=True)
+        self._process.start()
+        reader.close()
+        self.terminate, self.kill, self.wait = self._process.terminate, self._process.kill, self._process.join
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+
+def _work(reader: Connection, command: list[str], environment: dict[str, str]) -> None:
+    """Become the worker: its input is the pipe, which closes when the caller ends."""
+    os.dup2(reader.fileno(), 0)
+    reader.close()
+    sys.stdin = os.fdopen(0, closefd=False)
+    os.environ.clear()
+    os.environ.update(environment)
+    PythonProgram(command[0], tuple(command[1:]), module=True).run()
+
+
+@pytest.fixture(params=["forked", pytest.param("cold", marks=pytest.mark.slow)])
+def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the workers start; anew, as users start them, also in the tests of scripts below."""
+    if request.param == "forked":
+        monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE))
+
+
 # --- What comes back ---
 
 
+@pytest.mark.usefixtures("workers")
 def test_lambdas_and_local_classes_reach_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also: NCCL without GPUs is a warning that says so, and Gloo serves."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -132,6 +167,7 @@ def test_values_that_cannot_be(arguments: tuple, words: str) -> None:
 SAMPLES, EPOCHS = 20, 2
 
 
+@pytest.mark.usefixtures("workers")
 def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path: Path) -> None:
     class Recorded(Dataset):
         """Writes down which samples it gave, a line each, in a file of this process."""
@@ -179,6 +215,7 @@ def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path: Path) -> Non
 # --- What goes wrong ---
 
 
+@pytest.mark.usefixtures("workers")
 def test_a_group_that_cannot_be_set_up_is_told_and_one_device_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     with pytest.warns(UserWarning, match=r"could not be set up \(.*nosuch0.*\): training on one device"):
@@ -201,11 +238,12 @@ def failing(rank: int, world_size: int, *, folder: str, how: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.usefixtures("workers")
 @pytest.mark.filterwarnings("error")  # no fallback, which would warn
 @pytest.mark.parametrize(("how", "size", "words"), [("raise", 3, "KeyError: 'the very reason'"), ("kill", 2, "status -9")])
 def test_a_rank_that_fails_is_named_and_nothing_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str,
                                                                size: int, words: str) -> None:
-    monkeypatch.setattr(launch, "_GRACE_SECONDS", 3.0)
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 1.0)
     began = time.monotonic()
     with pytest.raises(WorkerError, match=words) as caught:
         launch_distributed_training(failing, size, "gloo", folder=str(tmp_path), how=how)
@@ -231,12 +269,14 @@ def _read_back(pid: int) -> OnlyHere:
     return OnlyHere()
 
 
+@pytest.mark.usefixtures("workers")
 @pytest.mark.filterwarnings("error")
 def test_arguments_that_a_worker_cannot_read_are_an_error_not_a_fallback() -> None:
     with pytest.raises(WorkerError, match="made for another process"):
         launch_distributed_training(lambda rank, size, thing: pytest.fail("must not train"), 2, "gloo", thing=OnlyHere())
 
 
+@pytest.mark.usefixtures("workers")
 def test_a_result_that_cannot_be_sent_back_says_so() -> None:
     def train(rank: int, world_size: int) -> Any:
         return (number for number in range(3))  # a generator has no pickle
@@ -302,6 +342,7 @@ def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
 
 WAITING = f"""
     import os, sys, time
+    sys.path.insert(0, {str(ROOT)!r})  # a fork has not read PYTHONPATH
     from pathlib import Path
     import torch.distributed as dist
     from common.training_engine import launch_distributed_training
@@ -319,28 +360,43 @@ WAITING = f"""
 """
 
 
-def test_workers_end_with_their_caller(tmp_path: Path) -> None:
-    """By SIGKILL, which nobody can catch, and by Ctrl-C; both callers run at once to save time."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_workers_end_with_their_caller(tmp_path: Path, number: signal.Signals) -> None:
+    """By SIGKILL, which nobody can catch, and by Ctrl-C."""
     script, cwd = write_script(tmp_path, WAITING)
-    callers: dict[signal.Signals, Started] = {}
+    caller = Started([sys.executable, str(script), str(tmp_path)], cwd=cwd, env=script_environment(), forked=True)
     try:
-        for number in (signal.SIGKILL, signal.SIGINT):
-            folder = tmp_path / number.name
-            folder.mkdir()
-            callers[number] = Started([sys.executable, str(script), str(folder)], cwd=cwd, env=script_environment())
-        for number in callers:
-            wait_for(lambda number=number: len(pids(tmp_path / number.name)) == 2, "the workers' start")
-        workers = {number: pids(tmp_path / number.name) for number in callers}
-        assert all(runs(pid) for numbers in workers.values() for pid in numbers)
-        for number, caller in callers.items():
-            caller.send(number)
-        ended = {number: caller.end(timeout_seconds=30) for number, caller in callers.items()}
-        assert_all_ended(workers[signal.SIGINT], count=2)  # the caller sees to it before it ends
-        wait_for(lambda: not any(runs(pid) for pid in workers[signal.SIGKILL]), "the end of the workers", timeout_seconds=20)
+        wait_until(lambda: len(pids(tmp_path)) == 2 or caller.process.poll() is not None, "the workers' start")
+        workers = pids(tmp_path)
+        assert len(workers) == 2, caller.end().err
+        assert all(map(runs, workers))
+        caller.send(number)
+        ended = caller.end(timeout_seconds=60)
+        if number == signal.SIGKILL:
+            wait_until(lambda: not any(map(runs, workers)), "the end of the workers", timeout_seconds=60)
     finally:
-        for caller in callers.values():
-            if caller.process.poll() is None:
-                os.killpg(caller.process.pid, signal.SIGKILL)
-                caller.process.wait()
-    assert "KeyboardInterrupt" in ended[signal.SIGINT].err
-    assert ended[signal.SIGINT].status != 0
+        caller.kill()
+    assert_all_ended(workers, count=2)  # at Ctrl-C the caller sees to it before it ends
+    assert number == signal.SIGKILL or "KeyboardInterrupt" in ended.err
+    assert ended.status != 0
+
+
+@pytest.mark.usefixtures("workers")
+def test_ctrl_c_ends_the_workers(tmp_path: Path) -> None:
+    """As in a notebook, where the caller goes on."""
+    def train(rank: int, world_size: int) -> None:
+        note(tmp_path, f"pid{rank}", os.getpid())
+        if rank == 0:
+            dist.barrier()  # waits in torch's C++ code for the other, which sleeps
+        time.sleep(LONG)  # until it is ended
+
+    def interrupt() -> None:
+        wait_until(lambda: len(pids(tmp_path)) == 2, "the workers' start")
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch_distributed_training(train, 2, "gloo")
+    thread.join()
+    assert_all_ended(pids(tmp_path), count=2)

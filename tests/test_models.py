@@ -18,6 +18,7 @@ from common.errors import UserError
 from common.models import MODELS, PRETRAINED, build_model
 from common.models.transfer import load_pretrained
 from common.models.wide_resnet import Block
+from tests import TEST_MODELS
 from tests.helpers import free_port
 
 PUBLISHED = {  # (model, classes): parameters
@@ -27,7 +28,9 @@ PUBLISHED = {  # (model, classes): parameters
     ("wide_resnet28_10", 10): 36_479_194, ("wide_resnet28_10", 100): 36_536_884,
     ("wide_resnet16_4", 10): 2_748_890, ("wide_resnet16_4", 100): 2_772_020,
     ("resnet18_transfer", 10): 11_181_642}
-FROM_SCRATCH = [name for name in MODELS if name not in PRETRAINED]
+OURS = [name for name in MODELS if name not in TEST_MODELS]
+FROM_SCRATCH = [name for name in OURS if name not in PRETRAINED]
+BIG = ("wide_resnet28_10", "resnet50", "vgg13", "vgg16", "vgg19")  # each a larger one of a kind that is tried anyway
 
 # Modules by name and what they must hand on: (channels, height and width).
 INSIDE = {
@@ -65,21 +68,24 @@ def output_shapes(model: nn.Module, names: list[str], images: Tensor) -> dict[st
 
 
 def test_every_model_has_a_published_size_here() -> None:
-    assert {name for name, _ in PUBLISHED} == set(MODELS)
+    assert {name for name, _ in PUBLISHED} == set(OURS)
 
 
 @pytest.mark.parametrize(("name", "classes"), PUBLISHED)
 def test_parameters_are_as_many_as_published(name: str, classes: int) -> None:
-    assert sum(parameter.numel() for parameter in build_model(name, classes).parameters()) == PUBLISHED[name, classes]
+    with torch.device("meta"):  # shapes without numbers
+        model = build_model(name, classes)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name, classes]
 
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_images_keep_the_published_size_inside(name: str) -> None:
     """ResNet's stem and WideResNet's first stage still see 32x32: no stride, no pooling there."""
-    assert output_shapes(build_model(name, 10), list(INSIDE[name]), torch.randn(1, 3, 32, 32)) == INSIDE[name]
+    with torch.device("meta"):
+        assert output_shapes(build_model(name, 10), list(INSIDE[name]), torch.empty(1, 3, 32, 32)) == INSIDE[name]
 
 
-@pytest.mark.parametrize("name", FROM_SCRATCH)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in BIG else ()) for name in FROM_SCRATCH])
 def test_each_image_gets_a_number_a_class_and_every_parameter_a_gradient(name: str) -> None:
     torch.manual_seed(0)
     model = build_model(name, 7).train()
@@ -214,7 +220,7 @@ def test_images_reach_a_pretrained_model_in_the_size_it_asks_for(input_size: int
     output_shapes(model, ["network.maxpool"], ramp)
     row = seen[1][0, 0, input_size // 2]
     assert len(row.unique()) > input_size // 2, "values between two pixels, not copies of one"
-    assert (row.diff() >= 0).all()
+    assert (row.diff() > -1e-4).all(), "rising, but for rounding"
 
     fits = torch.randn(1, 3, input_size, input_size)
     output_shapes(model, ["network.maxpool"], fits)

@@ -531,11 +531,12 @@ def test_resnet50_under_torchrun(tmp_path: Path, images: Path, recipe: str) -> N
     assert "batch: 2 a rank x 2 ranks = 4 global" in ended.out
 
 
-@pytest.mark.parametrize("unfreeze", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("unfreeze", [False, True])
 def test_transfer_learning_with_a_dist_url(tmp_path: Path, images: Path, weights: Path, unfreeze: bool) -> None:
     """Two ranks by --dist-url and --rank, only one of which has the file. Layers that are frozen hold the file's weights
     and statistics after training; the last layer has learned. Gradients are accumulated: 4 x 2 x 2 ranks = 16."""
-    words = [*quick("resnet18-transfer-cifar10", images, tmp_path), "--input-size", 64, "--accumulation_steps", 2, "-b", 4,
+    words = [*quick("resnet18-transfer-cifar10", images, tmp_path), "--input-size", 32, "--accumulation_steps", 2, "-b", 4,
              "--dist_url", f"tcp://127.0.0.1:{free_port()}", "--world-size", 2, "--threads", 1, "--checkpoint",
              "latest.pth", *(["--unfreeze"] if unfreeze else [])]
     ranks = [start_part("PartThree", *words, "--rank", rank, "--pretrained-weights", weights if rank == 0 else "not-here",
@@ -593,7 +594,7 @@ def test_without_pretrained_weights_nothing_is_trained(tmp_path: Path, images: P
     """No net, no file: one clear line and status 1, on both ranks though only one has looked, and no random weights."""
     nowhere = f"http://127.0.0.1:{free_port()}"
     env = {"TORCH_HOME": str(tmp_path / "torch"), "http_proxy": nowhere, "https_proxy": nowhere, "no_proxy": ""}
-    ended = run_part("PartThree", *quick("resnet18-transfer-cifar10", images, tmp_path / "out"), "--input-size", 64, "-b", 4,
+    ended = run_part("PartThree", *quick("resnet18-transfer-cifar10", images, tmp_path / "out"), "--input-size", 32, "-b", 4,
                      ranks=2, cwd=tmp_path, env=env)
     assert [one.status for one in ended] == [1, 1], ended
     for rank, one in enumerate(ended):
@@ -614,7 +615,7 @@ def test_checkpoint_holds_the_latest_state_and_resume_auto_goes_on_from_it(
     interruption, bit for bit."""
     words = quick("resnet18-transfer-cifar10", images, tmp_path / "parts")
     words[words.index("--max-steps"):words.index("--max-steps") + 2] = ["--epochs", 2]
-    words += ["--input-size", 64, "-b", 4, "--accumulation-steps", 2, "--threads", 1]
+    words += ["--input-size", 32, "-b", 4, "--accumulation-steps", 2, "--threads", 1]
     straight_words = [*words, "--output-dir", tmp_path / "straight", "--pretrained-weights", weights]
     both = [start_part("PartThree", *straight_words, "--warmup-epochs", 1, cwd=tmp_path),
             start_part("PartThree", *words, "--warmup-epochs", 1, "--pretrained-weights", weights, "--stop-after-epoch", 1,
@@ -640,13 +641,15 @@ def test_checkpoint_holds_the_latest_state_and_resume_auto_goes_on_from_it(
     assert [step["step"] for step in lines(after / "metrics.jsonl")] == [4, 5, 6]
 
 
-@pytest.mark.slow
 @pytest.mark.cifar
 @needs_cifar100
 @pytest.mark.timeout(900)
-def test_a_recipe_on_the_real_cifar100(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "parameters"), [
+    pytest.param("tiny", "13,140", marks=pytest.mark.slow),
+    pytest.param("wide_resnet16_4", "2,772,020", marks=pytest.mark.long)])
+def test_a_recipe_on_the_real_cifar100(tmp_path: Path, model: str, parameters: str) -> None:
     """The data that the recipe is for: 100 classes and 10,000 test images, each counted once."""
-    [ended] = run_part("PartThree", "--recipe", "wide-resnet-cifar100-full", "--model", "wide_resnet16_4", "--no-validate",
+    [ended] = run_part("PartThree", "--recipe", "wide-resnet-cifar100-full", "--model", model, "--no-validate",
                        "--no-amp", "--max-steps", 2, "--batch-size", 16, "--output-dir", tmp_path, cwd=tmp_path,
                        timeout_seconds=800)
     assert ended.status == 0, ended.err
@@ -654,7 +657,7 @@ def test_a_recipe_on_the_real_cifar100(tmp_path: Path) -> None:
     report = json.loads((folder / "report.json").read_text())
     assert report["samples"] == 10_000
     assert len(report["class_names"]) == 100
-    assert "wide_resnet16_4 (2,772,020 parameters) on cifar100 (50,000 training images)" in ended.out
+    assert f"{model} ({parameters} parameters) on cifar100 (50,000 training images)" in ended.out
     assert not (folder / "checkpoints" / "best.pt").exists()
 
 

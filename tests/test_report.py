@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from lab.report import write_report
 from lab.report.curves import spread
 from lab.report.tables import csv_text, markdown
 from lab.report.timeline import draw_beside, lanes, mean_overlap, overlap, sync_parts, trace, union
 from lab.report.view import blocks, rate_text
-from tests.report_samples import BYTES, cell, results, timeline
+from tests.helpers.report_samples import BYTES, cell, results, timeline
 
 FIGURES = ("step_time", "scaling", "bytes", "loss", "memory", "prediction")
 HOSTILE = "<script>alert('x')</script> | \"quoted\" & `code` */"
@@ -176,6 +177,19 @@ def test_csv_holds_plain_numbers(report: tuple[Path, dict[str, Any], Page]) -> N
     assert rows["ring", "4"]["status"] == "failed"
 
 
+@pytest.fixture
+def plain_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures with all that is in them, but no pixels and no layout, which take most of the time."""
+    savefig = Figure.savefig
+
+    def save(figure: Figure, to: Any, **options: Any) -> None:
+        figure.set_layout_engine("none")
+        to.touch() if isinstance(to, Path) else savefig(figure, to, **options)
+
+    monkeypatch.setattr(Figure, "savefig", save)
+
+
+@pytest.mark.usefixtures("plain_figures")
 def test_groups_and_rates_never_share_a_figure(tmp_path: Path) -> None:
     data = results(("ring",), (1, 2), predict=False)
     data.update(kind="report", differences=["learning_rate: 0.02 in A, 0.01 in <B>"], timelines={})
@@ -198,6 +212,7 @@ def test_groups_and_rates_never_share_a_figure(tmp_path: Path) -> None:
     assert rate_text(None) == "unshaped"
 
 
+@pytest.mark.usefixtures("plain_figures")
 @pytest.mark.parametrize("kind", ["empty", "pending", "one repeat", "bare"])
 def test_any_stage_of_results_makes_a_report(tmp_path: Path, kind: str) -> None:
     data = results(("ring",), (1, 2), repeats=1)
@@ -225,12 +240,14 @@ def test_any_stage_of_results_makes_a_report(tmp_path: Path, kind: str) -> None:
         assert "0.00400" in page.text
 
 
+@pytest.mark.usefixtures("plain_figures")
 def test_emulated_compute_is_told_everywhere_and_shows_no_loss(tmp_path: Path) -> None:
     data = results(("ddp", "ring"), (1, 2), emulated=True)
     for entry in data["cells"]:
         entry["rate"] = None if entry["nodes"] == 1 else "200mbit"
         for repeat in entry["repeats"]:
             repeat["losses"] = [[step, None] for step, _ in repeat["losses"]]
+    del data["timelines"]["ring-n2"]
     data["settings"] |= {"compute": "/somewhere/laptop.json", "rates": ["200mbit"]}
     write_report(tmp_path, data)
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from lab.report import write_report
-from tests.report_samples import cell, results
+from tests.helpers.report_samples import cell, results
 
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium and no google-chrome on the path")
@@ -94,6 +94,7 @@ def test_dark_on_a_wide_screen(page: Path) -> None:
     assert ink == "rgb(230, 233, 237)"          # the figures follow
 
 
+@pytest.mark.slow
 def test_screenshot_and_print(page: Path) -> None:
     shot = page.parent / "shot.png"
     browse(page, f"--screenshot={shot}", "--window-size=1280,4000")

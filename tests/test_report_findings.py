@@ -19,7 +19,7 @@ from lab.report.findings import (
     unfinished,
 )
 from lab.report.view import Block, blocks
-from tests.report_samples import cell, predicted, results, timeline
+from tests.helpers.report_samples import cell, predicted, results, timeline
 
 
 def block(*cells: dict[str, Any], scaling: str = "strong", prediction: dict[str, Any] | None = None, **settings: Any) -> Block:

@@ -9,7 +9,7 @@ import pytest
 from common.errors import UserError
 from lab.results import interval, read_results, summarise
 from lab.runs import collect
-from tests.fake_part import SECTIONS
+from tests.helpers.fake_part import SECTIONS
 
 
 def repeat(step, *, seed=0, ranks=2, sent=(5.0, 1.0, 3.0)):

@@ -11,7 +11,7 @@ from torch import nn
 from common.checkpoint import load_checkpoint, save_checkpoint
 from common.config import SCHEDULES
 from common.schedules import build_schedule
-from tests.helpers import free_port, make_image_folder, only_run_folder, run_part, start_part
+from tests.helpers import TINY, free_port, make_image_folder, only_run_folder, run_part, start_part
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +20,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(images: Path, output: Path, *more: object) -> list[object]:
-    return ["--dataset", "folder", "--data-dir", images, "--batch-size", 8, "--epochs", 2, "--log-every", 1, "--threads", 1,
-            "--output-dir", output, *more]
+    return [*TINY, "--dataset", "folder", "--data-dir", images, "--batch-size", 8, "--epochs", 2, "--log-every", 1,
+            "--threads", 1, "--output-dir", output, *more]
 
 
 def second_epoch(folder: Path) -> tuple[dict, list, dict]:
@@ -35,7 +35,7 @@ def second_epoch(folder: Path) -> tuple[dict, list, dict]:
 
 def assert_same(straight: Path, resumed: Path) -> None:
     one, other = second_epoch(straight), second_epoch(resumed)
-    assert one[1] == other[1]
+    assert one[1] == other[1], "metrics of the second epoch differ after a resume"
     assert len(one[1]) == 3
     assert one[2] == other[2]
     for name, tensor in one[0]["model_state_dict"].items():

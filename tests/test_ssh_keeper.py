@@ -20,8 +20,7 @@ import pytest
 from lab.cli import main
 from lab.ssh.collect import Outcome, _is_safe, _unpack
 from lab.ssh.hosts import Host, Way, program, ssh_command
-from tests.cluster.conftest import LONG, until
-from tests.helpers import ROOT
+from tests.helpers import LONG, ROOT, Started, start_lab, wait_until
 
 
 class Keeper:
@@ -77,7 +76,7 @@ def test_it_ends_all_that_it_has_started_however_it_ends(keepers: list[Keeper], 
     keepers.append(one := Keeper(silence_seconds=0.5 if end == "silence" else LONG))
     one.start("sh", "-c", "(setsid sh -c 'sleep 1000 & sleep 1000' &) ; echo up; sleep 1000")
     assert one.answer() == {"line": "up"}
-    until(lambda: sum(process.name() == "sleep" for process in one.started()) == 3, what="all run")
+    wait_until(lambda: sum(process.name() == "sleep" for process in one.started()) == 3, "all run")
     processes = one.started()
     match end:
         case "closed":
@@ -88,7 +87,7 @@ def test_it_ends_all_that_it_has_started_however_it_ends(keepers: list[Keeper], 
             one.process.kill()
         case "terminated":
             one.process.terminate()
-    until(lambda: not any(map(lives, processes)), what="all are gone")
+    wait_until(lambda: not any(map(lives, processes)), "all are gone")
     one.process.wait(LONG)
     if end == "keeper killed":
         assert b'{"killed": 9}' in one.process.stdout.read()
@@ -97,7 +96,7 @@ def test_it_ends_all_that_it_has_started_however_it_ends(keepers: list[Keeper], 
 def test_a_beat_is_answered_and_keeps_it_alive_and_an_end_is_told_when_all_is_gone(keepers: list[Keeper]) -> None:
     keepers.append(one := Keeper(silence_seconds=1.0))
     for _ in range(3):
-        time.sleep(0.5)
+        time.sleep(0.5)  # three beats are longer than the silence that it bears
         one.tell(do="beat")
         assert one.answer() == {"beat": 1}
     one.start("sh", "-c", "(setsid sleep 1000 &); printf 'no newline'; exit 3")
@@ -156,30 +155,31 @@ def test_two_ranks_here_and_their_runs_brought_back(ssh_here: Path, capsys: pyte
     assert (status, (here / "PartTwo-ring" / "other" / "config.json").read_text()) == (0, "{}"), output
 
 
+def start_launch(folder: Path, *flags: str, command: list[str]) -> tuple[Started, psutil.Process]:
+    """``lab launch`` on one host, and its process."""
+    process = start_lab("launch", "--hosts", "a", "--workdir", "/", "--python", sys.executable, *flags, "--logs", folder / "logs",
+                        "--", *command, cold=True)  # it does not import torch
+    return process, psutil.Process(process.process.pid)
+
+
 def test_a_launch_that_is_killed_leaves_nothing(ssh_here: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-m", "lab", "launch", "--hosts", "a", "--workdir", "/", "--python",
-                                sys.executable, "--logs", str(ssh_here / "logs"), "--", "sh", "-c",
-                                "setsid sleep 1000 & sleep 1000"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    me = psutil.Process(process.pid)
-    until(lambda: sum(one.name() == "sleep" for one in me.children(recursive=True)) == 2, what="it runs")
+    process, me = start_launch(ssh_here, command=["sh", "-c", "setsid sleep 1000 & sleep 1000"])
+    wait_until(lambda: sum(one.name() == "sleep" for one in me.children(recursive=True)) == 2, "it runs")
     processes = me.children(recursive=True)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=LONG)
-    until(lambda: not any(map(lives, processes)), what="all are gone")
+    process.send(signal.SIGKILL)
+    process.end(timeout_seconds=LONG)
+    wait_until(lambda: not any(map(lives, processes)), "all are gone")
 
 
 def test_a_host_that_is_silent_while_its_connection_stands_is_given_up(ssh_here: Path) -> None:
     """As behind a master of ssh that others share, whose end is not ours to wait for."""
-    process = subprocess.Popen([sys.executable, "-m", "lab", "launch", "--hosts", "a", "--workdir", "/", "--python",
-                                sys.executable, "--silence", "1", "--logs", str(ssh_here / "logs"), "--", "sleep", "1000"],
-                               cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    me = psutil.Process(process.pid)
-    until(lambda: any(one.name() == "sleep" for one in me.children(recursive=True)), what="it runs")
+    process, me = start_launch(ssh_here, "--silence", "1", command=["sleep", "1000"])
+    wait_until(lambda: any(one.name() == "sleep" for one in me.children(recursive=True)), "it runs")
     for one in me.children(recursive=True):
         one.suspend()
-    output, _ = process.communicate(timeout=LONG)
-    assert process.returncode == 255
-    assert re.search(r"error: the connection to node 0 \(a\) broke after .* \(no sign of life for \d+ s\)", output), output
+    ended = process.end(timeout_seconds=LONG)
+    assert ended.status == 255
+    assert re.search(r"error: the connection to node 0 \(a\) broke after .* \(no sign of life for \d+ s\)", ended.err), ended
 
 
 def test_of_an_archive_only_files_that_were_asked_for_are_kept(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from common.sync import build_sync
 from common.sync.base import GradientSync
 from common.sync.topk import largest
 from common.training_engine import TrainingEngine
+from lab.proofs import Case, check_equivalence
 from tests.helpers import run_ranks
-from tests.test_sync import DISTRIBUTED, awkward_errors
+from tests.helpers.strategies import DISTRIBUTED
 
 
 class Net(nn.Module):
@@ -175,6 +176,7 @@ def final_losses(rank: int) -> dict[str, float]:
     return {name: final_loss(rank, name, options) for name, options in cases}
 
 
+@pytest.mark.slow
 def test_all_learn_about_as_well_as_the_exact_way() -> None:
     losses = run_ranks(2, final_losses)[0]
     assert losses["all_reduce"] < 0.35, losses  # chance is 1.1
@@ -184,16 +186,10 @@ def test_all_learn_about_as_well_as_the_exact_way() -> None:
 # --- local_sgd ---
 
 
-def local_sgd_every_step(rank: int, size: int) -> tuple[list[float], list[str]]:
-    return awkward_errors(rank, size, build_sync("local_sgd", averaging_period=1), torch.float64,
-                          {"lr": 0.1, "weight_decay": 0.01})
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_local_sgd_of_one_step_is_all_reduce_for_plain_sgd(size: int) -> None:
-    results = run_ranks(size, local_sgd_every_step, size)
-    assert max(error for errors, _ in results for error in errors) <= 1e-12
-    assert all(digests == results[0][1] for _, digests in results)
+def test_local_sgd_of_one_step_is_all_reduce_for_plain_sgd() -> None:
+    for found in check_equivalence(build_sync("local_sgd", averaging_period=1), sizes=(2, 3), case=Case(momentum=0.0)):
+        assert found.greatest.error <= 1e-12, str(found)
+        assert found.first_wrong is None, str(found)
 
 
 def local_sgd_beside_a_simulation(rank: int, size: int, period: int) -> dict:

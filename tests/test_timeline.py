@@ -79,7 +79,7 @@ def recorded(rank: int, size: int) -> dict:
     with recorder:
         work = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
         if rank == 0:
-            time.sleep(0.05)
+            time.sleep(0.05)  # the message is over long before anybody waits for it
         work.wait()
         torch.ones(1)  # the strategy computes again: now the message is over
         after = time.perf_counter()

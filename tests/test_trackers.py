@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import UserError
 from common.trackers import Trackers
-from tests.helpers import make_image_folder, only_run_folder, run_part
+from tests.helpers import ROOT, TINY, Started, free_port, make_image_folder, only_run_folder, run_part, user_environment
 
 STEPS, EPOCH_ENDS = [1, 2, 3, 4, 5, 6], [3, 6]
 
@@ -53,7 +53,7 @@ def test_a_run_on_two_ranks_fills_both_dashboards_from_rank_0(tmp_path: Path) ->
 
     make_image_folder(tmp_path / "images")
     ended = run_part("PartThree", "--dataset", "folder", "--data-dir", "images", "--batch-size", 8, "--epochs", 2,
-                     "--validate", "--log-wandb", "--log-tensorboard", "--output-dir", "out", ranks=2, cwd=tmp_path)
+                     "--validate", "--log-wandb", "--log-tensorboard", "--output-dir", "out", *TINY, ranks=2, cwd=tmp_path)
     assert [one.status for one in ended] == [0, 0], ended
     assert ended[1].out == ""
     assert "wandb" not in ended[1].err
@@ -88,7 +88,7 @@ def test_a_run_on_two_ranks_fills_both_dashboards_from_rank_0(tmp_path: Path) ->
     assert run.project == "data-parallel-lab"
     assert run.display_name == f"PartThree-ddp/{folder.name}"
     settings = {item.key: json.loads(item.value_json) for item in run.config.update}
-    assert (settings["epochs"], settings["model"], settings["batch_size"]) == (2, "vgg11", 8)
+    assert (settings["epochs"], settings["model"], settings["batch_size"]) == (2, "tiny", 8)
     assert [record.WhichOneof("record_type") for record in records].count("exit") == 1, "closed at the end"
     history = [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
                for record in records if record.WhichOneof("record_type") == "history"]
@@ -97,13 +97,23 @@ def test_a_run_on_two_ranks_fills_both_dashboards_from_rank_0(tmp_path: Path) ->
         assert [entry[name] for entry in history if name in entry] == pytest.approx(values, rel=1e-5), name
 
 
+WITHOUT = f"""
+import runpy, sys
+sys.modules["wandb"] = None  # what an import finds where it is not installed
+sys.argv[0] = {str(ROOT / "PartThree" / "main.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_a_package_that_is_missing_ends_all_ranks_with_one_line(tmp_path: Path) -> None:
     """Though only rank 0 would have used it; and nothing has been trained by then."""
-    (tmp_path / "stub" / "wandb").mkdir(parents=True)
-    (tmp_path / "stub" / "wandb" / "__init__.py").write_text("raise ImportError('not here')\n")
+    (tmp_path / "without.py").write_text(WITHOUT)
     make_image_folder(tmp_path / "images", train_per_class=4, test_per_class=2)
-    ended = run_part("PartThree", "--dataset", "folder", "--data-dir", "images", "--batch-size", 4, "--log-wandb",
-                     "--output-dir", "out", ranks=2, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "stub")})
+    command = [sys.executable, str(tmp_path / "without.py"), "--dataset", "folder", "--data-dir", "images", "--batch-size", "4",
+               "--log-wandb", "--output-dir", "out", "--threads", "1", "-M", "127.0.0.1", "-N", "2", "--master-port",
+               str(free_port())]
+    ranks = [Started([*command, "-R", rank], cwd=tmp_path, env=user_environment(), forked=True) for rank in "01"]
+    ended = [one.end() for one in ranks]
     assert [one.status for one in ended] == [1, 1], ended
     for one in ended:
         assert "--log-wandb needs the package wandb: pip install -e '.[wandb]', or leave the flag out" in one.err

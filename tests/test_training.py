@@ -77,7 +77,7 @@ class SlowFirst(DataLoader):
 
         for index, batch in enumerate(super().__iter__()):
             if index == 0:
-                time.sleep(2)
+                time.sleep(1)  # what the average leaves out
             yield batch
 
 
@@ -85,8 +85,8 @@ def test_the_average_batch_duration_leaves_out_the_first_batch(tmp_path: Path) -
     model, criterion, optimizer = prepare_model_for_training(new_model(), "cpu", 0.5, 0.9, 0.0, False)
     train_model(model, "cpu", criterion, optimizer, 1, 1, SlowFirst(points(), batch_size=16), tmp_path / "log", tmp_path, False)
     line = (tmp_path / "log").read_text()
-    assert float(re.search(r"Avg Batch Duration: ([\d.]+)", line)[1]) < 1
-    assert float(re.search(r"Epoch Duration: ([\d.]+)", line)[1]) >= 2
+    assert float(re.search(r"Avg Batch Duration: ([\d.]+)", line)[1]) < 0.5
+    assert float(re.search(r"Epoch Duration: ([\d.]+)", line)[1]) >= 1
 
 
 def test_continue_flag_goes_on_with_the_checkpoints_settings_and_says_so(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ class SlowGradient(torch.autograd.Function):
     def backward(ctx: object, gradient: Tensor) -> Tensor:
         import time
 
-        time.sleep(0.3)
+        time.sleep(0.3)  # the time that must count as backward
         return gradient
 
 
@@ -206,7 +206,7 @@ class SlowBackward(nn.Module):
 
 
 def timed_step(rank: int) -> dict:
-    """Sections of one step of DDP where rank 1 starts 4 s late, so that rank 0 waits inside backward()."""
+    """Sections of one step of DDP where rank 1 starts 2 s late, so that rank 0 waits inside backward()."""
     import time
 
     from common.training_engine import TrainingEngine
@@ -217,13 +217,14 @@ def timed_step(rank: int) -> dict:
     for _ in range(2):  # DDP rearranges its buckets, with a message, at the start of the second step
         engine.train_step([(torch.randn(4, 4), torch.zeros(4, dtype=torch.int64))], global_samples=8)
     engine.timer.take()
-    time.sleep(4 * rank)
+    time.sleep(2 * rank)  # the lateness that rank 0 must see
     engine.train_step([(torch.randn(4, 4), torch.zeros(4, dtype=torch.int64))], global_samples=8)
     return engine.timer.seconds(engine.timer.take())
 
 
+@pytest.mark.alone
 def test_sync_is_what_is_exposed_after_the_last_gradient_also_for_ddp() -> None:
     waiting, late = run_ranks(2, timed_step)
-    assert waiting["sync"] > 3, "rank 0 waits for rank 1 in sync, not in backward"
-    assert 0.3 <= waiting["backward"] < 3
-    assert late["sync"] < 3
+    assert waiting["sync"] > 1.5, "rank 0 waits for rank 1 in sync, not in backward"
+    assert 0.3 <= waiting["backward"] < 1.5
+    assert late["sync"] < 1.5

@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.conftest import LONG, PLACES, Lab, needs_namespaces, networks, until, with_word
-from tests.helpers import ROOT
+from lab.cli import main
+from tests.helpers import LONG, ROOT, wait_until
+from tests.helpers.cluster import Lab, held_networks, needs_namespaces, networks, with_word
 
 
 def word() -> str:
@@ -32,7 +33,8 @@ def test_output_is_prefixed_and_kept_by_node(lab: Lab) -> None:
     assert (lab.folder / "logs" / "node1.log").read_text().splitlines()[0] == "from 1 of 2"
 
 
-@pytest.mark.parametrize("loopback", PLACES)
+@pytest.mark.parametrize("loopback", [pytest.param(False, marks=[needs_namespaces, pytest.mark.slow], id="namespaces"),
+                                      pytest.param(True, id="loopback")])
 def test_the_first_that_failed_gives_status_and_message(lab: Lab, loopback: bool) -> None:
     echo, cause = "sleep 0.5; echo 'error: broke: another rank has ended'; exit 1", "echo 'ValueError: bad luck'; exit 7"
     status, output = lab.run("run", "--nodes", "3", *(["--loopback"] if loopback else []), "--output-dir", str(lab.folder), "--",
@@ -56,47 +58,71 @@ def test_a_crash_is_told_by_its_signal(lab: Lab) -> None:
     (["run", "--", "echo", "{ranks}"], "{ranks} in the command: choose from {master}, {nodes}, {rank}, {port}"),
     (["fault", "--node", "0"], "one of the arguments --cut --slow --pause --kill --restore is required"),
 ])
-def test_bad_input_is_one_message_and_leaves_nothing(lab: Lab, arguments: list[str], message: str) -> None:
+def test_bad_input_is_one_message_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str],
+                                                     message: str) -> None:
     if arguments[0] == "run":
-        arguments = ["run", "--output-dir", str(lab.folder / "reports"), *arguments[1:]]
-    status, output = lab.run(*arguments)
+        arguments = ["run", "--output-dir", str(tmp_path / "reports"), *arguments[1:]]
+    status, output = here(capsys, *arguments)
     assert status == 2, output
     assert output.startswith(f"error: {message}"), output
     assert output.count("\n") == 1
-    assert not (lab.folder / "reports").exists()
+    assert not (tmp_path / "reports").exists()
 
 
-@pytest.mark.parametrize("end", ["well", "failure", "interrupt", "kill", "terminate"])
-@pytest.mark.parametrize("loopback", PLACES)
-def test_nothing_is_left_behind(lab: Lab, loopback: bool, end: str) -> None:
+def here(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Run ``lab cluster`` in this process; return its exit status and what it wrote."""
+    try:
+        status = main(["cluster", *arguments])
+    except SystemExit as ended:  # of the flags' parser
+        status = ended.code
+    return status, "".join(capsys.readouterr())
+
+
+ENDS = [(place, end) for place in ("namespaces", "loopback") for end in ("well", "failure", "interrupt", "kill", "terminate")]
+FAST = [("namespaces", "failure"), ("namespaces", "interrupt"), ("namespaces", "kill"), ("loopback", "kill"),
+        ("loopback", "terminate")]
+
+
+@pytest.mark.parametrize(("place", "end"), [
+    pytest.param(place, end, id=f"{place}-{end}", marks=[needs_namespaces] * (place == "namespaces")
+                 + [pytest.mark.slow] * ((place, end) not in FAST)) for place, end in ENDS])
+def test_nothing_is_left_behind(lab: Lab, place: str, end: str) -> None:
     """Counted: processes, also in sessions of their own, network namespaces, links, sockets of Unix, temporary files."""
     mark, links, last = word(), sorted(os.listdir("/sys/class/net")), {"well": "true", "failure": "exit 3"}
+    seen, loopback = lab.folder / "seen", place == "loopback"
+    stays = f"until test -e {seen}; do sleep 0.1; done; {last[end]}" if end in last else f"sleep {mark}"
     process = lab.start("run", "--nodes", "3", *(["--loopback"] if loopback else ["--rate", "1gbit"]), "--logs",
-                        str(lab.folder / "logs"), "--", "sh", "-c",
-                        f"setsid sleep {mark} & sleep 2; {last.get(end, f'sleep {mark}')}")
-    until(lambda: len(sleeping(mark)) == (3 if end in last else 6), what="all nodes are up")
-    made = networks([process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))])
-    assert len(made) == (1 if loopback else 5), "one a node, the bridge's, and that of lab itself"
-    assert len(sockets(process.pid)) == 1
-    if end not in last:
-        process.send_signal({"interrupt": signal.SIGINT, "kill": signal.SIGKILL, "terminate": signal.SIGTERM}[end])
-    output, _ = process.communicate(timeout=LONG)
-    assert process.returncode == {"well": 0, "failure": 3, "interrupt": 130, "kill": -9, "terminate": -15}[end], output
-    until(lambda: with_word(mark) == [], what="every process of every node is gone")
-    # Who kills lab leaves nobody who waits: then the first process of the namespaces ends a moment after its nodes.
-    def left() -> tuple:
-        here = (made - networks([os.getpid()])) & networks(psutil.pids())
-        return here, sockets(process.pid), sorted(set(os.listdir("/sys/class/net")) - set(links)), list(lab.temporary.iterdir())
+                        str(lab.folder / "logs"), "--", "sh", "-c", f"setsid sleep {mark} & {stays}")
+    wait_until(lambda: len(sleeping(mark)) == (3 if end in last else 6), "all nodes are up")
+    with held_networks([process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]) as made:
+        assert len(made) == (1 if loopback else 5), "one a node, the bridge's, and that of lab itself"
+        assert len(sockets(process.pid)) == 1
+        if end in last:
+            seen.touch()
+        else:
+            process.send_signal({"interrupt": signal.SIGINT, "kill": signal.SIGKILL, "terminate": signal.SIGTERM}[end])
+        output, _ = process.communicate(timeout=LONG)
+        assert process.returncode == {"well": 0, "failure": 3, "interrupt": 130, "kill": -9, "terminate": -15}[end], output
+        wait_until(lambda: with_word(mark) == [], "every process of every node is gone")
+        # Who kills lab leaves nobody who waits: then the cluster's first process ends a moment after its nodes.
+        def left() -> tuple:
+            in_them = (made - networks([os.getpid()])) & networks(psutil.pids())
+            return (in_them, with_word(str(lab.temporary)), sockets(process.pid),
+                    sorted(set(os.listdir("/sys/class/net")) - set(links)), list(lab.temporary.iterdir()))
 
-    if end == "kill":
-        until(lambda: not any(left()), what=f"nothing is left: {left()}")
-    assert not any(left()), left()
+        if process.returncode < 0:
+            wait_until(lambda: not any(left()), "nothing is left")
+        assert not any(left()), left()
     if end == "interrupt":
         assert "interrupted: every process of every node is ended" in output
 
 
 def sleeping(mark: str) -> list[int]:
     return [pid for pid in with_word(mark) if psutil.Process(pid).name() == "sleep"]
+
+
+def stopped(mark: str) -> list[int]:
+    return [pid for pid in sleeping(mark) if psutil.Process(pid).status() == psutil.STATUS_STOPPED]
 
 
 def sockets(pid: int) -> list[str]:
@@ -107,37 +133,44 @@ def sockets(pid: int) -> list[str]:
 def test_killing_what_holds_the_namespaces_ends_all_and_is_told(lab: Lab) -> None:
     mark = word()
     process = lab.start("run", "--nodes", "2", "--logs", str(lab.folder), "--", "sh", "-c", f"setsid sleep {mark} & sleep {mark}")
-    until(lambda: len(sleeping(mark)) == 4, what="the nodes are up")
+    wait_until(lambda: len(sleeping(mark)) == 4, "the nodes are up")
     next(child for child in psutil.Process(process.pid).children() if child.name() == "unshare").kill()
     output, _ = process.communicate(timeout=LONG)
     assert (process.returncode, output.splitlines()[-1]) == (1, "error: the cluster has ended: its first process is gone")
-    until(lambda: with_word(mark) == [], what="every process is gone")
+    wait_until(lambda: with_word(mark) == [], "every process is gone")
 
 
 @needs_namespaces
-def test_a_running_cluster_is_reached_from_another_terminal(lab: Lab) -> None:
+def test_a_running_cluster_is_reached_from_another_terminal(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     """By its process id, since others may run clusters on this machine."""
     mark = word()
     process = lab.start("run", "--nodes", "2", "--rate", "100mbit", "--logs", str(lab.folder), "--", "sh", "-c",
                         f"echo up; sleep {mark}; echo on")
-    until(lambda: (lab.folder / "node1.log").exists() and (lab.folder / "node1.log").read_text(), what="node 1 is up")
-    def ask(what: str, node: int, *more: str) -> tuple[int, str]:
-        return lab.run(what, "--node", str(node), "--cluster", str(process.pid), *more)
+    wait_until(lambda: (lab.folder / "node1.log").exists() and (lab.folder / "node1.log").read_text(), "node 1 is up")
+    place = ("--cluster", str(process.pid))
 
-    status, output = ask("shell", 1, "--", "sh", "-c", "ip -brief address show eth0; pwd; exit 5")
+    def shell(*command: str) -> tuple[int, str]:  # not in this process: it would stay in the node
+        return lab.run("shell", "--node", command[0], *place, "--", *command[1:])
+
+    def fault(*what: str) -> tuple[int, str]:
+        return here(capsys, "fault", "--node", "1", *place, *what)
+
+    status, output = shell("1", "sh", "-c", "ip -brief address show eth0; pwd; exit 5")
     assert (status, output.splitlines()[1]) == (5, str(ROOT))
     assert "10.9.0.2/24" in output
-    assert ask("shell", 2, "--", "true") == (2, "error: --node: got 2, the cluster has nodes 0 to 1\n")
-    assert ask("shell", 0, "--", "no-such") == (127, "error: no-such: No such file or directory\n")
-    assert ask("fault", 1, "--slow", "3")[1].startswith("error: --rate: got '3'")
-    for fault, told in ((["--cut"], "cut"), (["--slow", "10mbit"], "slow 10mbit"), (["--restore"], "restore")):
-        assert ask("fault", 1, *fault) == (0, f"node 1: {told}\n")
-    assert ask("fault", 1, "--pause") == (0, "node 1: pause\n")
-    assert [psutil.Process(pid).status() for pid in sleeping(mark)].count(psutil.STATUS_STOPPED) == 1
-    status, output = lab.run("fault", "--node", "0", "--cut", "--cluster", "1")
+    assert shell("2", "true") == (2, "error: --node: got 2, the cluster has nodes 0 to 1\n")
+    assert shell("0", "no-such") == (127, "error: no-such: No such file or directory\n")
+    assert fault("--slow", "3")[1].startswith("error: --rate: got '3'")
+    assert lab.run("fault", "--node", "1", *place, "--cut") == (0, "node 1: cut\n")
+    for what, told in ((["--slow", "10mbit"], "slow 10mbit"), (["--restore"], "restore"), (["--pause"], "pause")):
+        assert fault(*what) == (0, f"node 1: {told}\n")
+    wait_until(lambda: len(stopped(mark)) == 1, "node 1 is stopped")
+    status, output = here(capsys, "fault", "--node", "0", "--cut", "--cluster", "1")
     assert status == 2
     assert re.match(rf"error: --cluster: got 1, choose one of .*\b{process.pid}\b", output)
-    assert ask("fault", 1, "--kill") == (0, "node 1: kill\n")
+    for other in {*sleeping(mark)} - {*stopped(mark)}:  # so that nobody waits for node 0 once the other has failed
+        psutil.Process(other).terminate()
+    assert fault("--kill") == (0, "node 1: kill\n")
     output, _ = process.communicate(timeout=LONG)
     assert process.returncode == 128 + signal.SIGKILL, output
     assert "error: node 1 was killed by SIGKILL" in output
@@ -147,7 +180,7 @@ def test_a_running_cluster_is_reached_from_another_terminal(lab: Lab) -> None:
 def test_a_shell_on_a_terminal(lab: Lab) -> None:
     """With a terminal of its own, as a person has it: commands typed are answered from within the node."""
     lab.start("run", "--nodes", "2", "--logs", str(lab.folder), "--", "sh", "-c", "echo up; sleep 100")
-    until(lambda: (lab.folder / "node1.log").exists() and (lab.folder / "node1.log").read_text(), what="node 1 is up")
+    wait_until(lambda: (lab.folder / "node1.log").exists() and (lab.folder / "node1.log").read_text(), "node 1 is up")
     inner, outer = os.openpty()
     shell = subprocess.Popen(["env", "SHELL=/bin/sh", *lab.started[0].args[:4], "shell", "--node", "1", "--cluster",
                               str(lab.started[0].pid)], stdin=outer,

@@ -19,10 +19,10 @@ from common.checkpoint import load_checkpoint, newest_checkpoint
 from common.config import Config
 from common.sync import BUILT_IN
 from lab.cluster import Cluster
-from tests.cluster.conftest import LONG, REFUSED, until, with_word
-from tests.engines.manifest import ValidationError, build_context, documents, instructions, train_job, unread
-from tests.engines.pods import Pods, mounts, pod_patch
-from tests.helpers import ROOT, free_port
+from tests.helpers import LONG, ROOT, free_port, wait_until
+from tests.helpers.cluster import REFUSED, with_word
+from tests.helpers.manifest import ValidationError, build_context, documents, instructions, train_job, unread
+from tests.helpers.pods import Pods, mounts, pod_patch
 
 STEPS = 12
 SMALL = ["--dataset", "digits", "--max-steps", STEPS, "--batch-size", 16, "--no-amp", "--no-ema", "--no-validate", "--threads", 1,
@@ -148,12 +148,12 @@ def test_a_pod_that_goes_saves_first_and_its_replacement_goes_on_to_the_same_wei
     for pod in range(2):
         pods.start(pod)
     start_by_hand(cluster, tmp_path / "by-hand")
-    until(lambda: pods.holds_the_meeting_place(0), what="the meeting place, which must not wait for a name that nobody knows yet")
+    wait_until(lambda: pods.holds_the_meeting_place(0), "the meeting place, which must not wait for a name that nobody knows yet")
     pods.publish()
-    until(lambda: "step 2/" in cluster.output(0), what="the second step")
+    wait_until(lambda: "step 2/" in cluster.output(0), "the second step")
 
     pods.terminate(1)
-    until(lambda: pods.first_process(1) is None, what="the end of the pod that was told to")
+    wait_until(lambda: pods.first_process(1) is None, "the end of the pod that was told to")
     [saved] = re.findall(r"stopped \(rank 1\): SIGTERM: stopped after step (\d+), saved as \S+; --resume auto", cluster.output(1))
     assert pods.first_process(0) is not None, "the other's container is not started again, where backoffLimit would count"
     pods.start(1)

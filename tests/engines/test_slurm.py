@@ -15,10 +15,9 @@ import torch
 from common.checkpoint import checkpoints_by_age, load_checkpoint
 from lab.cluster import Cluster
 from lab.explain import explain, read_lines
-from tests.cluster.conftest import until, with_word
-from tests.engines import slurm_cluster
-from tests.engines.slurm_cluster import SlurmCluster
-from tests.helpers import ROOT, make_image_folder
+from tests.helpers import ROOT, make_image_folder, slurm_cluster, wait_until
+from tests.helpers.cluster import with_word
+from tests.helpers.slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.skipif(slurm_cluster.refused() is not None, reason=f"no Slurm here: {slurm_cluster.refused()}")
 
@@ -306,9 +305,9 @@ def test_nothing_is_left_when_the_cluster_ends(tmp_path: Path) -> None:
     with SlurmCluster(tmp_path / "slurm", nodes=1) as slurm:
         job = slurm.sbatch("--output", tmp_path / "out", "--wrap", f"setsid sleep {word} & echo started; wait")
         slurm.wait_for(job, "started")
-        until(lambda: with_word(word), what="the sleeper")
+        wait_until(lambda: with_word(word), "the sleeper")
         assert with_word(str(tmp_path / "slurm" / "slurm.conf")), "the daemons have it in their environment"
         before = {path.name for path in Path("/etc/slurm").iterdir()} if Path("/etc/slurm").exists() else set()
-    until(lambda: not with_word(word) and not with_word(str(tmp_path / "slurm" / "slurm.conf")), what="all end")
+    wait_until(lambda: not with_word(word) and not with_word(str(tmp_path / "slurm" / "slurm.conf")), "all end")
     assert Path("/proc/self/mounts").read_text() == mounts
     assert ({path.name for path in Path("/etc/slurm").iterdir()} if Path("/etc/slurm").exists() else set()) == before

@@ -10,9 +10,8 @@ from lab.cells import Settings
 from lab.jobs.plan import how_to_run, plan_comparison, planned_runs
 from lab.jobs.together import put_together
 from lab.results import read_results
-from tests.engines import slurm_cluster
-from tests.engines.slurm_cluster import SlurmCluster
-from tests.helpers import ROOT
+from tests.helpers import ROOT, slurm_cluster
+from tests.helpers.slurm_cluster import SlurmCluster
 
 SCRIPT = ROOT / "launch" / "slurm-compare.sbatch"
 pytestmark = pytest.mark.skipif(slurm_cluster.refused() is not None, reason=f"no Slurm here: {slurm_cluster.refused()}")

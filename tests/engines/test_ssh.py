@@ -13,9 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.conftest import LONG, until
-from tests.engines.sshd import HOSTS, Machines, missing
-from tests.helpers import ROOT, make_image_folder, only_run_folder
+from tests.helpers import LONG, ROOT, make_image_folder, only_run_folder, wait_until
+from tests.helpers.sshd import HOSTS, Machines, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no hosts with sshd here: {missing()}")
 
@@ -34,7 +33,7 @@ def _nothing_on_the_hosts(machines: Machines) -> Iterator[None]:
     """After every test no host runs more than the sshd that listens, and the terminal nothing at all."""
     yield
     machines.end_commands()
-    until(lambda: not any(machines.running(node) for node in range(4)), what=f"all is gone: {machines.running(1)}")
+    wait_until(lambda: not any(machines.running(node) for node in range(4)), f"all is gone: {machines.running(1)}")
 
 
 def mark() -> str:
@@ -89,8 +88,8 @@ def test_training_is_launched_collected_and_reported(machines: Machines, tmp_pat
 def test_a_checked_launch_passes_sigterm_on_to_the_parts_which_save(machines: Machines, tmp_path: Path) -> None:
     process = machines.start("launch", "--hosts", "node1,node2", "--check", "--logs", tmp_path, "--", "python",
                              "PartThree/main.py", "--max-steps", "4000", "--log-every", "1", *TRAINING)
-    until(lambda: "step 2/4000" in (tmp_path / "node0.log").read_text() if (tmp_path / "node0.log").exists() else False,
-          what="training goes on")
+    log = tmp_path / "node0.log"
+    wait_until(lambda: log.exists() and "step 2/4000" in log.read_text(), "training goes on")
     psutil.Process(machines.lab_pid(process)).send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=LONG)
     assert process.returncode == 75, output
@@ -111,7 +110,7 @@ def test_nothing_is_left_on_any_host(machines: Machines, tmp_path: Path, end: st
     hurt = 2 if two else 1
     nodes = [node for node in (1, 2) if node <= hurt]
     if end != "failure":
-        until(lambda: all(sleepers(machines, node, seconds) == 2 for node in nodes), what="the command runs on all hosts")
+        wait_until(lambda: all(sleepers(machines, node, seconds) == 2 for node in nodes), "the command runs on all hosts")
     lab = psutil.Process(machines.lab_pid(process)) if end != "failure" else None
     match end:
         case "interrupt" | "terminate" | "kill":
@@ -130,7 +129,7 @@ def test_nothing_is_left_on_any_host(machines: Machines, tmp_path: Path, end: st
             "cut": "error: the connection to node 0 (node1) broke after ",
             "keeper": "(lab's own process there was killed by signal 9)", "connection": "error: the connection to node 0 (node1)"}
     assert told[end] in output
-    until(lambda: not any(sleepers(machines, node, seconds) for node in nodes), what="every process is gone, the link cut or not")
+    wait_until(lambda: not any(sleepers(machines, node, seconds) for node in nodes), "every process is gone, the link cut or not")
     if end == "cut":  # sshd itself learns of it when the link is back
         machines.cluster.fault(hurt, "restore")
 

@@ -1,23 +1,28 @@
 """The nodes on which runs are disturbed: an emulated cluster where the machine allows one, else processes on loopback."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from lab.cluster import Cluster, tools
-from tests.faults.stage import NODES, Stage
+from lab.cluster import Cluster, channel, tools
 from tests.helpers import make_image_folder
+from tests.helpers.stage import NODES, Stage
 
 
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One cluster for all tests, since its start imports torch."""
+    """One cluster for all tests, since its start imports torch, and here what draws the reports."""
     refused = tools.namespaces_refused()
     where = f"on loopback ({refused})" if refused else f"on an emulated cluster of {NODES} nodes"
     request.config.get_terminal_writer().line(f"\ntests/faults: {where}")
-    with Cluster(NODES, logs=tmp_path_factory.mktemp("nodes"), loopback=refused is not None) as nodes:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channel, "HOST_CODE", f"import matplotlib.pyplot; {channel.HOST_CODE}")
+        nodes = Cluster(NODES, logs=tmp_path_factory.mktemp("nodes"), loopback=refused is not None)
+        nodes.__enter__()
+    with contextlib.closing(nodes):
         yield nodes
 
 

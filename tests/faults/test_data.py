@@ -9,13 +9,13 @@ from torch import nn
 
 from common.checkpoint import load_checkpoint
 from common.training import prepare_model_for_training, train_model
-from tests.faults.stage import GRACE, NODES, QUICK, TIMEOUT, Ended, Stage, assert_no_result, assert_told
 from tests.helpers import RankError, free_port, make_image_folder, run_part, run_ranks, start_part
+from tests.helpers.stage import GRACE, NODES, QUICK, TIMEOUT, Ended, Stage, assert_no_result, assert_told
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_whose_data_raises_is_named_with_the_cause_by_all(stage: Stage, victim: int) -> None:
-    stage.start("gather_scatter", hurt=(victim, "data", "raise"))
+    stage.start("gather_scatter", hurt=(victim, "data", "raise"), timeout=TIMEOUT)
     ends = stage.end()
     assert ends[victim].status == 1, ends[victim]
     assert "OSError: [Errno 5] Input/output error: 'images/cat/003.png'" in ends[victim].text
@@ -50,8 +50,8 @@ def test_images_removed_or_altered_between_runs_are_noticed(stage: Stage) -> Non
 def test_a_dataset_missing_on_one_node_is_told_on_all(tmp_path: Path) -> None:
     make_image_folder(tmp_path / "data")
     port = free_port()
-    ranks = [start_part("PartTwo", "--dataset", "folder", "--data-dir", tmp_path / folder, "--batch-size", 8, "-M", "127.0.0.1",
-                        "-N", 2, "-R", rank, "--master-port", port, "--output-dir", tmp_path / "out", cwd=tmp_path)
+    ranks = [start_part("PartTwo", *QUICK, "--dataset", "folder", "--data-dir", tmp_path / folder, "-M", "127.0.0.1", "-N", 2,
+                        "-R", rank, "--master-port", port, "--output-dir", tmp_path / "out", cwd=tmp_path)
              for rank, folder in enumerate(("data", "elsewhere"))]
     healthy, broken = (rank.end() for rank in ranks)
     assert_told(broken, r"error \(rank 1\): --dataset folder: .*elsewhere/train is missing")
@@ -62,8 +62,8 @@ def test_other_images_on_one_node_are_noticed(tmp_path: Path) -> None:
     make_image_folder(tmp_path / "one", seed=1)
     make_image_folder(tmp_path / "two", seed=2)
     port = free_port()
-    ranks = [start_part("PartTwo", "--dataset", "folder", "--data-dir", tmp_path / folder, "--batch-size", 8, "-M", "127.0.0.1",
-                        "-N", 2, "-R", rank, "--master-port", port, "--output-dir", tmp_path / "out", cwd=tmp_path)
+    ranks = [start_part("PartTwo", *QUICK, "--dataset", "folder", "--data-dir", tmp_path / folder, "-M", "127.0.0.1", "-N", 2,
+                        "-R", rank, "--master-port", port, "--output-dir", tmp_path / "out", cwd=tmp_path)
              for rank, folder in enumerate(("one", "two"))]
     for rank in ranks:
         assert_told(rank.end(), r"the ranks differ in their dataset\. contents")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import checkpoints_by_age, digest, load_checkpoint
-from tests.faults.stage import NODES, Stage, assert_in_time, assert_no_result, assert_same_training, assert_told
+from tests.helpers.stage import NODES, TIMEOUT, Stage, assert_in_time, assert_no_result, assert_same_training, assert_told
 
 BROKEN = r"error \(rank {rank}\): .* broke: another rank has ended"
 Reference = Callable[[str], Path]
@@ -16,7 +16,7 @@ Reference = Callable[[str], Path]
 
 def killed(stage: Stage, undisturbed: Reference, victim: int, moment: str, *, way: str = "all_reduce") -> list[str]:
     """Run until ``victim`` is killed, hold what must hold of every kill, and return the checkpoints that are left."""
-    stage.start(way, hurt=(victim, moment, "kill"))
+    stage.start(way, hurt=(victim, moment, "kill"), timeout=TIMEOUT)
     ends = stage.end()
     assert ends[victim].status == -signal.SIGKILL, ends[victim]
     assert_in_time(ends, victim)

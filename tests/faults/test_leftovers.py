@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import psutil
 import pytest
 
 from lab.cluster import Cluster
-from tests.faults.stage import GRACE, Stage, hidden_files
+from tests.helpers import wait_until
+from tests.helpers.stage import GRACE, Stage, hidden_files
 
-TURNS = 20
 _OPEN = {"01", "0A"}
 """Established and listening, in /proc/net/tcp; what is closed may still wait for stray packets."""
 
@@ -33,18 +32,22 @@ EXPECTED = {"come to its end": {0}, "kill": {-signal.SIGKILL}, "terminate": {75}
 
 
 @pytest.mark.slow
+@pytest.mark.alone  # on loopback another test might get a port that a run here has had
 def test_20_runs_in_a_row_leave_no_process_socket_or_file(stage: Stage) -> None:
     ports = []
-    for turn in range(TURNS):
+    for turn in range(20):
         how = list(EXPECTED)[turn % len(EXPECTED)]
-        stage.start(size=2, nodes=[0, 1], name=f"run{turn}", timeout=20)
+        disturbed = how != "come to its end"
+        stage.start(size=2, nodes=[0, 1], name=f"run{turn}", hurt=(1, "forward", "hold") if disturbed else None)
         ports.append(f"{stage.port:04X}")
-        if how != "come to its end":
-            stage.wait_for("step 1/")
+        if disturbed:
+            stage.wait_for("held now", node=1)
             end_it(stage, how)
+            stage.let_go()
         for ended in stage.end().values():
             assert ended.status in EXPECTED[how], (how, ended)
-        wait_until(lambda: processes(lambda process: process.cwd() == str(stage.folder)) == [])
+        wait_until(lambda: processes(lambda process: process.cwd() == str(stage.folder)) == [], "the end of all processes")
+        (stage.folder / "go").unlink(missing_ok=True)
         assert list(stage.temporary.iterdir()) == []
         assert hidden_files(stage.run().parent) == []
     stage.cluster.start(["cat", "/proc/net/tcp", "/proc/net/tcp6"], nodes=[0])
@@ -52,7 +55,7 @@ def test_20_runs_in_a_row_leave_no_process_socket_or_file(stage: Stage) -> None:
     sockets = [line.split()[1:4] for line in stage.text(0).splitlines() if line.strip()[:1].isdigit() and ": " in line]
     left = [one for one in sockets if one[2] in _OPEN and (not stage.cluster.loopback or one[0].split(":")[1] in ports)]
     assert left == []
-    assert sorted(path.name for path in stage.run().parent.iterdir()) == sorted(f"run{turn}" for turn in range(TURNS))
+    assert sorted(path.name for path in stage.run().parent.iterdir()) == sorted(f"run{turn}" for turn in range(20))
 
 
 def processes(matches: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
@@ -65,14 +68,6 @@ def processes(matches: Callable[[psutil.Process], bool]) -> list[psutil.Process]
         except (psutil.Error, OSError):  # ended meanwhile, or another user's
             continue
     return found
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """What has been told to end, or to begin, gets a moment."""
-    deadline = time.monotonic() + GRACE
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def machine() -> dict[str, object]:
@@ -89,15 +84,17 @@ def namespaces(*, with_environment: str) -> set[str]:
 
 
 @pytest.mark.usefixtures("links")
-def test_20_clusters_in_a_row_leave_no_process_namespace_or_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("turns", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_clusters_in_a_row_leave_no_process_namespace_or_interface(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
     """Half of them are closed, half lose the process that holds them to SIGKILL."""
     monkeypatch.setenv("FAULTS_OF", str(tmp_path))
     before = machine()
-    for turn in range(TURNS):
+    for turn in range(turns):
         with Cluster(2, logs=tmp_path, fresh=True) as cluster:
             cluster.start(["sleep", "600"])
-            wait_until(lambda: len(namespaces(with_environment="FAULTS_OF")) >= 3)  # a mount's and each node's network's
+            wait_until(lambda: len(namespaces(with_environment="FAULTS_OF")) >= 3, "a mount namespace, and two networks")
             if turn % 2:
                 psutil.Process(cluster.host_pid).parent().kill()
-        wait_until(lambda: processes(lambda process: "FAULTS_OF" in process.environ()) == [])
+        wait_until(lambda: processes(lambda process: "FAULTS_OF" in process.environ()) == [], "the end of all processes")
         assert machine() == before

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.stage import QUICK, Stage, assert_told
-from tests.helpers import ROOT, Started, free_port, only_run_folder, start_part, start_ranks
+from tests.helpers import ROOT, Started, free_port, only_run_folder, start_part, start_ranks, user_environment
+from tests.helpers.stage import PACED, QUICK, Stage, assert_told, set_pace
 
 
 def start_rank(rank: int, size: int, port: int, *arguments: object, cwd: Path, part: str = "PartTwo") -> Started:
@@ -18,10 +18,10 @@ def start_rank(rank: int, size: int, port: int, *arguments: object, cwd: Path, p
 
 def test_a_rank_that_never_comes_is_named_by_all_that_came(tmp_path: Path) -> None:
     port = free_port()
-    ranks = [start_rank(rank, 4, port, "--timeout", 8, "--output-dir", tmp_path, cwd=tmp_path) for rank in (0, 2)]
+    ranks = [start_rank(rank, 4, port, "--timeout", 5, "--output-dir", tmp_path, cwd=tmp_path) for rank in (0, 2)]
     for rank in ranks:
         ended = rank.end()
-        assert_told(ended, r"2 of 4 ranks came to 127\.0\.0\.1:\d+ within 8 s; missing: ranks 1, 3")
+        assert_told(ended, r"2 of 4 ranks came to 127\.0\.0\.1:\d+ within 5 s; missing: ranks 1, 3")
 
 
 def test_a_rank_started_twice_is_told_to_all(tmp_path: Path) -> None:
@@ -60,10 +60,10 @@ def test_a_taken_port_says_which_one_to_use(tmp_path: Path) -> None:
 
 def test_an_unreachable_master_says_why(tmp_path: Path) -> None:
     port = free_port()
-    alone = start_rank(1, 2, port, "--timeout", 4, cwd=tmp_path)
-    named = start_part("PartTwo", *QUICK, "-M", "no-such-host.invalid", "-N", 2, "-R", 1, "--timeout", 20, cwd=tmp_path)
+    alone = start_rank(1, 2, port, "--timeout", 2, cwd=tmp_path)
+    named = start_part("PartTwo", *QUICK, "-M", "no-such-host.invalid", "-N", 2, "-R", 1, "--timeout", 60, cwd=tmp_path)
     assert_told(alone.end(),
-                rf"could not reach rank 0 at 127\.0\.0\.1:{port} within 4 s \(connection refused\)")
+                rf"could not reach rank 0 at 127\.0\.0\.1:{port} within 2 s \(connection refused\)")
     assert_told(named.end(), r"--master-ip no-such-host\.invalid is not an address")
 
 
@@ -77,7 +77,7 @@ def test_other_code_on_one_node_is_named_with_the_file(stage: Stage) -> None:
     changed.write_text(text.replace("total /= size", "total /= size + 1"))
     assert changed.read_text() != text
     stage.start(nodes=[0, 1])
-    stage.start(nodes=[2], root=other, port=stage.port, interpreter=("env", sys.executable))
+    stage.start(nodes=[2], root=other, port=stage.port)
     for ended in stage.end().values():
         assert_told(ended, r"the ranks differ in their code\. common/sync/all_reduce\.py: \w{12} on ranks 0, 1, "
                     r"\w{12} on rank 2\. Start every rank with the same")
@@ -87,13 +87,17 @@ def test_other_code_on_one_node_is_named_with_the_file(stage: Stage) -> None:
 @pytest.mark.slow
 def test_a_second_cluster_on_one_port_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     port, length = free_port(), ("--max-steps", 40, "--timeout", 30)
-    first = start_ranks("PartTwo", 2, *QUICK, *length, "--output-dir", tmp_path / "first", cwd=tmp_path, port=port)
+    flags = [*PACED, *QUICK, *length, "-M", "127.0.0.1", "-N", 2, "--master-port", port, "--output-dir", tmp_path / "first"]
+    environment = user_environment(**set_pace(tmp_path, 2))
+    first = [Started([sys.executable, *map(str, flags), "--rank", str(rank)], cwd=tmp_path, env=environment, forked=True)
+             for rank in range(2)]
     first[0].wait_for("step 2/")
     second = start_ranks("PartTwo", 2, *QUICK, *length, "--seed", 1, "--output-dir", tmp_path / "second", cwd=tmp_path, port=port)
     root, other = (rank.end(timeout_seconds=90) for rank in second)
     assert_told(root, rf"port {port} is taken on this machine, by another run")
     assert_told(other, r"rank 1 was started twice: on .* \(process \d+\) and on")
     assert not (tmp_path / "second").exists()
+    set_pace(tmp_path, 0)
     assert [rank.end(timeout_seconds=90).status for rank in first] == [0, 0]
     folder = only_run_folder(tmp_path / "first", "PartTwo-gather_scatter")
     assert (folder / "metrics.jsonl").read_text().count("\n") == 40

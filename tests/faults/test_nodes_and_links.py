@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lab.cluster import Cluster
-from tests.faults.stage import (
+from tests.helpers.stage import (
     GRACE,
     NODES,
     TIMEOUT,
@@ -24,9 +24,9 @@ Reference = Callable[[str], Path]
 
 @pytest.mark.slow
 def test_a_pause_within_the_timeout_costs_time_alone(stage: Stage, undisturbed: Reference) -> None:
-    stage.start(hurt=(2, "collective", "stop"), timeout=40)
+    stage.start(hurt=(2, "collective", "stop"))
     stage.wait_for("stopped now", node=2)
-    time.sleep(5)
+    time.sleep(5)  # the pause
     assert stage.text(0).count("step ") == stage.text(0).count("step 1/") + stage.text(0).count("step 2/") > 0
     stage.cluster.fault(2, "restore")
     assert [ended.status for ended in stage.end().values()] == [0] * NODES
@@ -36,7 +36,7 @@ def test_a_pause_within_the_timeout_costs_time_alone(stage: Stage, undisturbed: 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_pause_beyond_the_timeout_ends_the_others_and_then_the_node(stage: Stage, victim: int) -> None:
-    stage.start(hurt=(victim, "forward", "stop"))
+    stage.start(hurt=(victim, "forward", "stop"), timeout=TIMEOUT)
     stage.wait_for("stopped now", node=victim)
     began = time.monotonic()
     others = [rank for rank in range(NODES) if rank != victim]
@@ -49,14 +49,14 @@ def test_a_pause_beyond_the_timeout_ends_the_others_and_then_the_node(stage: Sta
     assert_no_result(stage.run())
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("links")
 def test_a_link_cut_and_restored_within_the_timeout_costs_time_alone(stage: Stage, undisturbed: Reference) -> None:
-    stage.start(timeout=60)
-    stage.wait_for("step 1/")
+    stage.start(hurt=(1, "forward", "hold"))
+    stage.wait_for("held now", node=1)
     stage.cluster.fault(1, "cut")
-    time.sleep(4)
-    assert "step 4/" not in stage.text(0)
+    stage.let_go()
+    time.sleep(2)  # without a link
+    assert "step 3/" not in stage.text(0)
     stage.cluster.fault(1, "restore")
     assert [ended.status for ended in stage.end().values()] == [0] * NODES
     assert_same_training(stage.run(), undisturbed("all_reduce"))
@@ -66,9 +66,10 @@ def test_a_link_cut_and_restored_within_the_timeout_costs_time_alone(stage: Stag
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_link_cut_for_good_ends_all_within_the_timeout(stage: Stage, victim: int) -> None:
-    stage.start("gather_scatter")
-    stage.wait_for("step 1/")
+    stage.start("gather_scatter", hurt=(victim, "forward", "hold"), timeout=TIMEOUT)
+    stage.wait_for("held now", node=victim)
     stage.cluster.fault(victim, "cut")
+    stage.let_go()
     began = time.monotonic()
     ends = stage.end(TIMEOUT + GRACE)
     print(f"all ended after {time.monotonic() - began:.1f} s")
@@ -83,10 +84,10 @@ def test_a_link_cut_for_good_ends_all_within_the_timeout(stage: Stage, victim: i
 def test_a_link_cut_before_the_training_ends_all_within_the_timeout(stage: Stage, moment: str) -> None:
     """While the ranks still meet, and while they read the dataset, where a rank may take long, but must answer."""
     if moment == "meeting":
-        stage.start(nodes=[0, 1])
-        time.sleep(4)  # both wait for the third by now
+        stage.start(nodes=[0, 1], timeout=TIMEOUT)
+        time.sleep(2)  # both wait for the third by now
     else:
-        stage.start(hurt=(1, "loading", "sleep"))
+        stage.start(hurt=(1, "loading", "sleep"), timeout=TIMEOUT)
         stage.wait_for("loading now", node=1)
     stage.cluster.fault(1, "cut")
     ends = stage.end(TIMEOUT * 2 + GRACE)
@@ -102,10 +103,11 @@ def test_a_link_at_a_tenth_of_its_rate_gives_the_same_result(
         images: list[object], tmp_path: Path, undisturbed: Reference) -> None:
     with Cluster(NODES, rate="1gbit", logs=tmp_path) as cluster:
         stage = Stage(cluster, images, tmp_path)
-        stage.start(timeout=40)
-        stage.wait_for("step 1/")
+        stage.start(hurt=(2, "forward", "hold"))
+        stage.wait_for("held now", node=2)
         began = time.monotonic()
         cluster.fault(2, "slow", rate="100mbit")
+        stage.let_go()
         ends = stage.end()
         print(f"ended {time.monotonic() - began:.1f} s after the link became slow")
     assert [ended.status for ended in ends.values()] == [0] * NODES
@@ -114,9 +116,9 @@ def test_a_link_at_a_tenth_of_its_rate_gives_the_same_result(
 
 @pytest.mark.slow
 def test_a_node_that_comes_late_but_in_time_takes_part(stage: Stage, undisturbed: Reference) -> None:
-    stage.start(nodes=[0, 1], timeout=60)
-    time.sleep(8)
-    stage.start(nodes=[2], timeout=60, port=stage.port)
+    stage.start(nodes=[0, 1])
+    time.sleep(8)  # late
+    stage.start(nodes=[2], port=stage.port)
     assert [ended.status for ended in stage.end().values()] == [0] * NODES
     assert_same_training(stage.run(), undisturbed("all_reduce"))
 

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import load_checkpoint
-from tests.faults.stage import QUICK, WAYS, assert_told
 from tests.helpers import make_image_folder, only_run_folder, start_ranks
+from tests.helpers.stage import QUICK, WAYS, assert_told
+
+MANY = 100_000
+"""Steps or epochs that no test waits for."""
 
 
 @pytest.mark.parametrize(("way", "victim"), [("gather_scatter", 1), *(
@@ -16,7 +19,7 @@ from tests.helpers import make_image_folder, only_run_folder, start_ranks
         ("gather_scatter", 0), ("ddp", 0), ("all_reduce", 0), ("all_reduce", 1), ("ddp", 1)))])
 def test_a_killed_rank_ends_the_others_within_the_timeout(tmp_path: Path, way: str, victim: int) -> None:
     part, *flags = WAYS[way]
-    ranks = start_ranks(part, 2, *flags, *QUICK, "--timeout", 10, "--max-steps", 5000, "--output-dir", tmp_path, cwd=tmp_path)
+    ranks = start_ranks(part, 2, *flags, *QUICK, "--timeout", 4, "--max-steps", MANY, "--output-dir", tmp_path, cwd=tmp_path)
     ranks[0].wait_for("step 3/")
     ranks[victim].send(signal.SIGKILL)
     killed = time.monotonic()
@@ -32,8 +35,8 @@ def test_a_killed_rank_ends_the_others_within_the_timeout(tmp_path: Path, way: s
 
 def test_interrupt_ends_all_and_keeps_what_is_done(tmp_path: Path) -> None:
     make_image_folder(tmp_path / "data")
-    ranks = start_ranks("PartTwo", 2, "--dataset", "folder", "--data-dir", tmp_path / "data", "--batch-size", 8, "--epochs",
-                        2000, "--log-every", 1, "--timeout", 10, "--output-dir", tmp_path / "out", cwd=tmp_path)
+    ranks = start_ranks("PartTwo", 2, *QUICK, "--dataset", "folder", "--data-dir", tmp_path / "data", "--epochs", MANY,
+                        "--output-dir", tmp_path / "out", cwd=tmp_path)
     ranks[0].wait_for("Epoch 3: train loss")  # the second one is saved then
     for rank in ranks:
         rank.send(signal.SIGINT)
@@ -49,10 +52,10 @@ def test_interrupt_ends_all_and_keeps_what_is_done(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_interrupt_of_one_rank_that_waits_for_the_other(tmp_path: Path) -> None:
     """A rank inside a collective sees no signal; it must end all the same."""
-    ranks = start_ranks("PartTwo", 2, *QUICK, "--timeout", 60, "--max-steps", 5000, "--output-dir", tmp_path, cwd=tmp_path)
+    ranks = start_ranks("PartTwo", 2, *QUICK, "--timeout", 60, "--max-steps", MANY, "--output-dir", tmp_path, cwd=tmp_path)
     ranks[0].wait_for("step 3/")
     ranks[1].send(signal.SIGSTOP)
-    time.sleep(1)
+    time.sleep(1)  # by now the other one waits in its collective
     try:
         ranks[0].send(signal.SIGINT)
         ended = ranks[0].end(timeout_seconds=90)

@@ -14,26 +14,22 @@ import torch
 
 from common.checkpoint import digest, load_checkpoint, newest_checkpoint, save_checkpoint
 from common.files import remove_unfinished, write_atomically
-from tests.faults.stage import QUICK, Stage, assert_same_training, assert_told, hidden_files
-from tests.helpers import ROOT, Started, free_port, make_image_folder, only_run_folder, run_part
+from tests.helpers import ROOT, run_part
+from tests.helpers.stage import QUICK, Stage, assert_same_training, assert_told, hidden_files
 
 PLACES = 100
 LAST_RECORD_BYTES = 22  # of a zip file: its table of contents once more, in numbers
 Reference = Callable[[str], Path]
 
 
-def test_a_full_disk_stops_all_ranks_and_keeps_earlier_files(tmp_path: Path) -> None:
-    """A limit on the size of files stands for the full disk: the checkpoint of 74 MB does not fit, the rest does."""
-    make_image_folder(tmp_path / "data")
-    arguments = ["--dataset", "folder", "--data-dir", str(tmp_path / "data"), "--batch-size", "8", "--output-dir",
-                 str(tmp_path / "out"), "--master-port", str(free_port()), "-M", "127.0.0.1", "-N", "2", "--threads", "1"]
-    ranks = [Started(["bash", "-c", f"ulimit -f 20000; exec {sys.executable} {ROOT}/PartThree/main.py {' '.join(arguments)} "
-                      f"-R {rank}"], cwd=tmp_path, env=dict(os.environ)) for rank in (0, 1)]
-    for rank in ranks:
-        assert_told(rank.end(), r"Epoch_1\.pt could not be written \(File too large\)")
-    folder = only_run_folder(tmp_path / "out", "PartThree-ddp")
-    assert list((folder / "checkpoints").iterdir()) == [], "no half-written file"
-    assert (folder / "metrics.jsonl").stat().st_size > 0
+def test_a_full_disk_stops_all_ranks_and_keeps_earlier_files(stage: Stage) -> None:
+    """A limit on the size of files stands for the full disk: the checkpoint of 9 MB does not fit, what comes before it does."""
+    stage.start("ddp", hurt=(0, "loading", "limit"))
+    for ended in stage.end().values():
+        assert_told(ended, r"Epoch_1\.pt could not be written \(File too large\)")
+    run = stage.run("ddp")
+    assert list((run / "checkpoints").iterdir()) == [], "no half-written file"
+    assert (run / "metrics.jsonl").stat().st_size > 0
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -54,10 +50,10 @@ def small_disks() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_disks")
 def test_a_full_disk_keeps_the_first_checkpoint_and_the_run_goes_on_with_room(stage: Stage, undisturbed: Reference) -> None:
-    """Rank 0 writes to a disk of 120 MB, in which one checkpoint of 74 MB has room."""
+    """Rank 0 writes to a disk of 14 MB, in which one checkpoint of 9 MB has room."""
     out, saved = stage.folder / "out", stage.folder / "saved"
     out.mkdir()
-    disk = (f"mount -t tmpfs -o size=120m none {out} && {{ \"$@\"; status=$?; cp -r {out} {saved}; exit $status; }}")
+    disk = (f"mount -t tmpfs -o size=14m none {out} && {{ \"$@\"; status=$?; cp -r {out} {saved}; exit $status; }}")
     stage.start(nodes=[0], shell=f"exec unshare -Urm bash -c '{disk}' bash \"$@\"")
     stage.start(nodes=[1, 2], port=stage.port)
     for ended in stage.end().values():
@@ -72,8 +68,7 @@ def test_a_full_disk_keeps_the_first_checkpoint_and_the_run_goes_on_with_room(st
 
 @pytest.mark.slow
 def test_metrics_on_a_full_disk_name_the_file_on_all_ranks(stage: Stage) -> None:
-    stage.start("all_reduce", "--epochs", 40, "--measure-only", nodes=[0], shell="ulimit -f 5; exec \"$@\"", size=2)
-    stage.start("all_reduce", "--epochs", 40, "--measure-only", nodes=[1], port=stage.port, size=2)
+    stage.start("all_reduce", "--epochs", 40, "--measure-only", nodes=[0, 1], size=2, hurt=(0, "loading", "limit"))
     for rank, ended in stage.end().items():
         assert_told(ended, rf"error \(rank {rank}\): .*metrics\.jsonl could not be written \(File too large\)")
 

@@ -1,13 +1,15 @@
-"""A node of a meeting for tests: ``python doctor_node.py JSON`` meets as told and prints the findings as JSON. No torch.
+"""A node of a meeting for tests: ``find`` meets as told; ``python doctor_node.py JSON`` prints what it found as JSON. No torch.
 
-JSON: master_port, num_nodes, rank, timeout, facts, clock_ahead (seconds), door ("open", "closed": refuses, "deaf": swallows).
+Told: master_port, num_nodes, rank, timeout, facts, clock_ahead (seconds), door ("open", "closed": refuses, "deaf": swallows).
 """
 
 import json
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 from lab.doctor.meeting import Place, meet
 from lab.doctor.nodes import findings_of
@@ -42,7 +44,7 @@ class Deaf:
         self._seconds = seconds
 
     def accept(self) -> tuple[socket.socket, object]:
-        time.sleep(self._seconds)
+        time.sleep(self._seconds)  # as a socket to which nobody comes
         raise TimeoutError
 
     def close(self) -> None:
@@ -50,15 +52,15 @@ class Deaf:
             one.close()
 
 
-def main() -> None:
-    told = json.loads(sys.argv[1])
+def find(told: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return what a node found, by name."""
     ahead = told.get("clock_ahead", 0.0)
     meeting = meet(Place("127.0.0.1", told["master_port"], told["num_nodes"], told["rank"]), told.get("facts", {}),
                    timeout_seconds=told["timeout"], host=told.get("host"), clock=lambda: time.time() + ahead,
                    door={"open": listen, "closed": closed, "deaf": Deaf}[told.get("door", "open")])
-    print(json.dumps([asdict(finding) for finding in findings_of(meeting)]))
-    assert "torch" not in sys.modules
+    return {finding.name: asdict(finding) for finding in findings_of(meeting)}
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(find(json.loads(sys.argv[1]))))
+    assert "torch" not in sys.modules

@@ -1,6 +1,8 @@
 """Stands for PartX/main.py where a test is about what starts it: writes a run's files in a moment, or fails as it is told.
 
     fake_part.py ... --output-dir D --run-name R [--rank K] [--fail SYNC] [--wait-for FILE]
+    FLAGS="--fail SYNC ..." fake_part.py lab ...    `lab ...` that starts this file, with FLAGS, in place of the parts; its page
+                                                    is nothing but the names of the cells that are done
 """
 
 import json
@@ -21,17 +23,38 @@ def main(arguments: list[str]) -> int:
     if marker := given.get("--wait-for"):
         Path(f"{marker}-{os.getpid()}").touch()
         while not Path(marker).exists():
-            time.sleep(0.02)
+            time.sleep(0.02)  # between two looks
     if given.get("--fail") == sync and rank == size - 1:
         print("ValueError: the test wants it", file=sys.stderr)
         return 1
     if given.get("--fail") == sync:  # the others wait for the one that failed, and say so
-        time.sleep(0.3)
+        time.sleep(0.3)  # so that it ends after the one that failed
         print("error (rank 0): all_reduce broke: another rank has ended", file=sys.stderr)
         return 1
     if rank == 0:
         _write(folder, given, size)
     return 0
+
+
+def lab(arguments: list[str]) -> int:
+    """``lab`` whose parts are this file."""
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from lab import cells, cli, commands, compare
+    from lab.jobs import one_run
+
+    real = cells.node_command
+
+    def command(*given: object) -> list[str]:
+        return [__file__, *real(*given)[1:], *os.environ.get("FLAGS", "").split()]
+
+    def write_page(folder: Path, results: dict) -> None:
+        (folder / "report.html").write_text(" ".join(cell["id"] for cell in results["cells"] if cell["status"] == "done"))
+        (folder / "table.md").touch()
+
+    compare.node_command = one_run.node_command = command
+    commands.write_report = write_page
+    cells.part_of = lambda sync: "Part"
+    return cli.main(arguments)
 
 
 def _write(folder: Path, given: dict[str, str], size: int) -> None:
@@ -48,4 +71,4 @@ def _write(folder: Path, given: dict[str, str], size: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(lab(sys.argv[2:]) if sys.argv[1] == "lab" else main(sys.argv[1:]))

@@ -17,8 +17,7 @@ from pathlib import Path
 import psutil
 
 from lab.cluster import Cluster, tools
-from tests.cluster.conftest import LONG, until
-from tests.helpers import ROOT
+from tests.helpers import LONG, ROOT, wait_until
 
 HOSTS = ("node1", "node2", "node3")
 SSHD = shutil.which("sshd", path=tools.search_path())
@@ -111,7 +110,7 @@ class Machines:
 
     def _wait_until_open(self) -> None:
         for node, _ in enumerate(HOSTS, start=1):
-            until(lambda node=node: "Server listening" in self.cluster.output(node), what=f"sshd of node {node} listens")
+            wait_until(lambda node=node: "Server listening" in self.cluster.output(node), f"sshd of node {node} listens")
 
     def start(self, *arguments: object, config: Path | None = None) -> subprocess.Popen:
         """Start a ``lab`` subcommand at the terminal, with the flags that find the hosts, and return at once."""
@@ -137,7 +136,7 @@ class Machines:
 
     def lab_pid(self, process: subprocess.Popen) -> int:
         """The process of ``lab`` itself; the one started has only entered the network."""
-        until(lambda: psutil.Process(process.pid).children(), what="lab is started")
+        wait_until(lambda: psutil.Process(process.pid).children(), "lab is started")
         return psutil.Process(process.pid).children()[0].pid
 
     def running(self, node: int) -> dict[int, str]:

@@ -8,7 +8,6 @@ loopback there is neither a host name nor a first process. Order: ``start`` the 
 import contextlib
 import re
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ import psutil
 
 from common.errors import UserError
 from lab.cluster import Cluster
-from tests.cluster.conftest import LONG
-from tests.helpers import free_port
+from tests.helpers import free_port, wait_until
 
 _NAMED = re.compile(r"\$\((\w+)\)")
 # As the kernel has it for a container: torchrun takes the place of the shell, and is number 1.
@@ -51,13 +49,15 @@ class Pods:
         words = [self._fill_in(word, environment) for word in [*self._trainer["command"], *self._trainer["args"]]] + self._flags
         if not self._cluster.loopback:
             words = [*_AS_A_POD, self._host(pod), str(self._write_names(pod)), *words]
-        deadline = time.monotonic() + LONG
-        while True:
+
+        def started() -> bool:
             try:
-                return self._cluster.start(words, nodes=[pod], environment=environment, cwd=self._image)
-            except UserError:
-                assert time.monotonic() < deadline, f"pod {pod} has not ended within {LONG:g} s"
-                time.sleep(0.1)
+                self._cluster.start(words, nodes=[pod], environment=environment, cwd=self._image)
+            except UserError:  # the one before still runs
+                return False
+            return True
+
+        wait_until(started, f"pod {pod} has ended", look_seconds=0.1)
 
     def publish(self) -> None:
         """Let the pods look each other up, as the cluster's DNS does some time after they have started."""

@@ -1,13 +1,16 @@
 """Runs a part as it is, and hurts it at a moment that cannot be missed.
 
-    python tests/faults/hurt.py RANK MOMENT DEED PartTwo/main.py --rank 1 ...
+    python tests/helpers/hurt.py RANK MOMENT DEED PartTwo/main.py --rank 1 ...     # or under torchrun; RANK -1: nobody
 
 On rank RANK alone, the DEED is done at the MOMENT, in the second epoch's first step or, of what happens once an epoch, with its
-checkpoint. What runs before and after is the project's own code. Deeds: ``kill`` sends this process SIGKILL, ``stop`` SIGSTOP,
-``raise`` raises what a broken file raises, ``sleep`` works on for two minutes.
+checkpoint. What runs before and after is the project's own code, which knows ``--model tiny`` and ``--model wide``, too. Deeds:
+``kill`` sends this process SIGKILL, ``stop`` SIGSTOP, ``raise`` raises what a broken file raises, ``sleep`` works on for two
+minutes, ``hold`` waits for a file ``go`` in the working folder, ``limit`` lets it write no file beyond 5 KB,
+``pace`` takes the seconds that stand in the file $PACE, and follows it at once where they become fewer.
 """
 
 import os
+import resource
 import runpy
 import signal
 import sys
@@ -16,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS_AN_EPOCH = 2
 _FIRST_BIG = 1_000_000
 Act = Callable[..., None]
@@ -37,7 +39,36 @@ def _raise(*_: object) -> None:
 
 def _sleep(*_: object) -> None:
     print("loading now", flush=True)
-    time.sleep(120)
+    time.sleep(120)  # longer than any test waits: this stands for a slow disk
+
+
+def _hold(*_: object) -> None:
+    print("held now", flush=True)
+    while not Path("go").exists():
+        time.sleep(0.02)  # between two looks
+
+
+def _pace(*_: object) -> None:
+    began = time.monotonic()
+    while time.monotonic() < began + float(Path(os.environ["PACE"]).read_text()):
+        time.sleep(0.02)  # between two looks
+
+
+def _limit(*_: object) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5120, 5120))
+
+
+def at_each_step(act: Act) -> None:
+    """A step of the training begins, each one."""
+    from common.training_engine import TrainingEngine
+
+    train_step = TrainingEngine.train_step
+
+    def hurt(engine: Any, *arguments: Any, **more: Any) -> Any:
+        act()
+        return train_step(engine, *arguments, **more)
+
+    TrainingEngine.train_step = hurt
 
 
 def while_loading(act: Act) -> None:
@@ -187,14 +218,20 @@ def in_its_data(act: Act) -> None:
 
 MOMENTS = {"forward": in_forward, "collective": in_a_collective, "evaluation": in_evaluation, "writing": while_writing,
            "renaming": before_the_rename, "renamed": after_the_rename, "waiting": while_another_writes, "data": in_its_data,
-           "loading": while_loading}
-DEEDS = {"kill": _kill, "stop": _stop, "raise": _raise, "sleep": _sleep}
+           "loading": while_loading, "steps": at_each_step}
+DEEDS = {"kill": _kill, "stop": _stop, "raise": _raise, "sleep": _sleep, "hold": _hold, "limit": _limit, "pace": _pace}
 
 
 def main(rank: str, moment: str, deed: str, part: str, *arguments: str) -> None:
     """Install the hook on its rank, then become the part."""
-    sys.path.insert(0, str(ROOT))
-    if arguments[arguments.index("--rank") + 1] == rank:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
+        del sys.modules[name]  # a fork's: perhaps another folder's, and without the models below
+    sys.path.insert(0, str(Path(part).resolve().parents[1]))
+    from common import models
+
+    models.MODELS |= {name: f"tiny_model:{name}" for name in ("tiny", "wide")}  # before flags are read; beside this file
+    mine = arguments[arguments.index("--rank") + 1] if "--rank" in arguments else os.environ["RANK"]
+    if mine == rank:
         MOMENTS[moment](DEEDS[deed])
     sys.argv = [part, *arguments]
     runpy.run_path(part, run_name="__main__")

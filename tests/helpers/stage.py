@@ -3,7 +3,6 @@ every fault. Each wait has a limit."""
 
 import json
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +12,25 @@ import torch
 
 from common.checkpoint import checkpoints_by_age, load_checkpoint
 from lab.cluster import Cluster
-from tests.faults.hurt import STEPS_AN_EPOCH
-from tests.helpers import ROOT, free_port
+from tests.helpers import ROOT, TINY, free_port, wait_until
 from tests.helpers import Ended as Finished
+from tests.helpers.hurt import STEPS_AN_EPOCH
 
 NODES = 3
 EPOCHS = 2
-TIMEOUT = 10
-GRACE = 15
+PATIENT, TIMEOUT = 60, 5
+"""``--timeout`` of runs that should not need it, and of those that are to end by it."""
+GRACE = 20
 """Seconds that a busy machine may take for what needs one; beside the timeout."""
 
-QUICK = ("--dataset", "digits", "--batch-size", 8, "--log-every", 1)
+QUICK = (*TINY, "--dataset", "digits", "--batch-size", 8, "--log-every", 1)
 
 WAYS = {"gather_scatter": ("PartTwo", "--sync", "gather_scatter"), "all_reduce": ("PartTwo", "--sync", "all_reduce"),
         "ddp": ("PartThree",)}
+HURT = ROOT / "tests" / "helpers" / "hurt.py"
+NOBODY = -1
+PACED = [str(HURT), "0", "steps", "pace", str(ROOT / "PartTwo" / "main.py")]
+"""PartTwo with ``--model tiny``, whose rank 0 takes the seconds a step that ``set_pace`` has set."""
 _START = 90.0
 
 
@@ -40,7 +44,7 @@ class Ended:
 
 
 class Stage:
-    """Runs of one training on a cluster: VGG-11 on generated images, two epochs of two steps, a folder by name.
+    """Runs of one training on a cluster: ``wide`` on generated images, two epochs of two steps, a folder by name.
 
     Parameters
     ----------
@@ -56,24 +60,23 @@ class Stage:
         self._seen: dict[int, int] = {}
 
     def command(self, way: str, *flags: object, size: int = NODES, hurt: tuple[int, str, str] | None = None,
-                timeout: float = TIMEOUT, name: str = "run", root: Path = ROOT) -> list[str]:
+                timeout: float = PATIENT, name: str = "run", root: Path = ROOT) -> list[str]:
         """The command of each rank, the interpreter left out; later ``flags`` win."""
         part, *sync = WAYS[way]
-        words = [] if hurt is None else [ROOT / "tests" / "faults" / "hurt.py", *hurt]
-        words += [root / part / "main.py", *sync, "--master-ip", "{master}", "--master-port", self.port, "--num-nodes", size,
-                  "--rank", "{rank}", "--threads", 1, "--batch-size", 24 // STEPS_AN_EPOCH, "--epochs", EPOCHS,
-                  "--log-every", 1, "--timeout", timeout, "--output-dir", self.folder / "out", "--run-name", name,
-                  *self._images, *flags]
+        words = [HURT, *(hurt or (NOBODY, "", "")), root / part / "main.py", *sync,
+                 "--master-ip", "{master}", "--master-port", self.port, "--num-nodes", size, "--rank", "{rank}", "--threads", 1,
+                 "--model", "wide", "--batch-size", 24 // STEPS_AN_EPOCH, "--epochs", EPOCHS, "--log-every", 1,
+                 "--timeout", timeout, "--output-dir", self.folder / "out", "--run-name", name, *self._images, *flags]
         return [str(word) for word in words]
 
     def start(self, way: str = "all_reduce", *flags: object, nodes: Sequence[int] = tuple(range(NODES)),
-              port: int | None = None, interpreter: Sequence[str] = ("python",), shell: str = "", **more: Any) -> None:
+              port: int | None = None, shell: str = "", **more: Any) -> None:
         """Start ranks of a group; ``more`` is as ``command`` has it.
 
         shell : a script that runs the command as ``"$@"``.
         """
         self.port = port or free_port()
-        command = [*interpreter, *self.command(way, *flags, **more)]
+        command = ["python", *self.command(way, *flags, **more)]
         if shell:
             command = ["bash", "-c", shell, "bash", "env", *command]
         for node in nodes:
@@ -87,10 +90,14 @@ class Stage:
 
     def wait_for(self, words: str, *, node: int = 0, limit: float = _START) -> None:
         """Return once a rank has written ``words``."""
-        deadline = time.monotonic() + limit
-        while words not in self.text(node):
-            assert time.monotonic() < deadline, f"no {words!r} in {limit} s:\n{self.text(node)}"
-            time.sleep(0.02)
+        try:
+            wait_until(lambda: words in self.text(node), repr(words), timeout_seconds=limit)
+        except AssertionError as error:
+            raise AssertionError(f"{error}:\n{self.text(node)}") from None
+
+    def let_go(self) -> None:
+        """Let the rank that was hurt by ``hold`` go on."""
+        (self.folder / "go").touch()
 
     def end(self, limit: float = _START) -> dict[int, Ended]:
         """Wait for all ranks and return how they ended, by rank, in the order of their ends."""
@@ -107,7 +114,7 @@ class Stage:
             self.cluster.fault(node, "kill")
         self.cluster.wait(limit_seconds=GRACE)
 
-    def run(self, name: str = "run", way: str = "all_reduce") -> Path:
+    def run(self, way: str = "all_reduce", name: str = "run") -> Path:
         """The folder of a run."""
         part = WAYS[way][0]
         return self.folder / "out" / f"{part}-{way}" / name
@@ -117,7 +124,15 @@ class Stage:
         self.start(way, *flags, name=name, **more)
         for rank, ended in self.end().items():
             assert ended.status == 0, f"rank {rank}: {ended.text}"
-        return self.run(name, way)
+        return self.run(way, name)
+
+
+def set_pace(folder: Path, seconds: float) -> dict[str, str]:
+    """Let the steps of runs with the environment that is returned take so long from now on."""
+    new, pace = folder / "new_pace", folder / "pace"
+    new.write_text(str(seconds))
+    new.replace(pace)
+    return {"PACE": str(pace)}
 
 
 def assert_told(ended: Ended | Finished, pattern: str, *, status: int = 1) -> None:
@@ -136,7 +151,9 @@ def assert_in_time(ends: dict[int, Ended], victim: int, *, timeout: float = TIME
 
 
 def assert_no_result(run: Path) -> None:
-    """Nothing says that the run came to its end, no file is half-written under its own name, no checkpoint is damaged."""
+    """Nothing says that the run, which had begun, came to its end, no file is half-written under its own name, no checkpoint is
+    damaged."""
+    assert (run / "metrics.jsonl").exists()
     for name in ("summary.json", "report.json", "report.txt"):
         assert not (run / name).exists(), name
     for path in checkpoints_by_age(run / "checkpoints"):

@@ -7,6 +7,7 @@ Nothing is written outside ``folder``, and nothing is left when the ``with`` end
 """
 
 import contextlib
+import itertools
 import os
 import re
 import secrets
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lab.cluster import Cluster, tools
-from tests.helpers import ROOT
+from tests.helpers import ROOT, wait_until
 
 _PROGRAMS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge", "nsenter": "util-linux"}
 _UP_SECONDS = 90.0
@@ -95,7 +96,7 @@ class SlurmCluster:
     ----------
     folder : receives configuration and logs; ``folder/own`` is another disk on each node.
     names_resolve : whether the nodes know each other's names; by default a node knows its own alone, as 127.0.1.1.
-    cpus : of each node, as Slurm counts them: so many tasks of any jobs share a node.
+    cpus : of each node, as Slurm counts them: the number of tasks, of any jobs, that share a node.
     settings : more lines of slurm.conf.
     """
 
@@ -185,18 +186,20 @@ class SlurmCluster:
 
     def wait_for(self, job: str, words: str, *, limit_seconds: float = 120.0) -> None:
         """Return once a job has written ``words``, at once; AssertionError where it ends before."""
-        path, ended = Path(self.job(job)["StdOut"]), False
-        began = asked = time.monotonic()
-        while not path.exists() or words not in path.read_text(errors="replace"):
+        path, looks = Path(self.job(job)["StdOut"]), itertools.count(1)
+
+        def written() -> bool:
+            ended = next(looks) % 40 == 0 and self.state(job) in _ENDED  # asked before the file is read, and not at every look
+            if path.exists() and words in path.read_text(errors="replace"):
+                return True
             assert not ended, f"job {job} ended without {words!r}:\n{self.output(job)}"
-            now = time.monotonic()
-            assert now < began + limit_seconds, f"no {words!r} within {limit_seconds:g} s: {self.job(job)}\n{self.output(job)}"
-            if now > asked + 2:
-                asked, ended = now, self.state(job) in _ENDED
-            time.sleep(0.05)
+            return False
+
+        wait_until(written, f"{words!r}", timeout_seconds=limit_seconds, look_seconds=0.05,
+                   tell=lambda: f"{self.job(job)}\n{self.output(job)}")
 
     def wait_until_requeued(self, job: str, *, restarts: int = 1, limit_seconds: float = 120.0) -> None:
-        """Return once a job waits for its next start, or has started, for so many times."""
+        """Return once Slurm has requeued a job ``restarts`` times."""
         self._until(lambda: int(self.job(job)["Restarts"]) >= restarts, what=f"job {job} is requeued",
                     limit_seconds=limit_seconds, tell=lambda: f"it is {self.state(job)}:\n{self.output(job)}")
 
@@ -207,7 +210,7 @@ class SlurmCluster:
         # and with it all that are not a second younger.
         self.wait_until_gone(number)
         self._until(lambda: self.state(job) != "COMPLETING", what=f"job {job} is in the queue")
-        time.sleep(1.1)
+        time.sleep(1.1)  # until that second is over
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)  # refused where it has just started
 
     def wait_until_gone(self, number: str) -> None:
@@ -257,10 +260,7 @@ class SlurmCluster:
 
     def _until(self, condition: Callable[[], bool], *, what: str, limit_seconds: float = _UP_SECONDS,
                tell: Callable[[], str] = lambda: "") -> None:
-        deadline = time.monotonic() + limit_seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"{what}: not within {limit_seconds:g} s; {tell()}"
-            time.sleep(_POLL_SECONDS)
+        wait_until(condition, what, timeout_seconds=limit_seconds, look_seconds=_POLL_SECONDS, tell=tell)
 
     def _write_files(self) -> None:
         names = [self.name(node) for node in range(self.nodes + 1)]

@@ -1,0 +1,10 @@
+"""Proofs that gradient synchronisation is right, and wrong implementations that they must catch.
+
+``check_equivalence`` compares a strategy with one process on the whole batch; ``WRONG`` in ``wrong.py`` lists the
+mistakes.
+"""
+
+from lab.proofs.equivalence import Case, Equivalence, StepDifference, check_equivalence, check_group
+from lab.proofs.ranks import RankError, run_ranks
+
+__all__ = ["Case", "Equivalence", "RankError", "StepDifference", "check_equivalence", "check_group", "run_ranks"]

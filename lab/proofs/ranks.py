@@ -1,0 +1,124 @@
+"""Call a function on real Gloo ranks of this machine, and return what each rank returned.
+
+The ranks are forked from a server process that has imported torch once, so that a group of two
+starts within a fraction of a second. Every wait has a limit.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from queue import Empty
+from typing import Any
+
+import cloudpickle
+
+PRELOADED = ["torch", "torch._dynamo", "common.training", "common.evaluation", "lab.proofs.equivalence"]
+"""What the server imports before it forks the first rank; more may be added before that."""
+
+_method = "forkserver"
+_LOOK_SECONDS = 1.0
+
+
+def context() -> Any:
+    """Return the multiprocessing context that ranks are made with; its server is started by the first process."""
+    found = multiprocessing.get_context(_method)
+    if _method == "forkserver":
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when the server imports torch
+        found.set_forkserver_preload(PRELOADED)
+    return found
+
+
+def fork_from_this_process() -> None:
+    """From now on fork ranks from here, so that they inherit what has been changed in this process."""
+    global _method
+    _method = "fork"
+
+
+class RankError(AssertionError):
+    """A rank raised, or gave no answer in time; the message holds the rank's traceback."""
+
+
+def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 120) -> list[Any]:
+    """Call ``function(rank, *arguments)`` on each of ``size`` ranks; return the results by rank.
+
+    Function and arguments travel by cloudpickle (closures and a notebook's classes may go), results by
+    pickle. Each rank computes with one thread.
+
+    Raises RankError with the traceback of the first rank that failed, and after ``timeout_seconds``.
+    """
+    payload = cloudpickle.dumps((function, arguments))
+    maker = context()
+    results = maker.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [maker.Process(target=_rank_main, daemon=True,
+                                  args=(rank, size, f"{folder}/store", timeout_seconds, payload, results))
+                 for rank in range(size)]
+        with _without_main():
+            for process in ranks:
+                process.start()
+        try:
+            return _collect(results, ranks, time.monotonic() + timeout_seconds)
+        finally:
+            for process in ranks:
+                process.join(timeout=5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep new processes from running the caller's script once more, as multiprocessing does: it needs no guard then."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _collect(results: Any, ranks: Sequence[Any], deadline: float) -> list[Any]:
+    found: dict[int, Any] = {}
+    while len(found) < len(ranks):
+        ended = [rank for rank, process in enumerate(ranks) if rank not in found and process.exitcode is not None]
+        try:
+            rank, error, result = results.get(timeout=_LOOK_SECONDS)
+        except Empty:
+            if ended:
+                raise RankError(f"rank {ended[0]} of {len(ranks)} ended with status {ranks[ended[0]].exitcode} "
+                                "and gave no answer") from None
+            if time.monotonic() > deadline:
+                missing = ", ".join(str(rank) for rank in range(len(ranks)) if rank not in found)
+                raise RankError(f"no answer in time from rank {missing} of {len(ranks)}") from None
+            continue
+        if error is not None:
+            raise RankError(f"rank {rank} of {len(ranks)}:\n{error}")
+        found[rank] = result
+    return [found[rank] for rank in range(len(ranks))]
+
+
+def _rank_main(rank: int, size: int, store: str, timeout_seconds: float, payload: bytes, results: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        function, arguments = cloudpickle.loads(payload)
+        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size,
+                                timeout=timedelta(seconds=timeout_seconds))
+        try:
+            dist.barrier()  # a rank that is done at once must not leave while others still connect
+            result = function(rank, *arguments)
+        finally:
+            dist.destroy_process_group()
+        results.put((rank, None, result))
+    except BaseException:
+        results.put((rank, traceback.format_exc(), None))

@@ -1,0 +1,247 @@
+"""Wrong implementations of data-parallel training, each with the test that must catch it.
+
+``WRONG`` is the one list of them: what published solutions have got wrong, and what a change to this project could get
+wrong. ``Wrong.plant`` puts the wrong code in the place of the right one; ``pytest -m mutation`` plants each and sees its
+test fail for the stated reason. Wrong strategies are classes of ``wrong_strategies.py``.
+"""
+
+import functools
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common import checkpoint
+from common.data import augmentation
+from common.data.sharding import GlobalBatchSampler
+from common.sync.base import GradientSync, broadcast_from_rank0
+from common.training_engine import TrainingEngine, batchnorm, resumption
+from lab.proofs import wrong_strategies
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One wrong implementation.
+
+    Parameters
+    ----------
+    name, group : the name is unique; a group is what the mistake is about.
+    what : one sentence of what is wrong.
+    target : what is replaced, as "module:attribute" or "module:Class.attribute".
+    replacement : the wrong code.
+    check : the test of ``make test`` that fails then.
+    reason : a regular expression for the failure's message; a test that fails otherwise has not caught the mistake.
+    """
+
+    name: str
+    group: str
+    what: str
+    target: str
+    replacement: Any
+    check: str
+    reason: str
+
+    def plant(self) -> None:
+        """Put the wrong code in its place, for the rest of this process. AttributeError where nothing is there."""
+        module, path = self.target.split(":")
+        *owners, name = path.split(".")
+        owner = functools.reduce(getattr, owners, import_module(module))
+        getattr(owner, name)
+        setattr(owner, name, self.replacement)
+
+
+# --- The wrong code, a few lines each; the right code keeps its name ---
+
+_right_average, _right_state = batchnorm._average, resumption.state
+_right_digest, _right_train_step, _right_total = checkpoint.digest, TrainingEngine.train_step, TrainingEngine._sum_over_ranks
+
+
+def _whole_batch(samples: int, rank: int, world_size: int) -> slice:
+    return slice(0, samples)
+
+
+def _overlapping(samples: int, rank: int, world_size: int) -> slice:
+    return slice(samples * rank // world_size, min(samples, samples * (rank + 1) // world_size + 1))
+
+
+def _rest_dropped(samples: int, rank: int, world_size: int) -> slice:
+    return slice(rank * (samples // world_size), (rank + 1) * (samples // world_size))
+
+
+def _one_order(samples: int, *, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+
+
+def _unseeded_order(samples: int, *, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(samples)
+
+
+def _unseeded_draw(samples: int, *, seed: int, epoch: int, flip: bool, device: Any = "cpu") -> augmentation.Draws:
+    return augmentation.draw(samples, seed=int(torch.randint(2**31, ())), epoch=epoch, flip=flip, device=device)
+
+
+def _as_if_shards_were_equal(engine: TrainingEngine, count: int) -> int:
+    return count * engine.world.size
+
+
+def _every_batch_full(sampler: GlobalBatchSampler) -> list[int]:
+    return [sampler._bounds[1]] * (len(sampler._bounds) - 1)
+
+
+def _rank0s_statistics(model: nn.Module, shards: Any) -> None:
+    broadcast_from_rank0(list(model.buffers()))
+
+
+def _unweighted_statistics(running: list[Tensor], shards: Sequence[tuple[int, Sequence[Tensor]]], size: int) -> None:
+    _right_average(running, [(1, tensors) for _, tensors in shards], size)
+
+
+def _state_without_momentum(engine: TrainingEngine, **place: Any) -> dict[str, Any]:
+    entries = _right_state(engine, **place)
+    return entries | {"optimizer_state_dict": entries["optimizer_state_dict"] | {"state": {}}}
+
+
+def _epochs_counted_from_the_start(sampler: GlobalBatchSampler, epoch: int) -> None:
+    sampler.calls = getattr(sampler, "calls", 0) + 1
+    sampler.epoch = sampler.calls
+
+
+def _clip_before_averaging(engine: TrainingEngine, micro_batches: Any, **more: Any) -> Any:
+    average = engine.sync.synchronize
+
+    def clip_first(model: nn.Module) -> None:
+        if engine._clip_norm is not None:
+            nn.utils.clip_grad_norm_(engine._trained, engine._clip_norm)
+        average(model)
+
+    engine.sync.synchronize = clip_first
+    try:
+        return _right_train_step(engine, micro_batches, **more)
+    finally:
+        del engine.sync.synchronize
+
+
+def _clip_each_parameter(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+    used = [p for p in parameters if p.grad is not None]
+    return torch.stack([nn.utils.clip_grad_norm_(p, max_norm) for p in used]).norm()
+
+
+def _save_without_hash(path: Path, entries: dict[str, Any]) -> None:
+    torch.save(dict(entries), path)
+
+
+def _hash_of_the_weights_alone(value: Any) -> str:
+    return _right_digest(value["model_state_dict"] if isinstance(value, dict) and "model_state_dict" in value else value)
+
+
+def _no_sync_that_does_nothing(sync: GradientSync) -> nullcontext:
+    return nullcontext()
+
+
+def _micro_batches_added_up(engine: TrainingEngine, count: int) -> int:
+    return _right_total(engine, count) // engine._accumulation_steps
+
+
+# --- The list ---
+
+_SYNC = "tests/test_sync.py::test_equals_one_process_after_every_step"
+_SHARDING, _ENGINE, _CHECKPOINT = "tests/test_data_sharding.py", "tests/test_engine.py", "tests/test_checkpoint.py"
+_DIFFERS = r"differs from one process by [1-9e.]+"
+
+
+def _strategy(kind: type[GradientSync], *, in_place_of: str = "AllReduce", ranks: int = 2, where: str = "",
+              group: str = "strategy") -> Wrong:
+    names = {"AllReduce": "all_reduce", "Ring": "ring", "Tree": "tree", "HalvingDoubling": "halving_doubling",
+             "Overlapped": "overlapped"}
+    name = names[in_place_of]
+    return Wrong(kind.__name__, group, str(kind.__doc__), f"common.sync.{name}:{in_place_of}", kind,
+                 f"{_SYNC}[{ranks}-{name}-float64]", rf"{ranks} ranks, step \d: {where}.*{_DIFFERS}")
+
+
+WRONG = (
+    _strategy(wrong_strategies.Sum, where="head"),
+    _strategy(wrong_strategies.LiteralDivisor, ranks=3),
+    _strategy(wrong_strategies.OwnGradient),
+    _strategy(wrong_strategies.FirstParameterLeftOut, where="conv.weight"),
+    _strategy(wrong_strategies.StaleByOneStep),
+    _strategy(wrong_strategies.AveragedTwice),
+    _strategy(wrong_strategies.WeightsInsteadOfGradients),
+    _strategy(wrong_strategies.BroadcastFromEachRank),
+    _strategy(wrong_strategies.FlatBufferNotCopiedBack),
+    _strategy(wrong_strategies.RingWithoutAChunk, in_place_of="Ring", ranks=3),
+    _strategy(wrong_strategies.HalvingDoublingForPowersOfTwo, in_place_of="HalvingDoubling", ranks=3),
+    _strategy(wrong_strategies.TreeWithOneChild, in_place_of="Tree", ranks=3),
+    _strategy(wrong_strategies.LastBucketNotSent, in_place_of="Overlapped"),
+
+    Wrong("SameSamples", "sharding", "Every rank trains on the whole global batch.", "common.data.sharding:rank_share",
+          _whole_batch, f"{_SHARDING}::test_ranks_see_different_samples_in_each_step", "two ranks have the same sample"),
+    Wrong("OverlappingShards", "sharding", "Each shard also has the first sample of the next.",
+          "common.data.sharding:rank_share", _overlapping, f"{_SHARDING}::test_ranks_see_different_samples_in_each_step",
+          "two ranks have the same sample"),
+    Wrong("RestDropped", "sharding", "Samples that do not divide by the number of ranks are left out.",
+          "common.data.sharding:rank_share", _rest_dropped, f"{_SHARDING}::test_each_sample_comes_exactly_once_an_epoch",
+          "samples come never or twice"),
+    Wrong("NeverReshuffled", "sharding", "Every epoch has the order of the first.", "common.data.sharding:epoch_order",
+          _one_order, f"{_SHARDING}::test_order_is_new_each_epoch_and_the_same_for_the_same_seed",
+          "two epochs have the same order"),
+
+    Wrong("AsIfShardsWereEqual", "loss weighting", "The mean of the shards' mean losses, however many samples each has.",
+          "common.training_engine:TrainingEngine._sum_over_ranks", _as_if_shards_were_equal, f"{_SYNC}[2-all_reduce-float64]",
+          rf"2 ranks, step 1: .*{_DIFFERS}"),
+    Wrong("EveryBatchFull", "loss weighting", "The last batch of an epoch is weighted as if it were full.",
+          "common.data.sharding:GlobalBatchSampler.global_batch_sizes", property(_every_batch_full),
+          f"{_SHARDING}::test_batches_are_full_but_the_last_and_shared_evenly", "the loss would be weighted by other sizes"),
+
+    Wrong("Rank0sStatistics", "BatchNorm", "All ranks take the running statistics of rank 0.",
+          "common.training_engine.batchnorm:agree_on_buffers", _rank0s_statistics,
+          "tests/test_sync_batchnorm.py::test_running_statistics_are_the_mean_over_all_samples",
+          "running statistics differ from those of the shards in turn"),
+    Wrong("UnweightedStatistics", "BatchNorm", "Running statistics are averaged as if all ranks had as many samples.",
+          "common.training_engine.batchnorm:_average", _unweighted_statistics,
+          "tests/test_sync_batchnorm.py::test_running_statistics_are_the_mean_over_all_samples",
+          "running statistics differ from those of the shards in turn"),
+
+    Wrong("ResumeWithoutOptimiserState", "resume", "The momentum is not saved.",
+          "common.training_engine:TrainingEngine.state", _state_without_momentum,
+          "tests/test_resume.py::test_one_rank_resumes_bit_for_bit", "metrics of the second epoch differ after a resume"),
+    Wrong("ResumeWithoutEpoch", "resume", "A resumed run counts its epochs from 1 again, so that the order repeats itself.",
+          "common.data.sharding:GlobalBatchSampler.set_epoch", _epochs_counted_from_the_start,
+          "tests/test_resume.py::test_one_rank_resumes_bit_for_bit", "metrics of the second epoch differ after a resume"),
+
+    Wrong("ClipBeforeAveraging", "clipping", "Each rank clips its own gradients, then they are averaged.",
+          "common.training_engine:TrainingEngine.train_step", _clip_before_averaging,
+          "tests/test_sync.py::test_other_cases_equal_one_process[clipping]", rf"2 ranks, step 1: .*{_DIFFERS}"),
+    Wrong("ClipEachParameter", "clipping", "The norm of each parameter is limited, not that of all together.",
+          "common.training_engine.engine:clip_grad_norm_", _clip_each_parameter,
+          "tests/test_sync.py::test_other_cases_equal_one_process[clipping]", rf"2 ranks, step 1: .*{_DIFFERS}"),
+
+    Wrong("CheckpointWithoutHash", "checkpoint", "Nothing tells whether the contents are those that were saved.",
+          "common.checkpoint:save_checkpoint", _save_without_hash,
+          f"{_CHECKPOINT}::test_altered_with_the_digest_left_as_it_was", "DID NOT RAISE"),
+    Wrong("HashOfTheWeightsAlone", "checkpoint", "An altered optimiser state or step is not noticed.",
+          "common.checkpoint:digest", _hash_of_the_weights_alone,
+          f"{_CHECKPOINT}::test_altered_with_the_digest_left_as_it_was", "DID NOT RAISE"),
+
+    Wrong("CommunicatesEachMicroBatch", "accumulation", "``no_sync`` does nothing: every micro-batch is exchanged.",
+          "common.sync.ddp:DDP.no_sync", _no_sync_that_does_nothing,
+          f"{_ENGINE}::test_ranks_communicate_once_an_optimiser_step_however_many_micro_batches[ddp]",
+          "messages of a step with several micro-batches"),
+    Wrong("MicroBatchesAddedUp", "accumulation", "The micro-batches' gradients are added up, not averaged.",
+          "common.training_engine:TrainingEngine._sum_over_ranks", _micro_batches_added_up,
+          "tests/test_sync.py::test_other_cases_equal_one_process[accumulation]",
+          rf"2 ranks, step 1: .*{_DIFFERS}"),
+
+    _strategy(wrong_strategies.NoInitialBroadcast, group="seeds"),
+    Wrong("UnseededOrder", "seeds", "Each rank draws an order of its own, so that the shards overlap.",
+          "common.data.sharding:epoch_order", _unseeded_order,
+          f"{_SHARDING}::test_each_sample_comes_exactly_once_an_epoch", "samples come never or twice"),
+    Wrong("UnseededAugmentation", "seeds", "Crops and flips depend on the process that draws them.",
+          "common.data.loaders:draw", _unseeded_draw,
+          f"{_SHARDING}::test_a_sample_is_augmented_alike_on_any_number_of_ranks", "another crop or flip on"),
+)
+"""Every wrong implementation; names are unique."""

@@ -1,0 +1,172 @@
+"""Gradient synchronisation as published solutions have got it wrong, and as this project's own could go wrong.
+
+Each class is right but for what its docstring says. ``wrong.py`` lists them with the test that catches them.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.sync.base import GradientSync
+from common.sync.flat import FlatBuffers
+from common.sync.halving_doubling import halving_doubling_all_reduce
+from common.sync.overlapped import Overlapped
+from common.sync.ring import ring_all_reduce
+from common.sync.tree import tree_all_reduce
+
+
+class Mean(GradientSync):
+    """A right all-reduce, for the others to spoil."""
+
+    def synchronize(self, model: nn.Module) -> None:
+        """See the base class."""
+        for gradient in self.gradients():
+            self.average(gradient)
+
+    def average(self, gradient: Tensor) -> None:
+        """Replace one gradient by its mean over the ranks."""
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+
+
+class Sum(Mean):
+    """The gradients are added up, but never divided by the number of ranks."""
+
+    def average(self, gradient: Tensor) -> None:
+        dist.all_reduce(gradient)
+
+
+class LiteralDivisor(Mean):
+    """The sum is divided by a literal 2, which is right on two ranks only."""
+
+    def average(self, gradient: Tensor) -> None:
+        dist.all_reduce(gradient)
+        gradient /= 2
+
+
+class OwnGradient(Mean):
+    """Nothing is exchanged: each rank steps with its own gradient."""
+
+    def average(self, gradient: Tensor) -> None:
+        pass
+
+
+class FirstParameterLeftOut(Mean):
+    """The first parameter's gradient is not exchanged."""
+
+    def synchronize(self, model: nn.Module) -> None:
+        for gradient in self.gradients()[1:]:
+            self.average(gradient)
+
+
+class StaleByOneStep(Mean):
+    """Each step uses the mean gradient of the step before."""
+
+    def synchronize(self, model: nn.Module) -> None:
+        gradients = self.gradients()
+        for gradient in gradients:
+            self.average(gradient)
+        now = [gradient.clone() for gradient in gradients]
+        for gradient, before in zip(gradients, getattr(self, "_before", now), strict=True):
+            gradient.copy_(before)
+        self._before = now
+
+
+class AveragedTwice(Mean):
+    """The mean is divided by the number of ranks once more."""
+
+    def average(self, gradient: Tensor) -> None:
+        super().average(gradient)
+        gradient /= dist.get_world_size()
+
+
+class WeightsInsteadOfGradients(GradientSync):
+    """The weights are averaged after each step; gradients, and so momentum, stay each rank's own."""
+
+    @torch.no_grad()
+    def after_step(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter)
+            parameter /= dist.get_world_size()
+
+
+class BroadcastFromEachRank(Mean):
+    """Each rank broadcasts its gradient in turn, so that all end with the last rank's."""
+
+    def average(self, gradient: Tensor) -> None:
+        for rank in range(dist.get_world_size()):
+            dist.broadcast(gradient, src=rank)
+
+
+class NoInitialBroadcast(Mean):
+    """Each rank keeps the weights that it has drawn itself."""
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        return model
+
+
+class FlatBufferNotCopiedBack(GradientSync):
+    """A flat buffer is averaged, but ``p.grad`` is still this rank's own."""
+
+    def synchronize(self, model: nn.Module) -> None:
+        parameters = self.exchanged()
+        own = [None if p.grad is None else p.grad.clone() for p in parameters]
+        for buffer in FlatBuffers().of(parameters):
+            dist.all_reduce(buffer.collect(divisor=dist.get_world_size()))
+        for parameter, gradient in zip(parameters, own, strict=True):
+            parameter.grad = gradient
+
+
+class RingWithoutAChunk(GradientSync):
+    """The second half of a ring ends one round early: one chunk, another on each rank, is not the sum."""
+
+    def synchronize(self, model: nn.Module) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for buffer in FlatBuffers().of(self.exchanged()):
+            total = buffer.collect(divisor=size)
+            before = total.clone()
+            ring_all_reduce(total)
+            begin, end = total.numel() * rank // size, total.numel() * (rank + 1) // size
+            total[begin:end] = before[begin:end]
+
+
+class HalvingDoublingForPowersOfTwo(GradientSync):
+    """The ranks beyond the largest power of two receive the mean, but nobody adds their gradients."""
+
+    def synchronize(self, model: nn.Module) -> None:
+        size = dist.get_world_size()
+        for buffer in FlatBuffers().of(self.exchanged()):
+            total = buffer.collect(divisor=size)
+            if dist.get_rank() >= 1 << (size.bit_length() - 1):
+                total.zero_()
+            halving_doubling_all_reduce(total)
+
+
+class TreeWithOneChild(GradientSync):
+    """Each parent adds its first child alone."""
+
+    def synchronize(self, model: nn.Module) -> None:
+        for buffer in FlatBuffers().of(self.exchanged()):
+            total = buffer.collect(divisor=dist.get_world_size())
+            if dist.get_rank() == 2:
+                total.zero_()
+            tree_all_reduce(total)
+
+
+class LastBucketNotSent(Overlapped):
+    """The last bucket is filled during backward, but never sent."""
+
+    def _send(self, may_go: Callable) -> None:
+        super()._send(lambda bucket: bucket is not self._buckets[-1] and may_go(bucket))
+
+    def synchronize(self, model: nn.Module) -> None:
+        try:
+            super().synchronize(model)
+        except ValueError:  # fewer messages than buckets
+            self._works = []
+            for bucket in self._buckets:
+                bucket.close()
+                bucket.open()

@@ -1,0 +1,206 @@
+"""What a user sees and relies on, as text: the files in ``tests/expectations/``, one a kind.
+
+    python -m tests.helpers.expectations [KIND ...]     # rewrite them, after a change that is meant; then read the diff
+
+``KINDS`` maps each file's name to the function that makes its text from the code as it is now.
+"""
+
+import importlib
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.paths import ROOT
+from tests.helpers.processes import TINY, Ended, kill_started, only_run_folder, run_part, start_lab, start_part
+
+FOLDER = ROOT / "tests" / "expectations"
+CHECKPOINT = FOLDER / "Epoch_1.pt"
+"""Written once, by the commit that recorded the first expectations, and never again: old checkpoints must stay readable."""
+
+PARTS = ("PartOne", "PartTwo", "PartThree")
+QUICK = (*TINY, "--dataset", "digits", "--batch-size", 32, "--max-steps", 3, "--log-every", 1)
+SHORT = (*QUICK, "--epochs", 1, "--run-name", "run")
+RESUMABLE = (*TINY, "--dataset", "digits", "--batch-size", 512, "--epochs", 2, "--threads", 1, "--run-name", "run")
+"""Two epochs of three steps; the checkpoint is that of the first."""
+
+VERSION = f"Python {sys.version_info.major}.{sys.version_info.minor}\n\n"
+"""At the top of what argparse words, in another way with each version."""
+
+WRONG_USAGES = {
+    "an unknown flag": ("PartOne", "--no-such-flag"),
+    "an unknown dataset": ("PartOne", "--dataset", "mnist"),
+    "both batch sizes": ("PartOne", "--batch-size", 8, "--local-batch-size", 4),
+    "no rank": ("PartTwo",),
+    "a rank beyond the group": ("PartTwo", "--master-ip", "127.0.0.1", "--num-nodes", 2, "--rank", 2),
+    "a strategy of another part": ("PartThree", "--sync", "ring"),
+    "a recipe that is not there": ("PartOne", "--recipe", "nosuch"),
+    "images that are not there": ("PartOne", "--dataset", "folder", "--data-dir", "nowhere"),
+    "a checkpoint that is not there": ("PartOne", "--dataset", "digits", "--resume", "nowhere.pt"),
+    "a batch too small for its ranks": ("PartOne", "--dataset", "digits", "--batch-size", 1),
+    "an unknown command of lab": ("lab", "conquer"),
+    "lab compare with an unknown strategy": ("lab", "compare", "--sync", "telepathy"),
+    "lab report of nothing": ("lab", "report", "nowhere"),
+}
+
+
+def help_texts() -> str:
+    """Return ``--help`` of the parts and of every command of lab."""
+    commands = [(part,) for part in PARTS] + [("lab", *words) for words in _lab_commands()]
+    started = [(command, _start(*command, "--help", cwd=ROOT)) for command in commands]
+    return VERSION + _sections((" ".join(command), process.end().out) for command, process in started)
+
+
+def _lab_commands() -> Iterator[tuple[str, ...]]:
+    """Yield the words of each command of lab, and of the commands of these."""
+    import argparse
+
+    from lab.cli import build_parser
+
+    def below(parser: argparse.ArgumentParser, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        yield words
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, child in action.choices.items():
+                    yield from below(child, (*words, name))
+
+    return below(build_parser(), ())
+
+
+def recipe_settings() -> str:
+    """Return ``--print-config`` of every recipe."""
+    names = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
+    started = [(name, start_part("PartThree", "--recipe", name, "--print-config", cwd=ROOT)) for name in names]
+    return _sections((name, process.end().out) for name, process in started)
+
+
+def exit_codes() -> str:
+    """Return the exit status and the last line of what is said of wrong usages."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = [(what, usage, _start(*usage, cwd=Path(folder))) for what, usage in WRONG_USAGES.items()]
+        ends = [(what, usage, process.end()) for what, usage, process in started]
+    return VERSION + "".join(f"{what}: {' '.join(map(str, usage))}\n    status {end.status}\n    {_said(end, folder)}\n"
+                   for what, usage, end in ends)
+
+
+def _said(end: Ended, folder: str) -> str:
+    lines = [line for line in (end.err.strip() or end.out.strip()).splitlines() if line.strip()]
+    first = next((line for line in lines if line.startswith("error")), lines[0])
+    return first.replace(str(ROOT), "ROOT").replace(folder, "FOLDER")
+
+
+def run_folder() -> str:
+    """Return the files of a run on two ranks, with the keys of what is JSON or a checkpoint."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for ended in run_part("PartTwo", "--sync", "all_reduce", *SHORT, "--timeline", "--ema", "--output-dir", folder,
+                              cwd=folder, ranks=2):
+            assert ended.status == 0, ended.err
+        run = only_run_folder(folder, "PartTwo-all_reduce")
+        paths = sorted(path for path in run.rglob("*") if path.is_file())
+        return "".join(f"{path.relative_to(run)}\n{_keys_of(path)}" for path in paths)
+
+
+def _keys_of(path: Path) -> str:
+    if path.suffix == ".json":
+        found = _keys(json.loads(path.read_text()))
+    elif path.suffix == ".jsonl":
+        found = _keys(json.loads(path.read_text().splitlines()[0]))
+    elif path.suffix == ".pt":
+        from common.checkpoint import load_checkpoint
+
+        found = sorted(load_checkpoint(path))
+    else:
+        return ""
+    return "".join(f"    {key}\n" for key in found)
+
+
+def _keys(value: Any, above: str = "") -> list[str]:
+    """Return the dotted keys of nested dicts; of a list those of its first entry, under ``[]``."""
+    if isinstance(value, list):
+        return _keys(value[0], f"{above}[]") if value and isinstance(value[0], dict | list) else [above]
+    if not isinstance(value, dict) or not value or any(re.search(r"[^a-z_0-9-]", key) for key in value):
+        return [above]  # a leaf, or a dict whose keys are data
+    return sorted(key for name, entry in value.items() for key in _keys(entry, f"{above}.{name}" if above else name))
+
+
+def hashed_sources() -> str:
+    """Return the files whose contents the ranks compare before they train."""
+    from common.source import source_digests
+
+    return "".join(f"{name}\n" for name in sorted(source_digests()))
+
+
+def public_names() -> str:
+    """Return every ``from ... import ...`` of this project that the docs show, if it can be imported."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    lines = {" ".join(match.split()) for page in pages
+             for match in re.findall(r"^\s*(from (?:common|lab)[\w.]* import [^\n#]+)", page.read_text(), re.MULTILINE)}
+    lines |= {f"from {module} import {name}" for module, names in CONTRACT.items() for name in names}
+    for line in sorted(lines):
+        module, names = re.fullmatch(r"from (\S+) import (.+)", line).groups()
+        for name in names.split(","):
+            getattr(importlib.import_module(module), name.split(" as ")[0].strip())
+    return "".join(f"{line}\n" for line in sorted(lines))
+
+
+CONTRACT = {
+    "common.training": ("get_model_parameters", "prepare_model_for_training", "train_model"),
+    "common.evaluation": ("prepare_model_for_evaluation", "evaluate_model", "generate_eval_report"),
+    "common.training_engine": ("TrainingEngine", "distributed_train_worker", "launch_distributed_training"),
+    "common.sync.base": ("GradientSync",),
+    "common.sync": ("STRATEGIES", "build_sync"),
+    "common.models": ("MODELS", "build_model"),
+    "common.data": ("DATASETS", "load_dataset"),
+}
+"""What code outside this project may import, beside what the docs show."""
+
+
+def _start(part: str, *arguments: object, cwd: Path) -> Any:
+    env = {"COLUMNS": "100", "NO_COLOR": "1"}
+    return start_lab(*arguments, cwd=cwd, env=env) if part == "lab" else start_part(part, *arguments, cwd=cwd, env=env)
+
+
+def _as_users_see(text: str) -> str:
+    return text.replace(str(ROOT), "ROOT").replace(", tiny, wide", "").replace(",tiny,wide", "").rstrip()
+
+
+def _sections(texts: Any) -> str:
+    return "\n".join(f"===== {title} =====\n{_as_users_see(text)}\n" for title, text in texts)
+
+
+KINDS: dict[str, Callable[[], str]] = {
+    "help.txt": help_texts, "recipes.txt": recipe_settings, "exit_codes.txt": exit_codes, "run_folder.txt": run_folder,
+    "hashed_sources.txt": hashed_sources, "public_names.txt": public_names,
+}
+
+
+def write_checkpoint(path: Path) -> None:
+    """Write the checkpoint after the first of two epochs; for the first recording alone."""
+    with tempfile.TemporaryDirectory() as name:
+        [ended] = run_part("PartOne", *RESUMABLE, "--stop-after-epoch", 1, "--output-dir", name, cwd=Path(name))
+        assert ended.status == 0, ended.err
+        path.write_bytes((Path(name) / "PartOne-none" / "run" / "checkpoints" / "Epoch_1.pt").read_bytes())
+
+
+def main(kinds: list[str]) -> None:
+    """Rewrite the files of these kinds, or all."""
+    if unknown := set(kinds) - set(KINDS):
+        sys.exit(f"error: {', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")
+    FOLDER.mkdir(exist_ok=True)
+    try:
+        for name in kinds or KINDS:
+            (FOLDER / name).write_text(KINDS[name]())
+            print(f"wrote {(FOLDER / name).relative_to(ROOT)}")
+        if not CHECKPOINT.exists():
+            write_checkpoint(CHECKPOINT)
+            print(f"wrote {CHECKPOINT.relative_to(ROOT)}")
+    finally:
+        kill_started()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

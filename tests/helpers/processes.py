@@ -1,0 +1,206 @@
+"""Programs as a user starts them: ``PartX/main.py`` and ``python -m lab``, each with a limit on every wait.
+
+Most are forked from the server that has torch imported, which saves 3 to 10 s each; ``cold=True`` starts a new
+interpreter, as users do. Only forked ones know ``--model tiny``.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lab.cluster.program import PythonProgram, as_started_anew
+from lab.proofs import ranks
+from tests.helpers.paths import ROOT
+from tests.helpers.waiting import wait_until
+
+TINY = ("--model", "tiny")
+
+
+def free_port() -> int:
+    """Return a TCP port of loopback on which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class Ended:
+    """What a process left: exit status, output, errors, and seconds from start to end."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+
+
+_started: "list[Started]" = []
+
+
+def kill_started() -> None:
+    """End every process that a test has left running, and remove what the others have left."""
+    while _started:
+        one = _started.pop()
+        one.kill()
+        shutil.rmtree(one.folder)
+
+
+class Started:
+    """A running program; ``end`` waits for it with a limit and returns what it left.
+
+    Parameters
+    ----------
+    command : the interpreter, the script or ``-m`` and a module, and the arguments.
+    forked : take the interpreter that has torch imported.
+    """
+
+    def __init__(self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], forked: bool = False) -> None:
+        self._began = time.monotonic()
+        self.folder = Path(tempfile.mkdtemp())
+        self._out, self._err = self.folder / "out", self.folder / "err"
+        self._out.touch()
+        self._err.touch()
+        if forked:
+            self.process: Any = _Forked(command, cwd, env, self._out, self._err)
+        else:
+            with self._out.open("w") as out, self._err.open("w") as err:
+                self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=cwd,
+                                                env=env, start_new_session=True)
+        _started.append(self)
+
+    def kill(self) -> None:
+        """End it, and all that it has started in its session, if it still runs."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def read_out(self) -> str:
+        """Return what it has printed so far."""
+        return self._out.read_text()
+
+    def wait_for(self, text: str, *, timeout_seconds: float = 60) -> None:
+        """Return once ``text`` stands in the output; AssertionError if it ends or the time passes before."""
+        def there() -> bool:
+            running = self.process.poll() is None
+            if text in self.read_out():
+                return True
+            assert running, f"ended before {text!r}:\n{self.read_out()}\n{self._err.read_text()}"
+            return False
+
+        wait_until(there, f"{text!r} in the output", timeout_seconds=timeout_seconds)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to this process alone."""
+        self.process.send_signal(number)
+
+    def end(self, *, timeout_seconds: float = 120) -> Ended:
+        """Wait for the end; AssertionError, and a kill of its process group, if it takes longer."""
+        try:
+            status = self.process.wait(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"still running after {timeout_seconds} s:\n{self.read_out()}\n"
+                                 f"{self._err.read_text()}") from None
+        return Ended(status, self._out.read_text(), self._err.read_text(), time.monotonic() - self._began)
+
+
+class _Forked:
+    """A process forked from the server, with what ``Started`` uses of subprocess.Popen."""
+
+    def __init__(self, command: Sequence[str], cwd: Path, env: Mapping[str, str], out: Path, err: Path) -> None:
+        words = list(command[1:])
+        module = words[0] == "-m"
+        target, *arguments = words[module:]
+        self._process = ranks.context().Process(target=_become, daemon=True, args=(
+            PythonProgram(target, tuple(arguments), module=module), str(cwd), dict(env), str(out), str(err)))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit status, below zero for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit status; subprocess.TimeoutExpired after ``timeout`` seconds."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked program", timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _become(program: PythonProgram, cwd: str, env: dict[str, str], out: str, err: str) -> None:
+    """Turn this fork into the program: a session, streams, folder and environment of its own."""
+    import multiprocessing
+
+    os.setsid()
+    multiprocessing.current_process()._config["daemon"] = False  # it may start processes itself
+    for path, number in ((os.devnull, 0), (out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0, closefd=False), os.fdopen(1, "w"), os.fdopen(2, "w")
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update({"OMP_NUM_THREADS": str(os.cpu_count())} | env)
+    as_started_anew(os.environ, Path(cwd) if program.module else Path(program.target))
+    if "OMP_NUM_THREADS" not in env:
+        del os.environ["OMP_NUM_THREADS"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    program.run()
+
+
+def user_environment(**more: str) -> dict[str, str]:
+    """Return this process's environment, outside any torchrun's, with ``more``."""
+    outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return outside | more
+
+
+def start_part(part: str, *arguments: object, cwd: Path, env: Mapping[str, str] | None = None,
+               cold: bool = False) -> Started:
+    """Start ``PartX/main.py`` with these arguments from the folder ``cwd``."""
+    command = [sys.executable, str(ROOT / part / "main.py"), *map(str, arguments)]
+    return Started(command, cwd=cwd, env=user_environment(**(env or {})), forked=not cold)
+
+
+def start_lab(*arguments: object, cwd: Path = ROOT, env: Mapping[str, str] | None = None, cold: bool = False) -> Started:
+    """Start ``python -m lab`` with these arguments."""
+    command = [sys.executable, "-m", "lab", *map(str, arguments)]
+    return Started(command, cwd=cwd, env=user_environment(**(env or {})), forked=not cold)
+
+
+def start_ranks(part: str, size: int, *arguments: object, cwd: Path, port: int | None = None,
+                env: Mapping[str, str] | None = None, cold: bool = False) -> list[Started]:
+    """Start ``size`` ranks of a part on loopback as the assignment does, one thread each."""
+    port = port or free_port()
+    return [start_part(part, *arguments, "--master-ip", "127.0.0.1", "--master-port", port, "--num-nodes", size,
+                       "--rank", rank, "--threads", 1, cwd=cwd, env=env, cold=cold) for rank in range(size)]
+
+
+def run_part(part: str, *arguments: object, cwd: Path, ranks: int = 0, timeout_seconds: float = 120,
+             env: Mapping[str, str] | None = None, cold: bool = False) -> list[Ended]:
+    """Run a part to its end, on ``ranks`` ranks (0: one process without flags for the group); one result a process."""
+    started = (start_ranks(part, ranks, *arguments, cwd=cwd, env=env, cold=cold) if ranks
+               else [start_part(part, *arguments, cwd=cwd, env=env, cold=cold)])
+    return [one.end(timeout_seconds=timeout_seconds) for one in started]
+
+
+def only_run_folder(output_dir: Path, way: str) -> Path:
+    """Return the folder of the one run under ``output_dir/way``."""
+    folders = sorted((output_dir / way).iterdir())
+    assert len(folders) == 1, folders
+    return folders[0]

@@ -1,0 +1,25 @@
+"""The strategies by what they keep, and a model of two types, for tests that go through all of them."""
+
+import torch
+from torch import Tensor, nn
+
+from common import registry
+from common.sync import STRATEGIES
+
+DISTRIBUTED = [name for name in STRATEGIES if name != "none"]
+EXACT = [name for name in DISTRIBUTED if registry.load(STRATEGIES, name, kind="strategy").exact]
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+
+
+class Mixed(nn.Module):
+    """Two types of entries, in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 31), nn.Linear(31, 29).double(), nn.Linear(29, 17), nn.Linear(17, 2).double()])
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = images.mean(dim=(2, 3))
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden.to(layer.weight.dtype)))
+        return hidden

@@ -1,0 +1,20 @@
+"""Models for tests of processes, files and flags, where VGG-11 would only cost time: they learn next to nothing.
+
+``tests/__init__.py`` gives them names; only processes that tests fork know these (``processes.py``).
+"""
+
+from torch import nn
+
+
+def tiny(num_classes: int) -> nn.Module:
+    """Return a model of 1,530 parameters for ten classes: (batch, 3, 32, 32) to (batch, num_classes), with BatchNorm."""
+    return nn.Sequential(*_stem(), nn.Linear(128, num_classes))
+
+
+def wide(num_classes: int) -> nn.Module:
+    """Return a model with one gradient of 4 MB, which takes its time on a link, and hardly any arithmetic."""
+    return nn.Sequential(*_stem(), nn.Linear(128, 8192), nn.ReLU(), nn.Linear(8192, num_classes))
+
+
+def _stem() -> list[nn.Module]:
+    return [nn.Conv2d(3, 8, 3, stride=4, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.AvgPool2d(2), nn.Flatten()]

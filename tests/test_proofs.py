@@ -1,0 +1,183 @@
+"""The proofs themselves: the harness finds what is wrong and says where; ``-m mutation`` plants every wrong implementation."""
+
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from common.errors import UserError
+from lab.proofs import Case, RankError, check_equivalence, check_group, ranks, run_ranks
+from lab.proofs.wrong import WRONG
+from lab.proofs.wrong_strategies import FirstParameterLeftOut, LiteralDivisor, Mean, NoInitialBroadcast, OwnGradient
+from tests.helpers import ROOT, Started, user_environment
+
+BY_NAME = {one.name: one for one in WRONG}
+MAKE_TEST = "not slow and not engines and not mutation and not long"
+GROUPS = {"strategy", "sharding", "loss weighting", "BatchNorm", "resume", "clipping", "checkpoint", "accumulation", "seeds"}
+
+
+# --- The harness ---
+
+
+def average(model: nn.Module) -> None:
+    """A user's own function, right where all ranks have all gradients."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def test_a_right_function_and_a_right_class_pass() -> None:
+    for strategy, case in ((Mean(), Case()), (average, Case(unused=False))):
+        for found in check_equivalence(strategy, sizes=(2, 3), case=case):
+            assert found.first_wrong is None, str(found)
+            assert 0 < found.greatest.error < 1e-12, "rounding, not zero: two computations were compared"
+
+
+def test_a_difference_is_told_with_its_step_rank_and_parameter() -> None:
+    def wrong_from_the_third_step(model: nn.Module, calls: list = []) -> None:  # noqa: B006
+        average(model)
+        calls.append(1)
+        if len(calls) == 3 and dist.get_rank() == 1:
+            model.head.bias.grad += 1.0
+
+    [found] = check_equivalence(wrong_from_the_third_step, sizes=[2], case=Case(unused=False))
+    wrong = found.first_wrong
+    assert wrong is not None
+    assert (wrong.step, wrong.rank, wrong.parameter, wrong.equal_bits) == (3, 1, "head.bias", False)
+    assert [step.error < 1e-12 for step in found.steps] == [True, True, False, False]
+    assert re.match(r"2 ranks, step 3: head\.bias on rank 1 differs from one process by .*; the ranks' weights", str(found))
+
+
+def test_where_the_number_of_ranks_matters_it_is_seen() -> None:
+    two, three = check_equivalence(LiteralDivisor(), sizes=(2, 3))
+    assert two.first_wrong is None, "a literal 2 is right on two ranks"
+    assert three.first_wrong is not None
+
+
+def test_several_strategies_share_a_group() -> None:
+    kinds = (Mean, OwnGradient, FirstParameterLeftOut, NoInitialBroadcast)
+    found = check_group({kind.__name__: (kind(), Case()) for kind in kinds}, 3)
+    assert {name for name, one in found.items() if one.first_wrong is None} == {"Mean"}
+    assert found["FirstParameterLeftOut"].first_wrong.parameter == "conv.weight"
+
+
+@pytest.mark.parametrize(("strategy", "sizes", "words"), [
+    (OwnGradient, [2], r"strategy: got OwnGradient, give .* an instance such as OwnGradient\(\)"),
+    ("telepathy", [2], "unknown strategy 'telepathy': choose one of"), ("all_reduce", [0], "sizes: got 0")])
+def test_what_cannot_be_compared_is_refused(strategy: Any, sizes: list[int], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_equivalence(strategy, sizes=sizes)
+
+
+def test_an_error_on_a_rank_is_told_with_its_traceback() -> None:
+    def fails(model: nn.Module) -> None:
+        raise KeyError("the very reason")
+
+    with pytest.raises(RankError, match="KeyError: 'the very reason'"):
+        check_equivalence(fails, sizes=[2])
+
+
+SCRIPT = """
+import torch.distributed as dist
+from common.sync.base import GradientSync
+from lab.proofs import check_equivalence
+
+class MyStrategy(GradientSync):
+    def synchronize(self, model):
+        for gradient in self.gradients():
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+
+for result in check_equivalence(MyStrategy(), sizes=(2, 3)):
+    print(result)
+"""
+
+
+@pytest.mark.slow
+def test_a_users_own_strategy_in_a_script_without_a_guard(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    ended = Started([sys.executable, "mine.py"], cwd=tmp_path, env=user_environment(PYTHONPATH=str(ROOT))).end()
+    assert [line.split(" within")[0] for line in ended.out.splitlines()] == [
+        f"{size} ranks: equal to one process" for size in (2, 3)], ended
+
+
+def test_a_rank_that_is_killed_is_told_at_once() -> None:
+    def dies(rank: int) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankError, match="rank 1 of 2 ended with status -9 and gave no answer"):
+        run_ranks(2, dies, timeout_seconds=60)
+
+
+def test_float32_has_a_tolerance_of_its_own() -> None:
+    case = Case(dtype=torch.float32)
+    [found] = check_equivalence("all_reduce", sizes=[2], case=case)
+    assert 1e-9 < found.greatest.error < case.tolerance == 1e-5
+
+
+# --- The list ---
+
+
+def test_the_list_is_complete_and_its_names_are_unique() -> None:
+    assert len(WRONG) >= 20
+    assert len(BY_NAME) == len(WRONG)
+    assert {one.group for one in WRONG} == GROUPS
+    for group in GROUPS:
+        assert len([one for one in WRONG if one.group == group]) >= 2, group
+    for one in WRONG:
+        assert one.what.rstrip().endswith("."), one.name
+
+
+class _Failures:
+    """A pytest plugin that keeps the message of each failed test, and where it failed."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.passed = 0
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.passed += report.when == "call" and report.passed
+        if report.failed:
+            message = getattr(getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr))
+            self.messages.append(f"[{report.when}] {message}")
+
+
+def _run_check(name: str, answers: Any) -> None:
+    """In a process of its own: plant, run the check, and send back (tests passed, messages of those that failed)."""
+    torch.set_num_threads(1)
+    multiprocessing.current_process()._config["daemon"] = False
+    ranks.fork_from_this_process()
+    wrong, failures = BY_NAME[name], _Failures()
+    wrong.plant()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        pytest.main(["-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "-m", MAKE_TEST, wrong.check],
+                    plugins=[failures])
+    # Cut, since a pipe holds 64 KB and nobody reads before this process has ended.
+    answers.put((failures.passed, [message[:4000] for message in failures.messages]))
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_wrong_implementation_is_caught(name: str) -> None:
+    wrong, maker = BY_NAME[name], ranks.context()
+    answers = maker.SimpleQueue()
+    process = maker.Process(target=_run_check, args=(name, answers), daemon=True)
+    process.start()
+    process.join(timeout=200)
+    assert process.exitcode == 0, f"{wrong.check}: {'not done in time' if process.exitcode is None else process.exitcode}"
+    passed, messages = answers.get()
+    assert passed or messages, f"{wrong.check} is no test of make test"
+    assert messages, f"{wrong.what} {wrong.check} passes all the same"
+    assert messages[0].startswith("[call]"), messages
+    assert re.search(wrong.reason, messages[0], re.DOTALL), f"{wrong.check} fails for another reason: {messages}"
