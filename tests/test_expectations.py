@@ -38,6 +38,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path: Path, monkeypatch:
     model, _, optimizer = prepare_model_for_training(build_model("tiny", 10), "cpu", 0.1, 0.9, 0.0, True, str(CHECKPOINT))
     for name, tensor in model.state_dict().items():
         assert tensor.equal(entries["model_state_dict"][name]), name
+    assert optimizer.state
     assert all(state["momentum_buffer"].norm() > 0 for state in optimizer.state.values())
 
     [ended] = run_part("PartOne", *RESUMABLE, "--resume", CHECKPOINT, "--output-dir", tmp_path, cwd=tmp_path)

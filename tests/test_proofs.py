@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,21 @@ def test_a_difference_is_told_with_its_step_rank_and_parameter() -> None:
     assert wrong is not None
     assert (wrong.step, wrong.rank, wrong.parameter, wrong.equal_bits) == (3, 1, "head.bias", False)
     assert [step.error < 1e-12 for step in found.steps] == [True, True, False, False]
-    assert re.match(r"2 ranks, step 3: head\.bias on rank 1 differs from one process by .*; the ranks' weights", str(found))
+    assert re.match(r"2 ranks, step 3: head\.bias on rank 1 differs from one process by .*; the ranks hold different weights",
+                    str(found))
+    assert not found
+
+
+def test_a_difference_of_one_bit_between_the_ranks_is_wrong() -> None:
+    def off_by_a_bit(model: nn.Module) -> None:
+        average(model)
+        if dist.get_rank() == 1:
+            model.head.bias.grad[0] *= 1 + 1e-15
+
+    [found] = check_equivalence(off_by_a_bit, sizes=[2], case=Case(unused=False))
+    assert found.greatest.error < 1e-12
+    assert re.fullmatch(r"2 ranks, step [1-4]: the ranks hold different weights", str(found))
+    assert not found
 
 
 def test_where_the_number_of_ranks_matters_it_is_seen() -> None:
@@ -73,7 +88,8 @@ def test_several_strategies_share_a_group() -> None:
 
 @pytest.mark.parametrize(("strategy", "sizes", "words"), [
     (OwnGradient, [2], r"strategy: got OwnGradient, give .* an instance such as OwnGradient\(\)"),
-    ("telepathy", [2], "unknown strategy 'telepathy': choose one of"), ("all_reduce", [0], "sizes: got 0")])
+    ("telepathy", [2], "unknown strategy 'telepathy': choose one of"), ("all_reduce", [0], "sizes: got 0"),
+    ("all_reduce", [], "sizes: got none, give numbers of ranks")])
 def test_what_cannot_be_compared_is_refused(strategy: Any, sizes: list[int], words: str) -> None:
     with pytest.raises(UserError, match=words):
         check_equivalence(strategy, sizes=sizes)
@@ -118,6 +134,26 @@ def test_a_rank_that_is_killed_is_told_at_once() -> None:
 
     with pytest.raises(RankError, match="rank 1 of 2 ended with status -9 and gave no answer"):
         run_ranks(2, dies, timeout_seconds=60)
+
+
+def test_the_rank_that_failed_is_told_not_the_one_that_lost_it() -> None:
+    def fails_first(rank: int) -> None:
+        if rank == 1:
+            raise KeyError("the very reason")
+        dist.barrier()
+
+    for _ in range(3):
+        with pytest.raises(RankError, match=r"rank 1 of 2:\n(?s:.*)KeyError: 'the very reason'"):
+            run_ranks(2, fails_first)
+
+
+def test_a_rank_that_hangs_is_told_after_the_limit() -> None:
+    def hangs(rank: int) -> None:
+        if rank == 1:
+            time.sleep(60)
+
+    with pytest.raises(RankError, match=r"no answer within 1 s from rank 1 of 2"):
+        run_ranks(2, hangs, timeout_seconds=1)
 
 
 def test_float32_has_a_tolerance_of_its_own() -> None:
@@ -175,7 +211,10 @@ def test_a_wrong_implementation_is_caught(name: str) -> None:
     process = maker.Process(target=_run_check, args=(name, answers), daemon=True)
     process.start()
     process.join(timeout=200)
-    assert process.exitcode == 0, f"{wrong.check}: {'not done in time' if process.exitcode is None else process.exitcode}"
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    assert process.exitcode == 0, f"{wrong.check}: not done in time, or ended with {process.exitcode}"
     passed, messages = answers.get()
     assert passed or messages, f"{wrong.check} is no test of make test"
     assert messages, f"{wrong.what} {wrong.check} passes all the same"

@@ -33,6 +33,7 @@ OPTIONS = {"ddp": {"find_unused_parameters": True}, "overlapped": {"bucket_mb": 
 ``overlapped`` gets buckets small enough that there are several."""
 
 Synchronise = Callable[[nn.Module], None]
+MicroBatch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Case:
         return [tuple(max(int(part == 0), SAMPLES[(part + step) % len(SAMPLES)]) for part in range(count))
                 for step in range(STEPS)]
 
-    def global_batches(self, size: int) -> "list[list[MicroBatch]]":
+    def global_batches(self, size: int) -> list[list[MicroBatch]]:
         """Return for each step the micro-batches of all ranks, rank 0's first: images (n, 3, 8, 8), labels (n,).
 
         The first sample of each step, which rank 0 has, is the one that uses the layer ``sometimes``.
@@ -92,9 +93,6 @@ class Case:
             labels = torch.randint(0, 4, (sum(shares),), generator=generator)
             batches.append(list(zip(images.to(self.dtype).split(shares), labels.split(shares), strict=True)))
         return batches
-
-
-MicroBatch = tuple[Tensor, Tensor]
 
 
 class ProofModel(nn.Module):
@@ -163,13 +161,21 @@ class Equivalence:
         """The first step that rounding does not explain, or after which the ranks' weights differ in a bit."""
         return next((step for step in self.steps if step.error > self.case.tolerance or not step.equal_bits), None)
 
+    def __bool__(self) -> bool:
+        """Whether no step is wrong, so that ``all(check_equivalence(...))`` says what it seems to say."""
+        return self.first_wrong is None
+
     def __str__(self) -> str:
         wrong = self.first_wrong
         if wrong is None:
             return f"{self.size} ranks: equal to one process within {self.greatest.error:.1e}"
-        text = (f"{self.size} ranks, step {wrong.step}: {wrong.parameter} on rank {wrong.rank} differs from one process by "
-                f"{wrong.error:.1e} (allowed: {self.case.tolerance:.0e})")
-        return text if wrong.equal_bits else text + "; the ranks' weights differ"
+        said = []
+        if wrong.error > self.case.tolerance:
+            said.append(f"{wrong.parameter} on rank {wrong.rank} differs from one process by {wrong.error:.1e} "
+                        f"(allowed: {self.case.tolerance:.0e})")
+        if not wrong.equal_bits:
+            said.append("the ranks hold different weights")
+        return f"{self.size} ranks, step {wrong.step}: {'; '.join(said)}"
 
 
 @dataclass
@@ -203,16 +209,19 @@ def check_equivalence(strategy: GradientSync | Synchronise | str, *, sizes: Sequ
 
     Parameters
     ----------
-    strategy : a ``GradientSync`` that is not prepared yet; or a function ``f(model)`` that is called after the last
-        backward pass of a step; or a strategy's name.
+    strategy : a ``GradientSync`` that is not prepared yet; or a strategy's name; or a function ``f(model)`` that is called
+        after the last backward pass of a step. Such a function sees only the gradients of its own rank: unless it copes
+        with parameters that have a gradient on some ranks only, give it ``Case(unused=False)``.
     sizes : numbers of ranks. A literal 2 in place of the world size shows on 3 ranks only.
 
-    Returns one ``Equivalence`` a size. Raises UserError for a strategy or a size that cannot be, RankError where a rank
-    fails or gives no answer within ``timeout_seconds``.
+    Returns one ``Equivalence`` a size, which is true where every step passes. Raises UserError for a strategy or a size that
+    cannot be, RankError where a rank fails or gives no answer within ``timeout_seconds``.
 
-    >>> check_equivalence("all_reduce", sizes=[2])[0].first_wrong is None
+    >>> all(check_equivalence("all_reduce", sizes=[2]))
     True
     """
+    if not sizes:
+        raise UserError("sizes: got none, give numbers of ranks such as (2, 3)")
     return [check_group({"": (strategy, case or Case())}, size, timeout_seconds=timeout_seconds)[""] for size in sizes]
 
 

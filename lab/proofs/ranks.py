@@ -64,13 +64,14 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout_
             for process in ranks:
                 process.start()
         try:
-            return _collect(results, ranks, time.monotonic() + timeout_seconds)
-        finally:
+            found = _collect(results, ranks, timeout_seconds)
             for process in ranks:
                 process.join(timeout=5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            return found
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
 
 
 @contextlib.contextmanager
@@ -84,8 +85,9 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _collect(results: Any, ranks: Sequence[Any], deadline: float) -> list[Any]:
+def _collect(results: Any, ranks: Sequence[Any], timeout_seconds: float) -> list[Any]:
     found: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_seconds
     while len(found) < len(ranks):
         ended = [rank for rank, process in enumerate(ranks) if rank not in found and process.exitcode is not None]
         try:
@@ -96,7 +98,7 @@ def _collect(results: Any, ranks: Sequence[Any], deadline: float) -> list[Any]:
                                 "and gave no answer") from None
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in range(len(ranks)) if rank not in found)
-                raise RankError(f"no answer in time from rank {missing} of {len(ranks)}") from None
+                raise RankError(f"no answer within {timeout_seconds:g} s from rank {missing} of {len(ranks)}") from None
             continue
         if error is not None:
             raise RankError(f"rank {rank} of {len(ranks)}:\n{error}")
@@ -114,11 +116,13 @@ def _rank_main(rank: int, size: int, store: str, timeout_seconds: float, payload
         function, arguments = cloudpickle.loads(payload)
         dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size,
                                 timeout=timedelta(seconds=timeout_seconds))
-        try:
-            dist.barrier()  # a rank that is done at once must not leave while others still connect
-            result = function(rank, *arguments)
-        finally:
-            dist.destroy_process_group()
-        results.put((rank, None, result))
+        dist.barrier()  # a rank that is done at once must not leave while others still connect
+        answer = (rank, None, function(rank, *arguments))
     except BaseException:
-        results.put((rank, traceback.format_exc(), None))
+        answer = (rank, traceback.format_exc(), None)
+    # The answer is written before the connections close: the first failure comes before what it does to the other ranks.
+    results.put(answer)
+    results.close()
+    results.join_thread()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -86,7 +86,7 @@ def _unseeded_draw(samples: int, *, seed: int, epoch: int, flip: bool, device: A
 
 
 def _as_if_shards_were_equal(engine: TrainingEngine, count: int) -> int:
-    return count * engine.world.size
+    return max(1, count) * engine.world.size
 
 
 def _every_batch_full(sampler: GlobalBatchSampler) -> list[int]:
@@ -151,7 +151,7 @@ def _micro_batches_added_up(engine: TrainingEngine, count: int) -> int:
 
 _SYNC = "tests/test_sync.py::test_equals_one_process_after_every_step"
 _SHARDING, _ENGINE, _CHECKPOINT = "tests/test_data_sharding.py", "tests/test_engine.py", "tests/test_checkpoint.py"
-_DIFFERS = r"differs from one process by [1-9e.]+"
+_DIFFERS = r"differs from one process by .+ \(allowed"
 
 
 def _strategy(kind: type[GradientSync], *, in_place_of: str = "AllReduce", ranks: int = 2, where: str = "",

@@ -146,7 +146,7 @@ class HalvingDoublingForPowersOfTwo(GradientSync):
 
 
 class TreeWithOneChild(GradientSync):
-    """Each parent adds its first child alone."""
+    """Rank 0 adds its first child alone: the gradient of rank 2 is left out."""
 
     def synchronize(self, model: nn.Module) -> None:
         for buffer in FlatBuffers().of(self.exchanged()):

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.paths import ROOT
-from tests.helpers.processes import TINY, Ended, kill_started, only_run_folder, run_part, start_lab, start_part
+from tests.helpers.processes import TINY, Ended, Started, kill_started, only_run_folder, run_part, start_lab, start_part
 
 FOLDER = ROOT / "tests" / "expectations"
 CHECKPOINT = FOLDER / "Epoch_1.pt"
 """Written once, by the commit that recorded the first expectations, and never again: old checkpoints must stay readable."""
 
 PARTS = ("PartOne", "PartTwo", "PartThree")
-QUICK = (*TINY, "--dataset", "digits", "--batch-size", 32, "--max-steps", 3, "--log-every", 1)
-SHORT = (*QUICK, "--epochs", 1, "--run-name", "run")
+SHORT = (*TINY, "--dataset", "digits", "--batch-size", 32, "--epochs", 1, "--max-steps", 3, "--log-every", 1, "--run-name", "run")
 RESUMABLE = (*TINY, "--dataset", "digits", "--batch-size", 512, "--epochs", 2, "--threads", 1, "--run-name", "run")
 """Two epochs of three steps; the checkpoint is that of the first."""
 
@@ -51,7 +50,7 @@ def help_texts() -> str:
     """Return ``--help`` of the parts and of every command of lab."""
     commands = [(part,) for part in PARTS] + [("lab", *words) for words in _lab_commands()]
     started = [(command, _start(*command, "--help", cwd=ROOT)) for command in commands]
-    return VERSION + _sections((" ".join(command), process.end().out) for command, process in started)
+    return VERSION + _sections((" ".join(command), _printed(process)) for command, process in started)
 
 
 def _lab_commands() -> Iterator[tuple[str, ...]]:
@@ -74,11 +73,17 @@ def recipe_settings() -> str:
     """Return ``--print-config`` of every recipe."""
     names = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
     started = [(name, start_part("PartThree", "--recipe", name, "--print-config", cwd=ROOT)) for name in names]
-    return _sections((name, process.end().out) for name, process in started)
+    return _sections((name, _printed(process)) for name, process in started)
+
+
+def _printed(process: Started) -> str:
+    end = process.end()
+    assert end.status == 0, end.err
+    return end.out
 
 
 def exit_codes() -> str:
-    """Return the exit status and the last line of what is said of wrong usages."""
+    """Return the exit status of wrong usages and the line that says what is wrong."""
     with tempfile.TemporaryDirectory() as folder:
         started = [(what, usage, _start(*usage, cwd=Path(folder))) for what, usage in WRONG_USAGES.items()]
         ends = [(what, usage, process.end()) for what, usage, process in started]
@@ -89,7 +94,7 @@ def exit_codes() -> str:
 def _said(end: Ended, folder: str) -> str:
     lines = [line for line in (end.err.strip() or end.out.strip()).splitlines() if line.strip()]
     first = next((line for line in lines if line.startswith("error")), lines[0])
-    return first.replace(str(ROOT), "ROOT").replace(folder, "FOLDER")
+    return _as_users_see(first.replace(folder, "FOLDER"))
 
 
 def run_folder() -> str:
@@ -159,7 +164,7 @@ CONTRACT = {
 """What code outside this project may import, beside what the docs show."""
 
 
-def _start(part: str, *arguments: object, cwd: Path) -> Any:
+def _start(part: str, *arguments: object, cwd: Path) -> Started:
     env = {"COLUMNS": "100", "NO_COLOR": "1"}
     return start_lab(*arguments, cwd=cwd, env=env) if part == "lab" else start_part(part, *arguments, cwd=cwd, env=env)
 

@@ -78,7 +78,7 @@ class Started:
         _started.append(self)
 
     def kill(self) -> None:
-        """End it, and all that it has started in its session, if it still runs."""
+        """End it, if it still runs, and with it all that it has started in its session."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
