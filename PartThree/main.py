@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.entry import main
+from common.cli import main
 from common.sync import BUILT_IN
 
 if __name__ == "__main__":

@@ -27,11 +27,11 @@ from sync import Exchange, shown
 
 sys.path.insert(0, str(REPOSITORY))
 
-from common.distributed import process_group
-from common.memory import keep_freed_memory
+from common.distributed.launch_env import Launch
+from common.distributed.process_group import process_group
 from common.models import build_model
-from common.place import Launch
-from common.sync.traffic import GradientSize
+from common.sync.message_cost import GradientSize
+from common.utils.system import keep_freed_memory
 from lab.cluster import Cluster
 from lab.units import parse_rate
 

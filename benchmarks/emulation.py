@@ -3,7 +3,7 @@
     lab calibrate                          # or lab calibrate --profile NAME: what each layer takes
     python benchmarks/emulation.py         # 4 and 8 nodes, 200 Mbit/s and 1 Gbit/s, some 25 minutes; nothing else should run
 
-For each number of nodes and each rate a comparison of its own (lab/compare.py): a cluster of so many network namespaces; the
+For each number of nodes and each rate a comparison of its own (lab/compare/runner.py): a cluster of so many network namespaces; the
 messages measured on it, alpha1 with 1 KB and alpha0 with 2 MB; then every strategy, with the layers asleep for as long as the
 profile says.
 
@@ -24,10 +24,10 @@ from loader import REPOSITORY, describe_machine, whole_number
 
 sys.path.insert(0, str(REPOSITORY))
 
-from lab.cells import Settings
-from lab.compare import compare
-from lab.forecast import forecast_on_nodes
-from lab.places import Places
+from lab.compare.cells import Settings
+from lab.compare.executors import Places
+from lab.compare.forecast import forecast_on_nodes
+from lab.compare.runner import compare
 
 AIMS = {"ddp": 0.05, "overlapped": 0.05, "all_reduce": 0.06, "gather_scatter": 0.03, "all_reduce_flat": 0.12,
         "gather_scatter_flat": 0.12, "ring": 0.10}
@@ -64,7 +64,7 @@ def report(results: Mapping[str, Any]) -> list[str]:
 
 def draw(path: Path, results: Mapping[str, Any]) -> None:
     """Draw the step of one rank, a strategy below the other."""
-    from lab.report.style import style
+    from lab.plot_style import style
     from lab.report.timeline import draw_beside
     from lab.report.view import rate_text
 

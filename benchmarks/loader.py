@@ -39,8 +39,8 @@ from common.data import load_dataset  # noqa: E402
 from common.data.dataset import Dataset, ImageSet  # noqa: E402
 from common.data.loaders import TrainLoader  # noqa: E402
 from common.data.sharding import GlobalBatchSampler  # noqa: E402
-from common.machine import usable_cores  # noqa: E402
-from common.records import environment  # noqa: E402
+from common.utils.environment import environment  # noqa: E402
+from common.utils.system import usable_cores  # noqa: E402
 
 PLAIN_WORKERS = 2
 PREFETCH_FACTOR = 2

@@ -40,10 +40,10 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(REPOSITORY))
 
-from common.memory import keep_freed_memory
 from common.models import build_model
 from common.sync import STRATEGIES, build_sync
-from common.sync.traffic import GradientSize
+from common.sync.message_cost import GradientSize
+from common.utils.system import keep_freed_memory
 
 _WARM_UP_ROUNDS = 4
 

@@ -54,13 +54,12 @@ from sklearn.metrics import accuracy_score
 from torch import nn
 
 from common.data.dataset import Dataset
-from common.machine import usable_cores
-from common.memory import keep_freed_memory
 from common.models import build_model
-from common.records import RunFolder
-from common.schedules import build_schedule
+from common.reporting.run_folder import RunFolder
 from common.training import prepare_model_for_training
 from common.training_engine import TrainingEngine
+from common.training_engine.lr_schedules import build_schedule
+from common.utils.system import keep_freed_memory, usable_cores
 
 VGG11_MACS = 152.8e6
 """Multiply-adds of one sample's forward pass; each is 2 operations, and backward counts as two more such passes."""
@@ -71,7 +70,7 @@ _SGEMM_SIZE, _SGEMM_REPEATS = 3072, 2
 
 
 class Ours:
-    """This project's step, as ``common.experiment.run`` puts it together for PartOne on a CPU."""
+    """This project's step, as ``common.experiment.run.run`` puts it together for PartOne on a CPU."""
 
     def __init__(self, dataset: Dataset, folder: Path, *, batch_size: int, total_steps: int) -> None:
         torch.manual_seed(SEED)

@@ -5,7 +5,6 @@ exact resume needs beside them. Its entry ``sha256`` is a digest of all the othe
 bits.
 """
 
-import hashlib
 import io
 import pickle
 import re
@@ -15,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.errors import UserError
-from common.files import write_atomically
+from common.utils.atomic_files import write_atomically
+from common.utils.hashing import digest
 
 _REQUIRED = ("epoch", "model_state_dict", "optimizer_state_dict", "loss")
 _NAME = re.compile(r"Epoch_(\d+)(?:_Step_(\d+))?\.pt$")
@@ -107,28 +107,3 @@ def newest_checkpoint(folders: list[Path]) -> tuple[Path | None, list[str]]:
             else:
                 return path, passed_over
     return None, passed_over
-
-
-def digest(value: Any) -> str:
-    """Return the SHA-256 of nested dicts, lists and plain values with tensors: of types, shapes and every byte."""
-    sha = hashlib.sha256()
-    _feed(sha, value)
-    return sha.hexdigest()
-
-
-def _feed(sha: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        tensor = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        sha.update(f"tensor {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sha.update(tensor.reshape(-1).view(torch.uint8).numpy())
-    elif isinstance(value, Mapping):
-        sha.update(f"dict {len(value)}".encode())
-        for key, entry in value.items():
-            _feed(sha, key)
-            _feed(sha, entry)
-    elif isinstance(value, list | tuple):
-        sha.update(f"list {len(value)}".encode())
-        for entry in value:
-            _feed(sha, entry)
-    else:
-        sha.update(f"{type(value).__name__} {value!r}".encode())

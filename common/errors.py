@@ -11,3 +11,8 @@ class GroupError(RuntimeError):
 
 class Stopped(Exception):  # noqa: N818 - not a failure
     """The run was asked to stop and has saved its state; the message says where it goes on."""
+
+
+# Exit statuses, beside 0 (done), 1 (failed) and 2 (wrong input).
+INTERRUPTED = 130
+TO_BE_CONTINUED = 75

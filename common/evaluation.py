@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import load_checkpoint, load_model_state
-from common.distributed import current_world
+from common.distributed.process_group import current_world
 from common.errors import UserError
 from common.training_engine import Predictions, predict
-from common.training_engine.prediction import unwrap
+from common.training_engine.evaluation_loop import unwrap
 
 
 def prepare_model_for_evaluation(model: nn.Module, device: torch.device | str,

@@ -14,12 +14,13 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.checkpoint import load_checkpoint, load_model_state
-from common.distributed import World, agree, broadcast_bytes, current_world
+from common.distributed.collectives import agree, broadcast_bytes
+from common.distributed.process_group import World, current_world
 from common.errors import UserError
-from common.saving import Saver
 from common.sync import build_sync
 from common.training_engine import EpochResult, StepRecord, TrainingEngine
-from common.training_engine.prediction import unwrap
+from common.training_engine.checkpoint_manager import Saver
+from common.training_engine.evaluation_loop import unwrap
 
 _STRATEGY_OF_TASK = {"": "none", "PartOne": "gather_scatter", "PartTwo": "all_reduce"}
 

@@ -15,8 +15,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from common.config import REPOSITORY
-from common.machine import free_port
+from common.utils.paths import REPOSITORY
+from common.utils.system import free_port
 
 WAYS = (("PartOne", "none", 1), ("PartTwo", "gather_scatter", 2), ("PartTwo", "all_reduce", 2), ("PartThree", "ddp", 2))
 SETTINGS = ("--dataset", "digits", "--batch-size", "64", "--epochs", "2")

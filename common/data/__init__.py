@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from common import registry
+from common.utils import registry
 
 DATASETS = {
     "cifar10": "common.data.cifar:load_cifar10",

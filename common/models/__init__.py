@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from common import registry
+from common.utils import registry
 
 MODELS = {
     "vgg11": "common.models.vgg:vgg11",

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from common import registry
+from common.utils import registry
 
 STRATEGIES = {
     "none": "common.sync.none:NoSync",

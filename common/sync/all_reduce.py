@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.sync.base import GradientSync
-from common.sync.traffic import Operation
+from common.sync.message_cost import Operation
 
 COPIES = 3
 """Passes through memory beside each collective: into contiguous strides, the division, and back."""

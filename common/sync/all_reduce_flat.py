@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from common.sync.base import GradientSync
-from common.sync.flat import FlatBuffers
-from common.sync.traffic import Operation, buffers
+from common.sync.flat_buffer import FlatBuffers
+from common.sync.message_cost import Operation, buffers
 
 
 class AllReduceFlat(GradientSync):
@@ -16,7 +16,7 @@ class AllReduceFlat(GradientSync):
     With N ranks and M bytes of gradients, per step, as a ring: every rank, the root too, sends 2(N-1) messages,
     2(N-1)/N M bytes, and receives as many.
     Time: 2(N-1) alpha + 2(N-1)/N M / B (alpha: latency, B: bytes a second), and one copy of M bytes within memory; as
-    ``p.grad`` becomes a view of the buffer (common/sync/flat.py), none back.
+    ``p.grad`` becomes a view of the buffer (common/sync/flat_buffer.py), none back.
     """
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.errors import UserError
-from common.sync.traffic import Operation, sent_bytes
+from common.sync.message_cost import Operation, sent_bytes
 
 
 class GradientSync:

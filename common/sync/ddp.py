@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from common.sync.base import GradientSync, broadcast_from_rank0
-from common.sync.buckets import bucket_operations
-from common.sync.traffic import Operation
+from common.sync.bucketing import bucket_operations
+from common.sync.message_cost import Operation
 
 
 class DDP(GradientSync):
@@ -24,7 +24,7 @@ class DDP(GradientSync):
 
     Parameters
     ----------
-    bucket_mb : MiB that close a bucket; None: torch's default, 1 in the first, then 25 (common/sync/buckets.py).
+    bucket_mb : MiB that close a bucket; None: torch's default, 1 in the first, then 25 (common/sync/bucketing.py).
     find_unused_parameters : let DDP look for parameters that a forward pass left out: costs a walk of the graph, one more
         ``all_reduce`` of 4 bytes a parameter, and buckets in the order of the parameters.
     """

@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from common.sync.base import GradientSync
-from common.sync.buckets import bucket_operations
+from common.sync.bucketing import bucket_operations
 from common.sync.ddp import wrap
-from common.sync.traffic import GradientSize, Operation
+from common.sync.message_cost import GradientSize, Operation
 
 
 class DDPFp16(GradientSync):

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from common.sync.base import GradientSync
 from common.sync.ddp import wrap
-from common.sync.powersgd_memory import PowerSGDMemory, is_compressed, thin_entries
-from common.sync.traffic import GradientSize, Operation, itemsize
+from common.sync.message_cost import GradientSize, Operation, itemsize
+from common.sync.powersgd_state import PowerSGDMemory, is_compressed, thin_entries
 
 _ONE_BUCKET_MB = 2**20
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from common.sync.all_reduce import COPIES
 from common.sync.base import GradientSync
-from common.sync.traffic import Operation
+from common.sync.message_cost import Operation
 
 
 class GatherScatter(GradientSync):

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from common.sync.base import GradientSync
-from common.sync.flat import FlatBuffers
-from common.sync.traffic import Operation, buffers
+from common.sync.flat_buffer import FlatBuffers
+from common.sync.message_cost import Operation, buffers
 
 
 class GatherScatterFlat(GradientSync):
@@ -17,7 +17,7 @@ class GatherScatterFlat(GradientSync):
     With N ranks and M bytes of gradients, per step: every rank but the root sends 1 message, M bytes, and receives as
     much; the root receives and sends N-1 messages, (N-1)M bytes, and needs memory for N buffers.
     Time: 2 alpha + 2(N-1)M / B + (N-1)M gamma (alpha: latency, B: bytes a second, gamma: seconds to add a byte), and one
-    copy of M bytes within memory; as ``p.grad`` becomes a view of the buffer (common/sync/flat.py), none back.
+    copy of M bytes within memory; as ``p.grad`` becomes a view of the buffer (common/sync/flat_buffer.py), none back.
     """
 
     def __init__(self) -> None:

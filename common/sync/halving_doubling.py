@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.sync.base import GradientSync
-from common.sync.exchange import send_and_receive
-from common.sync.flat import FlatBuffers
-from common.sync.traffic import Operation, after_copy, buffers
+from common.sync.flat_buffer import FlatBuffers
+from common.sync.message_cost import Operation, after_copy, buffers
+from common.sync.p2p import send_and_receive
 
 
 class HalvingDoubling(GradientSync):
@@ -21,7 +21,7 @@ class HalvingDoubling(GradientSync):
     messages, 2(p-1)/p M bytes. The N-p ranks beyond p hand M bytes to partners before and get M back after: such a
     partner, like the root where N > p, sends M more, the surplus rank M in all.
     Time: 2L alpha + (p-1)/p M (2 / B + gamma), and where N > p 2 alpha + M (2 / B + gamma) more (alpha: latency, B: bytes
-    a second, gamma: seconds to add a byte); one copy of M bytes within memory, none back (common/sync/flat.py).
+    a second, gamma: seconds to add a byte); one copy of M bytes within memory, none back (common/sync/flat_buffer.py).
     """
 
     def __init__(self) -> None:

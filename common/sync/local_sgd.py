@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from common.errors import UserError
 from common.sync.base import GradientSync
-from common.sync.traffic import Operation, buffers
+from common.sync.message_cost import Operation, buffers
 
 
 class LocalSGD(GradientSync):

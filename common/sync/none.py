@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from common.sync.base import GradientSync
-from common.sync.traffic import Operation
+from common.sync.message_cost import Operation
 
 
 class NoSync(GradientSync):

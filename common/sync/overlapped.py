@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from common.errors import UserError
 from common.sync.base import GradientSync
-from common.sync.buckets import bucket_operations, share_out
-from common.sync.flat import FlatBuffer
-from common.sync.traffic import GradientSize, Operation
+from common.sync.bucketing import bucket_operations, share_out
+from common.sync.flat_buffer import FlatBuffer
+from common.sync.message_cost import GradientSize, Operation
 
 
 class Overlapped(GradientSync):

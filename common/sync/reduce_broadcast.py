@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.sync.base import GradientSync
-from common.sync.traffic import Operation
+from common.sync.message_cost import Operation
 
 
 class ReduceBroadcast(GradientSync):

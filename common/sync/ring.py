@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.sync.base import GradientSync
-from common.sync.exchange import send_and_receive
-from common.sync.flat import FlatBuffers
-from common.sync.traffic import Operation, after_copy, buffers
+from common.sync.flat_buffer import FlatBuffers
+from common.sync.message_cost import Operation, after_copy, buffers
+from common.sync.p2p import send_and_receive
 
 
 class Ring(GradientSync):
@@ -21,7 +21,7 @@ class Ring(GradientSync):
     With N ranks and M bytes of gradients, per step: every rank, the root too, sends 2(N-1) messages, 2(N-1)/N M bytes (up
     to two entries more or less, where M is no multiple of N), and receives as many.
     Time: 2(N-1)(alpha + M/N / B) + (N-1)/N M gamma (alpha: latency, B: bytes a second, gamma: seconds to add a byte), and
-    one copy of M bytes within memory; as ``p.grad`` becomes a view of the buffer (common/sync/flat.py), none back.
+    one copy of M bytes within memory; as ``p.grad`` becomes a view of the buffer (common/sync/flat_buffer.py), none back.
     """
 
     def __init__(self) -> None:

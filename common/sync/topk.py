@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from common.sync.base import GradientSync
-from common.sync.flat import FlatBuffers
-from common.sync.traffic import Operation, buffers
+from common.sync.flat_buffer import FlatBuffers
+from common.sync.message_cost import Operation, buffers
 
 _STRIDE = 101
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.sync.base import GradientSync
-from common.sync.flat import FlatBuffers
-from common.sync.traffic import Operation, after_copy, buffers, tree_children
+from common.sync.flat_buffer import FlatBuffers
+from common.sync.message_cost import Operation, after_copy, buffers, tree_children
 
 
 class Tree(GradientSync):
@@ -18,7 +18,7 @@ class Tree(GradientSync):
     With N ranks, M bytes of gradients and L = ceil(log2 N), per step: every rank but the root sends M bytes to its parent
     and, like the root, M to each of its children, of which the root has L and a leaf none.
     Time: 2L (alpha + M / B) + L M gamma (alpha: latency, B: bytes a second, gamma: seconds to add a byte), and one copy
-    of M bytes within memory; as ``p.grad`` becomes a view of the buffer (common/sync/flat.py), none back.
+    of M bytes within memory; as ``p.grad`` becomes a view of the buffer (common/sync/flat_buffer.py), none back.
     """
 
     def __init__(self) -> None:

@@ -23,19 +23,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from common.data.sharding import STEP_STREAM, stream_seed
-from common.distributed import World, agree, current_world
-from common.ema import build_ema
-from common.emulation import Emulation
+from common.distributed import process_group as group
+from common.distributed.collectives import agree, warn_of_equal_batches
+from common.distributed.process_group import World, current_world
+from common.emulation.emulated_model import Emulation
 from common.errors import UserError
-from common.precision import choose_amp
+from common.profiling.comm_trace import Timeline
+from common.profiling.step_timer import StepTimer
 from common.sync import build_sync
 from common.sync.base import GradientSync
 from common.sync.none import NoSync
-from common.timeline import Timeline
-from common.timing import StepTimer
-from common.training_engine import batchnorm, fitting, group, resumption
-from common.training_engine.prediction import to_device, unwrap
-from common.training_engine.steps import EpochResult, StepLedger, StepOutcome, StepRecord
+from common.training_engine import batchnorm
+from common.training_engine import checkpoint_manager as resumption
+from common.training_engine import epochs as fitting
+from common.training_engine.amp import choose_amp
+from common.training_engine.ema import build_ema
+from common.training_engine.evaluation_loop import to_device, unwrap
+from common.training_engine.metrics import EpochResult, StepLedger, StepOutcome, StepRecord
 
 MicroBatch = tuple[Tensor, Tensor]
 
@@ -51,14 +55,14 @@ class TrainingEngine:
     world_size, backend : what the caller believes the group to be; a contradiction is an error.
     use_amp : mixed precision: fp16 with a GradScaler on a GPU, bf16 on a CPU that is fast at it. ``amp_dtype``
         (torch.float16, torch.bfloat16) chooses the type by itself.
-    use_ema : keep an exponential moving average of the weights (common/ema.py), evaluated and saved beside them.
+    use_ema : keep an exponential moving average of the weights (common/training_engine/ema.py), evaluated and saved beside them.
     sync_batchnorm : in a group on GPUs, BatchNorm layers that train normalise over all ranks; else by rank.
     accumulation_steps : micro-batches (the loader's batches) of one optimiser step; communicated once.
     sync : a strategy or its name, see common/sync; used where ``distributed``.
     clip_norm : largest norm of all gradients together.
     experiment_name, output_dir : ``train`` writes to ``output_dir/experiment_name/``.
 
-    Set ``timeline`` (common/timeline.py) to take down the messages of some steps, ``emulation`` (common/emulation.py) where the
+    Set ``timeline`` (common/profiling/comm_trace.py) to take down the messages of some steps, ``emulation`` (common/emulation/emulated_model.py) where the
     model sleeps in place of computing: then weights stay, and no loss is recorded.
     """
 
@@ -286,7 +290,7 @@ class TrainingEngine:
                     break
                 if self._first_batch:
                     self._first_batch = False
-                    group.warn_of_equal_batches(self.world, *window[0])
+                    warn_of_equal_batches(self.world, *window[0])
                 local = sum(len(labels) for _, labels in window)
                 global_samples = sizes[index] if sizes is not None else self._sum_over_ranks(local)
                 rate = self.optimizer.param_groups[0]["lr"]

@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from common.config import REPOSITORY
-from common.distributed import current_world
+from common.distributed.process_group import current_world
 from common.errors import UserError
 from common.training_engine.engine import TrainingEngine
+from common.utils.paths import REPOSITORY
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0

@@ -17,10 +17,10 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from common.ending import end_process
-from common.failures import explain_collective_failure
-from common.machine import usable_cores
+from common.distributed.failures import explain_collective_failure
 from common.training_engine.launch import _OUTCOME, TrainingEngine
+from common.utils.processes import end_process
+from common.utils.system import usable_cores
 
 _TIMEOUT, _PATIENCE = timedelta(seconds=60), timedelta(hours=2)
 

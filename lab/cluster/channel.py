@@ -18,11 +18,11 @@ from typing import Any
 
 import psutil
 
-from common.config import REPOSITORY
 from common.errors import GroupError, UserError
+from common.utils.paths import REPOSITORY
+from common.utils.processes import death_wish, descendants
 from lab.cluster import tools
 from lab.cluster.host import HOST_CODE
-from lab.processes import death_wish, descendants
 
 _READY_SECONDS = 180.0
 _ANSWER_SECONDS = 60.0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import GroupError, UserError
-from common.machine import free_port
+from common.utils.system import free_port
 from lab.cluster import network, tools
 from lab.cluster.channel import Channel
 from lab.cluster.program import fill_in, node_environment

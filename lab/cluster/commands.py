@@ -1,4 +1,4 @@
-"""``lab cluster run``, ``shell`` and ``fault``: what each does with a ``Cluster``; their flags are in lab/cluster/flags.py."""
+"""``lab cluster run``, ``shell`` and ``fault``: what each does with a ``Cluster``; their flags are in lab/cluster/cli.py."""
 
 import argparse
 import os
@@ -10,15 +10,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from common.errors import UserError
+from common.errors import INTERRUPTED, UserError
+from common.utils.paths import new_folder
+from common.utils.processes import blame
 from lab.cluster import control
 from lab.cluster.cluster import Cluster, End
 from lab.cluster.program import check_placeholders, node_environment, parse_python
-from lab.compare import new_folder
-from lab.echo import Echo
-from lab.processes import blame
+from lab.processes.prefixed_output import Echo
 
-_INTERRUPTED = 130
 _FAREWELL_SECONDS = 5.0
 
 console = Console(highlight=False)
@@ -66,7 +65,7 @@ def _interrupted(cluster: Cluster, logs: Path) -> int:
     except (KeyboardInterrupt, TimeoutError):
         pass
     console.print(f"interrupted: every process of every node is ended; their output is in {logs}", markup=False, soft_wrap=True)
-    return _INTERRUPTED
+    return INTERRUPTED
 
 
 def _conclusion(cluster: Cluster, ends: Sequence[End], seconds: float, logs: Path) -> int:

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.utils.processes import adopt_orphans, death_wish, descendants
 from lab.cluster import network
 from lab.cluster.network import Link
 from lab.cluster.program import PythonProgram, as_started_anew, parse_python, preload_modules
-from lab.processes import adopt_orphans, death_wish, descendants
 
 _NETWORK_NAMESPACE = 0x40000000
 _READ_BYTES = 65536
@@ -138,9 +138,11 @@ class Host:
     def _signal_all(self, node: int, number: int) -> None:
         """Also to what the node's program has started, and until nothing new is found."""
         known: set[int] = set()
+        program = self._programs.get(node)
         while new := set(self._processes(node)) - known:
             known |= new
-            for pid in new:
+            # The node's own program first: killed after its children, it might see them end and end by itself.
+            for pid in sorted(new, key=lambda pid: program is None or pid != program.pid):
                 _signal(pid, number)
 
     def _processes(self, node: int) -> list[int]:

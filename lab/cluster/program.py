@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from common.config import REPOSITORY
-from common.ending import end_process
 from common.errors import UserError
-from common.machine import usable_cores
+from common.utils.paths import REPOSITORY
+from common.utils.processes import end_process
+from common.utils.system import usable_cores
 
 PLACEHOLDERS = ("master", "nodes", "rank", "port")
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 _INTERPRETERS = ("python", "python3")
 _INTERRUPTED = 130
 _OWN_PACKAGES = ("common", "lab")
-_PRELOADED = ("common.experiment", "common.models.vgg", "sklearn.datasets", "torch._dynamo")
+_PRELOADED = ("common.experiment.run", "common.models.vgg", "sklearn.datasets", "torch._dynamo")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _is_this_interpreter(word: str) -> bool:
 
 def preload_modules() -> None:
     """Import what every node of a python command would; nothing may compute here, since threads do not survive a fork."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as common/entry.py has it; read when torch is imported
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as common/cli.py has it; read when torch is imported
     for module in _PRELOADED:
         importlib.import_module(module)
     gc.freeze()  # so that no node's collector touches, and thereby copies, memory that all share

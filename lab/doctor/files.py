@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from common.config import REPOSITORY
-from common.source import source_digests
+from common.utils.paths import REPOSITORY
+from common.utils.source_hash import source_digests
 from lab.doctor.finding import Finding, Question, failure, ok, warning
 from lab.doctor.machine import torch_facts
 

@@ -16,7 +16,7 @@ from functools import cache
 
 import psutil
 
-from common.machine import usable_cores
+from common.utils.system import usable_cores
 from lab.cluster import tools
 from lab.doctor.finding import Finding, Question, failure, ok, warning
 
@@ -44,7 +44,7 @@ def torch_facts() -> TorchFacts:
         import torch
         import torchvision  # noqa: F401 - fails where the pair does not match
 
-        from common.precision import cpu_has_fast_bf16
+        from common.training_engine.amp import cpu_has_fast_bf16
     except Exception as error:  # a broken installation raises anything
         return TorchFacts(error=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
     gpus = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.machine import usable_cores
+from common.utils.system import usable_cores
 from lab.doctor.files import code_digest, dataset_fact, git
 from lab.doctor.finding import Finding, Question, failure, ok, warning
 from lab.doctor.machine import package_version, torch_facts

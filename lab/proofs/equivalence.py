@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import digest
 from common.errors import UserError
 from common.sync import build_sync
 from common.sync.base import GradientSync
 from common.training_engine import TrainingEngine
+from common.utils.hashing import digest
 from lab.proofs.ranks import run_ranks
 
 STEPS = 4

@@ -20,7 +20,8 @@ from common import checkpoint
 from common.data import augmentation
 from common.data.sharding import GlobalBatchSampler
 from common.sync.base import GradientSync, broadcast_from_rank0
-from common.training_engine import TrainingEngine, batchnorm, resumption
+from common.training_engine import TrainingEngine, batchnorm
+from common.training_engine import checkpoint_manager as resumption
 from lab.proofs import wrong_strategies
 
 
@@ -149,8 +150,8 @@ def _micro_batches_added_up(engine: TrainingEngine, count: int) -> int:
 
 # --- The list ---
 
-_SYNC = "tests/test_sync.py::test_equals_one_process_after_every_step"
-_SHARDING, _ENGINE, _CHECKPOINT = "tests/test_data_sharding.py", "tests/test_engine.py", "tests/test_checkpoint.py"
+_SYNC = "tests/common/sync/test_sync.py::test_equals_one_process_after_every_step"
+_SHARDING, _ENGINE, _CHECKPOINT = "tests/common/data/test_sharding.py", "tests/common/training_engine/test_engine.py", "tests/common/test_checkpoint.py"
 _DIFFERS = r"differs from one process by .+ \(allowed"
 
 
@@ -199,26 +200,26 @@ WRONG = (
 
     Wrong("Rank0sStatistics", "BatchNorm", "All ranks take the running statistics of rank 0.",
           "common.training_engine.batchnorm:agree_on_buffers", _rank0s_statistics,
-          "tests/test_sync_batchnorm.py::test_running_statistics_are_the_mean_over_all_samples",
+          "tests/common/training_engine/test_batchnorm.py::test_running_statistics_are_the_mean_over_all_samples",
           "running statistics differ from those of the shards in turn"),
     Wrong("UnweightedStatistics", "BatchNorm", "Running statistics are averaged as if all ranks had as many samples.",
           "common.training_engine.batchnorm:_average", _unweighted_statistics,
-          "tests/test_sync_batchnorm.py::test_running_statistics_are_the_mean_over_all_samples",
+          "tests/common/training_engine/test_batchnorm.py::test_running_statistics_are_the_mean_over_all_samples",
           "running statistics differ from those of the shards in turn"),
 
     Wrong("ResumeWithoutOptimiserState", "resume", "The momentum is not saved.",
           "common.training_engine:TrainingEngine.state", _state_without_momentum,
-          "tests/test_resume.py::test_one_rank_resumes_bit_for_bit", "metrics of the second epoch differ after a resume"),
+          "tests/common/experiment/test_resume.py::test_one_rank_resumes_bit_for_bit", "metrics of the second epoch differ after a resume"),
     Wrong("ResumeWithoutEpoch", "resume", "A resumed run counts its epochs from 1 again, so that the order repeats itself.",
           "common.data.sharding:GlobalBatchSampler.set_epoch", _epochs_counted_from_the_start,
-          "tests/test_resume.py::test_one_rank_resumes_bit_for_bit", "metrics of the second epoch differ after a resume"),
+          "tests/common/experiment/test_resume.py::test_one_rank_resumes_bit_for_bit", "metrics of the second epoch differ after a resume"),
 
     Wrong("ClipBeforeAveraging", "clipping", "Each rank clips its own gradients, then they are averaged.",
           "common.training_engine:TrainingEngine.train_step", _clip_before_averaging,
-          "tests/test_sync.py::test_other_cases_equal_one_process[clipping]", rf"2 ranks, step 1: .*{_DIFFERS}"),
+          "tests/common/sync/test_sync.py::test_other_cases_equal_one_process[clipping]", rf"2 ranks, step 1: .*{_DIFFERS}"),
     Wrong("ClipEachParameter", "clipping", "The norm of each parameter is limited, not that of all together.",
           "common.training_engine.engine:clip_grad_norm_", _clip_each_parameter,
-          "tests/test_sync.py::test_other_cases_equal_one_process[clipping]", rf"2 ranks, step 1: .*{_DIFFERS}"),
+          "tests/common/sync/test_sync.py::test_other_cases_equal_one_process[clipping]", rf"2 ranks, step 1: .*{_DIFFERS}"),
 
     Wrong("CheckpointWithoutHash", "checkpoint", "Nothing tells whether the contents are those that were saved.",
           "common.checkpoint:save_checkpoint", _save_without_hash,
@@ -233,7 +234,7 @@ WRONG = (
           "messages of a step with several micro-batches"),
     Wrong("MicroBatchesAddedUp", "accumulation", "The micro-batches' gradients are added up, not averaged.",
           "common.training_engine:TrainingEngine._sum_over_ranks", _micro_batches_added_up,
-          "tests/test_sync.py::test_other_cases_equal_one_process[accumulation]",
+          "tests/common/sync/test_sync.py::test_other_cases_equal_one_process[accumulation]",
           rf"2 ranks, step 1: .*{_DIFFERS}"),
 
     _strategy(wrong_strategies.NoInitialBroadcast, group="seeds"),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.sync.base import GradientSync
-from common.sync.flat import FlatBuffers
+from common.sync.flat_buffer import FlatBuffers
 from common.sync.halving_doubling import halving_doubling_all_reduce
 from common.sync.overlapped import Overlapped
 from common.sync.ring import ring_all_reduce

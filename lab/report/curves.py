@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from lab.plot_style import DASHES, INK, PAPER, NothingToShowError, color, grid, marker, title
 from lab.report.losses import by_seed, largest_difference
-from lab.report.style import DASHES, INK, PAPER, NothingToShowError, color, grid, marker, title
 from lab.report.view import Block, Row, percent
 
 _LOG = 6  # axes whose ends lie further apart than this factor are logarithmic

@@ -13,7 +13,16 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from lab.report.style import INK, PAPER, SECTIONS, NothingToShowError, color, grid, section_patch, title
+from lab.plot_style import (
+    INK,
+    PAPER,
+    SECTIONS,
+    NothingToShowError,
+    color,
+    grid,
+    section_patch,
+    title,
+)
 from lab.report.view import Block, Row, seconds_text
 
 _ROW = 0.235  # inches a bar takes with its gap

@@ -11,10 +11,10 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from lab.plot_style import Drawing
 from lab.report import tables
+from lab.report.figure_pages import Missing
 from lab.report.findings import findings
-from lab.report.gallery import Missing
-from lab.report.style import Drawing
 from lab.report.view import NOTHING, Block, percent, rate_text, seconds_text, what_is_emulated
 
 _LABELS = {"dataset": "data", "model": "model", "scaling": "scaling", "batch_size": "batch size", "steps": "measured steps",

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from lab.report.style import INK, PAPER, SECTIONS, NothingToShowError, grid, section_patch, title
+from lab.plot_style import INK, PAPER, SECTIONS, NothingToShowError, grid, section_patch, title
 from lab.report.view import percent
 
 Span = tuple[float, float]

@@ -13,10 +13,9 @@ from statistics import fmean
 from typing import Any
 
 from common.errors import UserError
+from common.sync import STRATEGIES
 from lab.units import parse_rate
 
-ORDER = ("none", "gather_scatter", "gather_scatter_flat", "reduce_broadcast", "all_reduce", "all_reduce_flat", "tree", "ring",
-         "halving_doubling", "overlapped", "ddp", "ddp_fp16", "ddp_powersgd", "topk", "local_sgd")
 NOTHING = "–"
 Interval = tuple[float, float]
 _CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
@@ -184,7 +183,8 @@ class Block:
 
 def order(sync: str) -> tuple[int, str]:
     """The key that sorts strategies as everywhere: known ones first, in their order."""
-    return (ORDER.index(sync) if sync in ORDER else len(ORDER), sync)
+    order = list(STRATEGIES)
+    return (order.index(sync) if sync in order else len(order), sync)
 
 
 def blocks(results: Mapping[str, Any]) -> list[Block]:

@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Sequence
 
-from common.arguments import find_recipe, read_recipe
+from common.config.recipes import find_recipe, read_recipe
 from common.errors import UserError
-from lab.echo import Echo
+from lab.processes.prefixed_output import Echo
 from lab.ssh.command import Plan
-from lab.ssh.nodes import Nodes
+from lab.ssh.connections import Nodes
 from lab.ssh.probe import Facts
 
 _LIMIT_SECONDS = 600.0

@@ -17,10 +17,10 @@ from typing import IO, Any
 from rich.console import Console
 
 from common.errors import UserError
-from common.files import write_atomically
+from common.utils.atomic_files import write_atomically
+from lab.ssh.connections import Nodes
 from lab.ssh.hosts import Host, Way, parse_hosts
 from lab.ssh.launch import way_of
-from lab.ssh.nodes import Nodes
 from lab.ssh.probe import refuse, unreached_hosts
 from lab.ssh.record import read_launch
 

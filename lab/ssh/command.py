@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.config import DEFAULT_MASTER_PORT
 from common.errors import UserError
+from common.utils.environment import DEFAULT_MASTER_PORT
 from lab.cluster.program import check_placeholders, fill_in
 
 _PART = re.compile(r"(?:^|/)(Part(?:One|Two|Three))/main\.py$")

@@ -1,7 +1,7 @@
 """The hosts of a launch, and the ``ssh`` command that reaches each: the system's own, so that ~/.ssh/config, agents and jump
 hosts work as at the prompt.
 
-``parse_hosts`` reads ``--hosts``, ``ssh_command`` makes the command, ``program`` is the text that runs there (keeper.py).
+``parse_hosts`` reads ``--hosts``, ``ssh_command`` makes the command, ``program`` is the text that runs there (remote_agent.py).
 """
 
 import re
@@ -14,14 +14,14 @@ from common.errors import UserError
 
 CONNECT_SECONDS = 10
 _HERE = Path(__file__).resolve().parent
-_REMOTE = ("survey.py", "keeper.py")
+_REMOTE = ("remote_handlers.py", "remote_agent.py")
 _ENTRY = "main(ANSWERS)\n"
 # Reads the program whose length stands in the first line, byte by byte: what follows it is for the program itself. No quotes but
 # double ones and no newline, so that every login shell passes it on as it is.
 _BOOTSTRAP = ('import os, sys; sys.path[:] = [p for p in sys.path if p]; f = os.fdopen(0, "rb", 0, closefd=False); '
               'n = int(f.readline()); t = bytearray(); '
               '[t.extend(f.read(n - len(t)) or sys.exit("cut")) for _ in iter(lambda: len(t) < n, False)]; '
-              'exec(compile(bytes(t), "lab/ssh/keeper.py", "exec"), {"__name__": "lab_keeper"})')
+              'exec(compile(bytes(t), "lab/ssh/remote_agent.py", "exec"), {"__name__": "lab_keeper"})')
 _OWN_PYTHON = 'cd -- "$0" 2>/dev/null && test -x .venv/bin/python && exec .venv/bin/python -c "$1"; exec python3 -c "$1"'
 _GIVEN_PYTHON = 'cd -- "$0" 2>/dev/null; exec "$2" -c "$1"'
 

@@ -15,18 +15,16 @@ from types import FrameType
 
 from rich.console import Console
 
-from common.config import REPOSITORY
-from common.entry import INTERRUPTED, TO_BE_CONTINUED
-from common.errors import UserError
-from lab.compare import new_folder
-from lab.echo import Echo
-from lab.processes import blame
+from common.errors import INTERRUPTED, TO_BE_CONTINUED, UserError
+from common.utils.paths import REPOSITORY, new_folder
+from common.utils.processes import blame
+from lab.processes.prefixed_output import Echo
 from lab.ssh.check import doctors_find_nothing
 from lab.ssh.command import Plan
+from lab.ssh.connection import LOST
+from lab.ssh.connections import Nodes
 from lab.ssh.hosts import Host, Way, parse_hosts, remote_folder
-from lab.ssh.meeting import find_master
-from lab.ssh.node import LOST
-from lab.ssh.nodes import Nodes
+from lab.ssh.master_address import find_master
 from lab.ssh.probe import Facts, ask_facts, problems_of, refuse
 from lab.ssh.record import SHOWN_HOSTS, Record
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from common.errors import UserError
 from lab.ssh.command import Plan
+from lab.ssh.connection import Node
+from lab.ssh.connections import Nodes
 from lab.ssh.hosts import CONNECT_SECONDS, Host, Way
-from lab.ssh.node import Node
-from lab.ssh.nodes import Nodes
 from lab.ssh.refusals import explain
 
 OLDEST_PYTHON = (3, 11)
@@ -22,7 +22,7 @@ Facts = Mapping[str, Any]
 
 
 def ask_facts(nodes: Nodes, way: Way, *, script: str | None) -> list[Facts]:
-    """Return what each host says of itself, see survey.facts. UserError, with a line for each, where some do not answer."""
+    """Return what each host says of itself, see remote_handlers.facts. UserError, with a line for each, where some do not answer."""
     refuse(unreached_hosts(nodes), of=len(nodes.nodes))
     answers = nodes.ask("facts", nodes=range(len(nodes.nodes)), limit_seconds=_FACTS_SECONDS, folder=way.workdir, script=script)
     refuse({nodes.hosts[node]: answer["error"] for node, answer in answers.items() if "error" in answer}, of=len(nodes.nodes))

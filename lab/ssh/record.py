@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.errors import UserError
-from common.files import write_atomically
-from lab.echo import Echo
+from common.utils.atomic_files import write_atomically
+from lab.processes.prefixed_output import Echo
 from lab.ssh.command import Plan
 from lab.ssh.hosts import Host, Way
 from lab.ssh.probe import Facts

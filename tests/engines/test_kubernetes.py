@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from common.arguments import parse_arguments
 from common.checkpoint import load_checkpoint, newest_checkpoint
-from common.config import Config
+from common.config.parser import parse_arguments
+from common.config.schema import Config
 from common.sync import BUILT_IN
 from lab.cluster import Cluster
 from tests.helpers import LONG, ROOT, free_port, wait_until

@@ -14,7 +14,7 @@ import torch
 
 from common.checkpoint import checkpoints_by_age, load_checkpoint
 from lab.cluster import Cluster
-from lab.explain import explain, read_lines
+from lab.explain.diagnosis import explain, read_lines
 from tests.helpers import ROOT, make_image_folder, slurm_cluster, wait_until
 from tests.helpers.cluster import with_word
 from tests.helpers.slurm_cluster import SlurmCluster

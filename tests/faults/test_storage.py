@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint import digest, load_checkpoint, newest_checkpoint, save_checkpoint
-from common.files import remove_unfinished, write_atomically
+from common.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from common.utils.atomic_files import remove_unfinished, write_atomically
+from common.utils.hashing import digest
 from tests.helpers import ROOT, run_part
 from tests.helpers.stage import QUICK, Stage, assert_same_training, assert_told, hidden_files
 
@@ -135,7 +136,7 @@ def test_a_run_passes_over_a_hostile_and_a_cut_checkpoint(stage: Stage, undistur
 WRITE_HALF = """
 import sys
 from pathlib import Path
-from common.files import _open_unfinished
+from common.utils.atomic_files import _open_unfinished
 file = _open_unfinished(Path(sys.argv[1]))
 file.write(b"half")
 file.flush()

@@ -18,6 +18,6 @@ def test_the_table_and_the_tests_are_the_same() -> None:
     named = {name for row in rows for name in re.findall(r"`([\w/]+\.py::test_\w+)`", row)}
     here = {name for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__) for name in functions_in(path)}
     assert here - named == set(), "not in the table"
-    known = here | {name for path in (ROOT / "tests").glob("test_*.py") for name in functions_in(path)}
+    known = here | {name for path in (ROOT / "tests").rglob("test_*.py") for name in functions_in(path)}
     assert named - known == set(), "not among the tests"
     assert all(len(row.split("|")) == 6 for row in rows), "fault, expected, observed, test"

@@ -134,7 +134,7 @@ def _keys(value: Any, above: str = "") -> list[str]:
 
 def hashed_sources() -> str:
     """Return the files whose contents the ranks compare before they train."""
-    from common.source import source_digests
+    from common.utils.source_hash import source_digests
 
     return "".join(f"{name}\n" for name in sorted(source_digests()))
 

@@ -39,8 +39,10 @@ def main(arguments: list[str]) -> int:
 def lab(arguments: list[str]) -> int:
     """``lab`` whose parts are this file."""
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from lab import cells, cli, commands, compare
-    from lab.jobs import one_run
+    from lab import cli
+    from lab.compare import cells, commands
+    from lab.compare import job_run as one_run
+    from lab.compare import runner as compare
 
     real = cells.node_command
 

@@ -73,7 +73,7 @@ def at_each_step(act: Act) -> None:
 
 def while_loading(act: Act) -> None:
     """The dataset is being read, before the first epoch."""
-    from common import experiment
+    from common.experiment import run as experiment
 
     load = experiment.load_dataset
 
@@ -130,7 +130,7 @@ def in_a_collective(act: Act) -> None:
 
 def in_evaluation(act: Act) -> None:
     """The model computes its first batch of the test set."""
-    from common import experiment
+    from common.experiment import run as experiment
 
     predict = experiment.predict
 
@@ -143,7 +143,7 @@ def in_evaluation(act: Act) -> None:
 
 def while_writing(act: Act) -> None:
     """Half of the second epoch's checkpoint is on the disk."""
-    from common import files
+    from common.utils import atomic_files as files
 
     open_unfinished = files._open_unfinished
 
@@ -189,7 +189,7 @@ def after_the_rename(act: Act) -> None:
 
 def while_another_writes(act: Act) -> None:
     """This rank waits for the one that writes the second epoch's checkpoint."""
-    from common import saving
+    from common.training_engine import checkpoint_manager as saving
 
     everyone, calls = saving.everyone, []
 

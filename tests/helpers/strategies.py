@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from common import registry
 from common.sync import STRATEGIES
+from common.utils import registry
 
 DISTRIBUTED = [name for name in STRATEGIES if name != "none"]
 EXACT = [name for name in DISTRIBUTED if registry.load(STRATEGIES, name, kind="strategy").exact]

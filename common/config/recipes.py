@@ -1,0 +1,76 @@
+"""Recipes: settings of known experiments, as TOML files."""
+
+import difflib
+import json
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from common.config.schema import Config
+from common.errors import UserError
+from common.utils.paths import REPOSITORY
+
+RECIPES = REPOSITORY / "recipes"
+
+
+def find_recipe(name: str) -> Path:
+    """Return the file of a recipe that is given by name or path; UserError with the choices where there is none."""
+    path = Path(name) if name.endswith(".toml") else RECIPES / f"{name}.toml"
+    if not path.is_file():
+        known = sorted(recipe.stem for recipe in RECIPES.glob("*.toml"))
+        raise UserError(f"--recipe: there is no {path}; choose one of {', '.join(known)}, or give a file that ends in .toml")
+    return path
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Return a recipe's settings by field name. UserError on a key that is unknown or not for recipes, and on a value of
+    another type; ``Config`` checks the rest."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no TOML, no UTF-8, a number of 5000 digits
+        raise UserError(f"recipe {path} cannot be read: {error}") from error
+    specs = {spec.name: spec.metadata for spec in fields(Config) if spec.metadata and spec.metadata["in_recipe"]}
+    settings = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name not in specs:
+            close = difflib.get_close_matches(name, specs, n=1)
+            hint = f"did you mean {close[0]}?" if close else "--print-config shows the keys"
+            raise UserError(f"recipe {path}: unknown key {key!r}; {hint}")
+        kind = specs[name]["type"]
+        wanted = {int: (int,), float: (int, float), bool: (bool,), str: (str,), Path: (str,)}[kind]
+        if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
+            words = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a text in quotes")
+            raise UserError(f"recipe {path}: {key} = {value!r}, give {words}")
+        settings[name] = Path(value) if kind is Path else float(str(value)) if kind is float else value  # str: 10**400 is inf
+    return settings
+
+
+def print_recipe(config: Config) -> str:
+    """Return every setting that a recipe can hold as the text of one; those that are not set stand as comments."""
+    groups: dict[str, list[str]] = {}
+    for spec in fields(Config):
+        if spec.metadata and spec.metadata["in_recipe"]:
+            value = getattr(config, spec.name)
+            groups.setdefault(spec.metadata["group"], []).append(
+                f"# {spec.name} is not set" if value is None else f"{spec.name} = {_toml(value)}")
+    lines = [f"# {config.part}" + (f", recipe {config.recipe}" if config.recipe else "")]
+    for group, entries in groups.items():
+        lines += ["", f"# {group}", *entries]
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    return json.dumps(str(value), ensure_ascii=False)  # TOML's basic strings escape as JSON's do
+
+
+def _dashes(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value

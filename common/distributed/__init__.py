@@ -1,0 +1,1 @@
+"""All state of the process group: launch environment, rendezvous, collectives, failures."""

@@ -1,0 +1,1 @@
+"""Emulated compute: layers that take the times of a profile by sleeping."""

@@ -1,0 +1,1 @@
+"""One run from beginning to end: ``run.py`` is the page to read."""

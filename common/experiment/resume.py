@@ -1,0 +1,133 @@
+"""Which folder a run writes to, and from which checkpoint it goes on; also when torchrun has started its workers again.
+
+Order of the calls: ``open_job``, then ``find_checkpoint``. A job started again finds its folder by the agent (torchrun's
+process on each node), which outlives the workers; the newest checkpoint among the nodes counts, and is sent to all.
+"""
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from common.checkpoint import load_checkpoint, newest_checkpoint
+from common.config.schema import Config
+from common.distributed.collectives import broadcast_bytes, everyone, gather_objects, on_rank0
+from common.distributed.launch_env import Launch
+from common.distributed.process_group import World
+from common.errors import UserError
+from common.reporting.console import say
+from common.reporting.run_folder import RunFolder, new_run_name
+from common.utils.atomic_files import remove_unfinished
+
+_AGENTS = ".agents"
+
+
+@dataclass(frozen=True)
+class Job:
+    """folder : this node's; goes_on : whether it holds an earlier part of the same run; writes : whether this rank writes
+    checkpoints (rank 0, and under torchrun with restarts one rank a node that has a disk of its own)."""
+
+    folder: RunFolder
+    goes_on: bool
+    writes: bool
+
+
+def open_job(config: Config, launch: Launch, world: World) -> Job:
+    """Choose and make the run's folder, the same name on every node. Collective.
+
+    Raises UserError where it cannot be written, and where --run-name exists already and --resume is not given.
+    """
+    parent = config.reports_folder / config.experiment
+    # The same on every rank: it decides on collectives below.
+    may_start_again = launch.agent is not None and (launch.restarts > 0 or launch.largest_size > launch.size)
+    record = parent / _AGENTS / launch.agent if may_start_again else None
+    mine = record.read_text(encoding="utf-8") if record is not None and record.is_file() else ""
+    names = [name for name in gather_objects(world, mine) if name]
+    goes_on = bool(names)
+    name = max(names) if names else on_rank0(world, lambda: _new_name(config, parent))
+    if not goes_on and config.run_name is not None:
+        goes_on = any(gather_objects(world, (parent / name / "config.json").exists()))
+    folder = everyone(world, lambda: RunFolder(parent / name))
+    if record is not None and world.local_rank == 0:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(name, encoding="utf-8")
+    own_disk = _own_disk(folder.path, world) if may_start_again else False
+    return Job(folder, goes_on, world.is_root or own_disk)
+
+
+def _new_name(config: Config, parent: Path) -> str:
+    if config.run_name is None:
+        return new_run_name(parent)
+    if (parent / config.run_name / "config.json").exists() and config.resume is None:
+        raise UserError(f"--run-name: {parent / config.run_name} holds a run already: add --resume auto to go on with it, or "
+                        "give another name")
+    return config.run_name
+
+
+def _own_disk(folder: Path, world: World) -> bool:
+    """Whether this rank is the first of its node and sees another disk than rank 0. Collective."""
+    token = on_rank0(world, lambda: secrets.token_hex(8))
+    marker = folder / f".seen-by-rank0-{token}"
+    if world.is_root:
+        marker.touch()
+    if world.size > 1:
+        dist.barrier()
+    alone = not marker.exists() and world.local_rank == 0
+    if world.size > 1:
+        dist.barrier()
+    if world.is_root:
+        marker.unlink()
+    return alone
+
+
+def find_checkpoint(config: Config, job: Job, world: World) -> tuple[str | None, dict[str, Any] | None]:
+    """Return path and entries of the checkpoint to go on from, on every rank; (None, None) for a fresh start. Collective.
+
+    A path is rank 0's; "auto", and a job that was started again, look on every node: in the run's own folder if it goes on,
+    else in --checkpoint and, unless the run has a name of its own, in the earlier runs of the experiment.
+    """
+    wanted = "auto" if job.goes_on else on_rank0(world, lambda: config.resume)
+    if wanted is None:
+        return None, None
+    path, source = wanted, 0
+    if wanted == "auto":
+        found = _newest_here(config, job) if world.local_rank == 0 else None
+        steps = gather_objects(world, found[1] if found is not None else -1)
+        source = max(range(world.size), key=lambda rank: (steps[rank], -rank))
+        path = gather_objects(world, str(found[0]) if found is not None else "")[source]
+        if world.is_root:
+            where = f" of rank {source}'s node" if source else ""
+            own = job.goes_on or config.run_name is not None
+            say(f"going on from {path}{where}, step {steps[source]}" if path else
+                f"no checkpoint in {job.folder.path if own else job.folder.path.parent}; starting anew")
+        if not path:
+            return None, None
+
+    def read() -> bytes:
+        load_checkpoint(Path(path))  # whoever reads it finds out first whether it is good
+        return Path(path).read_bytes()
+
+    return path, load_checkpoint(broadcast_bytes(world, read, source=source), name=path)
+
+
+def _newest_here(config: Config, job: Job) -> tuple[Path, int] | None:
+    if job.goes_on:
+        folders = [job.folder.checkpoints]
+    else:
+        if config.checkpoint is not None and config.checkpoint.exists():
+            try:
+                return config.checkpoint, load_checkpoint(config.checkpoint).get("step", 0)
+            except UserError as error:
+                say(f"warning: {error}")
+        # A scheduler's new job must not take another job's training for its own.
+        folders = [] if config.run_name is not None else sorted(
+            (run / "checkpoints" for run in job.folder.path.parent.iterdir()
+             if run.is_dir() and run.name != _AGENTS), reverse=True)
+    for folder in folders:
+        remove_unfinished(folder)
+    path, passed_over = newest_checkpoint(folders)
+    for reason in passed_over:
+        say(f"warning: {reason}")
+    return (path, load_checkpoint(path).get("step", 0)) if path is not None else None

@@ -1,0 +1,1 @@
+"""Measurements: sections of a step, messages, layers, links, torch's own profiler."""

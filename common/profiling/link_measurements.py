@@ -1,0 +1,67 @@
+"""Time messages and memory on the open process group: the calls that strategies make, each with a common beginning and end."""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.sync.p2p import send_and_receive
+
+_FLOAT_BYTES = 4
+_SPREAD = 7936  # between messages, in floats: they keep the alignment that tensors have
+_MEMORY_SIZES = (1_000_000, 4_000_000, 12_000_000)
+
+
+def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
+    """Return the blocking call of that kind as a strategy makes it, of one tensor."""
+    def everyones(tensor: Tensor) -> list[Tensor] | None:
+        return [torch.empty_like(tensor) for _ in range(size)]
+
+    def exchange(tensor: Tensor) -> None:
+        send_and_receive(tensor, torch.empty_like(tensor), to=(rank + 1) % size, source=(rank - 1) % size)
+
+    return {
+        "all_reduce": dist.all_reduce,
+        "reduce": lambda tensor: dist.reduce(tensor, dst=0),
+        "broadcast": lambda tensor: dist.broadcast(tensor, src=0),
+        "gather": lambda tensor: dist.gather(tensor, everyones(tensor) if rank == 0 else None, dst=0),
+        "scatter": lambda tensor: dist.scatter(torch.empty_like(tensor), [tensor] * size if rank == 0 else None, src=0),
+        "all_gather": lambda tensor: dist.all_gather(everyones(tensor), tensor),
+        "exchange": exchange,
+    }[kind]
+
+
+def _parts(arena: Tensor, nbytes: int, repeats: int) -> list[Tensor]:
+    count = max(1, nbytes // _FLOAT_BYTES)
+    places = range(0, repeats * (count + _SPREAD), count + _SPREAD)
+    return [arena[place % (len(arena) - count):][:count] for place in places]
+
+
+def _timed(call: Callable[[Tensor], object], parts: list[Tensor]) -> float:
+    """Seconds of one call with the tiny all_reduce behind it."""
+    _meet()
+    began = time.perf_counter()
+    for part in parts:
+        call(part)
+        _meet()
+    return (time.perf_counter() - began) / len(parts)
+
+
+def _meet(_step: int = 0) -> None:
+    dist.all_reduce(torch.zeros(2))
+
+
+def time_memory(arena: Tensor) -> dict[str, list[list[float]]]:
+    """Return [bytes, seconds] of adding a part of ``arena`` to another ("sum") and of copying it, all ranks at once."""
+    found: dict[str, list[list[float]]] = {"sum": [], "copy": []}
+    for nbytes in _MEMORY_SIZES:
+        parts = _parts(arena, nbytes, 8)
+        for name, act in (("sum", Tensor.add_), ("copy", Tensor.copy_)):
+            _meet()
+            began = time.perf_counter()
+            for part, other in zip(parts[::2], parts[1::2], strict=True):
+                act(part, other)
+            found[name].append([nbytes, (time.perf_counter() - began) / (len(parts) // 2)])
+    return found

@@ -1,0 +1,112 @@
+"""A run's folder: ``<reports>/<part>-<sync>/<time>/`` with settings, environment, metrics, logs, checkpoints, report.
+
+``RunFolder`` owns the paths and writes the files. Rank 0 writes all of them but ``logs_rank{r}.txt``, one a rank of the first 64.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.profiling.step_timer import SECTIONS
+from common.training_engine import EpochReport, StepRecord
+from common.utils.atomic_files import write_atomically
+
+_LOGGED_RANKS = 64
+
+
+def new_run_name(parent: Path) -> str:
+    """Create a folder named by the time in ``parent`` and return its name; two runs never share one.
+
+    Raises OSError where ``parent`` cannot be written.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    time = datetime.now().strftime("%Y-%m-%dT%H-%M-%S")
+    for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
+        try:
+            (parent / (time + suffix)).mkdir()
+            return time + suffix
+        except FileExistsError:
+            continue
+    raise OSError(f"1000 runs within one second in {parent}")
+
+
+class RunFolder:
+    """The folder ``path`` of one run, made where it is missing, and what lies where in it."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.report = path / "report.txt"
+        self._metrics, self._epochs = path / "metrics.jsonl", path / "epochs.jsonl"
+
+    def log(self, rank: int) -> Path:
+        """The log of one rank: a line an epoch. Nowhere for those beyond the first 64: a thousand ranks that write to one shared
+        folder keep its server busy."""
+        return self.path / f"logs_rank{rank}.txt" if rank < _LOGGED_RANKS else Path(os.devnull)
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a JSON file, whole or not at all; what is not finite becomes null. UserError where it cannot be written."""
+        write_atomically(self.path / name, (json.dumps(_finite(content), indent=2, ensure_ascii=False) + "\n").encode())
+
+    def append_metrics(self, records: Iterable[StepRecord]) -> None:
+        """Append a line a step to ``metrics.jsonl``: loss and accuracy over the global batch, seconds by section."""
+        lines = []
+        for record in records:
+            fields = {"epoch": record.epoch, "step": record.step, "loss": record.loss, "accuracy": record.accuracy,
+                      "local_loss": record.local_loss, "local_samples": record.samples,
+                      "learning_rate": record.learning_rate,
+                      **{f"{name}_seconds": seconds for name, seconds in record.seconds.items()},
+                      "wait_seconds": record.wait_seconds}
+            lines.append(json.dumps(_finite(fields)) + "\n")
+        _append(self._metrics, "".join(lines))
+
+    def append_epoch(self, report: EpochReport) -> None:
+        """Append a line to ``epochs.jsonl``: losses and accuracies over all ranks, samples a second."""
+        _append(self._epochs, json.dumps(_finite(asdict(report))) + "\n")
+
+    def earlier_steps(self, last: int) -> list[StepRecord]:
+        """Return the steps of the run so far up to ``last``; lines of later ones, which are trained again, are dropped."""
+        if not self._metrics.exists():
+            return []
+        lines = self._metrics.read_text(encoding="utf-8").splitlines()
+        kept = [entry for line in lines if (entry := _entry(line)) is not None and entry["step"] <= last]
+        if len(kept) < len(lines):
+            write_atomically(self._metrics, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
+        return [StepRecord(entry["epoch"], entry["step"], entry["local_samples"], *(
+            math.nan if entry[name] is None else entry[name] for name in ("loss", "accuracy", "local_loss")),
+            entry["learning_rate"], {name: entry[f"{name}_seconds"] for name in SECTIONS}, entry.get("wait_seconds", 0.0))
+            for entry in kept]
+
+
+def _append(path: Path, text: str) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"{path} could not be written ({error.strerror or error}): make room, or permit writing there; "
+                        "--resume goes on from the newest checkpoint") from error
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    """A line of metrics; None where a full disk or a crash has cut it."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value

@@ -1,0 +1,105 @@
+"""The prediction loop: ``predict`` runs a model over a loader, in this process, without a message; ``validate`` puts the
+ranks' shares together."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+from common.distributed.process_group import World
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """labels, predicted : int64 arrays of shape (n,), in the loader's order; loss_sum : the loss summed over them."""
+
+    labels: np.ndarray
+    predicted: np.ndarray
+    loss_sum: float
+
+    @property
+    def mean_loss(self) -> float:
+        """The loss, as a mean over samples (not over batches)."""
+        return self.loss_sum / len(self.labels) if len(self.labels) else float("nan")
+
+    @property
+    def accuracy(self) -> float:
+        """The share of samples predicted right, 0 to 1."""
+        return float((self.labels == self.predicted).mean()) if len(self.labels) else float("nan")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel, or the model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+@torch.inference_mode()
+def predict(model: nn.Module, device: torch.device | str, criterion: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], *,
+            limit: int | None = None, amp_dtype: torch.dtype | None = None) -> Predictions:
+    """Predict every batch of ``loader`` in evaluation mode and return labels, predictions and summed loss.
+
+    The model is unwrapped and only runs here, so one rank may evaluate alone; its training mode is given back after.
+
+    Parameters
+    ----------
+    criterion : returns a batch's mean loss.
+    limit : only the first so many samples count.
+    amp_dtype : mixed precision in this type.
+    """
+    model = unwrap(model)
+    was_training = model.training
+    model.eval()
+    labels_seen, predicted, loss_sum = [], [], 0.0
+    try:
+        for images, labels in loader:
+            left = None if limit is None else max(0, limit - sum(map(len, labels_seen)))
+            images, labels = to_device(images[:left], device), labels[:left].to(device)
+            if len(labels) == 0:
+                continue
+            with torch.autocast(torch.device(device).type, dtype=amp_dtype, enabled=amp_dtype is not None):
+                outputs = model(images)
+                loss = criterion(outputs, labels)
+            loss_sum += float(loss) * len(labels)
+            labels_seen.append(labels.cpu())
+            predicted.append(outputs.argmax(dim=1).cpu())
+    finally:
+        model.train(was_training)
+    if not labels_seen:
+        return Predictions(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), 0.0)
+    return Predictions(torch.cat(labels_seen).numpy(), torch.cat(predicted).numpy(), loss_sum)
+
+
+def validate(model: nn.Module, world: World, criterion: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], *,
+             amp_dtype: torch.dtype | None = None) -> tuple[float, float]:
+    """Return (mean loss, accuracy) over the samples of all ranks' loaders, each weighing the same. Collective.
+
+    The samples that a DistributedSampler repeats, to give all ranks as many, are left out.
+    """
+    mine = predict(model, world.device, criterion, loader, limit=_own_samples(loader), amp_dtype=amp_dtype)
+    totals = torch.tensor([mine.loss_sum, float((mine.labels == mine.predicted).sum()), len(mine.labels)],
+                          dtype=torch.float64, device=world.device)
+    if world.size > 1:
+        dist.all_reduce(totals)
+    loss_sum, correct, samples = totals.tolist()
+    return (loss_sum / samples, correct / samples) if samples else (float("nan"), float("nan"))
+
+
+def _own_samples(loader: Iterable[tuple[Tensor, Tensor]]) -> int | None:
+    """How many of the loader's samples are no repetition; None: all. The repeated ones come last in the order of all ranks,
+    of which this rank has every ``num_replicas``-th."""
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return None
+    return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))
+
+
+def to_device(images: Tensor, device: torch.device | str) -> Tensor:
+    """Move a batch to ``device``; images (4-d) take channels_last strides, in which convolutions are faster."""
+    if images.dim() == 4:
+        return images.to(device, non_blocking=True, memory_format=torch.channels_last)
+    return images.to(device, non_blocking=True)

@@ -1,0 +1,1 @@
+"""Leaves that everything else may use."""

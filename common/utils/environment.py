@@ -1,0 +1,66 @@
+"""What a run's ``environment.json`` records, and constants of the environment. torch is imported only inside functions."""
+
+import os
+import platform
+import resource
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from common.utils.paths import REPOSITORY
+from common.utils.system import usable_cores
+
+DEFAULT_MASTER_PORT = 29500
+_PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "matplotlib", "pillow")
+
+
+def environment() -> dict[str, Any]:
+    """Return what a reader needs to judge the numbers: versions, CPU, GPU, threads, git commit."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"python": platform.python_version(), "system": platform.platform(), "cpu": _cpu_name(),
+            "cores": os.cpu_count(), "usable_cores": usable_cores(), "threads": torch.get_num_threads(), "gpus": gpus,
+            "cuda": torch.version.cuda if gpus else None,
+            **{name: _version(name) for name in _PACKAGES},
+            "git_commit": _git("rev-parse", "HEAD"), "git_changes": bool(_git("status", "--porcelain"))}
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory this process has held so far (resident set)."""
+    try:  # ru_maxrss would count what the parent held when it started this process
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, timeout=10,
+                              check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,1 @@
+"""Measure this machine or a cluster, and fit a calibration for predictions."""

@@ -1,0 +1,78 @@
+"""``lab calibrate``: measures alpha, beta, gamma and the compute time, fits them, and writes reports/calibration.json.
+
+``calibrate`` starts ranks on this machine; ``calibrate_nodes`` is one rank of several that were started by hand. Neither
+trains what is to be predicted: messages are timed by themselves, steps on noise without messages.
+"""
+
+from pathlib import Path
+
+from common.cost_model.calibration_file import Calibration, calibration_path
+from common.distributed.launch_env import Launch
+from common.distributed.process_group import process_group
+from common.errors import UserError
+from common.models import MODELS
+from common.training_engine import launch_distributed_training
+from common.utils.atomic_files import write_atomically
+from common.utils.system import usable_cores
+from lab.calibrate.fits import fit_calibration
+from lab.calibrate.rank_measurements import Measures, measure_rank
+
+_MOST_RANKS = 8
+_LIMIT_SECONDS = 600.0
+_SIZES = ((1_024, 20), (8_192, 20), (65_536, 10), (300_000, 8), (1_000_000, 4), (2_500_000, 3), (9_500_000, 2), (20_000_000, 1),
+          (38_000_000, 1))
+
+
+def measures_for(model: str, image: tuple[int, int], *, quick: bool) -> Measures:
+    """Return what a calibration measures; the samples are no common batch sizes, so that no cell to predict is among them."""
+    if quick:
+        return Measures(model, image, _SIZES[::2], rounds=3, step_rounds=2, samples=(24, 72, 140), steps=1,
+                        limit_seconds=_LIMIT_SECONDS)
+    return Measures(model, image, _SIZES, rounds=6, step_rounds=3, samples=(28, 100, 220), steps=2,
+                    limit_seconds=_LIMIT_SECONDS)
+
+
+def calibrate(*, ranks: int | None = None, model: str = "vgg11", image: tuple[int, int] = (32, 32), quick: bool = False,
+              path: Path | None = None, measures: Measures | None = None) -> Calibration:
+    """Measure with ``ranks`` processes on this machine (default: one a core, 2 to 8) over loopback, and write the file.
+
+    path : instead of ``calibration_path()``. Raises UserError on wrong values, WorkerError where a rank fails. No process is
+    left behind.
+    """
+    ranks = ranks if ranks is not None else min(_MOST_RANKS, max(2, usable_cores()))
+    if ranks < 2:
+        raise UserError(f"--ranks: got {ranks}, give 2 or more: one rank sends no messages")
+    if model not in MODELS:
+        raise UserError(f"--model: got {model!r}, choose one of {', '.join(MODELS)}")
+    found = launch_distributed_training(measure_rank, ranks, "gloo", measures=measures or measures_for(model, image, quick=quick),
+                                        ranks_here=ranks)
+    calibration = fit_calibration(found, model=model, quick=quick)
+    save_calibration(calibration, path or calibration_path())
+    return calibration
+
+
+def calibrate_nodes(launch: Launch, *, model: str = "vgg11", image: tuple[int, int] = (32, 32), quick: bool = False,
+                    path: Path | None = None, timeout_seconds: float = 60.0,
+                    measures: Measures | None = None) -> Calibration | None:
+    """Measure as one rank of a group, each node having started one; rank 0 writes the file and returns what is in it.
+
+    Raises GroupError and UserError as ``common.distributed.process_group.process_group`` does.
+    """
+    if launch.size < 2:
+        raise UserError(f"--num-nodes: got {launch.size}, give 2 or more: one node sends no messages")
+    with process_group(launch, backend="gloo", timeout_seconds=timeout_seconds) as world:
+        found = measure_rank(world.rank, world.size, measures=measures or measures_for(model, image, quick=quick),
+                             ranks_here=world.local_size)
+    if not world.is_root:
+        return None
+    calibration = fit_calibration(found, model=model, quick=quick)
+    save_calibration(calibration, path or calibration_path())
+    return calibration
+
+
+def save_calibration(calibration: Calibration, path: Path) -> None:
+    """Write the file, whole or not at all."""
+    import json
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(calibration.as_json(), indent=1, allow_nan=False).encode())

@@ -1,0 +1,1 @@
+"""Compare strategies: plan cells, run them, read their results."""

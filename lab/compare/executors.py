@@ -1,0 +1,75 @@
+"""Where a comparison's runs take place: over loopback, or on emulated nodes with links of a rate (lab/cluster).
+
+``Places`` is a context manager; ``run`` starts a command on some nodes and waits. The cluster of a rate is made when it is first
+needed and kept, so that torch is imported once for all runs on it.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common.errors import GroupError
+from common.utils.processes import blame
+from lab.cluster import Cluster
+from lab.processes.local_ranks import run_nodes
+
+_PLACE = ("--master-ip", "{master}", "--master-port", "{port}", "--rank", "{rank}")
+
+
+class Places:
+    """Everything ends with the ``with``.
+
+    Parameters
+    ----------
+    most_nodes : of all runs; each cluster has so many.
+    rates : of the links, a cluster each.
+
+    Raises UserError, before anything runs, where this machine allows no such cluster.
+    """
+
+    def __init__(self, most_nodes: int, rates: Sequence[str] = ()) -> None:
+        self._most_nodes = most_nodes
+        for rate in rates:
+            Cluster(most_nodes, rate=rate)
+        self._clusters: dict[str, Any] = {}
+
+    def __enter__(self) -> "Places":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for rate in list(self._clusters):
+            self._leave(rate)
+
+    def run(self, command: Sequence[str], nodes: int, *, rate: str | None, logs: Path, limit_seconds: float) -> str | None:
+        """Run ``python command`` on ``nodes`` nodes whose links have this ``rate`` (None: over loopback).
+
+        logs : beginning of the names of the files that take the output. Returns None where all ended well, else what the first
+        one that failed said. Raises GroupError where the cluster cannot be made.
+        """
+        if rate is None or nodes == 1:
+            return run_nodes(command, nodes, logs=logs, limit_seconds=limit_seconds)
+        shutil.rmtree(logs, ignore_errors=True)  # of a run that was interrupted
+        cluster = self._cluster(rate, logs)
+        try:
+            cluster.start(["python", *command, *_PLACE, "--num-nodes", str(nodes)], nodes=range(nodes), logs=logs)
+            ends = cluster.wait(limit_seconds=limit_seconds, stop_at_failure=True)
+        except (GroupError, TimeoutError) as error:
+            self._leave(rate)  # what still runs ends with it, and the next run gets a new one
+            return str(error) if isinstance(error, GroupError) else f"not done within {limit_seconds:g} s: {error}"
+        failed = {end.node: end.status for end in ends if end.status != 0}
+        if not failed:
+            return None
+        texts = {node: cluster.log(node, logs).read_text(encoding="utf-8", errors="replace") for node in failed}
+        culprit, message = blame(list(failed), failed, texts, name="rank")
+        return f"{message} (its output: {cluster.log(culprit, logs)})"
+
+    def _cluster(self, rate: str, logs: Path) -> Cluster:
+        if rate not in self._clusters:
+            self._clusters[rate] = Cluster(self._most_nodes, rate=rate, logs=logs).__enter__()
+        return self._clusters[rate]
+
+    def _leave(self, rate: str) -> None:
+        with contextlib.suppress(GroupError):
+            self._clusters.pop(rate).close()

@@ -1,0 +1,1 @@
+"""Find known errors in the output of ranks."""

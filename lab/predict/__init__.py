@@ -1,0 +1,1 @@
+"""Predict the step time of each strategy on nodes that nobody has."""

@@ -1,0 +1,72 @@
+"""One command on several nodes of this machine: every process ends, whatever happens, and what failed first is told.
+
+``run_nodes`` starts a process a node, waits, and returns None or the message of the first that failed.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.utils.processes import blame, death_wish
+from common.utils.system import free_port
+
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 8.0
+
+
+def run_nodes(command: Sequence[str], nodes: int, *, logs: Path, limit_seconds: float) -> str | None:
+    """Run ``python command`` on ``nodes`` processes over loopback, the output of each in ``logs``-rank<r>.txt.
+
+    Returns None where all ended well, else what the first one that failed said. Ctrl-C, a failure and ``limit_seconds`` end
+    all of them; so does the end of this process, on Linux also where it was killed.
+    """
+    place = ["--master-ip", "127.0.0.1", "--master-port", str(free_port()), "--num-nodes", str(nodes)]
+    logs.parent.mkdir(parents=True, exist_ok=True)
+    processes: list[subprocess.Popen] = []
+    outputs = [logs.with_name(f"{logs.name}-rank{rank}.txt") for rank in range(nodes)]
+    try:
+        for rank, output in enumerate(outputs):
+            with output.open("wb") as file:
+                processes.append(subprocess.Popen(
+                    [sys.executable, *command, *([*place, "--rank", str(rank)] if nodes > 1 else [])], stdout=file,
+                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=death_wish()))
+        return _wait(processes, outputs, limit_seconds)
+    finally:
+        end(processes)
+
+
+def _wait(processes: list[subprocess.Popen], outputs: list[Path], limit_seconds: float) -> str | None:
+    deadline = time.monotonic() + limit_seconds
+    first: int | None = None
+    while any(process.poll() is None for process in processes):
+        failed = [rank for rank, process in enumerate(processes) if process.poll()]
+        if failed and first is None:
+            first, deadline = failed[0], min(deadline, time.monotonic() + _GRACE_SECONDS)  # the others will say why, too
+        if time.monotonic() > deadline:
+            return _message(processes, outputs, first) if first is not None else f"not done within {limit_seconds:g} s"
+        time.sleep(_POLL_SECONDS)
+    failed = [rank for rank, process in enumerate(processes) if process.returncode]
+    return _message(processes, outputs, first if first is not None else failed[0]) if failed else None
+
+
+def _message(processes: list[subprocess.Popen], outputs: list[Path], first: int) -> str:
+    failed = [first, *(rank for rank, process in enumerate(processes) if process.poll() and rank != first)]
+    statuses = {rank: processes[rank].returncode for rank in failed}
+    texts = {rank: outputs[rank].read_text(encoding="utf-8", errors="replace") for rank in failed}
+    culprit, message = blame(failed, statuses, texts, name="rank")
+    return f"{message} (its output: {outputs[culprit]})"
+
+
+def end(processes: Sequence[subprocess.Popen]) -> None:
+    """Kill the processes that still run, with all that they started, and wait for them."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()

@@ -1,0 +1,183 @@
+"""What each strategy says that it sends is what it sends: every message of real ranks, byte for byte."""
+
+import functools
+import pickle
+from fractions import Fraction
+from itertools import chain
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from common.models import build_model
+from common.profiling.comm_trace import MessageRecorder
+from common.sync import STRATEGIES, build_sync
+from common.sync.base import GradientSync
+from common.sync.bucketing import MIB, bucket_sizes, share_out
+from common.sync.message_cost import GradientSize, sent_bytes, tree_children
+from tests.helpers import run_ranks
+from tests.helpers.strategies import Mixed
+
+RANKS = [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))]
+BY_MESSAGES = ("tree", "ring", "halving_doubling")
+"""Their operations are the longest way; the messages of a rank are others."""
+
+
+class Odd(nn.Module):
+    """Sizes that no number of ranks divides; matrices that PowerSGD compresses and that it does not; channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 37, 3, padding=1)
+        self.hidden, self.head = nn.Linear(37, 61), nn.Linear(61, 3)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(torch.relu(self.hidden(torch.relu(self.conv(images)).mean(dim=(2, 3)))))
+
+
+class Tiny(nn.Module):
+    """Two entries: fewer than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.mean(dim=(1, 2, 3))[:, None] * self.weight
+
+
+MODELS = {"odd": Odd, "tiny": Tiny, "mixed": Mixed}
+CASES = [(name, {}) for name in STRATEGIES if name != "none"] + [
+    ("overlapped", {"bucket_mb": 0.002}), ("ddp", {"bucket_mb": 0.002}), ("ddp_fp16", {"bucket_mb": 0.002}),
+    ("ddp", {"bucket_mb": 0.002, "find_unused_parameters": True}), ("ddp_powersgd", {"powersgd_rank": 3}),
+    ("ddp_powersgd", {"find_unused_parameters": True}), ("topk", {"topk_ratio": 0.3}), ("local_sgd", {"averaging_period": 3})]
+
+
+def recorded(rank: int, sync: GradientSync, model: nn.Module) -> list[tuple[str, int]]:
+    """Train until the messages are those of every further step; return (kind, bytes) of one period's."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    training = sync.prepare(model, optimizer)
+    generator = torch.Generator().manual_seed(rank)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad(set_to_none=True)
+            training(torch.randn(4, 3, 5, 5, generator=generator)).square().sum().backward()
+            sync.synchronize(model)
+            optimizer.step()
+            sync.after_step(model)
+
+    steps(max(3, sync.period))  # DistributedDataParallel settles in its third step, a strategy by hand in its first
+    recorder = MessageRecorder()
+    with recorder:
+        steps(sync.period)
+    sync.close()
+    return [(message.kind, message.nbytes) for message in recorder.messages]
+
+
+def every_case(rank: int) -> dict:
+    found = {}
+    for kind, model in MODELS.items():
+        for index, (name, options) in enumerate(CASES):
+            torch.manual_seed(0)
+            found[kind, index] = recorded(rank, build_sync(name, **options), model())
+    return found
+
+
+@functools.cache
+def messages(size: int) -> list[dict]:
+    """By rank; computed once for all tests."""
+    return run_ranks(size, every_case)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{name}-{'-'.join(map(str, o))}".rstrip("-") for name, o in CASES])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("size", RANKS)
+def test_bytes_sent_are_the_payload_of_the_messages(size: int, kind: str, index: int) -> None:
+    name, options = CASES[index]
+    sync, sizes = build_sync(name, **options), GradientSize.of(MODELS[kind]().parameters())
+    for rank in range(size):
+        real = messages(size)[rank][kind, index]
+        sent = sum((Fraction(nbytes) if what == "send" else Fraction(0) if what == "recv" else
+                    sent_bytes(what, nbytes, rank=rank, ranks=size) for what, nbytes in real), Fraction(0))
+        assert sync.bytes_sent(sizes, rank, size) == sent, real
+        if name.startswith("ddp") and (kind == "mixed" or "bucket_mb" in options):
+            continue  # torch orders types as it likes, and within a layer as backward does
+        if name not in BY_MESSAGES:
+            assert [(one.kind, int(one.nbytes)) for one in sync.operations(sizes, size) for _ in range(one.count)] == real
+    if name in BY_MESSAGES:
+        longest = max(nbytes for what, nbytes in messages(size)[0][kind, index] if what == "send")
+        assert longest <= max(one.nbytes for one in sync.operations(sizes, size)) <= sum(sizes)
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("none", "ddp_powersgd", "topk", "local_sgd")])
+def test_the_docstrings_formulas_for_four_ranks(name: str) -> None:
+    """M = 4,000 bytes of 4-byte entries in one tensor; fp16 sends half."""
+    sizes, whole = [GradientSize((1000,))], 4000
+    root, other = (build_sync(name).bytes_sent(sizes, rank, 4) for rank in (0, 3))
+    ring = Fraction(2 * 3 * whole, 4)
+    expected = {"gather_scatter": (3 * whole, whole), "gather_scatter_flat": (3 * whole, whole),
+                "reduce_broadcast": (Fraction(3 * whole, 4) + 2 * whole, whole), "tree": (2 * whole, whole),
+                "ddp_fp16": (ring / 2, ring / 2)}
+    assert (root, other) == expected.get(name, (ring, ring))
+    assert build_sync(name).bytes_sent(sizes, 0, 1) == 0
+
+
+def test_vgg11_with_powersgd_sends_what_the_docstring_says() -> None:
+    sizes = GradientSize.of(build_model("vgg11", 10).parameters())
+    assert sum(sizes) == 36_924_456
+    assert sum(one.nbytes for one in build_sync("ddp_powersgd").operations(sizes, 2)) == 220_752
+
+
+BUCKETS = {None: [9.5, 27.2, 0.3], 25: [28.3, 8.6], 4.5: None}
+"""By bucket_mb; the megabytes that docstrings state."""
+
+
+def torchs_buckets(rank: int) -> dict[float | None, tuple[list[int], list[list[int]]]]:
+    """The sizes of torch's own buckets and their parameters' indices, which it tells in the third step."""
+    found = {}
+    for bucket_mb in BUCKETS:
+        sync, model = build_sync("ddp", bucket_mb=bucket_mb), build_model("vgg11", 10)
+        wrapped = sync.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            wrapped(torch.randn(2, 3, 32, 32)).sum().backward()
+        told = wrapped._get_ddp_logging_data()
+        found[bucket_mb] = ([int(size) for size in told["rebuilt_bucket_sizes"].split(", ")],
+                            [[int(i) for i in bucket.split()] for bucket in told["rebuilt_per_bucket_param_indices"].split(", ")])
+    return found
+
+
+def test_buckets_are_those_of_distributed_data_parallel() -> None:
+    sizes = GradientSize.of(build_model("vgg11", 10).parameters())
+    for bucket_mb, (real, members) in run_ranks(2, torchs_buckets)[0].items():
+        order = list(chain.from_iterable(members))  # backward's, which is ours but for biases
+        assert [[order[i] for i in share] for share in share_out([sizes[i] for i in order], bucket_mb)] == members
+        ours = [int(size) for size, _ in bucket_sizes(sizes, bucket_mb)]
+        assert len(ours) == len(real)
+        assert all(abs(mine - theirs) <= 2 * 2048 for mine, theirs in zip(ours, real, strict=True)), (ours, real)
+        assert BUCKETS[bucket_mb] in (None, [round(size / 1e6, 1) for size in real])
+    assert [ready for _, ready in bucket_sizes(sizes, 25)] == [28_350_504, 36_924_456]
+
+
+def test_share_out_closes_a_bucket_once_its_limit_is_reached() -> None:
+    assert share_out([], None) == []
+    assert share_out([MIB - 1, 1, 5, 25 * MIB, 7], None) == [[0, 1], [2, 3], [4]]
+    assert share_out([MIB, MIB, MIB], 2) == [[0, 1], [2]]
+    assert share_out([GradientSize((3,), 4), GradientSize((3,), 8), GradientSize((5,), 4)], 1) == [[0, 2], [1]]
+
+
+def test_a_gradients_size_is_a_number_that_remembers_its_shape() -> None:
+    size = pickle.loads(pickle.dumps(GradientSize((3, 5), 8)))
+    assert (size, size.shape, size.itemsize) == (120, (3, 5), 8)
+    frozen = nn.Linear(2, 3)
+    frozen.bias.requires_grad_(False)
+    assert GradientSize.of(frozen.parameters()) == [24]
+
+
+@pytest.mark.parametrize("ranks", range(1, 18))
+def test_every_rank_but_the_root_is_one_ranks_child(ranks: int) -> None:
+    assert sum(tree_children(rank, ranks) for rank in range(ranks)) == ranks - 1
+    for name in BY_MESSAGES:
+        total = sum(build_sync(name).bytes_sent([GradientSize((11,))], rank, ranks) for rank in range(ranks))
+        assert total == (2 * 44 * (ranks - 1) if name != "halving_doubling" else total), name

@@ -1,0 +1,96 @@
+"""Every exact strategy equals one process on the whole batch, after every step; what the contract refuses, it refuses.
+
+The harness is lab/proofs/equivalence.py, and tests/lab/proofs/test_proofs.py shows that it can fail. What the other strategies keep is in
+tests/common/sync/test_lossy.py.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from common.errors import UserError
+from common.training_engine import TrainingEngine
+from lab.proofs import Case, Equivalence, check_equivalence, check_group
+from tests.helpers import RankError, run_ranks
+from tests.helpers.strategies import EXACT
+
+TYPES = {"float64": Case(), "float32": Case(dtype=torch.float32, channels_last=True)}
+SIZES = [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4, 5, 6))]
+OTHER_CASES = {"clipping": Case(clip_norm=0.05), "accumulation": Case(accumulation_steps=3),
+               "even and plain": Case(uneven=False, tied=False, frozen=False, unused=False, momentum=0.0, weight_decay=0.0)}
+
+
+@functools.cache
+def compared(size: int) -> dict[str, Equivalence]:
+    """Each strategy in each type, in one group; computed once for all tests."""
+    return check_group({f"{name}-{kind}": (name, case) for name in EXACT for kind, case in TYPES.items()}, size)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("size", SIZES)
+def test_equals_one_process_after_every_step(size: int, name: str, kind: str) -> None:
+    found = compared(size)[f"{name}-{kind}"]
+    assert len(found.steps) == 4
+    assert found.first_wrong is None, str(found)
+
+
+@pytest.mark.parametrize("kind", OTHER_CASES)
+def test_other_cases_equal_one_process(kind: str) -> None:
+    """On two ranks; accumulation on uneven micro-batches, some of them empty, clipping to a tenth of the norm."""
+    for name, found in check_group({name: (name, OTHER_CASES[kind]) for name in EXACT}, 2).items():
+        assert found.first_wrong is None, f"{name}: {found}"
+
+
+def test_none_equals_one_process() -> None:
+    [found] = check_equivalence("none", sizes=[1])
+    assert found.first_wrong is None, str(found)
+
+
+# --- The edges of the contract ---
+
+
+class Switching(nn.Module):
+    """Uses ``extra`` in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.extra, self.use_extra = nn.Linear(4, 2), nn.Linear(4, 2), False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.base(inputs) + (self.extra(inputs) if self.use_extra else 0)
+
+
+def switches_in_second_step(rank: int, name: str) -> None:
+    model = Switching()
+    engine = TrainingEngine(model, "cpu", distributed=True, sync=name)
+    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    inputs, labels = torch.randn(4, 4), torch.tensor([0, 1, 0, 1])
+    engine.train_step([(inputs, labels)], global_samples=8)
+    model.use_extra = True
+    engine.train_step([(inputs, labels)], global_samples=8)
+
+
+@pytest.mark.parametrize("name", ["gather_scatter", "all_reduce", "all_reduce_flat", "overlapped"])
+def test_other_gradients_than_in_the_first_step_are_an_error_that_names_the_parameter(name: str) -> None:
+    with pytest.raises(RankError, match=r"'extra\.weight' has a gradient in this step, unlike in the first one"):
+        run_ranks(2, switches_in_second_step, name)
+
+
+def different_models(rank: int) -> None:
+    model = nn.Linear(4, 2 + rank)
+    TrainingEngine(model, "cpu", distributed=True, sync="all_reduce").prepare(torch.optim.SGD(model.parameters(), lr=0.1),
+                                                            nn.CrossEntropyLoss())
+
+
+def test_different_models_are_refused_before_the_first_step() -> None:
+    with pytest.raises(RankError, match=r"the ranks differ in the model's parameters\. weight: \(2, 4\).* on rank 0"):
+        run_ranks(2, different_models)
+
+
+def test_a_criterion_that_is_no_mean_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="reduction='sum'"):
+        TrainingEngine(model, "cpu").prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(reduction="sum"))

@@ -1,0 +1,348 @@
+"""Nodes of an emulated cluster: addresses, links, what a program finds there and how its end is told, and what passes the links
+in training.
+
+The tests of forked programs and of training share one cluster, since each imports torch once.
+"""
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from common.models import build_model
+from common.sync import build_sync
+from common.sync.message_cost import GradientSize
+from lab.cluster import Cluster, tools
+from lab.compare.cells import part_of
+from tests.helpers import LONG, ROOT, wait_until
+from tests.helpers.cluster import REFUSED, needs_namespaces
+
+NODES = 3
+
+MEET = """
+import socket, sys, threading
+own, others = sys.argv[1], sys.argv[2].split(",")
+listener = socket.create_server((own, 4000))
+def answer():
+    for _ in others:
+        connection, (address, _port) = listener.accept()
+        connection.sendall(f"{own} to {address}".encode())
+        connection.close()
+thread = threading.Thread(target=answer)
+thread.start()
+for other in others:
+    for _ in range(600):
+        try:
+            connection = socket.create_connection((other, 4000), timeout=5)
+            break
+        except ConnectionRefusedError:
+            threading.Event().wait(0.1)
+    print(connection.recv(100).decode(), flush=True)
+thread.join()
+"""
+MOVE = """
+import socket, sys, threading, time
+rank, senders, nbytes = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+if rank == 0:
+    listener = socket.create_server(("10.9.0.1", 4000))
+    connections = [listener.accept()[0] for _ in range(senders)]
+    began = time.monotonic()
+    for connection in connections:
+        connection.sendall(b"go")
+    def receive(connection):
+        while connection.recv(65536):
+            pass
+    threads = [threading.Thread(target=receive, args=[connection]) for connection in connections]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(time.monotonic() - began, flush=True)
+else:
+    for _ in range(600):
+        try:
+            connection = socket.create_connection(("10.9.0.1", 4000))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.1)  # between two looks
+    connection.recv(2)
+    connection.sendall(bytes(nbytes))
+    connection.close()
+"""
+FACTS = """
+import json, os, sys
+from pathlib import Path
+import torch
+print(json.dumps({"name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path[0], "folder": os.getcwd(),
+    "word": os.environ["WORD"], "threads": torch.get_num_threads(), "seed": torch.initial_seed(), "input": sys.stdin.read(),
+    "executable": sys.executable,
+    "open": sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2)[1:]}))
+sys.stderr.write("last words")
+"""
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+@needs_namespaces
+def test_every_node_has_an_address_and_reaches_every_other(tmp_path: Path) -> None:
+    with Cluster(3, rate="1gbit", logs=tmp_path, fresh=True) as cluster:
+        meet = script(tmp_path, MEET)
+        for node in range(3):
+            others = ",".join(f"node{other}" for other in range(3) if other != node)
+            cluster.start([sys.executable, meet, cluster.address(node), others], nodes=[node])
+        assert [end.status for end in cluster.wait(limit_seconds=LONG)] == [0, 0, 0]
+        assert [cluster.address(node) for node in range(3)] == ["10.9.0.1", "10.9.0.2", "10.9.0.3"]
+        assert cluster.output(2).splitlines() == ["10.9.0.1 to 10.9.0.3", "10.9.0.2 to 10.9.0.3"]
+        assert (tmp_path / "node2.log").read_text() == cluster.output(2) + "\n"
+
+
+@needs_namespaces
+@pytest.mark.parametrize(("senders", "nbytes"), [pytest.param(1, 4_000_000, marks=pytest.mark.slow), (2, 1_000_000)])
+def test_links_are_limited_where_they_send_and_where_they_receive(tmp_path: Path, senders: int, nbytes: int) -> None:
+    """Two senders at full rate share what the one receiver's link lets through: so that end must be shaped, too."""
+    with Cluster(3, rate="20mbit", logs=tmp_path, fresh=True) as cluster:
+        cluster.start([sys.executable, script(tmp_path, MOVE), "{rank}", str(senders), str(nbytes)], nodes=range(senders + 1))
+        assert {end.status for end in cluster.wait(limit_seconds=LONG)} == {0}
+        seconds = float(cluster.output(0))
+        bursts = 2 * 128 * 1024 * 8 / 20e6
+        assert seconds > senders * nbytes * 8 / 20e6 - bursts
+        traffic = cluster.traffic()
+        assert senders * nbytes < traffic[0].received_bytes < 1.1 * senders * nbytes
+        assert nbytes < traffic[1].sent_bytes < 1.1 * nbytes
+        assert traffic[1].received_bytes < 0.1 * nbytes
+
+
+@pytest.fixture(scope="module")
+def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The one cluster of this module that forks its programs; on loopback where there are no namespaces."""
+    with Cluster(NODES, logs=tmp_path_factory.mktemp("forking"), loopback=REFUSED is not None) as cluster:
+        yield cluster
+
+
+def test_a_forked_program_finds_what_a_fresh_one_finds(tmp_path: Path, forking: Cluster) -> None:
+    check_facts(forking, tmp_path)
+
+
+@pytest.mark.slow
+def test_on_loopback_too_a_forked_program_finds_what_a_fresh_one_finds(tmp_path: Path) -> None:
+    with Cluster(NODES, logs=tmp_path, loopback=True) as forking_there:
+        check_facts(forking_there, tmp_path)
+
+
+def check_facts(forking: Cluster, folder: Path) -> None:
+    facts = script(folder, FACTS)
+
+    def facts_of(cluster: Cluster, nodes: list[int]) -> list[dict]:
+        logs = folder / f"logs{len(nodes)}"
+        cluster.start(["python", facts, "{rank} of {nodes}"], environment={"WORD": "given"}, cwd=folder, nodes=nodes, logs=logs)
+        assert {end.status for end in cluster.wait(limit_seconds=LONG)} == {0}
+        answers = [(logs / f"node{node}.log").read_text().splitlines() for node in nodes]
+        assert [last for _, last in answers] == ["last words"] * len(nodes), "what ends without a line's end is kept"
+        return [json.loads(answer) for answer, _ in answers]
+
+    with Cluster(NODES, logs=folder, loopback=forking.loopback, fresh=True) as cluster:
+        fresh, = facts_of(cluster, [1])
+    other, forked = facts_of(forking, [0, 1])
+    assert len({one.pop("seed") for one in (fresh, forked, other)}) == 3, "chance is each node's own"
+    assert forked == fresh
+    assert fresh["argv"] == [facts, f"1 of {NODES}"]
+    assert fresh["word"] == "given"
+
+
+@pytest.mark.parametrize(("text", "status", "told"), [
+    ("import sys; sys.exit(3)", 3, ""),
+    ("raise SystemExit('no luck')", 1, "no luck"),
+    ("def f():\n    raise ValueError('bad')\nf()", 1,
+     'Traceback (most recent call last):\n  File "{script}", line 3, in <module>\n    f()\n  File "{script}", line 2, in f\n'
+     "    raise ValueError('bad')\nValueError: bad"),
+    ("import os; os.abort()", -6, None),
+    ("import atexit; atexit.register(print, 'farewell')", 0, "farewell"),
+    ("import threading, time; threading.Thread(target=lambda: (time.sleep(0.3), print('late'))).start()", 0, "late"),
+])
+def test_a_forked_program_ends_as_a_fresh_one_does(tmp_path: Path, text: str, status: int, told: str | None,
+                                                   forking: Cluster) -> None:
+    path = script(tmp_path, text)
+    forking.start(["python", path], nodes=[0], logs=tmp_path)
+    assert [end.status for end in forking.wait(limit_seconds=LONG)] == [status]
+    if told is not None:
+        assert (tmp_path / "node0.log").read_text().strip() == told.replace("{script}", path)
+
+
+def test_modules_and_threads(tmp_path: Path, forking: Cluster) -> None:
+    (tmp_path / "told.py").write_text("import sys\nprint(sys.argv[1:], __name__)\n")
+    forking.start(["python", "-m", "told", "{rank}"], nodes=[0, 1], cwd=tmp_path, logs=tmp_path)
+    assert [end.status for end in forking.wait(limit_seconds=LONG)] == [0, 0]
+    assert (tmp_path / "node1.log").read_text() == "['1'] __main__\n"
+
+
+def test_a_program_elsewhere_has_its_own_modules(tmp_path: Path, forking: Cluster) -> None:
+    """Not those of the same name that the forked interpreter had imported."""
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "config.py").write_text("WHOSE = 'mine'\n")
+    forking.start(["python", script(tmp_path, "from common.config import WHOSE\nprint(WHOSE)")], nodes=[0], logs=tmp_path)
+    assert [end.status for end in forking.wait(limit_seconds=LONG)] == [0]
+    assert (tmp_path / "node0.log").read_text() == "mine\n"
+
+
+def test_who_joins_later_meets_at_the_same_port(tmp_path: Path, forking: Cluster) -> None:
+    joined = tmp_path / "joined"
+    forking.start(["sh", "-c", f"echo {{port}}; until test -e {joined}; do sleep 0.1; done"], nodes=[0], logs=tmp_path)
+    forking.start(["echo", "{port}"], nodes=[1], logs=tmp_path)
+    joined.touch()
+    forking.wait(limit_seconds=LONG)
+    assert (tmp_path / "node0.log").read_text() == (tmp_path / "node1.log").read_text()
+
+
+def test_what_cannot_be_started_is_told(tmp_path: Path, forking: Cluster) -> None:
+    forking.start(["no-such-program"], nodes=[0], logs=tmp_path)
+    forking.start(["sleep", "30"], nodes=[1], cwd=Path("/no/such/folder"), logs=tmp_path)
+    assert [end.status for end in forking.wait(limit_seconds=LONG)] == [127, 127]
+    assert (tmp_path / "node0.log").read_text() == "error: no-such-program: No such file or directory\n"
+    assert (tmp_path / "node1.log").read_text() == "error: /no/such/folder: No such file or directory\n"
+    with pytest.raises(UserError, match=re.escape("{ranks} in the command: choose from {master}, {nodes}, {rank}, {port}")):
+        forking.start(["echo", "{ranks}"])
+    with pytest.raises(UserError, match=f"node {NODES}: the cluster has nodes 0 to {NODES - 1}"):
+        forking.start(["true"], nodes=[NODES])
+    forking.start(["sleep", "30"], nodes=[1], logs=tmp_path)
+    with pytest.raises(UserError, match="node 1 still runs"):
+        forking.start(["true"], logs=tmp_path)
+    with pytest.raises(TimeoutError, match=r"after 0\.3 s these nodes still run: 1"):
+        forking.wait(limit_seconds=0.3)
+    forking.fault(1, "kill")
+    assert {end.node: end.status for end in forking.wait(limit_seconds=LONG)} == {0: 0, 1: -9}
+
+
+def test_the_others_end_when_one_has_failed(tmp_path: Path, forking: Cluster) -> None:
+    forking.start(["sh", "-c", "test {rank} = 0 && exit 7; setsid sleep 100 & exec sleep 100"], nodes=[0, 1], logs=tmp_path)
+    ends = forking.wait(limit_seconds=LONG, stop_at_failure=True, grace_seconds=0.5)
+    assert [(end.node, end.status) for end in ends] == [(0, 7), (1, -9)]
+
+
+@needs_namespaces
+def test_a_user_namespace_does_where_root_is_not_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    way = ("unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+    monkeypatch.setattr(tools, "unshare_command", lambda: way)
+    with Cluster(2, rate="100mbit", logs=tmp_path, fresh=True) as cluster:
+        cluster.start(["sh", "-c", "ip -brief address show eth0; readlink /proc/self/ns/net"])
+        assert [end.status for end in cluster.wait(limit_seconds=LONG)] == [0, 0]
+        assert "10.9.0.2/24" in cluster.output(1)
+        assert cluster.output(0).splitlines()[1] != cluster.output(1).splitlines()[1]
+
+
+@pytest.mark.parametrize(("lacking", "words"), [
+    ({"missing": lambda: [tools.Missing("tc", "iproute2")]}, "tc is not installed: install the package iproute2"),
+    ({"unshare_command": lambda: None, "_MOST_NAMESPACES": "0"}, "sysctl -w user.max_user_namespaces=10000"),
+    ({"unshare_command": lambda: None, "_SWITCHES": ("0", "kernel.unprivileged_userns_clone=1")},
+     "sudo sysctl -w kernel.unprivileged_userns_clone=1"),
+    ({"unshare_command": lambda: None, "_MOST_NAMESPACES": "7", "_SWITCHES": ("1", "x")}, "--cap-add SYS_ADMIN"),
+])
+def test_where_none_is_allowed_the_setting_to_change_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: dict,
+                                                             words: str) -> None:
+    for name, value in lacking.items():
+        if name == "_MOST_NAMESPACES":
+            (tmp_path / name).write_text(value)
+            value = tmp_path / name
+        elif name == "_SWITCHES":
+            (tmp_path / name).write_text("0\n")
+            value = {str(tmp_path / name): value}
+        monkeypatch.setattr(tools, name, value)
+    if "_SWITCHES" not in lacking:
+        monkeypatch.setattr(tools, "_SWITCHES", {})
+    with pytest.raises(UserError, match=re.escape(words)) as told:
+        Cluster(2, logs=tmp_path)
+    assert "--loopback runs the same command" in str(told.value)
+
+
+@needs_namespaces
+def test_latency_is_added_or_said_to_be_left_out(tmp_path: Path) -> None:
+    cluster = Cluster(2, latency="50ms", logs=tmp_path, fresh=True)
+    if not tools.has_netem():
+        assert "this kernel has no sch_netem" in cluster.warnings[0]
+        assert cluster.latency_seconds is None
+        return
+    with cluster:
+        until_connected = "import socket, time; time.sleep(1); b = time.monotonic(); s = socket.socket(); " \
+                          "s.connect_ex(('node1', 9)); print(time.monotonic() - b)"
+        cluster.start([sys.executable, "-c", until_connected], nodes=[0])
+        cluster.wait(limit_seconds=LONG)
+        assert float(cluster.output(0)) > 0.099, "there and back"
+
+
+@needs_namespaces
+def test_faults_of_links_and_of_processes(tmp_path: Path) -> None:
+    with Cluster(2, rate="100mbit", logs=tmp_path, fresh=True) as cluster:
+        def moved(nbytes: int) -> float:
+            cluster.start([sys.executable, script(tmp_path, MOVE), "{rank}", "1", str(nbytes)])
+            assert {end.status for end in cluster.wait(limit_seconds=LONG)} == {0}
+            return float(cluster.output(0).splitlines()[-1])
+
+        cluster.fault(1, "slow", rate="5mbit")
+        assert moved(600_000) > 600_000 * 8 / 5e6 - 2 * 128 * 1024 * 8 / 5e6
+        cluster.fault(1, "restore")
+
+        cluster.start([sys.executable, script(tmp_path, MOVE), "{rank}", "1", "6000000"])
+        wait_until(lambda: cluster.traffic()[0].received_bytes > 1_500_000, "the transfer begins")
+        cluster.fault(1, "cut")
+        before = cluster.traffic()[0].received_bytes
+        with pytest.raises(TimeoutError):
+            cluster.wait(limit_seconds=1)
+        assert cluster.traffic()[0].received_bytes < before + 100_000, "a cut link lets nothing pass"
+        cluster.fault(1, "restore")
+        assert {end.status for end in cluster.wait(limit_seconds=LONG)} == {0}
+
+        cluster.start(["sh", "-c", "setsid sleep 50 & sleep 50"], nodes=[1])
+        # By their names: sh, too, waits unstoppably until its fork has become the sleep.
+        wait_until(lambda: sorted(map(name, cluster.pids(1))) == ["sh", "sleep", "sleep"], "both sleeps run")
+        cluster.fault(1, "pause")
+        wait_until(lambda: states(cluster.pids(1)) == "TTT", "all three are stopped")
+        cluster.fault(1, "restore")
+        wait_until(lambda: "T" not in states(cluster.pids(1)), "all three go on")
+        cluster.fault(1, "kill")
+        assert [end.status for end in cluster.wait(limit_seconds=LONG)] == [-9]
+        wait_until(lambda: cluster.pids(1) == [], "what it had started is killed, too")
+
+
+def name(pid: int) -> str:
+    with contextlib.suppress(OSError):  # it has just ended
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def states(pids: list[int]) -> str:
+    return "".join(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] for pid in pids)
+
+
+FEW, MANY = 1, 3  # the difference leaves out what begins and ends a run, up to some acknowledgements
+
+
+def sent_bytes(cluster: Cluster, sync: str, steps: int, folder: Path) -> list[int]:
+    """Train VGG-11 for ``steps`` steps; return the bytes that each node has sent, those of start and end included."""
+    before = cluster.traffic()
+    cluster.start(["python", str(ROOT / part_of(sync) / "main.py"), *(["--sync", sync] if sync != "ddp" else []),
+                   "--master-ip", "{master}", "--num-nodes", "{nodes}", "--rank", "{rank}", "--dataset", "digits",
+                   "--batch-size", "6", "--max-steps", str(steps), "--measure-only", "--timeout", str(LONG),
+                   "--output-dir", str(folder)], nodes=range(NODES))
+    assert [end.status for end in cluster.wait(limit_seconds=LONG)] == [0] * NODES, cluster.output(0)
+    after = cluster.traffic()
+    return [after[node].sent_bytes - before[node].sent_bytes for node in range(NODES)]
+
+
+@needs_namespaces
+@pytest.mark.parametrize("sync", ["ring", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+    "gather_scatter", "all_reduce", "tree", "overlapped", "ddp"))])
+def test_bytes_on_the_links_are_those_of_the_formula(forking: Cluster, sync: str, tmp_path: Path) -> None:
+    """What passes is what the strategies' formulas say, plus a tenth for headers and control at most."""
+    few, many = (sent_bytes(forking, sync, steps, tmp_path) for steps in (FEW, MANY))
+    sizes = GradientSize.of([p for p in build_model("vgg11", 10).parameters() if p.requires_grad])
+    for node in range(NODES):
+        formula = float(build_sync(sync).bytes_sent(sizes, node, NODES)) * (MANY - FEW)
+        assert formula * 0.99 < many[node] - few[node] < formula * 1.10, f"node {node} of {sync}"

@@ -1,0 +1,145 @@
+"""How far strategies scale: against every single number of nodes, against what can be solved by hand, and in words."""
+
+import math
+import time
+
+import pytest
+
+from common.cost_model.calibration_file import load_calibration, reference_path
+from common.cost_model.compute_model import StepCompute
+from common.cost_model.event_model import LARGEST_NODES, Network, step_seconds
+from common.sync import STRATEGIES
+from common.sync.message_cost import Operation
+from lab.predict.scaling import most_nodes, numbers_of_nodes, stops
+from lab.predict.tables import compute_of, network_of, stops_of
+from lab.predict.torchless import plans
+
+REFERENCE = load_calibration(reference_path())
+LINKS = [(1e10, 5e-5), (1e11, 5e-3)]
+
+
+class RingOfLatency:
+    """2 (N-1) messages of no bytes."""
+
+    period = 1
+
+    def operations(self, sizes, ranks):
+        return [Operation("exchange", 0, count=2 * (ranks - 1))]
+
+    def bytes_sent(self, sizes, rank, ranks):
+        return 0
+
+
+def far(*, alpha, scaling, seconds, batch_size=1_000_000):
+    """The stop of a ring of latency, whose nodes compute ``seconds``, in strong scaling all of them together."""
+    def at(nodes):
+        return StepCompute(0.0, seconds if scaling == "weak" else seconds / nodes, 0.0)
+
+    return stops({"ring": RingOfLatency()}, [4], network=Network(alpha, 1e-9), compute_at=at, batch_size=batch_size,
+                 scaling=scaling)[0]
+
+
+def test_a_strong_ring_stops_where_the_derivative_says():
+    one = far(alpha=1e-3, scaling="strong", seconds=1.5)
+    assert one.fastest_nodes == 27  # of 1.5 / N + 2 (N - 1) alpha, at sqrt(1.5 / 2 alpha)
+    best = 1.5 / 27 + 2 * 26e-3
+    by_hand = next(nodes for nodes in range(1, 28) if 1.5 / nodes + 2e-3 * (nodes - 1) <= 1.1 * best)
+    assert (one.nodes, one.held_by, one.limit) == (by_hand, "latency", LARGEST_NODES)
+    assert one.speedup == pytest.approx(1.5 / (1.5 / by_hand + 2e-3 * (by_hand - 1)))
+    assert one.half_nodes == 27  # N (N - 1) <= 1.5 / 2 alpha
+    assert far(alpha=1e-5, scaling="strong", seconds=1.5).fastest_nodes == 274  # between the numbers that are asked for first
+
+
+def test_a_weak_ring_stops_where_its_latency_saturates():
+    one = far(alpha=1e-4, scaling="weak", seconds=1.0)
+    assert one.half_nodes == 5001  # 2 (N - 1) alpha <= 1
+    last = 1 + 2e-4 * (LARGEST_NODES - 1)
+    assert one.fastest_speedup == pytest.approx(LARGEST_NODES / last)
+    # N / (1 + 2 (N - 1) alpha) reaches 1 / 1.1 of that
+    assert one.nodes == math.ceil(LARGEST_NODES * (1 - 2e-4) / (1.1 * last - 2e-4 * LARGEST_NODES))
+    assert one.held_by == "latency"
+
+
+def test_what_grows_to_the_end_never_stops():
+    one = far(alpha=1e-9, scaling="weak", seconds=1.0)
+    assert (one.nodes, one.held_by, one.half_nodes, one.fastest_nodes) == (None, "", LARGEST_NODES, LARGEST_NODES)
+    assert one.speedup == pytest.approx(LARGEST_NODES, rel=1e-3)
+
+
+@pytest.mark.parametrize(("batch_size", "limit"), [(1_000, 500), (3, 1), (2, 1), (1_000_000, LARGEST_NODES)])
+def test_strong_scaling_ends_with_the_samples(batch_size, limit):
+    assert most_nodes(batch_size, scaling="strong") == limit
+    assert most_nodes(batch_size, scaling="weak") == LARGEST_NODES
+    one = far(alpha=1e-12, scaling="strong", seconds=1e6, batch_size=batch_size)
+    assert (one.limit, one.nodes, one.held_by) == (limit, None, "samples" if limit < LARGEST_NODES else "")
+    assert one.speedup == pytest.approx(limit, rel=1e-3)
+
+
+def test_what_is_computed_by_every_node_anew_holds_scaling_too():
+    def at(nodes):
+        return StepCompute(0.1, 1.0 / nodes, 0.0)
+
+    one = stops({"ring": RingOfLatency()}, [4], network=Network(1e-12, 1e-9), compute_at=at, batch_size=10**6,
+                scaling="strong")[0]
+    assert (one.nodes, one.held_by) == (100, "compute")  # 0.1 + 1 / N <= 1.1 (0.1 + 1 / 100,000)
+
+
+@pytest.mark.parametrize(("name", "links", "held_by"), [
+    ("gather_scatter", (1e9, 2e-4), "root's link"), ("tree", (1e9, 2e-4), "bandwidth"), ("all_reduce", (1e11, 5e-3), "latency")])
+def test_what_holds_it_is_what_takes_the_most(name, links, held_by):
+    strong, weak = stops_of(plans([name]), REFERENCE, *links, 256)
+    assert strong.held_by == held_by
+    assert (strong.scaling, weak.scaling) == ("strong", "weak")
+
+
+@pytest.mark.parametrize(("rate", "latency"), LINKS)
+@pytest.mark.parametrize("scaling", ["strong", "weak"])
+def test_the_search_finds_what_every_number_of_nodes_gives(rate, latency, scaling, monkeypatch):
+    """All of 1 to 150, also where the steps jump: at powers of two, and where the busiest node's share of the batch shrinks."""
+    monkeypatch.setattr("lab.predict.scaling.LARGEST_NODES", 150)
+    strategies, network = plans(list(STRATEGIES)), network_of(REFERENCE, rate, latency)
+
+    def at(nodes):
+        return compute_of(REFERENCE, nodes, batch_size=300, scaling=scaling, own_machines=True)
+
+    found = stops(strategies, REFERENCE.gradients, network=network, compute_at=at, batch_size=300, scaling=scaling)
+    assert [one.sync for one in found] == list(strategies)
+    for one in found:
+        seconds = [step_seconds(strategies[one.sync], REFERENCE.gradients, nodes, network=network, compute=at(nodes))
+                   for nodes in range(1, 151)]
+        speeds = [(nodes if scaling == "weak" else 1) * seconds[0] / taken for nodes, taken in enumerate(seconds, 1)]
+        best = max(speeds)
+        assert one.fastest_speedup == pytest.approx(best, rel=1e-3), one
+        nodes = next(nodes for nodes, speed in enumerate(speeds, 1) if 1.1 * speed >= best)
+        assert one.nodes == (nodes if nodes <= 75 else None), one
+        assert one.speedup == pytest.approx(speeds[(one.nodes or 150) - 1])
+        half = max(nodes for nodes, speed in enumerate(speeds, 1) if 2 * speed >= nodes)
+        assert one.half_nodes == half, one
+
+
+def test_no_exchange_never_stops_and_a_strategy_without_a_formula_is_left_out():
+    class Silent:
+        period = 1
+
+        def operations(self, sizes, ranks):
+            raise NotImplementedError
+
+    found = stops_of(plans(["none"]) | {"silent": Silent()}, REFERENCE, 1e9, None, 256)
+    assert [(one.sync, one.scaling) for one in found] == [("none", "strong"), ("none", "weak")]
+    assert (found[0].limit, found[0].nodes, found[0].held_by) == (128, None, "samples")
+    assert (found[1].nodes, found[1].half_nodes, found[1].held_by) == (None, LARGEST_NODES, "")
+    assert found[1].speedup == pytest.approx(LARGEST_NODES)
+
+
+def test_numbers_of_nodes_hold_powers_of_two_and_the_ends():
+    numbers = numbers_of_nodes(LARGEST_NODES, also=[4_321, 200_000])
+    assert numbers == sorted(set(numbers))
+    assert {*range(1, 33), *(1 << power for power in range(17)), 4_321, LARGEST_NODES} <= set(numbers)
+    assert numbers[-1] == LARGEST_NODES
+    assert numbers_of_nodes(1) == [1]
+
+
+def test_all_strategies_are_asked_in_a_moment():
+    strategies, began = plans(list(STRATEGIES)), time.process_time()
+    assert len(stops_of(strategies, REFERENCE, 1e9, 2e-4, 256)) == 2 * len(STRATEGIES)
+    assert time.process_time() - began < 3  # 0.3 s here
