@@ -11,7 +11,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.distributed.failures import LastWords, explain_collective_failure, first_line, is_torchs, open_sockets
+from common.distributed.failures import (
+    LastWords,
+    explain_collective_failure,
+    first_line,
+    is_torchs,
+    open_sockets,
+)
 from common.distributed.launch_env import Launch
 from common.distributed.rendezvous import meet
 from common.errors import GroupError, Stopped, UserError

@@ -66,7 +66,10 @@ def _report_accuracy(config: Config, world: World, folder: RunFolder, dataset: D
                      predictions: Predictions, ema_predictions: Predictions | None,
                      checkpoint: Path | str | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Write the evaluation's report and the figures; return its numbers, and those of the averaged weights."""
-    from common.reporting.plots import draw_confusion_matrix, draw_loss  # matplotlib: only the rank that draws pays for it
+    from common.reporting.plots import (  # matplotlib: only the rank that draws pays for it
+        draw_confusion_matrix,
+        draw_loss,
+    )
 
     history = recorder.history
     result = generate_eval_report(predictions.labels, predictions.predicted, predictions.mean_loss, folder.report, checkpoint,

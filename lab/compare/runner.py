@@ -158,7 +158,9 @@ def _asked(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _machine() -> dict[str, Any]:
-    from common.utils.environment import environment  # torch: seconds to import, known only to those who compare
+    from common.utils.environment import (
+        environment,  # torch: seconds to import, known only to those who compare
+    )
 
     return environment()
 

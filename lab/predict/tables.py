@@ -164,7 +164,10 @@ def _print_stops(console: Console, ends: Sequence[Stop], *, batch_size: int, cor
 def _draw(path: Path, strategies: Mapping[str, Plan], calibration: Calibration, rate: float | None, latency: float | None,
           told: Sequence[str], *, batch_size: int, scaling: str) -> None:
     """Draw the steps from one node to as many as the batch allows."""
-    from lab.predict.plots import draw_scaling, numbers_to_draw  # matplotlib takes a second to import
+    from lab.predict.plots import (  # matplotlib takes a second to import
+        draw_scaling,
+        numbers_to_draw,
+    )
 
     numbers = numbers_to_draw(most_nodes(batch_size, scaling=scaling))
     rows = predict_table(numbers, rate, latency, strategies, batch_size, scaling, calibration)

@@ -11,7 +11,11 @@ from torch.utils.data import TensorDataset
 from common.data import load_dataset
 from common.data.loaders import TrainLoader
 from common.data.sharding import GlobalBatchSampler
-from common.training_engine import TrainingEngine, distributed_train_worker, launch_distributed_training
+from common.training_engine import (
+    TrainingEngine,
+    distributed_train_worker,
+    launch_distributed_training,
+)
 from tests.helpers import free_port, only_run_folder, run_part
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]

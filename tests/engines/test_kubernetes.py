@@ -21,7 +21,14 @@ from common.sync import BUILT_IN
 from lab.cluster import Cluster
 from tests.helpers import LONG, ROOT, free_port, wait_until
 from tests.helpers.cluster import REFUSED, with_word
-from tests.helpers.manifest import ValidationError, build_context, documents, instructions, train_job, unread
+from tests.helpers.manifest import (
+    ValidationError,
+    build_context,
+    documents,
+    instructions,
+    train_job,
+    unread,
+)
 from tests.helpers.pods import Pods, mounts, pod_patch
 
 STEPS = 12

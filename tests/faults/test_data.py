@@ -10,7 +10,16 @@ from torch import nn
 from common.checkpoint import load_checkpoint
 from common.training import prepare_model_for_training, train_model
 from tests.helpers import RankError, free_port, make_image_folder, run_part, run_ranks, start_part
-from tests.helpers.stage import GRACE, NODES, QUICK, TIMEOUT, Ended, Stage, assert_no_result, assert_told
+from tests.helpers.stage import (
+    GRACE,
+    NODES,
+    QUICK,
+    TIMEOUT,
+    Ended,
+    Stage,
+    assert_no_result,
+    assert_told,
+)
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 2])

@@ -9,7 +9,15 @@ import pytest
 
 from common.checkpoint import checkpoints_by_age, load_checkpoint
 from common.utils.hashing import digest
-from tests.helpers.stage import NODES, TIMEOUT, Stage, assert_in_time, assert_no_result, assert_same_training, assert_told
+from tests.helpers.stage import (
+    NODES,
+    TIMEOUT,
+    Stage,
+    assert_in_time,
+    assert_no_result,
+    assert_same_training,
+    assert_told,
+)
 
 BROKEN = r"error \(rank {rank}\): .* broke: another rank has ended"
 Reference = Callable[[str], Path]

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, Started, free_port, only_run_folder, start_part, start_ranks, user_environment
+from tests.helpers import (
+    ROOT,
+    Started,
+    free_port,
+    only_run_folder,
+    start_part,
+    start_ranks,
+    user_environment,
+)
 from tests.helpers.stage import PACED, QUICK, Stage, assert_told, set_pace
 
 

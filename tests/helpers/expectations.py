@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.paths import ROOT
-from tests.helpers.processes import TINY, Ended, Started, kill_started, only_run_folder, run_part, start_lab, start_part
+from tests.helpers.processes import (
+    TINY,
+    Ended,
+    Started,
+    kill_started,
+    only_run_folder,
+    run_part,
+    start_lab,
+    start_part,
+)
 
 FOLDER = ROOT / "tests" / "expectations"
 CHECKPOINT = FOLDER / "Epoch_1.pt"

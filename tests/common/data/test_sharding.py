@@ -5,7 +5,13 @@ import torch
 
 from common.data.dataset import Dataset, ImageSet
 from common.data.loaders import EvaluationLoader, TrainLoader
-from common.data.sharding import GlobalBatchSampler, epoch_order, global_batch_bounds, rank_share, stream_seed
+from common.data.sharding import (
+    GlobalBatchSampler,
+    epoch_order,
+    global_batch_bounds,
+    rank_share,
+    stream_seed,
+)
 from common.errors import UserError
 
 RANKS = (1, 2, 3, 4, 5)

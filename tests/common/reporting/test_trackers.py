@@ -10,7 +10,16 @@ import pytest
 
 from common.errors import UserError
 from common.reporting.trackers import Trackers
-from tests.helpers import ROOT, TINY, Started, free_port, make_image_folder, only_run_folder, run_part, user_environment
+from tests.helpers import (
+    ROOT,
+    TINY,
+    Started,
+    free_port,
+    make_image_folder,
+    only_run_folder,
+    run_part,
+    user_environment,
+)
 
 STEPS, EPOCH_ENDS = [1, 2, 3, 4, 5, 6], [3, 6]
 

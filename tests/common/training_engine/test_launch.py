@@ -29,7 +29,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from common.errors import UserError
-from common.training_engine import WorkerError, distributed_train_worker, launch, launch_distributed_training
+from common.training_engine import (
+    WorkerError,
+    distributed_train_worker,
+    launch,
+    launch_distributed_training,
+)
 from lab.cluster.program import PythonProgram
 from lab.proofs import ranks
 from tests.helpers import LONG, ROOT, Started, wait_until

@@ -18,7 +18,13 @@ from torch import nn
 from common.errors import UserError
 from lab.proofs import Case, RankError, check_equivalence, check_group, ranks, run_ranks
 from lab.proofs.wrong import WRONG
-from lab.proofs.wrong_strategies import FirstParameterLeftOut, LiteralDivisor, Mean, NoInitialBroadcast, OwnGradient
+from lab.proofs.wrong_strategies import (
+    FirstParameterLeftOut,
+    LiteralDivisor,
+    Mean,
+    NoInitialBroadcast,
+    OwnGradient,
+)
 from tests.helpers import ROOT, Started, user_environment
 
 BY_NAME = {one.name: one for one in WRONG}
