@@ -52,7 +52,7 @@ def measure(rank: int, size: int, master: str, *, rounds: int, output: Path) -> 
         ways = {name: Exchange(name, examples) for name in (*_THROUGH_ROOT, *_RINGS)}
         found = {name: {"seconds": [], "busy": []} for name in ways}
         for number in range(_WARM_UP_ROUNDS + rounds):
-            for name, way in (list(ways.items()) if number % 2 else list(ways.items())[::-1]):
+            for name, way in list(ways.items()) if number % 2 else list(ways.items())[::-1]:
                 psutil.cpu_percent()
                 seconds = way.measure()
                 if number >= _WARM_UP_ROUNDS:
@@ -68,8 +68,22 @@ def on_cluster(nodes: int, rate: str, rounds: int) -> dict:
         output, began = Path(folder, "found.json"), time.monotonic()
         with Cluster(nodes, rate=rate, logs=Path(folder)) as cluster:
             ready, started = time.monotonic() - began, time.time()
-            cluster.start(["python", __file__, "--rank", "{rank}", "--master", "{master}", "--nodes", str(nodes), "--rounds",
-                           str(rounds), "--output", str(output)])
+            cluster.start(
+                [
+                    "python",
+                    __file__,
+                    "--rank",
+                    "{rank}",
+                    "--master",
+                    "{master}",
+                    "--nodes",
+                    str(nodes),
+                    "--rounds",
+                    str(rounds),
+                    "--output",
+                    str(output),
+                ]
+            )
             ends = cluster.wait(limit_seconds=_LIMIT_SECONDS, stop_at_failure=True)
             if any(end.status for end in ends):
                 sys.exit(f"error: node {ends[0].node} failed:\n{cluster.output(ends[0].node)}")
@@ -85,27 +99,52 @@ def ideal_seconds(name: str, nbytes: int, nodes: int, rate_bits: float) -> float
 
 def main() -> None:
     """Measure and print; or, with --rank, be one of the nodes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=whole_number, default=4, help="number of nodes (default: 4)")
-    parser.add_argument("--rate", nargs="+", default=["200mbit", "1gbit"], help="of the links (default: 200mbit 1gbit)")
-    parser.add_argument("--rounds", type=whole_number, default=7, help="rounds to measure, after two others (default: 7)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--nodes", type=whole_number, default=4, help="number of nodes (default: 4)"
+    )
+    parser.add_argument(
+        "--rate",
+        nargs="+",
+        default=["200mbit", "1gbit"],
+        help="of the links (default: 200mbit 1gbit)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=whole_number,
+        default=7,
+        help="rounds to measure, after two others (default: 7)",
+    )
     for name in ("--rank", "--master", "--output"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is not None:
-        measure(int(arguments.rank), arguments.nodes, arguments.master, rounds=arguments.rounds, output=Path(arguments.output))
+        measure(
+            int(arguments.rank),
+            arguments.nodes,
+            arguments.master,
+            rounds=arguments.rounds,
+            output=Path(arguments.output),
+        )
         return
     nbytes = sum(GradientSize.of(build_model("vgg11", 10).parameters()))
     print(describe_machine())
     for rate in arguments.rate:
         found = on_cluster(arguments.nodes, rate, arguments.rounds)
-        print(f"\n{arguments.nodes} nodes, {rate} both ways, {nbytes / 1e6:.1f} MB, {arguments.rounds} rounds; up after "
-              f"{found['ready']:.1f} s, all nodes had met {found['met']:.1f} s after their programs' start")
+        print(
+            f"\n{arguments.nodes} nodes, {rate} both ways, {nbytes / 1e6:.1f} MB, {arguments.rounds} rounds; up after "
+            f"{found['ready']:.1f} s, all nodes had met {found['met']:.1f} s after their programs' start"
+        )
         print(f"{'':<21}{'ideal s':<10}{'seconds':<28}{'over ideal':<26}cores busy")
         for name, one in found["found"].items():
             ideal = ideal_seconds(name, nbytes, arguments.nodes, parse_rate(rate))
-            print(f"{name:<21}{ideal:<10.3f}{shown(one['seconds'], '.3f'):<28}"
-                  f"{shown([s / ideal for s in one['seconds']], '.2f'):<26}{shown(one['busy'], '.0f')} %", flush=True)
+            print(
+                f"{name:<21}{ideal:<10.3f}{shown(one['seconds'], '.3f'):<28}"
+                f"{shown([s / ideal for s in one['seconds']], '.2f'):<26}{shown(one['busy'], '.0f')} %",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

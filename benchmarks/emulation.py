@@ -29,16 +29,31 @@ from lab.compare.executors import Places
 from lab.compare.forecast import forecast_on_nodes
 from lab.compare.runner import compare
 
-AIMS = {"ddp": 0.05, "overlapped": 0.05, "all_reduce": 0.06, "gather_scatter": 0.03, "all_reduce_flat": 0.12,
-        "gather_scatter_flat": 0.12, "ring": 0.10}
+AIMS = {
+    "ddp": 0.05,
+    "overlapped": 0.05,
+    "all_reduce": 0.06,
+    "gather_scatter": 0.03,
+    "all_reduce_flat": 0.12,
+    "gather_scatter_flat": 0.12,
+    "ring": 0.10,
+}
 SHOWN = ("all_reduce", "overlapped", "ddp")
 
 
 def measure(nodes: int, rate: str, arguments: argparse.Namespace, reports: Path) -> dict[str, Any]:
     """Return the results of one comparison."""
-    settings = Settings(nodes=(nodes,), sync=tuple(arguments.sync), rates=(rate,), compute=arguments.compute,
-                        steps=arguments.steps, warmup=arguments.warmup, repeats=arguments.repeats, dataset=arguments.dataset,
-                        batch_size=arguments.batch_size)
+    settings = Settings(
+        nodes=(nodes,),
+        sync=tuple(arguments.sync),
+        rates=(rate,),
+        compute=arguments.compute,
+        steps=arguments.steps,
+        warmup=arguments.warmup,
+        repeats=arguments.repeats,
+        dataset=arguments.dataset,
+        batch_size=arguments.batch_size,
+    )
 
     def predict(results: dict[str, Any], folder: Path, places: Places) -> None:
         results["prediction"] = forecast_on_nodes(results, settings, folder, places, {}, None)
@@ -52,13 +67,24 @@ def report(results: Mapping[str, Any]) -> list[str]:
     lines = []
     for cell in results["cells"]:
         if cell["median"] is None:
-            lines.append(f"{cell['nodes']:>5}  {cell['rate']:<8}  {cell['sync']:<20}  FAILED: {cell['message']}")
+            lines.append(
+                f"{cell['nodes']:>5}  {cell['rate']:<8}  {cell['sync']:<20}  FAILED: {cell['message']}"
+            )
             continue
-        measured, model = cell["median"]["step"], results["prediction"]["cells"][cell["id"]]["step_seconds"]
+        measured, model = (
+            cell["median"]["step"],
+            results["prediction"]["cells"][cell["id"]]["step_seconds"],
+        )
         aim = AIMS.get(cell["sync"])
-        told = "" if aim is None else f"{aim:4.0%}  {'met' if abs(measured / model - 1) <= aim else 'MISSED'}"
-        lines.append(f"{cell['nodes']:>5}  {cell['rate']:<8}  {cell['sync']:<20}  {measured:8.3f}  "
-                     f"{cell['median']['sync']:8.3f}  {model:8.3f}  {measured / model:6.3f}  {told}")
+        told = (
+            ""
+            if aim is None
+            else f"{aim:4.0%}  {'met' if abs(measured / model - 1) <= aim else 'MISSED'}"
+        )
+        lines.append(
+            f"{cell['nodes']:>5}  {cell['rate']:<8}  {cell['sync']:<20}  {measured:8.3f}  "
+            f"{cell['median']['sync']:8.3f}  {model:8.3f}  {measured / model:6.3f}  {told}"
+        )
     return lines
 
 
@@ -68,27 +94,61 @@ def draw(path: Path, results: Mapping[str, Any]) -> None:
     from lab.report.timeline import draw_beside
     from lab.report.view import rate_text
 
-    cells = {cell["id"]: cell for cell in results["cells"] if cell["id"] in results["timelines"] and cell["sync"] in SHOWN}
+    cells = {
+        cell["id"]: cell
+        for cell in results["cells"]
+        if cell["id"] in results["timelines"] and cell["sync"] in SHOWN
+    }
     first = next(iter(cells.values()))
     with style():
-        figure = draw_beside({cell["sync"]: results["timelines"][name] for name, cell in cells.items()}, rank=1, emulated=True,
-                             heading=f"rank 1 of {first['nodes']} nodes at {rate_text(first['rate'])}")
+        figure = draw_beside(
+            {cell["sync"]: results["timelines"][name] for name, cell in cells.items()},
+            rank=1,
+            emulated=True,
+            heading=f"rank 1 of {first['nodes']} nodes at {rate_text(first['rate'])}",
+        )
         figure.savefig(path, dpi=150)
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=whole_number, nargs="+", default=[4, 8], help="(default: 4 8)")
-    parser.add_argument("--rate", nargs="+", default=["200mbit", "1gbit"], help="(default: 200mbit 1gbit)")
-    parser.add_argument("--sync", nargs="+", default=list(AIMS), help=f"(default: {' '.join(AIMS)})")
-    parser.add_argument("--compute", default="measured", help="whose times layers take, as of the parts (default: measured)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--nodes", type=whole_number, nargs="+", default=[4, 8], help="(default: 4 8)"
+    )
+    parser.add_argument(
+        "--rate", nargs="+", default=["200mbit", "1gbit"], help="(default: 200mbit 1gbit)"
+    )
+    parser.add_argument(
+        "--sync", nargs="+", default=list(AIMS), help=f"(default: {' '.join(AIMS)})"
+    )
+    parser.add_argument(
+        "--compute",
+        default="measured",
+        help="whose times layers take, as of the parts (default: measured)",
+    )
     parser.add_argument("--steps", type=whole_number, default=7, help="measured ones (default: 7)")
-    parser.add_argument("--warmup", type=whole_number, default=2, help="steps before them (default: 2)")
-    parser.add_argument("--repeats", type=whole_number, default=1, help="runs of each cell (default: 1)")
-    parser.add_argument("--batch-size", type=whole_number, default=256, help="global (default: 256)")
-    parser.add_argument("--dataset", default="digits", help="whose images are loaded, and not computed on (default: digits)")
-    parser.add_argument("--figure", type=Path, help="a PNG of one rank's step with some of them (first nodes, last rate)")
+    parser.add_argument(
+        "--warmup", type=whole_number, default=2, help="steps before them (default: 2)"
+    )
+    parser.add_argument(
+        "--repeats", type=whole_number, default=1, help="runs of each cell (default: 1)"
+    )
+    parser.add_argument(
+        "--batch-size", type=whole_number, default=256, help="global (default: 256)"
+    )
+    parser.add_argument(
+        "--dataset",
+        default="digits",
+        help="whose images are loaded, and not computed on (default: digits)",
+    )
+    parser.add_argument(
+        "--figure",
+        type=Path,
+        help="a PNG of one rank's step with some of them (first nodes, last rate)",
+    )
     arguments = parser.parse_args()
     print(describe_machine())
     lines, steps, shown = [], {}, {}
@@ -98,14 +158,22 @@ def main() -> None:
                 results = measure(nodes, rate, arguments, Path(reports))
                 lines += report(results)
                 shown = results if nodes == arguments.nodes[0] else shown
-                steps |= {(nodes, rate, cell["sync"]): cell["median"]["step"] for cell in results["cells"] if cell["median"]}
-    print(f"\n{'nodes':>5}  {'rate':<8}  {'strategy':<20}  {'step, s':>8}  {'sync, s':>8}  {'model, s':>8}  {'ratio':>6}   aim")
+                steps |= {
+                    (nodes, rate, cell["sync"]): cell["median"]["step"]
+                    for cell in results["cells"]
+                    if cell["median"]
+                }
+    print(
+        f"\n{'nodes':>5}  {'rate':<8}  {'strategy':<20}  {'step, s':>8}  {'sync, s':>8}  {'model, s':>8}  {'ratio':>6}   aim"
+    )
     print("\n".join(lines))
     if arguments.figure is not None:
         draw(arguments.figure, shown)
     for nodes, rate, sync in steps:
         if sync == "overlapped" and (nodes, rate, "ddp") in steps:
-            print(f"overlapped / ddp on {nodes} nodes at {rate}: {steps[nodes, rate, sync] / steps[nodes, rate, 'ddp']:.3f}")
+            print(
+                f"overlapped / ddp on {nodes} nodes at {rate}: {steps[nodes, rate, sync] / steps[nodes, rate, 'ddp']:.3f}"
+            )
 
 
 if __name__ == "__main__":

@@ -52,9 +52,13 @@ _PATIENCE_SECONDS = 120.0
 def describe_machine() -> str:
     """Return CPU, cores, versions and commit in one line, as every benchmark prints them."""
     facts = environment()
-    commit = f"{(facts['git_commit'] or 'none')[:10]}{' with changes' if facts['git_changes'] else ''}"
-    return (f"machine: {facts['cpu']}, {facts['usable_cores']} cores usable, load {psutil.getloadavg()[0]:.1f}; "
-            f"Python {facts['python']}, torch {torch.__version__}, torchvision {facts['torchvision']}; commit {commit}")
+    commit = (
+        f"{(facts['git_commit'] or 'none')[:10]}{' with changes' if facts['git_changes'] else ''}"
+    )
+    return (
+        f"machine: {facts['cpu']}, {facts['usable_cores']} cores usable, load {psutil.getloadavg()[0]:.1f}; "
+        f"Python {facts['python']}, torch {torch.__version__}, torchvision {facts['torchvision']}; commit {commit}"
+    )
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:
@@ -71,23 +75,37 @@ def whole_number(text: str) -> int:
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that choose images and batch size."""
-    parser.add_argument("--dataset", choices=("cifar10", "digits"), default="cifar10",
-                        help="digits is taken where CIFAR-10's files are missing (default: cifar10)")
-    parser.add_argument("--data-dir", type=Path, default=REPOSITORY / "data", help="where CIFAR-10 lies")
-    parser.add_argument("--batch-size", type=whole_number, default=256, help="samples a step (default: 256)")
+    parser.add_argument(
+        "--dataset",
+        choices=("cifar10", "digits"),
+        default="cifar10",
+        help="digits is taken where CIFAR-10's files are missing (default: cifar10)",
+    )
+    parser.add_argument(
+        "--data-dir", type=Path, default=REPOSITORY / "data", help="where CIFAR-10 lies"
+    )
+    parser.add_argument(
+        "--batch-size", type=whole_number, default=256, help="samples a step (default: 256)"
+    )
 
 
-def load_benchmark_dataset(name: str, data_dir: Path, *, batch_size: int, quiet: bool = False) -> Dataset:
+def load_benchmark_dataset(
+    name: str, data_dir: Path, *, batch_size: int, quiet: bool = False
+) -> Dataset:
     """Return the dataset of that name, or digits, saying so, where CIFAR-10's files are missing: nothing is downloaded.
 
     Ends the program where a batch would be larger than the training set, or too small for BatchNorm.
     """
     if name == "cifar10" and not (data_dir / CIFAR10.base_folder).is_dir():
-        print(f"NOTE: {data_dir / CIFAR10.base_folder} is missing: measuring on digits instead, not on CIFAR-10")
+        print(
+            f"NOTE: {data_dir / CIFAR10.base_folder} is missing: measuring on digits instead, not on CIFAR-10"
+        )
         name = "digits"
     dataset = load_dataset(name, data_dir)
     if not 2 <= batch_size <= len(dataset.train):
-        sys.exit(f"error: --batch-size: got {batch_size}, give 2 to {len(dataset.train)} for {name}")
+        sys.exit(
+            f"error: --batch-size: got {batch_size}, give 2 to {len(dataset.train)} for {name}"
+        )
     if not quiet:
         print(f"data: {name}, {len(dataset.train):,} training images")
     return dataset
@@ -103,7 +121,11 @@ class _PilImages(TorchDataset):
     """Images in memory as torchvision's own datasets give them: through PIL, one at a time."""
 
     def __init__(self, images: ImageSet, transform: transforms.Compose) -> None:
-        self._images, self._labels, self._transform = images.images.numpy(), images.labels.tolist(), transform
+        self._images, self._labels, self._transform = (
+            images.images.numpy(),
+            images.labels.tolist(),
+            transform,
+        )
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -115,14 +137,27 @@ class _PilImages(TorchDataset):
 def plain_loader(dataset: Dataset, data_dir: Path, *, batch_size: int, workers: int) -> DataLoader:
     """Return the usual loader: PIL transforms, one image at a time, shuffled; only whole batches."""
     flip = [transforms.RandomHorizontalFlip()] if dataset.flip else []
-    transform = transforms.Compose([transforms.RandomCrop(32, padding=4), *flip, transforms.ToTensor(),
-                                    transforms.Normalize(dataset.mean, dataset.std)])
+    transform = transforms.Compose(
+        [
+            transforms.RandomCrop(32, padding=4),
+            *flip,
+            transforms.ToTensor(),
+            transforms.Normalize(dataset.mean, dataset.std),
+        ]
+    )
     if dataset.name == "cifar10":
         images: TorchDataset = CIFAR10(str(data_dir), train=True, transform=transform)
     else:
         images = _PilImages(dataset.train, transform)
-    return DataLoader(images, batch_size=batch_size, shuffle=True, drop_last=True, num_workers=workers,
-                      persistent_workers=workers > 0, prefetch_factor=PREFETCH_FACTOR if workers else None)
+    return DataLoader(
+        images,
+        batch_size=batch_size,
+        shuffle=True,
+        drop_last=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        prefetch_factor=PREFETCH_FACTOR if workers else None,
+    )
 
 
 def endless(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -138,8 +173,11 @@ def wait_until_idle() -> None:
 
     Raises TimeoutError where they never rest.
     """
+
     def cpu_seconds() -> float:
-        return sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children(recursive=True))
+        return sum(
+            sum(child.cpu_times()[:2]) for child in psutil.Process().children(recursive=True)
+        )
 
     deadline = time.monotonic() + _PATIENCE_SECONDS
     before = cpu_seconds()
@@ -152,7 +190,9 @@ def wait_until_idle() -> None:
     raise TimeoutError(f"the DataLoader's workers were still busy after {_PATIENCE_SECONDS:.0f} s")
 
 
-def images_per_second(batches: Iterator[tuple[Tensor, Tensor]], *, seconds: float, discard: int = 0) -> float:
+def images_per_second(
+    batches: Iterator[tuple[Tensor, Tensor]], *, seconds: float, discard: int = 0
+) -> float:
     """Take ``discard`` batches, then as many as come in ``seconds``, whole ones; return the latter's rate."""
     for _ in range(discard):
         next(batches)
@@ -164,13 +204,17 @@ def images_per_second(batches: Iterator[tuple[Tensor, Tensor]], *, seconds: floa
 
 def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Return the rates by loader, images a second and core, one a round; the loaders take turns."""
-    dataset = load_benchmark_dataset(arguments.dataset, arguments.data_dir, batch_size=arguments.batch_size)
+    dataset = load_benchmark_dataset(
+        arguments.dataset, arguments.data_dir, batch_size=arguments.batch_size
+    )
     size = arguments.batch_size
     loaders = {
         "ours, 1 thread": our_loader(dataset, batch_size=size),
         "plain, 1 core": plain_loader(dataset, arguments.data_dir, batch_size=size, workers=0),
-        f"plain, {PLAIN_WORKERS} workers": plain_loader(dataset, arguments.data_dir, batch_size=size,
-                                                        workers=PLAIN_WORKERS)}
+        f"plain, {PLAIN_WORKERS} workers": plain_loader(
+            dataset, arguments.data_dir, batch_size=size, workers=PLAIN_WORKERS
+        ),
+    }
     batches = {name: endless(loader) for name, loader in loaders.items()}
     cores = min(PLAIN_WORKERS, usable_cores())
     rates: dict[str, list[float]] = {name: [] for name in loaders}
@@ -178,8 +222,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
         for name, stream in batches.items():
             workers = getattr(loaders[name], "num_workers", 0)
             wait_until_idle()
-            rate = images_per_second(stream, seconds=arguments.seconds if round_number else arguments.seconds / 4,
-                                     discard=workers * PREFETCH_FACTOR)
+            rate = images_per_second(
+                stream,
+                seconds=arguments.seconds if round_number else arguments.seconds / 4,
+                discard=workers * PREFETCH_FACTOR,
+            )
             if round_number:  # the first round warms up
                 rates[name].append(rate / cores if workers else rate)
     return rates
@@ -187,21 +234,29 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_data_flags(parser)
-    parser.add_argument("--rounds", type=whole_number, default=7, help="turns of each loader (default: 7)")
+    parser.add_argument(
+        "--rounds", type=whole_number, default=7, help="turns of each loader (default: 7)"
+    )
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a turn (default: 2)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(describe_machine())
-    print(f"settings: batch {arguments.batch_size}, 1 thread, {arguments.rounds} rounds of {arguments.seconds:g} s a "
-          "loader after a short one to warm up; median (least to most) over the rounds")
+    print(
+        f"settings: batch {arguments.batch_size}, 1 thread, {arguments.rounds} rounds of {arguments.seconds:g} s a "
+        "loader after a short one to warm up; median (least to most) over the rounds"
+    )
     rates = measure(arguments)
     ours = next(iter(rates.values()))
     print(f"\n{'loader':<18}{'images/s/core':<30}ours / it")
     for name, values in rates.items():
         ratios = [mine / its for mine, its in zip(ours, values, strict=True)]
-        print(f"{name:<18}{spread(values, ',.0f'):<30}{spread(ratios, '.1f') if values is not ours else '-'}")
+        print(
+            f"{name:<18}{spread(values, ',.0f'):<30}{spread(ratios, '.1f') if values is not ours else '-'}"
+        )
 
 
 if __name__ == "__main__":

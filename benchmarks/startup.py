@@ -14,7 +14,11 @@ import time
 from loader import REPOSITORY, describe_machine, spread, whole_number
 
 COMMANDS = {
-    "python PartOne/main.py --help": [sys.executable, str(REPOSITORY / "PartOne" / "main.py"), "--help"],
+    "python PartOne/main.py --help": [
+        sys.executable,
+        str(REPOSITORY / "PartOne" / "main.py"),
+        "--help",
+    ],
     "python -c pass": [sys.executable, "-c", "pass"],
 }
 
@@ -28,8 +32,12 @@ def seconds_of(command: list[str]) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=whole_number, default=15, help="runs of each command (default: 15)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs", type=whole_number, default=15, help="runs of each command (default: 15)"
+    )
     runs = parser.parse_args().runs
     print(describe_machine())
     print(f"settings: {runs} runs of each in turns after one to warm up; median (least to most)")

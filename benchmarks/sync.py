@@ -73,7 +73,10 @@ class GradientsOfVgg(nn.Module):
 
     def forward(self) -> Tensor:
         """Return a scalar whose backward pass gives each parameter a new tensor as its gradient, the last one first."""
-        return sum(Given.apply(p, [example.clone()]) for p, example in zip(self.parameters(), self._examples, strict=True))
+        return sum(
+            Given.apply(p, [example.clone()])
+            for p, example in zip(self.parameters(), self._examples, strict=True)
+        )
 
 
 def slowest(action: Callable[[], Any]) -> float:
@@ -150,7 +153,9 @@ class Steps:
         torch.manual_seed(SEED)
         self._sync = build_sync(name, bucket_mb=bucket_mb)
         self._model = build_model("vgg11", 10).to(memory_format=torch.channels_last)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
+        self._optimizer = torch.optim.SGD(
+            self._model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4
+        )
         self._training = self._sync.prepare(self._model, self._optimizer)
         self._images = torch.randn(batch_size, 3, 32, 32).to(memory_format=torch.channels_last)
         self._labels = torch.randint(0, 10, (batch_size,))
@@ -166,12 +171,17 @@ class Steps:
         self._optimizer.step()
 
 
-def measure_steps(pairs: int, *, batch_size: int, bucket_mb: float | None) -> dict[str, list[float]]:
+def measure_steps(
+    pairs: int, *, batch_size: int, bucket_mb: float | None
+) -> dict[str, list[float]]:
     """Return the seconds of each step of either way, pair by pair."""
-    ways = {name: Steps(name, batch_size=batch_size, bucket_mb=bucket_mb) for name in ("overlapped", "ddp")}
+    ways = {
+        name: Steps(name, batch_size=batch_size, bucket_mb=bucket_mb)
+        for name in ("overlapped", "ddp")
+    }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(_WARM_UP_ROUNDS + pairs):
-        for name in (list(ways) if number % 2 else list(ways)[::-1]):
+        for name in list(ways) if number % 2 else list(ways)[::-1]:
             seconds = ways[name].measure()
             if number >= _WARM_UP_ROUNDS:
                 found[name].append(seconds)
@@ -184,25 +194,43 @@ def serve(rank: int, size: int, store: str, arguments: argparse.Namespace, resul
     torch.set_num_threads(1)
     torch.manual_seed(SEED + rank)
     keep_freed_memory()  # as run() does
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size,
-                            timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=120),
+    )
     try:
         exchanges = measure_exchanges(arguments.sync, arguments.rounds) if arguments.rounds else {}
-        steps = {} if not arguments.pairs else measure_steps(arguments.pairs, batch_size=arguments.local_batch_size,
-                                                             bucket_mb=arguments.bucket_mb)
+        steps = (
+            {}
+            if not arguments.pairs
+            else measure_steps(
+                arguments.pairs,
+                batch_size=arguments.local_batch_size,
+                bucket_mb=arguments.bucket_mb,
+            )
+        )
         if rank == 0:
             results.put((exchanges, steps))
     finally:
         dist.destroy_process_group()
 
 
-def run_ranks(size: int, arguments: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def run_ranks(
+    size: int, arguments: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return what rank 0 of ``size`` has found; ends the program where a rank fails."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=serve, args=(rank, size, f"{folder}/store", arguments, results), daemon=True)
-                 for rank in range(size)]
+        ranks = [
+            context.Process(
+                target=serve, args=(rank, size, f"{folder}/store", arguments, results), daemon=True
+            )
+            for rank in range(size)
+        ]
         for process in ranks:
             process.start()
         while results.empty() and all(process.exitcode in (None, 0) for process in ranks):
@@ -241,16 +269,24 @@ def report_exchanges(size: int, found: dict[str, list[float]]) -> None:
     for name, seconds in found.items():
         ratios = [mine / raw for mine, raw in zip(seconds, found["raw"], strict=True)]
         sync = build_sync(name if name in STRATEGIES else "all_reduce_flat")
-        sent = [float(sync.bytes_sent(sizes, rank, size)) / sync.period / 1e6 for rank in (0, size - 1)]
-        print(f"{name:<21}{shown([1000 * s for s in seconds], '.1f'):<26}{shown(ratios, '.2f'):<26}{sent[0]:.1f}, {sent[1]:.1f}",
-              flush=True)
+        sent = [
+            float(sync.bytes_sent(sizes, rank, size)) / sync.period / 1e6 for rank in (0, size - 1)
+        ]
+        print(
+            f"{name:<21}{shown([1000 * s for s in seconds], '.1f'):<26}{shown(ratios, '.2f'):<26}{sent[0]:.1f}, {sent[1]:.1f}",
+            flush=True,
+        )
 
 
-def report_steps(size: int, found: dict[str, list[float]], *, batch_size: int, bucket_mb: float | None) -> None:
+def report_steps(
+    size: int, found: dict[str, list[float]], *, batch_size: int, bucket_mb: float | None
+) -> None:
     """Print both ways and their ratio."""
     ratios = [ours / theirs for ours, theirs in zip(found["overlapped"], found["ddp"], strict=True)]
     buckets = "torch's default buckets" if bucket_mb is None else f"buckets of {bucket_mb:g} MiB"
-    print(f"\n{size} ranks, {len(ratios)} pairs of steps, {batch_size} images a rank, {buckets}: median (95 % interval)")
+    print(
+        f"\n{size} ranks, {len(ratios)} pairs of steps, {batch_size} images a rank, {buckets}: median (95 % interval)"
+    )
     for name, seconds in found.items():
         print(f"{name + ', ms':<21}{shown([1000 * s for s in seconds], '.1f')}")
     print(f"{'overlapped / ddp':<21}{shown(ratios, '.3f')}", flush=True)
@@ -259,14 +295,37 @@ def report_steps(size: int, found: dict[str, list[float]], *, batch_size: int, b
 def parse() -> argparse.Namespace:
     """Return the flags."""
     names = [name for name in STRATEGIES if name != "none"]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=whole_number, nargs="+", default=[2, 3, 4], help="groups to measure (default: 2 3 4)")
-    parser.add_argument("--sync", nargs="+", default=names, choices=names, help="strategies (default: all)")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds of exchanges; 0: none (default: 20)")
-    parser.add_argument("--pairs", type=int, default=30, help="pairs of training steps; 0: none (default: 30)")
-    parser.add_argument("--local-batch-size", type=whole_number, default=64, help="images a rank in a step (default: 64)")
-    parser.add_argument("--bucket-mb", type=float, help="MiB of a bucket, of either way (default: 1, then 25)")
-    parser.add_argument("--interface", default="lo", help="network interface that Gloo uses (default: lo)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks",
+        type=whole_number,
+        nargs="+",
+        default=[2, 3, 4],
+        help="groups to measure (default: 2 3 4)",
+    )
+    parser.add_argument(
+        "--sync", nargs="+", default=names, choices=names, help="strategies (default: all)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="rounds of exchanges; 0: none (default: 20)"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=30, help="pairs of training steps; 0: none (default: 30)"
+    )
+    parser.add_argument(
+        "--local-batch-size",
+        type=whole_number,
+        default=64,
+        help="images a rank in a step (default: 64)",
+    )
+    parser.add_argument(
+        "--bucket-mb", type=float, help="MiB of a bucket, of either way (default: 1, then 25)"
+    )
+    parser.add_argument(
+        "--interface", default="lo", help="network interface that Gloo uses (default: lo)"
+    )
     return parser.parse_args()
 
 
@@ -274,13 +333,17 @@ def main() -> None:
     """Measure and print."""
     arguments = parse()
     print(describe_machine())
-    print(f"settings: one thread a rank, Gloo on {arguments.interface}; {_WARM_UP_ROUNDS} rounds to warm up")
+    print(
+        f"settings: one thread a rank, Gloo on {arguments.interface}; {_WARM_UP_ROUNDS} rounds to warm up"
+    )
     for size in arguments.ranks:
         exchanges, steps = run_ranks(size, arguments)
         if exchanges:
             report_exchanges(size, exchanges)
         if steps:
-            report_steps(size, steps, batch_size=arguments.local_batch_size, bucket_mb=arguments.bucket_mb)
+            report_steps(
+                size, steps, batch_size=arguments.local_batch_size, bucket_mb=arguments.bucket_mb
+            )
 
 
 if __name__ == "__main__":

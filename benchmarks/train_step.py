@@ -72,14 +72,19 @@ _SGEMM_SIZE, _SGEMM_REPEATS = 3072, 2
 class Ours:
     """This project's step, as ``common.experiment.run.run`` puts it together for PartOne on a CPU."""
 
-    def __init__(self, dataset: Dataset, folder: Path, *, batch_size: int, total_steps: int) -> None:
+    def __init__(
+        self, dataset: Dataset, folder: Path, *, batch_size: int, total_steps: int
+    ) -> None:
         torch.manual_seed(SEED)
         self._loader = our_loader(dataset, batch_size=batch_size)
         self._folder = RunFolder(folder)
         model, criterion, optimizer = prepare_model_for_training(
-            build_model("vgg11", len(dataset.class_names)), "cpu", 0.02, 0.9, 5e-4, False)
+            build_model("vgg11", len(dataset.class_names)), "cpu", 0.02, 0.9, 5e-4, False
+        )
         self._engine = TrainingEngine(model, "cpu")
-        self._engine.prepare(optimizer, criterion, build_schedule(optimizer, "onecycle", total_steps=total_steps))
+        self._engine.prepare(
+            optimizer, criterion, build_schedule(optimizer, "onecycle", total_steps=total_steps)
+        )
         self._epoch = 0
 
     def train(self, steps: int) -> None:
@@ -88,8 +93,13 @@ class Ours:
         while self._engine.step < last:
             self._epoch += 1
             self._loader.sampler.set_epoch(self._epoch)
-            self._engine.train_epoch(self._loader, epoch=self._epoch, seed=SEED, max_steps=last,
-                                     on_steps=self._folder.append_metrics)
+            self._engine.train_epoch(
+                self._loader,
+                epoch=self._epoch,
+                seed=SEED,
+                max_steps=last,
+                on_steps=self._folder.append_metrics,
+            )
 
 
 class Plain:
@@ -97,10 +107,14 @@ class Plain:
 
     def __init__(self, dataset: Dataset, data_dir: Path, *, batch_size: int) -> None:
         torch.manual_seed(SEED)
-        self._batches = endless(plain_loader(dataset, data_dir, batch_size=batch_size, workers=PLAIN_WORKERS))
+        self._batches = endless(
+            plain_loader(dataset, data_dir, batch_size=batch_size, workers=PLAIN_WORKERS)
+        )
         self._model = build_model("vgg11", len(dataset.class_names)).train()
         self._criterion = nn.CrossEntropyLoss()
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
+        self._optimizer = torch.optim.SGD(
+            self._model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4
+        )
         self.history: list[tuple[float, float]] = []
 
     def train(self, steps: int) -> None:
@@ -112,13 +126,17 @@ class Plain:
             loss = self._criterion(outputs, labels)
             loss.backward()
             self._optimizer.step()
-            self.history.append((loss.item(), accuracy_score(labels.numpy(), outputs.argmax(dim=1).numpy())))
+            self.history.append(
+                (loss.item(), accuracy_score(labels.numpy(), outputs.argmax(dim=1).numpy()))
+            )
 
 
 def serve_plain(pipe: Connection, arguments: argparse.Namespace) -> None:
     """The plain loop's process: train as many steps as the pipe says, answer when they are done, until it says 0."""
     torch.set_num_threads(arguments.threads)
-    dataset = load_benchmark_dataset(arguments.dataset, arguments.data_dir, batch_size=arguments.batch_size, quiet=True)
+    dataset = load_benchmark_dataset(
+        arguments.dataset, arguments.data_dir, batch_size=arguments.batch_size, quiet=True
+    )
     plain = Plain(dataset, arguments.data_dir, batch_size=arguments.batch_size)
     while steps := pipe.recv():
         plain.train(steps)
@@ -159,7 +177,9 @@ class Round:
         """How many times as fast our step is."""
         return self.plain / self.ours
 
-    def share(self, batch_size: int, *, of: Callable[[list[float]], float] = statistics.median) -> float:
+    def share(
+        self, batch_size: int, *, of: Callable[[list[float]], float] = statistics.median
+    ) -> float:
         """Our operations a second over sgemm's: over the round's median product, or its best with ``of=max``."""
         return 6 * VGG11_MACS * batch_size / self.ours / of(self.sgemm)
 
@@ -203,26 +223,51 @@ def peak_memory_bytes(arguments: argparse.Namespace, dataset: str) -> int:
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "output.txt"
-        command = [sys.executable, str(REPOSITORY / "PartOne" / "main.py"), "--max-steps", str(_MEMORY_STEPS),
-                   "--batch-size", str(arguments.batch_size), "--threads", str(arguments.threads), "--dataset", dataset,
-                   "--data-dir", str(arguments.data_dir), "--output-dir", str(Path(folder) / "reports")]
+        command = [
+            sys.executable,
+            str(REPOSITORY / "PartOne" / "main.py"),
+            "--max-steps",
+            str(_MEMORY_STEPS),
+            "--batch-size",
+            str(arguments.batch_size),
+            "--threads",
+            str(arguments.threads),
+            "--dataset",
+            dataset,
+            "--data-dir",
+            str(arguments.data_dir),
+            "--output-dir",
+            str(Path(folder) / "reports"),
+        ]
         with log.open("w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
             _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            sys.exit(f"error: {' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
+            sys.exit(
+                f"error: {' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-2000:]}"
+            )
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def parse() -> argparse.Namespace:
     """Return the flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_data_flags(parser)
-    parser.add_argument("--rounds", type=whole_number, default=6, help="blocks of each way (default: 6)")
-    parser.add_argument("--steps-per-round", type=whole_number, default=8, help="steps a block (default: 8)")
-    parser.add_argument("--threads", type=whole_number, default=usable_cores(),
-                        help="torch's threads, of either way (default: all usable cores)")
+    parser.add_argument(
+        "--rounds", type=whole_number, default=6, help="blocks of each way (default: 6)"
+    )
+    parser.add_argument(
+        "--steps-per-round", type=whole_number, default=8, help="steps a block (default: 8)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=whole_number,
+        default=usable_cores(),
+        help="torch's threads, of either way (default: all usable cores)",
+    )
     return parser.parse_args()
 
 
@@ -234,10 +279,14 @@ def report(rounds: list[Round], *, batch_size: int, peak_bytes: int) -> None:
     print(f"ours, seconds a step       {spread([r.ours for r in rounds], '.3f')}")
     print(f"plain, seconds a step      {spread([r.plain for r in rounds], '.3f')}")
     print(f"plain / ours               {spread([r.ratio for r in rounds], '.3f')}")
-    print(f"sgemm, GFLOP/s             {spread([rate / 1e9 for r in rounds for rate in r.sgemm], '.0f')}")
+    print(
+        f"sgemm, GFLOP/s             {spread([rate / 1e9 for r in rounds for rate in r.sgemm], '.0f')}"
+    )
     print(f"ours, % of sgemm           {spread(shares, '.1f')}")
     print(f"ours, % of a round's best  {spread(shares_of_best, '.1f')}")
-    print(f"ours, peak memory          {peak_bytes / 1e9:.2f} GB (a run of PartOne/main.py, {_MEMORY_STEPS} steps)")
+    print(
+        f"ours, peak memory          {peak_bytes / 1e9:.2f} GB (a run of PartOne/main.py, {_MEMORY_STEPS} steps)"
+    )
 
 
 def main() -> None:
@@ -247,25 +296,38 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()  # as run() does
     print(describe_machine())
-    print(f"settings: batch {size}, {arguments.threads} threads, {arguments.rounds} rounds of {steps} steps after "
-          f"{_WARM_UP_STEPS} to warm up; plain: {PLAIN_WORKERS} workers; sgemm: {_SGEMM_SIZE} x {_SGEMM_SIZE}")
+    print(
+        f"settings: batch {size}, {arguments.threads} threads, {arguments.rounds} rounds of {steps} steps after "
+        f"{_WARM_UP_STEPS} to warm up; plain: {PLAIN_WORKERS} workers; sgemm: {_SGEMM_SIZE} x {_SGEMM_SIZE}"
+    )
     dataset = load_benchmark_dataset(arguments.dataset, arguments.data_dir, batch_size=size)
     peak_bytes = peak_memory_bytes(arguments, dataset.name)
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
-        ours = Ours(dataset, Path(folder), batch_size=size, total_steps=_WARM_UP_STEPS + arguments.rounds * steps)
+        ours = Ours(
+            dataset,
+            Path(folder),
+            batch_size=size,
+            total_steps=_WARM_UP_STEPS + arguments.rounds * steps,
+        )
         plain = PlainProcess(arguments)
         plain.train(_WARM_UP_STEPS)
         wait_until_idle()
         ours.train(_WARM_UP_STEPS)
-        print(f"\n{'round':<7}{'first':<8}{'ours s/step':<13}{'plain s/step':<14}{'plain/ours':<12}"
-              f"{'sgemm GFLOP/s':<15}ours % of sgemm", flush=True)
+        print(
+            f"\n{'round':<7}{'first':<8}{'ours s/step':<13}{'plain s/step':<14}{'plain/ours':<12}"
+            f"{'sgemm GFLOP/s':<15}ours % of sgemm",
+            flush=True,
+        )
         for number in range(1, arguments.rounds + 1):
             plain_first = number % 2 == 0
             r = measure_round(ours, plain, steps=steps, plain_first=plain_first)
             rounds.append(r)
-            print(f"{number:<7}{'plain' if plain_first else 'ours':<8}{r.ours:<13.3f}{r.plain:<14.3f}{r.ratio:<12.3f}"
-                  f"{statistics.median(r.sgemm) / 1e9:<15.0f}{100 * r.share(size):.1f}", flush=True)
+            print(
+                f"{number:<7}{'plain' if plain_first else 'ours':<8}{r.ours:<13.3f}{r.plain:<14.3f}{r.ratio:<12.3f}"
+                f"{statistics.median(r.sgemm) / 1e9:<15.0f}{100 * r.share(size):.1f}",
+                flush=True,
+            )
         plain.close()
     report(rounds, batch_size=size, peak_bytes=peak_bytes)
 

@@ -31,8 +31,11 @@ def checkpoint_path(folder: Path, epoch: int, step: int | None = None) -> Path:
 
 def checkpoints_by_age(folder: Path) -> list[Path]:
     """Return the checkpoints in ``folder``, that of the furthest training first."""
-    found = [(int(match[1]), int(match[2]) if match[2] else float("inf"), path) for path in Path(folder).glob("Epoch_*.pt")
-             if (match := _NAME.search(path.name))]
+    found = [
+        (int(match[1]), int(match[2]) if match[2] else float("inf"), path)
+        for path in Path(folder).glob("Epoch_*.pt")
+        if (match := _NAME.search(path.name))
+    ]
     return [path for *_, path in sorted(found, reverse=True)]
 
 
@@ -60,27 +63,40 @@ def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[st
     except OSError as error:
         raise UserError(f"checkpoint {name} cannot be read ({error.strerror or error})") from error
     try:
-        if zipfile.is_zipfile(io.BytesIO(content)):  # torch ignores the CRC-32 of names and plain values
+        if zipfile.is_zipfile(
+            io.BytesIO(content)
+        ):  # torch ignores the CRC-32 of names and plain values
             with zipfile.ZipFile(io.BytesIO(content)) as file:
                 if (damaged := file.testzip()) is not None:
                     raise zipfile.BadZipFile(f"the CRC-32 of {damaged} is wrong")
         entries = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise UserError(f"checkpoint {name} is refused: it is damaged, or holds more than tensors and plain values, "
-                        "which could run code when loaded") from error
+        raise UserError(
+            f"checkpoint {name} is refused: it is damaged, or holds more than tensors and plain values, "
+            "which could run code when loaded"
+        ) from error
     except Exception as error:  # damaged bytes bring out anything: zlib.error, struct.error, UnicodeDecodeError, ...
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
-        raise UserError(f"checkpoint {name} is cut or damaged ({reason}): use an earlier one") from error
+        raise UserError(
+            f"checkpoint {name} is cut or damaged ({reason}): use an earlier one"
+        ) from error
     if not isinstance(entries, dict) or any(key not in entries for key in _REQUIRED):
-        raise UserError(f"{name} is no training checkpoint: it needs the entries {', '.join(_REQUIRED)}")
+        raise UserError(
+            f"{name} is no training checkpoint: it needs the entries {', '.join(_REQUIRED)}"
+        )
     state = entries["model_state_dict"]
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise UserError(f"{name} is no training checkpoint: its model_state_dict does not hold tensors by name")
+        raise UserError(
+            f"{name} is no training checkpoint: its model_state_dict does not hold tensors by name"
+        )
     kept = entries.pop("sha256", None)
     if kept is not None and kept != digest(entries):
-        raise UserError(f"checkpoint {name} is damaged: its contents do not match its SHA-256; use an earlier one")
-    entries["model_state_dict"] = {key.removeprefix("module."): value
-                                   for key, value in state.items()}
+        raise UserError(
+            f"checkpoint {name} is damaged: its contents do not match its SHA-256; use an earlier one"
+        )
+    entries["model_state_dict"] = {
+        key.removeprefix("module."): value for key, value in state.items()
+    }
     return entries
 
 
@@ -90,8 +106,10 @@ def load_model_state(model: nn.Module, entries: Mapping[str, Any], *, name: str)
     differing = [key for key in own if getattr(state.get(key), "shape", None) != own[key].shape]
     differing += [key for key in state if key not in own]
     if differing:
-        raise UserError(f"checkpoint {name} holds another model's weights: {len(differing)} entries differ, first "
-                        f"{differing[0]!r}; give the --model and --dataset that it was trained with")
+        raise UserError(
+            f"checkpoint {name} holds another model's weights: {len(differing)} entries differ, first "
+            f"{differing[0]!r}; give the --model and --dataset that it was trained with"
+        )
     model.load_state_dict(state)
 
 

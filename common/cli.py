@@ -46,8 +46,15 @@ or let torchrun start them:
 """
 
 
-def main(part: str, *, path: str, description: str, sync_choices: Sequence[str],
-         defaults: Mapping[str, Any] | None = None, arguments: Sequence[str] | None = None) -> int:
+def main(
+    part: str,
+    *,
+    path: str,
+    description: str,
+    sync_choices: Sequence[str],
+    defaults: Mapping[str, Any] | None = None,
+    arguments: Sequence[str] | None = None,
+) -> int:
     """Run one part from its command line and return the exit status.
 
     Parameters
@@ -76,7 +83,9 @@ def main(part: str, *, path: str, description: str, sync_choices: Sequence[str],
         return _say(f"error: {error}", 2)
 
     _end_soon_after_interrupt()
-    if not config.debug:  # read when torch is imported: its C++ warnings repeat, with stack frames, what is told here
+    if (
+        not config.debug
+    ):  # read when torch is imported: its C++ warnings repeat, with stack frames, what is told here
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from common.experiment.run import run
@@ -88,14 +97,26 @@ def main(part: str, *, path: str, description: str, sync_choices: Sequence[str],
     except (UserError, GroupError) as error:
         return _end(launch, f"error{rank}: {error}", 1)
     except KeyboardInterrupt:
-        return _end(launch, f"interrupted{rank}: finished checkpoints and metrics are kept", INTERRUPTED)
+        return _end(
+            launch, f"interrupted{rank}: finished checkpoints and metrics are kept", INTERRUPTED
+        )
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
-            return _end(launch, f"error{rank}: out of memory: give a smaller --batch-size or fewer ranks a machine ({error})", 1)
+        if isinstance(error, MemoryError) or re.search(
+            "out of memory|can't allocate memory", str(error)
+        ):
+            return _end(
+                launch,
+                f"error{rank}: out of memory: give a smaller --batch-size or fewer ranks a machine ({error})",
+                1,
+            )
         from common.distributed.failures import explain_collective_failure
 
         explanation = explain_collective_failure(error)
-        return _end(launch, f"error{rank}: {explanation}" if explanation else traceback.format_exc().rstrip(), 1)
+        return _end(
+            launch,
+            f"error{rank}: {explanation}" if explanation else traceback.format_exc().rstrip(),
+            1,
+        )
     except Exception:
         return _end(launch, traceback.format_exc().rstrip(), 1)
 
@@ -113,8 +134,10 @@ def _launch_or_explain(config: Config, path: str) -> Launch | None:
     launch = resolve_launch(config.launch_flags)
     if config.sync == "none":
         if launch is not None and launch.size > 1:
-            raise UserError(f"{config.part} trains on one process, but torchrun started {launch.size}: use one, or "
-                            "PartTwo or PartThree")
+            raise UserError(
+                f"{config.part} trains on one process, but torchrun started {launch.size}: use one, or "
+                "PartTwo or PartThree"
+            )
         return Launch()
     if launch is None and config.recipe is not None:
         return Launch()
@@ -125,8 +148,14 @@ def _launch_or_explain(config: Config, path: str) -> Launch | None:
 
 def _become_launcher(config: Config, processes: int, command: list[str]) -> NoReturn:
     """Replace this process by torchrun, which starts the ranks; they have RANK set, so none of them comes here again."""
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # run() sets the threads
-    os.execve(sys.executable, [sys.executable, *launcher_command(config.launch_flags, processes, command)], environment)
+    environment = os.environ | {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")
+    }  # run() sets the threads
+    os.execve(
+        sys.executable,
+        [sys.executable, *launcher_command(config.launch_flags, processes, command)],
+        environment,
+    )
 
 
 def _say(message: str, status: int) -> int:

@@ -18,8 +18,9 @@ from common.training_engine import Predictions, predict
 from common.training_engine.evaluation_loop import unwrap
 
 
-def prepare_model_for_evaluation(model: nn.Module, device: torch.device | str,
-                                 checkpoint_path: str | Path) -> nn.Module:
+def prepare_model_for_evaluation(
+    model: nn.Module, device: torch.device | str, checkpoint_path: str | Path
+) -> nn.Module:
     """Load the checkpoint's weights and buffers into ``model`` and return it on ``device``, in evaluation mode.
 
     A model in DistributedDataParallel is returned without it. Raises UserError on a checkpoint that cannot be used.
@@ -29,9 +30,16 @@ def prepare_model_for_evaluation(model: nn.Module, device: torch.device | str,
     return model.to(device, memory_format=torch.channels_last).eval()
 
 
-def evaluate_model(model: nn.Module, device: torch.device | str, criterion: nn.Module,
-                   test_loader: Iterable[tuple[Tensor, Tensor]], report_path: str | Path,
-                   checkpoint_path: str | Path, *, class_names: Sequence[str] | None = None) -> Predictions:
+def evaluate_model(
+    model: nn.Module,
+    device: torch.device | str,
+    criterion: nn.Module,
+    test_loader: Iterable[tuple[Tensor, Tensor]],
+    report_path: str | Path,
+    checkpoint_path: str | Path,
+    *,
+    class_names: Sequence[str] | None = None,
+) -> Predictions:
     """Predict the whole of ``test_loader`` in this process, write the report and return the predictions.
 
     It never communicates, so one rank may call it alone; in a group only rank 0 writes the file. ``checkpoint_path`` is
@@ -39,14 +47,26 @@ def evaluate_model(model: nn.Module, device: torch.device | str, criterion: nn.M
     """
     predictions = predict(model, device, criterion, test_loader)
     if current_world().is_root:
-        generate_eval_report(predictions.labels, predictions.predicted, predictions.mean_loss, report_path,
-                             checkpoint_path, class_names=class_names)
+        generate_eval_report(
+            predictions.labels,
+            predictions.predicted,
+            predictions.mean_loss,
+            report_path,
+            checkpoint_path,
+            class_names=class_names,
+        )
     return predictions
 
 
-def generate_eval_report(ground_truth: Sequence[int] | np.ndarray, prediction: Sequence[int] | np.ndarray,
-                         test_loss: float, report_path: str | Path, checkpoint_path: str | Path, *,
-                         class_names: Sequence[str] | None = None) -> dict[str, Any]:
+def generate_eval_report(
+    ground_truth: Sequence[int] | np.ndarray,
+    prediction: Sequence[int] | np.ndarray,
+    test_loss: float,
+    report_path: str | Path,
+    checkpoint_path: str | Path,
+    *,
+    class_names: Sequence[str] | None = None,
+) -> dict[str, Any]:
     """Append to ``report_path``: checkpoint, test loss, accuracy, classification report, confusion matrix.
 
     Parameters
@@ -63,20 +83,35 @@ def generate_eval_report(ground_truth: Sequence[int] | np.ndarray, prediction: S
 
     truth, predicted = np.asarray(ground_truth), np.asarray(prediction)
     if truth.shape != predicted.shape or truth.ndim != 1 or len(truth) == 0:
-        raise UserError(f"a report needs as many predictions as labels, and at least one: got shapes {predicted.shape} "
-                        f"and {truth.shape}")
-    labels = np.arange(len(class_names)) if class_names is not None else np.unique(np.concatenate([truth, predicted]))
+        raise UserError(
+            f"a report needs as many predictions as labels, and at least one: got shapes {predicted.shape} "
+            f"and {truth.shape}"
+        )
+    labels = (
+        np.arange(len(class_names))
+        if class_names is not None
+        else np.unique(np.concatenate([truth, predicted]))
+    )
     names = [str(name) for name in (class_names if class_names is not None else labels)]
     arguments = {"labels": labels, "target_names": names, "zero_division": 0}
     matrix = confusion_matrix(truth, predicted, labels=labels)
-    result = {"checkpoint": str(checkpoint_path), "test_loss": float(test_loss),
-              "accuracy": float(accuracy_score(truth, predicted)), "samples": len(truth),
-              "classification_report": classification_report(truth, predicted, output_dict=True, **arguments),
-              "confusion_matrix": matrix.tolist(), "class_names": names}
-    text = (f"Checkpoint: {checkpoint_path}\nTest loss (mean over samples): {test_loss:.4f}\n"
-            f"Test accuracy: {result['accuracy']:.4f} ({int((truth == predicted).sum())} of {len(truth)})\n\n"
-            f"{classification_report(truth, predicted, digits=4, **arguments)}\n"
-            f"Confusion matrix (rows: true class, columns: predicted class)\n{_matrix_text(matrix, names)}\n")
+    result = {
+        "checkpoint": str(checkpoint_path),
+        "test_loss": float(test_loss),
+        "accuracy": float(accuracy_score(truth, predicted)),
+        "samples": len(truth),
+        "classification_report": classification_report(
+            truth, predicted, output_dict=True, **arguments
+        ),
+        "confusion_matrix": matrix.tolist(),
+        "class_names": names,
+    }
+    text = (
+        f"Checkpoint: {checkpoint_path}\nTest loss (mean over samples): {test_loss:.4f}\n"
+        f"Test accuracy: {result['accuracy']:.4f} ({int((truth == predicted).sum())} of {len(truth)})\n\n"
+        f"{classification_report(truth, predicted, digits=4, **arguments)}\n"
+        f"Confusion matrix (rows: true class, columns: predicted class)\n{_matrix_text(matrix, names)}\n"
+    )
     try:
         path = Path(report_path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +119,9 @@ def generate_eval_report(ground_truth: Sequence[int] | np.ndarray, prediction: S
         with path.open("a", encoding="utf-8") as file:
             file.write(separator + text)
     except OSError as error:
-        raise UserError(f"the report {report_path} could not be written ({error.strerror or error})") from error
+        raise UserError(
+            f"the report {report_path} could not be written ({error.strerror or error})"
+        ) from error
     return result
 
 
@@ -92,6 +129,8 @@ def _matrix_text(matrix: np.ndarray, names: Sequence[str]) -> str:
     wide = max(len(str(matrix.max())), 3) + 1
     name_wide = max(map(len, names))
     head = " " * name_wide + "".join(f"{number:>{wide}}" for number in range(len(names)))
-    rows = [f"{name:>{name_wide}}" + "".join(f"{count:>{wide}}" for count in row)
-            for name, row in zip(names, matrix, strict=True)]
+    rows = [
+        f"{name:>{name_wide}}" + "".join(f"{count:>{wide}}" for count in row)
+        for name, row in zip(names, matrix, strict=True)
+    ]
     return "\n".join([head, *rows])

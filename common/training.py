@@ -24,8 +24,10 @@ from common.training_engine.evaluation_loop import unwrap
 
 _STRATEGY_OF_TASK = {"": "none", "PartOne": "gather_scatter", "PartTwo": "all_reduce"}
 
-LOG_LINE = ("Epoch: {}, Train Loss: {:.3f}, Train Accuracy: {:.3f}, Avg Batch Duration: {:.3f} seconds, "
-            "Epoch Duration: {:.3f} seconds")
+LOG_LINE = (
+    "Epoch: {}, Train Loss: {:.3f}, Train Accuracy: {:.3f}, Avg Batch Duration: {:.3f} seconds, "
+    "Epoch Duration: {:.3f} seconds"
+)
 EMULATED_LOG_LINE = "Epoch: {}, Avg Batch Duration: {:.3f} seconds, Epoch Duration: {:.3f} seconds"
 
 
@@ -35,10 +37,20 @@ def get_model_parameters(model: nn.Module) -> int:
 
 
 def prepare_model_for_training(
-        model: nn.Module, device: torch.device | str, learning_rate: float, momentum: float, weight_decay: float,
-        continue_flag: bool, continue_checkpoint_path: str | Path = "", distribute_flag: bool = False, *,
-        opt: str = "sgd", nesterov: bool = False, label_smoothing: float = 0.0,
-        checkpoint: Mapping[str, Any] | None = None) -> tuple[nn.Module, nn.Module, Optimizer]:
+    model: nn.Module,
+    device: torch.device | str,
+    learning_rate: float,
+    momentum: float,
+    weight_decay: float,
+    continue_flag: bool,
+    continue_checkpoint_path: str | Path = "",
+    distribute_flag: bool = False,
+    *,
+    opt: str = "sgd",
+    nesterov: bool = False,
+    label_smoothing: float = 0.0,
+    checkpoint: Mapping[str, Any] | None = None,
+) -> tuple[nn.Module, nn.Module, Optimizer]:
     """Return (model, criterion, optimizer), ready for ``train_model``.
 
     The model is moved to ``device``, its convolutions in channels_last strides; the criterion is CrossEntropyLoss.
@@ -59,25 +71,35 @@ def prepare_model_for_training(
     model = model.to(device, memory_format=torch.channels_last)
     trained = [p for p in model.parameters() if p.requires_grad]
     if opt == "sgd":
-        optimizer: Optimizer = SGD(trained, lr=learning_rate, momentum=momentum, weight_decay=weight_decay,
-                                   nesterov=nesterov and momentum > 0)
+        optimizer: Optimizer = SGD(
+            trained,
+            lr=learning_rate,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            nesterov=nesterov and momentum > 0,
+        )
     else:
         optimizer = AdamW(trained, lr=learning_rate, weight_decay=weight_decay)
     if continue_flag:
         name = str(continue_checkpoint_path)
-        entries = checkpoint if checkpoint is not None else _read_checkpoint(current_world(device), name)
+        entries = (
+            checkpoint if checkpoint is not None else _read_checkpoint(current_world(device), name)
+        )
         load_model_state(unwrap(model), entries, name=name)
         _load_optimizer(optimizer, entries, name)
     if distribute_flag:
         if current_world(device).backend is None:
-            raise UserError("distribute_flag is set, but no process group is open: call "
-                            "torch.distributed.init_process_group first")
+            raise UserError(
+                "distribute_flag is set, but no process group is open: call "
+                "torch.distributed.init_process_group first"
+            )
         model = build_sync("ddp").prepare(model, optimizer)
     return model, nn.CrossEntropyLoss(label_smoothing=label_smoothing), optimizer
 
 
 def _read_checkpoint(world: World, path: str) -> dict[str, Any]:
     """Return the checkpoint's entries on every rank; only rank 0 needs the file. Collective; UserError on all ranks."""
+
     def read() -> bytes:
         load_checkpoint(Path(path))  # rank 0 finds out first whether it is good
         return Path(path).read_bytes()
@@ -90,26 +112,52 @@ def _load_optimizer(optimizer: Optimizer, entries: Mapping[str, Any], name: str)
     try:
         optimizer.load_state_dict(entries["optimizer_state_dict"])
     except (ValueError, KeyError) as error:
-        raise UserError(f"checkpoint {name} holds another optimizer's state ({error}): give the --opt and --model that "
-                        "it was trained with") from error
-    kept = [f"{key} {group.get(saved, group[key])} (not {asked[key]})"
-            for asked, group in zip(given, optimizer.param_groups, strict=True)
-            for key, saved in (("lr", "max_lr" if "max_lr" in group else "initial_lr"),
-                               ("momentum", "momentum"), ("weight_decay", "weight_decay"))
-            if key in asked and group.get(saved, group[key]) != asked[key]]
+        raise UserError(
+            f"checkpoint {name} holds another optimizer's state ({error}): give the --opt and --model that "
+            "it was trained with"
+        ) from error
+    kept = [
+        f"{key} {group.get(saved, group[key])} (not {asked[key]})"
+        for asked, group in zip(given, optimizer.param_groups, strict=True)
+        for key, saved in (
+            ("lr", "max_lr" if "max_lr" in group else "initial_lr"),
+            ("momentum", "momentum"),
+            ("weight_decay", "weight_decay"),
+        )
+        if key in asked and group.get(saved, group[key]) != asked[key]
+    ]
     if kept:
-        warnings.warn(f"the optimizer goes on with the settings in checkpoint {name}: {', '.join(kept)}", stacklevel=3)
+        warnings.warn(
+            f"the optimizer goes on with the settings in checkpoint {name}: {', '.join(kept)}",
+            stacklevel=3,
+        )
 
 
 def train_model(
-        model: nn.Module, device: torch.device | str, criterion: nn.Module, optimizer: Optimizer, start_epoch: int,
-        end_epoch: int, train_loader: Iterable[tuple[Tensor, Tensor]], logs_path: str | Path,
-        checkpoint_dir: str | Path, distribute_flag: bool, task_flag: str = "", rank: str | int = "", *,
-        engine: TrainingEngine | None = None, scheduler: LRScheduler | None = None, seed: int | None = None,
-        max_steps: int | None = None, resume: Mapping[str, Any] | None = None, saver: Saver | None = None,
-        log_every: int = 10, on_steps: Callable[[list[StepRecord]], None] | None = None,
-        on_epoch: Callable[[int, EpochResult], bool] | None = None,
-        after_step: Callable[[], None] | None = None) -> nn.Module:
+    model: nn.Module,
+    device: torch.device | str,
+    criterion: nn.Module,
+    optimizer: Optimizer,
+    start_epoch: int,
+    end_epoch: int,
+    train_loader: Iterable[tuple[Tensor, Tensor]],
+    logs_path: str | Path,
+    checkpoint_dir: str | Path,
+    distribute_flag: bool,
+    task_flag: str = "",
+    rank: str | int = "",
+    *,
+    engine: TrainingEngine | None = None,
+    scheduler: LRScheduler | None = None,
+    seed: int | None = None,
+    max_steps: int | None = None,
+    resume: Mapping[str, Any] | None = None,
+    saver: Saver | None = None,
+    log_every: int = 10,
+    on_steps: Callable[[list[StepRecord]], None] | None = None,
+    on_epoch: Callable[[int, EpochResult], bool] | None = None,
+    after_step: Callable[[], None] | None = None,
+) -> nn.Module:
     """Train epochs ``start_epoch`` to ``end_epoch``, both included, and return the trained model.
 
     After each epoch a line goes to the end of the file ``logs_path`` (with this rank's own loss, accuracy and times; the
@@ -137,7 +185,9 @@ def train_model(
     """
     if engine is None:
         strategy = _strategy(distribute_flag, task_flag)
-        engine = TrainingEngine(model, device, distributed=strategy != "none", sync=strategy, sync_batchnorm=False)
+        engine = TrainingEngine(
+            model, device, distributed=strategy != "none", sync=strategy, sync_batchnorm=False
+        )
     world, saver = engine.world, saver or Saver(Path(checkpoint_dir))
 
     def stepped(step_in_epoch: int) -> None:
@@ -145,16 +195,30 @@ def train_model(
         if after_step is not None:
             after_step()
 
-    agree(world, {"number of batches in train_loader": _steps(train_loader), "epochs": f"{start_epoch} to {end_epoch}"},
-          what="how much they train")
+    agree(
+        world,
+        {
+            "number of batches in train_loader": _steps(train_loader),
+            "epochs": f"{start_epoch} to {end_epoch}",
+        },
+        what="how much they train",
+    )
     try:
         engine.prepare(optimizer, criterion, scheduler)
         if resume is not None:
             engine.load_state(resume)
         saver.attach(engine, first_epoch=start_epoch)
         for epoch, result in engine.epochs(
-                train_loader, start_epoch, end_epoch, start_step=resume.get("step_in_epoch", 0) if resume else 0, seed=seed,
-                max_steps=max_steps, log_every=log_every, on_steps=on_steps, after_step=stepped):
+            train_loader,
+            start_epoch,
+            end_epoch,
+            start_step=resume.get("step_in_epoch", 0) if resume else 0,
+            seed=seed,
+            max_steps=max_steps,
+            log_every=log_every,
+            on_steps=on_steps,
+            after_step=stepped,
+        ):
             ends = result.complete and on_epoch is not None and on_epoch(epoch, result)
             saver.save_epoch(epoch, result)
             line = _log_line(world, rank, epoch, result, emulated=engine.emulation is not None)
@@ -177,25 +241,35 @@ def _steps(loader: Iterable[tuple[Tensor, Tensor]]) -> int:
 
 def _strategy(distribute_flag: bool, task_flag: str) -> str:
     if task_flag not in _STRATEGY_OF_TASK:
-        raise UserError(f"task_flag: got {task_flag!r}, give 'PartOne' (gather and scatter), 'PartTwo' (all_reduce) or ''")
+        raise UserError(
+            f"task_flag: got {task_flag!r}, give 'PartOne' (gather and scatter), 'PartTwo' (all_reduce) or ''"
+        )
     strategy = "ddp" if distribute_flag else _STRATEGY_OF_TASK[task_flag]
     size = current_world().size
     if strategy == "none" and size > 1:
-        warnings.warn(f"{size} ranks train without averaging their gradients: set distribute_flag or task_flag",
-                      stacklevel=3)
+        warnings.warn(
+            f"{size} ranks train without averaging their gradients: set distribute_flag or task_flag",
+            stacklevel=3,
+        )
     if strategy != "none" and current_world().backend is None:
-        raise UserError(f"gradients are to be averaged by {strategy!r}, but no process group is open: call "
-                        "torch.distributed.init_process_group first")
+        raise UserError(
+            f"gradients are to be averaged by {strategy!r}, but no process group is open: call "
+            "torch.distributed.init_process_group first"
+        )
     return strategy
 
 
-def _log_line(world: World, rank: str | int, epoch: int, result: EpochResult, *, emulated: bool) -> str:
+def _log_line(
+    world: World, rank: str | int, epoch: int, result: EpochResult, *, emulated: bool
+) -> str:
     prefix = "EMULATED, " if emulated else ""
     if world.size > 1 or rank != "":
         prefix += f"Rank: {rank if rank != '' else world.rank}, "
     if emulated:
         return prefix + EMULATED_LOG_LINE.format(epoch, result.mean_step_seconds, result.seconds)
-    return prefix + LOG_LINE.format(epoch, result.loss, result.accuracy, result.mean_step_seconds, result.seconds)
+    return prefix + LOG_LINE.format(
+        epoch, result.loss, result.accuracy, result.mean_step_seconds, result.seconds
+    )
 
 
 def _append(path: Path, line: str) -> None:
@@ -204,5 +278,7 @@ def _append(path: Path, line: str) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
     except OSError as error:
-        raise UserError(f"the log {path} could not be written ({error.strerror or error}): make room, or permit writing "
-                        "there") from error
+        raise UserError(
+            f"the log {path} could not be written ({error.strerror or error}): make room, or permit writing "
+            "there"
+        ) from error

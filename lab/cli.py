@@ -31,13 +31,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     flags: list[str] = []
     if "--" in given:
-        given, flags = given[:given.index("--")], given[given.index("--") + 1:]
+        given, flags = given[: given.index("--")], given[given.index("--") + 1 :]
     try:
         args = build_parser().parse_args(given)
-        args.flags, args.typed = flags, shlex.join(["lab", *given, *(["--", *flags] if flags else [])])
+        args.flags, args.typed = (
+            flags,
+            shlex.join(["lab", *given, *(["--", *flags] if flags else [])]),
+        )
         if flags and not getattr(args, "passes_flags", False):
-            raise UserError(f"-- {' '.join(flags)}: only lab compare, lab launch, lab cluster run and lab cluster shell "
-                            "take what follows --")
+            raise UserError(
+                f"-- {' '.join(flags)}: only lab compare, lab launch, lab cluster run and lab cluster shell "
+                "take what follows --"
+            )
         return args.run(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -18,7 +18,12 @@ from rich.table import Table
 from common.utils.paths import REPOSITORY
 from common.utils.system import free_port
 
-WAYS = (("PartOne", "none", 1), ("PartTwo", "gather_scatter", 2), ("PartTwo", "all_reduce", 2), ("PartThree", "ddp", 2))
+WAYS = (
+    ("PartOne", "none", 1),
+    ("PartTwo", "gather_scatter", 2),
+    ("PartTwo", "all_reduce", 2),
+    ("PartThree", "ddp", 2),
+)
 SETTINGS = ("--dataset", "digits", "--batch-size", "64", "--epochs", "2")
 _LIMIT_SECONDS = 300
 
@@ -31,32 +36,48 @@ def main() -> int:
     results = []
     for part, sync, ranks in WAYS:
         command = [f"{part}/main.py", *(("--sync", sync) if part == "PartTwo" else ()), *SETTINGS]
-        console.print(f"\n[bold]{part}, {sync}, {ranks} process{'es' if ranks > 1 else ''}[/bold]: python "
-                      + " ".join(command) + (" --master-ip 127.0.0.1 --num-nodes 2 --rank 0 and 1" if ranks > 1 else ""),
-                      soft_wrap=True)
+        console.print(
+            f"\n[bold]{part}, {sync}, {ranks} process{'es' if ranks > 1 else ''}[/bold]: python "
+            + " ".join(command)
+            + (" --master-ip 127.0.0.1 --num-nodes 2 --rank 0 and 1" if ranks > 1 else ""),
+            soft_wrap=True,
+        )
         summary = run_way(command, ranks)
         if summary is None:
             console.print(f"{part} with {sync} failed; its message stands above")
             return 1
         results.append(summary)
     show(results)
-    console.print(f"\n{time.perf_counter() - began:.0f} s in all. The same four commands with --dataset cifar10 train on "
-                  "CIFAR-10; README.md says how to start them on real nodes.", soft_wrap=True)
+    console.print(
+        f"\n{time.perf_counter() - began:.0f} s in all. The same four commands with --dataset cifar10 train on "
+        "CIFAR-10; README.md says how to start them on real nodes.",
+        soft_wrap=True,
+    )
     return 0
 
 
 def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
     """Start one way on ``ranks`` local processes and return its summary, or None if a process failed."""
-    group = ["--master-ip", "127.0.0.1", "--master-port", str(free_port(29500)), "--num-nodes", str(ranks)]
+    group = [
+        "--master-ip",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port(29500)),
+        "--num-nodes",
+        str(ranks),
+    ]
     before = set(_summaries())
     with tempfile.TemporaryFile("w+") as errors:
         processes: list[subprocess.Popen] = []
         try:
             for rank in range(ranks):
                 flags = [*group, "--rank", str(rank)] if ranks > 1 else []
-                processes.append(subprocess.Popen(
-                    [sys.executable, str(REPOSITORY / command[0]), *command[1:], *flags],
-                    stderr=None if rank == 0 else errors))
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(REPOSITORY / command[0]), *command[1:], *flags],
+                        stderr=None if rank == 0 else errors,
+                    )
+                )
             statuses = [process.wait(timeout=_LIMIT_SECONDS) for process in processes]
         except subprocess.TimeoutExpired:
             console.print(f"not done within {_LIMIT_SECONDS} s")
@@ -84,10 +105,21 @@ def show(results: list[dict[str, Any]]) -> None:
     for heading in ("way", "nodes", "s a step", "of it sync", "accuracy", "equal weights"):
         table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)
     for result in results:
-        equal = "one node" if result["nodes"] == 1 else "yes" if result["ranks_hold_equal_weights"] else "NO"
-        table.add_row(f"{result['part']}: {result['sync']}", str(result["nodes"]), f"{result['step_seconds']:.3f}",
-                      f"{result['section_seconds']['sync']:.3f} ({result['sync_share']:.0%})",
-                      f"{result['test_accuracy']:.1%}", equal)
+        equal = (
+            "one node"
+            if result["nodes"] == 1
+            else "yes"
+            if result["ranks_hold_equal_weights"]
+            else "NO"
+        )
+        table.add_row(
+            f"{result['part']}: {result['sync']}",
+            str(result["nodes"]),
+            f"{result['step_seconds']:.3f}",
+            f"{result['section_seconds']['sync']:.3f} ({result['sync_share']:.0%})",
+            f"{result['test_accuracy']:.1%}",
+            equal,
+        )
     console.print()
     console.print(table)
     for result in results:

@@ -25,8 +25,13 @@ class Fit:
         return asdict(self)
 
 
-def fit(columns: Sequence[Sequence[float]], seconds: Sequence[float], *, varied: Sequence[float],
-        known: Sequence[float] | None = None) -> Fit:
+def fit(
+    columns: Sequence[Sequence[float]],
+    seconds: Sequence[float],
+    *,
+    varied: Sequence[float],
+    known: Sequence[float] | None = None,
+) -> Fit:
     """Return the values, none below 0, with which the sum of values x columns, and ``known`` seconds, come nearest.
 
     columns : one a value, each with an entry a measurement. Intervals are those of the linear model (Student's t over the
@@ -46,8 +51,14 @@ def fit(columns: Sequence[Sequence[float]], seconds: Sequence[float], *, varied:
         covariance = np.linalg.pinv(scaled.T @ scaled) * (residuals @ residuals) / freedom
         half = students_t.ppf(0.975, freedom) * np.sqrt(np.diag(covariance))
     fitted = measured * (1 + residuals)
-    return Fit(tuple((values / scale).tolist()),
-               tuple((max(0.0, low), high) for low, high in zip(((values - half) / scale).tolist(),
-                                                                 ((values + half) / scale).tolist(), strict=True)),
-               float(np.abs(residuals).max()),
-               tuple(zip(map(float, varied), measured.tolist(), fitted.tolist(), strict=True)))
+    return Fit(
+        tuple((values / scale).tolist()),
+        tuple(
+            (max(0.0, low), high)
+            for low, high in zip(
+                ((values - half) / scale).tolist(), ((values + half) / scale).tolist(), strict=True
+            )
+        ),
+        float(np.abs(residuals).max()),
+        tuple(zip(map(float, varied), measured.tolist(), fitted.tolist(), strict=True)),
+    )

@@ -22,9 +22,13 @@ def parse_latency(text: str | None) -> float | None:
 def _parse(text: str | None, units: Mapping[str, float], flag: str, examples: str) -> float | None:
     if text is None:
         return None
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zµ]+?)(/s|ps)?\s*", text.lower().replace("µ", "u"))
+    match = re.fullmatch(
+        r"\s*(\d+\.?\d*|\.\d+)\s*([a-zµ]+?)(/s|ps)?\s*", text.lower().replace("µ", "u")
+    )
     if match is None or match[2] not in units or (match[3] and "s" in units):
-        raise UserError(f"{flag}: got {text!r}, give a number with a unit ({', '.join(units)}), for example {examples}")
+        raise UserError(
+            f"{flag}: got {text!r}, give a number with a unit ({', '.join(units)}), for example {examples}"
+        )
     value = float(match[1]) * units[match[2]]
     if value <= 0:
         raise UserError(f"{flag}: got {text!r}, give more than 0, for example {examples}")

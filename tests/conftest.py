@@ -9,7 +9,9 @@ import torch
 
 from tests.helpers import kill_started
 
-torch.set_num_threads(1)  # two files run at once, and threads that wait for each other's cores are slower than none
+torch.set_num_threads(
+    1
+)  # two files run at once, and threads that wait for each other's cores are slower than none
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A script's background job: what the tests start would ignore Ctrl-C, too, and some tests send it.

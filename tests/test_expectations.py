@@ -20,29 +20,46 @@ from tests.helpers.expectations import CHECKPOINT, FOLDER, KINDS, RESUMABLE, VER
 def test_what_users_see_is_as_recorded(name: str) -> None:
     expected = (FOLDER / name).read_text()
     if expected.startswith("Python ") and not expected.startswith(VERSION):
-        pytest.skip(f"recorded with {expected.splitlines()[0]}, and this is {VERSION.strip()}: argparse words help otherwise")
+        pytest.skip(
+            f"recorded with {expected.splitlines()[0]}, and this is {VERSION.strip()}: argparse words help otherwise"
+        )
     now = KINDS[name]()
-    difference = "\n".join(difflib.unified_diff(expected.splitlines(), now.splitlines(), "recorded", "now", lineterm="", n=1))
-    assert now == expected, f"tests/expectations/{name} differs. If it is meant: make expectations\n{difference}"
+    difference = "\n".join(
+        difflib.unified_diff(
+            expected.splitlines(), now.splitlines(), "recorded", "now", lineterm="", n=1
+        )
+    )
+    assert now == expected, (
+        f"tests/expectations/{name} differs. If it is meant: make expectations\n{difference}"
+    )
 
 
 def test_every_file_of_expectations_is_compared() -> None:
     assert {path.name for path in FOLDER.iterdir()} == {*KINDS, CHECKPOINT.name}
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_an_earlier_version_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is verified, loaded by the assignment's function, and a run resumes from it to its end."""
     entries = load_checkpoint(CHECKPOINT)
     assert (entries["epoch"], entries["step"]) == (1, 3)
     monkeypatch.setitem(MODELS, "tiny", "tests.helpers.tiny_model:tiny")
-    model, _, optimizer = prepare_model_for_training(build_model("tiny", 10), "cpu", 0.1, 0.9, 0.0, True, str(CHECKPOINT))
+    model, _, optimizer = prepare_model_for_training(
+        build_model("tiny", 10), "cpu", 0.1, 0.9, 0.0, True, str(CHECKPOINT)
+    )
     for name, tensor in model.state_dict().items():
         assert tensor.equal(entries["model_state_dict"][name]), name
     assert optimizer.state
     assert all(state["momentum_buffer"].norm() > 0 for state in optimizer.state.values())
 
-    [ended] = run_part("PartOne", *RESUMABLE, "--resume", CHECKPOINT, "--output-dir", tmp_path, cwd=tmp_path)
+    [ended] = run_part(
+        "PartOne", *RESUMABLE, "--resume", CHECKPOINT, "--output-dir", tmp_path, cwd=tmp_path
+    )
     assert ended.status == 0, ended.err
     summary = json.loads((tmp_path / "PartOne-none" / "run" / "summary.json").read_text())
     assert summary["resumed_from"] == str(CHECKPOINT)
-    assert load_checkpoint(tmp_path / "PartOne-none" / "run" / "checkpoints" / "Epoch_2.pt")["step"] == 6
+    assert (
+        load_checkpoint(tmp_path / "PartOne-none" / "run" / "checkpoints" / "Epoch_2.pt")["step"]
+        == 6
+    )

@@ -10,8 +10,13 @@ from common.config.recipes import _dashes, find_recipe, read_recipe
 from common.config.schema import CLUSTER, Config, flag
 from common.errors import UserError
 
-_IN_PLACE_OF = {"batch_size": ("local_batch_size",), "local_batch_size": ("batch_size",), "epochs": ("max_steps",),
-                "warmup_steps": ("warmup_epochs",), "warmup_epochs": ("warmup_steps",)}
+_IN_PLACE_OF = {
+    "batch_size": ("local_batch_size",),
+    "local_batch_size": ("batch_size",),
+    "epochs": ("max_steps",),
+    "warmup_steps": ("warmup_epochs",),
+    "warmup_epochs": ("warmup_steps",),
+}
 """A flag puts aside what the recipe says by the other name."""
 
 
@@ -28,6 +33,7 @@ def _number(kind: type, words: str) -> Any:
             return kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"got {text!r}, give {words}") from None
+
     return convert
 
 
@@ -37,44 +43,71 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-_CONVERT = {int: _number(int, "a whole number"), float: _number(float, "a number"), Path: _path, str: str}
+_CONVERT = {
+    int: _number(int, "a whole number"),
+    float: _number(float, "a number"),
+    Path: _path,
+    str: str,
+}
 
 
-def build_parser(part: str, description: str, defaults: Mapping[str, Any],
-                 sync_choices: Sequence[str]) -> argparse.ArgumentParser:
+def build_parser(
+    part: str, description: str, defaults: Mapping[str, Any], sync_choices: Sequence[str]
+) -> argparse.ArgumentParser:
     """The part's flags, in groups; ``defaults`` are shown in place of the dataclass's, ``sync_choices`` limit ``--sync``.
 
     A namespace that it parses holds the given flags only.
     """
-    parser = _Parser(prog=f"{part}/main.py", description=description, allow_abbrev=False,
-                     formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
+    parser = _Parser(
+        prog=f"{part}/main.py",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
     groups: dict[str, Any] = {}
     distributed = tuple(sync_choices) != ("none",)
     for spec in fields(Config):
         rules = spec.metadata
         hidden = (spec.name == "sync" and len(sync_choices) == 1) or (
-            rules and rules["group"] == CLUSTER and not distributed)
+            rules and rules["group"] == CLUSTER and not distributed
+        )
         if not rules or hidden:
             continue
         if rules["group"] not in groups:
             groups[rules["group"]] = parser.add_argument_group(rules["group"])
         group = groups[rules["group"]]
         default = defaults.get(spec.name, sync_choices[0] if spec.name == "sync" else spec.default)
-        help_text = rules["help"] + ("" if default is None or rules["type"] is bool else f" (default: {default})")
-        names = [*(f for f in rules["flags"] if not f.startswith("--")), flag(spec.name),
-                 *(f for f in rules["flags"] if f.startswith("--"))]
+        help_text = rules["help"] + (
+            "" if default is None or rules["type"] is bool else f" (default: {default})"
+        )
+        names = [
+            *(f for f in rules["flags"] if not f.startswith("--")),
+            flag(spec.name),
+            *(f for f in rules["flags"] if f.startswith("--")),
+        ]
         shown = {"dest": spec.name, "help": help_text}
         if rules["type"] is bool:
             group.add_argument(*names, action=argparse.BooleanOptionalAction, **shown)
             continue
         choices = sync_choices if spec.name == "sync" else rules["choices"]
-        group.add_argument(*names, type=_CONVERT[rules["type"]], choices=choices,
-                           metavar=None if choices else spec.name.upper(), **shown)
+        group.add_argument(
+            *names,
+            type=_CONVERT[rules["type"]],
+            choices=choices,
+            metavar=None if choices else spec.name.upper(),
+            **shown,
+        )
     return parser
 
 
-def parse_arguments(part: str, description: str, defaults: Mapping[str, Any], sync_choices: Sequence[str],
-                    arguments: Sequence[str]) -> Config:
+def parse_arguments(
+    part: str,
+    description: str,
+    defaults: Mapping[str, Any],
+    sync_choices: Sequence[str],
+    arguments: Sequence[str],
+) -> Config:
     """Return the settings of ``part``; an underscore in a flag equals a dash. UserError on anything wrong."""
     parser = build_parser(part, description, defaults, sync_choices)
     given = vars(parser.parse_args([_dashes(argument) for argument in arguments]))
@@ -83,7 +116,9 @@ def parse_arguments(part: str, description: str, defaults: Mapping[str, Any], sy
         path = find_recipe(given["recipe"])
         settings |= read_recipe(path)
         if settings["sync"] not in sync_choices:
-            raise UserError(f"recipe {path}: sync = {settings['sync']!r}, but {part} offers {', '.join(sync_choices)}")
+            raise UserError(
+                f"recipe {path}: sync = {settings['sync']!r}, but {part} offers {', '.join(sync_choices)}"
+            )
         try:
             Config(part=part, **settings)
         except UserError as error:

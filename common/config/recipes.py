@@ -19,7 +19,9 @@ def find_recipe(name: str) -> Path:
     path = Path(name) if name.endswith(".toml") else RECIPES / f"{name}.toml"
     if not path.is_file():
         known = sorted(recipe.stem for recipe in RECIPES.glob("*.toml"))
-        raise UserError(f"--recipe: there is no {path}; choose one of {', '.join(known)}, or give a file that ends in .toml")
+        raise UserError(
+            f"--recipe: there is no {path}; choose one of {', '.join(known)}, or give a file that ends in .toml"
+        )
     return path
 
 
@@ -28,9 +30,17 @@ def read_recipe(path: Path) -> dict[str, Any]:
     another type; ``Config`` checks the rest."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: no TOML, no UTF-8, a number of 5000 digits
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: no TOML, no UTF-8, a number of 5000 digits
         raise UserError(f"recipe {path} cannot be read: {error}") from error
-    specs = {spec.name: spec.metadata for spec in fields(Config) if spec.metadata and spec.metadata["in_recipe"]}
+    specs = {
+        spec.name: spec.metadata
+        for spec in fields(Config)
+        if spec.metadata and spec.metadata["in_recipe"]
+    }
     settings = {}
     for key, value in content.items():
         name = key.replace("-", "_")
@@ -41,9 +51,13 @@ def read_recipe(path: Path) -> dict[str, Any]:
         kind = specs[name]["type"]
         wanted = {int: (int,), float: (int, float), bool: (bool,), str: (str,), Path: (str,)}[kind]
         if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
-            words = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a text in quotes")
+            words = {int: "a whole number", float: "a number", bool: "true or false"}.get(
+                kind, "a text in quotes"
+            )
             raise UserError(f"recipe {path}: {key} = {value!r}, give {words}")
-        settings[name] = Path(value) if kind is Path else float(str(value)) if kind is float else value  # str: 10**400 is inf
+        settings[name] = (
+            Path(value) if kind is Path else float(str(value)) if kind is float else value
+        )  # str: 10**400 is inf
     return settings
 
 
@@ -54,7 +68,8 @@ def print_recipe(config: Config) -> str:
         if spec.metadata and spec.metadata["in_recipe"]:
             value = getattr(config, spec.name)
             groups.setdefault(spec.metadata["group"], []).append(
-                f"# {spec.name} is not set" if value is None else f"{spec.name} = {_toml(value)}")
+                f"# {spec.name} is not set" if value is None else f"{spec.name} = {_toml(value)}"
+            )
     lines = [f"# {config.part}" + (f", recipe {config.recipe}" if config.recipe else "")]
     for group, entries in groups.items():
         lines += ["", f"# {group}", *entries]

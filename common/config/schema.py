@@ -32,14 +32,36 @@ OPTIMIZER = "optimiser and schedule"
 RUN = "this run"
 
 
-def option(default: Any, group: str, help: str, *flags: str, type: type = str, choices: Sequence[str] | None = None,
-           minimum: float | None = None, above: float | None = None, maximum: float | None = None,
-           per_rank: bool = False, in_recipe: bool = True) -> Any:
+def option(
+    default: Any,
+    group: str,
+    help: str,
+    *flags: str,
+    type: type = str,
+    choices: Sequence[str] | None = None,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    per_rank: bool = False,
+    in_recipe: bool = True,
+) -> Any:
     """A dataclass field that is also a flag; ``per_rank`` settings may differ between ranks; those of one start only, such
     as its rank, are not ``in_recipe``."""
-    return field(default=default, metadata={
-        "group": group, "help": help, "flags": flags, "type": type, "choices": choices, "minimum": minimum,
-        "above": above, "maximum": maximum, "per_rank": per_rank, "in_recipe": in_recipe})
+    return field(
+        default=default,
+        metadata={
+            "group": group,
+            "help": help,
+            "flags": flags,
+            "type": type,
+            "choices": choices,
+            "minimum": minimum,
+            "above": above,
+            "maximum": maximum,
+            "per_rank": per_rank,
+            "in_recipe": in_recipe,
+        },
+    )
 
 
 @dataclass(frozen=True)
@@ -47,135 +69,426 @@ class Config:
     """Every setting of a run; a field's help text says what it means. Raises UserError on a value out of range."""
 
     part: str
-    recipe: str | None = option(None, RECIPE, "settings of a known experiment, by name (recipes/*.toml) or as a file; every "
-                                "flag overrides them", in_recipe=False)
-    print_config: bool = option(False, RECIPE, "show the settings that result, as a recipe, and end", type=bool,
-                                per_rank=True, in_recipe=False)
+    recipe: str | None = option(
+        None,
+        RECIPE,
+        "settings of a known experiment, by name (recipes/*.toml) or as a file; every "
+        "flag overrides them",
+        in_recipe=False,
+    )
+    print_config: bool = option(
+        False,
+        RECIPE,
+        "show the settings that result, as a recipe, and end",
+        type=bool,
+        per_rank=True,
+        in_recipe=False,
+    )
 
-    sync: str = option("none", TRAINING, "how gradients are averaged over the ranks", choices=tuple(STRATEGIES))
+    sync: str = option(
+        "none", TRAINING, "how gradients are averaged over the ranks", choices=tuple(STRATEGIES)
+    )
 
-    master_ip: str | None = option(None, CLUSTER, "address of rank 0's node", "-M", per_rank=True, in_recipe=False)
-    num_nodes: int | None = option(None, CLUSTER, "number of ranks, one process each", "-N", "--world-size",
-                                   type=int, minimum=1, in_recipe=False)
-    rank: int | None = option(None, CLUSTER, "this process's place, from 0 to num-nodes - 1", "-R", type=int,
-                              minimum=0, per_rank=True, in_recipe=False)
-    master_port: int | None = option(None, CLUSTER, f"port on rank 0's node (default: {DEFAULT_MASTER_PORT})",
-                                     type=int, minimum=1, maximum=65535, per_rank=True, in_recipe=False)
-    dist_url: str | None = option(None, CLUSTER, "tcp://ADDRESS:PORT, in place of --master-ip and --master-port",
-                                  per_rank=True, in_recipe=False)
-    distributed: bool = option(False, CLUSTER, "start all ranks here, --world-size of them (default: one a GPU; two without)",
-                               type=bool, per_rank=True, in_recipe=False)
-    local_rank: int | None = option(None, CLUSTER, "taken from launchers that pass it", type=int, minimum=0, per_rank=True,
-                                    in_recipe=False)
-    shards: int | None = option(None, CLUSTER, "parts of each global batch, fixed for the whole job; a rank computes one or "
-                                "several (default: the largest number of ranks that torchrun may start)", type=int,
-                                minimum=1)
-    timeout: float = option(60.0, CLUSTER, "seconds to wait for another rank before giving up", type=float, above=0,
-                            maximum=86400)
-    backend: str | None = option(None, CLUSTER, "default: nccl where each rank has a GPU of its own, else gloo",
-                                 choices=("nccl", "gloo"))
+    master_ip: str | None = option(
+        None, CLUSTER, "address of rank 0's node", "-M", per_rank=True, in_recipe=False
+    )
+    num_nodes: int | None = option(
+        None,
+        CLUSTER,
+        "number of ranks, one process each",
+        "-N",
+        "--world-size",
+        type=int,
+        minimum=1,
+        in_recipe=False,
+    )
+    rank: int | None = option(
+        None,
+        CLUSTER,
+        "this process's place, from 0 to num-nodes - 1",
+        "-R",
+        type=int,
+        minimum=0,
+        per_rank=True,
+        in_recipe=False,
+    )
+    master_port: int | None = option(
+        None,
+        CLUSTER,
+        f"port on rank 0's node (default: {DEFAULT_MASTER_PORT})",
+        type=int,
+        minimum=1,
+        maximum=65535,
+        per_rank=True,
+        in_recipe=False,
+    )
+    dist_url: str | None = option(
+        None,
+        CLUSTER,
+        "tcp://ADDRESS:PORT, in place of --master-ip and --master-port",
+        per_rank=True,
+        in_recipe=False,
+    )
+    distributed: bool = option(
+        False,
+        CLUSTER,
+        "start all ranks here, --world-size of them (default: one a GPU; two without)",
+        type=bool,
+        per_rank=True,
+        in_recipe=False,
+    )
+    local_rank: int | None = option(
+        None,
+        CLUSTER,
+        "taken from launchers that pass it",
+        type=int,
+        minimum=0,
+        per_rank=True,
+        in_recipe=False,
+    )
+    shards: int | None = option(
+        None,
+        CLUSTER,
+        "parts of each global batch, fixed for the whole job; a rank computes one or "
+        "several (default: the largest number of ranks that torchrun may start)",
+        type=int,
+        minimum=1,
+    )
+    timeout: float = option(
+        60.0,
+        CLUSTER,
+        "seconds to wait for another rank before giving up",
+        type=float,
+        above=0,
+        maximum=86400,
+    )
+    backend: str | None = option(
+        None,
+        CLUSTER,
+        "default: nccl where each rank has a GPU of its own, else gloo",
+        choices=("nccl", "gloo"),
+    )
 
-    dataset: str = option("cifar10", DATA, "which images; 'folder' reads DATA_DIR/train/<class>/* and "
-                          "DATA_DIR/test/<class>/*", choices=tuple(DATASETS))
-    data_dir: Path | None = option(None, DATA, "where the dataset lies or is downloaded to (default: data/ beside "
-                                   "the parts)", type=Path, per_rank=True)
-    mirror: str | None = option(None, DATA, "URL of a folder (or of the archive itself) to download CIFAR from; the "
-                                "same MD5 is checked", per_rank=True)
-    normalise: str = option("dataset", DATA, "by whose mean and standard deviation pixels are normalised",
-                            choices=("dataset", "imagenet"))
+    dataset: str = option(
+        "cifar10",
+        DATA,
+        "which images; 'folder' reads DATA_DIR/train/<class>/* and DATA_DIR/test/<class>/*",
+        choices=tuple(DATASETS),
+    )
+    data_dir: Path | None = option(
+        None,
+        DATA,
+        "where the dataset lies or is downloaded to (default: data/ beside the parts)",
+        type=Path,
+        per_rank=True,
+    )
+    mirror: str | None = option(
+        None,
+        DATA,
+        "URL of a folder (or of the archive itself) to download CIFAR from; the "
+        "same MD5 is checked",
+        per_rank=True,
+    )
+    normalise: str = option(
+        "dataset",
+        DATA,
+        "by whose mean and standard deviation pixels are normalised",
+        choices=("dataset", "imagenet"),
+    )
 
     model: str = option("vgg11", TRAINING, "which network", choices=tuple(MODELS))
-    batch_size: int | None = option(None, TRAINING, "GLOBAL batch size, shared out over the ranks "
-                                    f"(default: {DEFAULT_GLOBAL_BATCH_SIZE})", "--global-batch-size", type=int,
-                                    minimum=1)
-    local_batch_size: int | None = option(None, TRAINING, "samples of one forward pass of each rank, in place of "
-                                          "--batch-size; global is this x ranks x --accumulation-steps", "-b", type=int,
-                                          minimum=1)
-    accumulation_steps: int = option(1, TRAINING, "forward and backward passes of each optimiser step; communicated once",
-                                     type=int, minimum=1)
-    epochs: int = option(1, TRAINING, "length of the training and of the schedule", type=int, minimum=1)
-    max_steps: int | None = option(None, TRAINING, "length in steps, in place of --epochs", type=int, minimum=1)
-    stop_after_epoch: int | None = option(None, TRAINING, "stop early, after this epoch; the schedule keeps its "
-                                          "length, so --resume can go on", type=int, minimum=1)
-    seed: int = option(0, TRAINING, "of initial weights, order and augmentation", type=int, minimum=0,
-                       maximum=2**31 - 1)
-    amp: bool | None = option(None, TRAINING, "automatic mixed precision (default: PartThree on a GPU)",
-                              "--use-amp", type=bool)
-    amp_dtype: str = option("fp16", TRAINING, "fp16 scales the loss (GradScaler), bf16 needs no scaling; a CPU takes "
-                            "bf16", choices=("fp16", "bf16"))
-    ema: bool = option(False, TRAINING, "keep an exponential moving average of the weights, evaluated and saved beside them",
-                       "--use-ema", type=bool)
-    ema_decay: float = option(0.9999, TRAINING, "share of the average that a step keeps, at most", type=float, above=0,
-                              maximum=0.999999)
-    sync_batchnorm: bool = option(False, TRAINING, "on several GPUs BatchNorm normalises over all ranks, not by rank",
-                                  type=bool)
-    bucket_mb: float | None = option(None, TRAINING, "of ddp and overlapped: MiB of gradients that are sent together (default: 1 "
-                                     "in the first bucket, then 25, as DistributedDataParallel has it)", type=float, above=0)
-    topk_ratio: float = option(0.01, TRAINING, "of topk: share of the gradient's entries that a rank sends", type=float,
-                               above=0, maximum=1)
-    powersgd_rank: int = option(2, TRAINING, "of ddp_powersgd: rank of the matrices that stand for a gradient", type=int,
-                                minimum=1, maximum=1024)
-    averaging_period: int = option(4, TRAINING, "of local_sgd: steps from one average of the weights to the next", type=int,
-                                   minimum=1)
-    label_smoothing: float = option(0.0, TRAINING, "share of each label spread over all classes", type=float, minimum=0,
-                                    maximum=0.99)
-    validate: bool = option(False, TRAINING, "evaluate the test set after every epoch and keep best.pt (--target-accuracy "
-                            "does too)", type=bool)
-    target_accuracy: float | None = option(None, TRAINING, "end once the evaluation after an epoch has reached it, as a "
-                                           "fraction, in --patience epochs in a row", type=float, above=0, maximum=1)
-    patience: int = option(2, TRAINING, "epochs in a row, for --target-accuracy", type=int, minimum=1)
-    pretrained_weights: str | None = option(None, TRAINING, "file or URL of them, for a pretrained model (default: "
-                                            "torchvision's download)", per_rank=True)
-    unfreeze: bool = option(False, TRAINING, "train all layers of a pretrained model, not only the last", type=bool)
-    input_size: int = option(224, TRAINING, "height and width at which images reach a pretrained model", type=int, minimum=32,
-                             maximum=1024)
-    deterministic: bool = option(False, TRAINING, "make a GPU run repeatable, bit for bit, and measure what it costs",
-                                 type=bool)
+    batch_size: int | None = option(
+        None,
+        TRAINING,
+        f"GLOBAL batch size, shared out over the ranks (default: {DEFAULT_GLOBAL_BATCH_SIZE})",
+        "--global-batch-size",
+        type=int,
+        minimum=1,
+    )
+    local_batch_size: int | None = option(
+        None,
+        TRAINING,
+        "samples of one forward pass of each rank, in place of "
+        "--batch-size; global is this x ranks x --accumulation-steps",
+        "-b",
+        type=int,
+        minimum=1,
+    )
+    accumulation_steps: int = option(
+        1,
+        TRAINING,
+        "forward and backward passes of each optimiser step; communicated once",
+        type=int,
+        minimum=1,
+    )
+    epochs: int = option(
+        1, TRAINING, "length of the training and of the schedule", type=int, minimum=1
+    )
+    max_steps: int | None = option(
+        None, TRAINING, "length in steps, in place of --epochs", type=int, minimum=1
+    )
+    stop_after_epoch: int | None = option(
+        None,
+        TRAINING,
+        "stop early, after this epoch; the schedule keeps its length, so --resume can go on",
+        type=int,
+        minimum=1,
+    )
+    seed: int = option(
+        0,
+        TRAINING,
+        "of initial weights, order and augmentation",
+        type=int,
+        minimum=0,
+        maximum=2**31 - 1,
+    )
+    amp: bool | None = option(
+        None,
+        TRAINING,
+        "automatic mixed precision (default: PartThree on a GPU)",
+        "--use-amp",
+        type=bool,
+    )
+    amp_dtype: str = option(
+        "fp16",
+        TRAINING,
+        "fp16 scales the loss (GradScaler), bf16 needs no scaling; a CPU takes bf16",
+        choices=("fp16", "bf16"),
+    )
+    ema: bool = option(
+        False,
+        TRAINING,
+        "keep an exponential moving average of the weights, evaluated and saved beside them",
+        "--use-ema",
+        type=bool,
+    )
+    ema_decay: float = option(
+        0.9999,
+        TRAINING,
+        "share of the average that a step keeps, at most",
+        type=float,
+        above=0,
+        maximum=0.999999,
+    )
+    sync_batchnorm: bool = option(
+        False,
+        TRAINING,
+        "on several GPUs BatchNorm normalises over all ranks, not by rank",
+        type=bool,
+    )
+    bucket_mb: float | None = option(
+        None,
+        TRAINING,
+        "of ddp and overlapped: MiB of gradients that are sent together (default: 1 "
+        "in the first bucket, then 25, as DistributedDataParallel has it)",
+        type=float,
+        above=0,
+    )
+    topk_ratio: float = option(
+        0.01,
+        TRAINING,
+        "of topk: share of the gradient's entries that a rank sends",
+        type=float,
+        above=0,
+        maximum=1,
+    )
+    powersgd_rank: int = option(
+        2,
+        TRAINING,
+        "of ddp_powersgd: rank of the matrices that stand for a gradient",
+        type=int,
+        minimum=1,
+        maximum=1024,
+    )
+    averaging_period: int = option(
+        4,
+        TRAINING,
+        "of local_sgd: steps from one average of the weights to the next",
+        type=int,
+        minimum=1,
+    )
+    label_smoothing: float = option(
+        0.0,
+        TRAINING,
+        "share of each label spread over all classes",
+        type=float,
+        minimum=0,
+        maximum=0.99,
+    )
+    validate: bool = option(
+        False,
+        TRAINING,
+        "evaluate the test set after every epoch and keep best.pt (--target-accuracy does too)",
+        type=bool,
+    )
+    target_accuracy: float | None = option(
+        None,
+        TRAINING,
+        "end once the evaluation after an epoch has reached it, as a "
+        "fraction, in --patience epochs in a row",
+        type=float,
+        above=0,
+        maximum=1,
+    )
+    patience: int = option(
+        2, TRAINING, "epochs in a row, for --target-accuracy", type=int, minimum=1
+    )
+    pretrained_weights: str | None = option(
+        None,
+        TRAINING,
+        "file or URL of them, for a pretrained model (default: torchvision's download)",
+        per_rank=True,
+    )
+    unfreeze: bool = option(
+        False, TRAINING, "train all layers of a pretrained model, not only the last", type=bool
+    )
+    input_size: int = option(
+        224,
+        TRAINING,
+        "height and width at which images reach a pretrained model",
+        type=int,
+        minimum=32,
+        maximum=1024,
+    )
+    deterministic: bool = option(
+        False,
+        TRAINING,
+        "make a GPU run repeatable, bit for bit, and measure what it costs",
+        type=bool,
+    )
 
-    learning_rate: float | None = option(None, OPTIMIZER, "constant rate or peak of the schedule; never scaled "
-                                         "(default: 0.02 for sgd, 0.001 for adamw)", "--lr", "--base-lr", type=float,
-                                         above=0)
+    learning_rate: float | None = option(
+        None,
+        OPTIMIZER,
+        "constant rate or peak of the schedule; never scaled "
+        "(default: 0.02 for sgd, 0.001 for adamw)",
+        "--lr",
+        "--base-lr",
+        type=float,
+        above=0,
+    )
     opt: str = option("sgd", OPTIMIZER, "which optimiser", choices=tuple(DEFAULT_LEARNING_RATE))
-    schedule: str = option("onecycle", OPTIMIZER, "how the rate moves over the steps", choices=SCHEDULES)
+    schedule: str = option(
+        "onecycle", OPTIMIZER, "how the rate moves over the steps", choices=SCHEDULES
+    )
     warmup_steps: int | None = option(None, OPTIMIZER, "steps of rising rate", type=int, minimum=0)
-    warmup_epochs: float | None = option(None, OPTIMIZER, "the same in epochs", type=float, minimum=0)
-    milestones: str = option("0.5,0.75", OPTIMIZER, "of --schedule step: when the rate falls, as shares of the training after "
-                             "the warm-up")
-    step_factor: float = option(0.1, OPTIMIZER, "of --schedule step: by what the rate is multiplied then", type=float,
-                                above=0, maximum=1)
+    warmup_epochs: float | None = option(
+        None, OPTIMIZER, "the same in epochs", type=float, minimum=0
+    )
+    milestones: str = option(
+        "0.5,0.75",
+        OPTIMIZER,
+        "of --schedule step: when the rate falls, as shares of the training after the warm-up",
+    )
+    step_factor: float = option(
+        0.1,
+        OPTIMIZER,
+        "of --schedule step: by what the rate is multiplied then",
+        type=float,
+        above=0,
+        maximum=1,
+    )
     momentum: float = option(0.9, OPTIMIZER, "of sgd", type=float, minimum=0, maximum=0.9999)
-    nesterov: bool = option(True, OPTIMIZER, "sgd's momentum in Nesterov's form (default: yes)", type=bool)
+    nesterov: bool = option(
+        True, OPTIMIZER, "sgd's momentum in Nesterov's form (default: yes)", type=bool
+    )
     weight_decay: float = option(5e-4, OPTIMIZER, "L2 penalty", type=float, minimum=0)
-    clip_norm: float | None = option(None, OPTIMIZER, "largest norm of all gradients together", type=float, above=0)
-    scale_lr: bool = option(False, OPTIMIZER, "multiply the rate by global batch / --reference-batch-size", type=bool)
-    reference_batch_size: int = option(DEFAULT_GLOBAL_BATCH_SIZE, OPTIMIZER, "the global batch that the rate is meant for",
-                                       type=int, minimum=1)
+    clip_norm: float | None = option(
+        None, OPTIMIZER, "largest norm of all gradients together", type=float, above=0
+    )
+    scale_lr: bool = option(
+        False, OPTIMIZER, "multiply the rate by global batch / --reference-batch-size", type=bool
+    )
+    reference_batch_size: int = option(
+        DEFAULT_GLOBAL_BATCH_SIZE,
+        OPTIMIZER,
+        "the global batch that the rate is meant for",
+        type=int,
+        minimum=1,
+    )
 
-    threads: int | None = option(None, RUN, "CPU threads of this rank (default: cores / ranks on this machine)",
-                                 type=int, minimum=1, maximum=4096, per_rank=True)
-    resume: str | None = option(None, RUN, "a checkpoint's path, or 'auto': the newest good one of earlier runs of this part "
-                                "or recipe, on whichever node it lies", per_rank=True, in_recipe=False)
-    run_name: str | None = option(None, RUN, "name of the run's folder (default: the time)", in_recipe=False)
-    output_dir: Path | None = option(None, RUN, "receives <part>-<sync>/<time>/ or <recipe>/<time>/ (default: reports/)",
-                                     type=Path, per_rank=True)
-    checkpoint_every: int | None = option(None, RUN, "steps between checkpoints within an epoch, beside the one after it",
-                                          type=int, minimum=1)
-    keep_checkpoints: int | None = option(None, RUN, "how many of the newest stay (default: all)", type=int, minimum=1)
-    checkpoint: Path | None = option(None, RUN, "a file that always holds the newest checkpoint too; --resume auto reads it",
-                                     type=Path, per_rank=True, in_recipe=False)
-    gpu_ids: str | None = option(None, RUN, "GPUs of this machine to use, e.g. 0,1", "--cuda", per_rank=True, in_recipe=False)
-    profile: bool = option(False, RUN, "write a torch.profiler trace of a few steps, a file a rank", type=bool)
-    timeline: bool = option(False, RUN, "take down when each message of the last steps began and ended, on every rank", type=bool)
-    untimed_steps: int = option(1, RUN, "first steps that the medians of the times leave out, as warm-up", type=int, minimum=0)
-    compute: str = option("real", RUN, "'real' computes; 'measured' has each layer sleep as long as it takes where it has this "
-                          "machine for itself (lab calibrate), a name in reports/profiles/ or a FILE.json as long as that "
-                          "profile says: then nothing is learned, evaluated or saved")
-    measure_only: bool = option(False, RUN, "train and take times: no checkpoint, no evaluation, no report", type=bool)
-    log_wandb: bool = option(False, RUN, "send the numbers to Weights & Biases (offline without an account)", type=bool)
+    threads: int | None = option(
+        None,
+        RUN,
+        "CPU threads of this rank (default: cores / ranks on this machine)",
+        type=int,
+        minimum=1,
+        maximum=4096,
+        per_rank=True,
+    )
+    resume: str | None = option(
+        None,
+        RUN,
+        "a checkpoint's path, or 'auto': the newest good one of earlier runs of this part "
+        "or recipe, on whichever node it lies",
+        per_rank=True,
+        in_recipe=False,
+    )
+    run_name: str | None = option(
+        None, RUN, "name of the run's folder (default: the time)", in_recipe=False
+    )
+    output_dir: Path | None = option(
+        None,
+        RUN,
+        "receives <part>-<sync>/<time>/ or <recipe>/<time>/ (default: reports/)",
+        type=Path,
+        per_rank=True,
+    )
+    checkpoint_every: int | None = option(
+        None,
+        RUN,
+        "steps between checkpoints within an epoch, beside the one after it",
+        type=int,
+        minimum=1,
+    )
+    keep_checkpoints: int | None = option(
+        None, RUN, "how many of the newest stay (default: all)", type=int, minimum=1
+    )
+    checkpoint: Path | None = option(
+        None,
+        RUN,
+        "a file that always holds the newest checkpoint too; --resume auto reads it",
+        type=Path,
+        per_rank=True,
+        in_recipe=False,
+    )
+    gpu_ids: str | None = option(
+        None, RUN, "GPUs of this machine to use, e.g. 0,1", "--cuda", per_rank=True, in_recipe=False
+    )
+    profile: bool = option(
+        False, RUN, "write a torch.profiler trace of a few steps, a file a rank", type=bool
+    )
+    timeline: bool = option(
+        False,
+        RUN,
+        "take down when each message of the last steps began and ended, on every rank",
+        type=bool,
+    )
+    untimed_steps: int = option(
+        1,
+        RUN,
+        "first steps that the medians of the times leave out, as warm-up",
+        type=int,
+        minimum=0,
+    )
+    compute: str = option(
+        "real",
+        RUN,
+        "'real' computes; 'measured' has each layer sleep as long as it takes where it has this "
+        "machine for itself (lab calibrate), a name in reports/profiles/ or a FILE.json as long as that "
+        "profile says: then nothing is learned, evaluated or saved",
+    )
+    measure_only: bool = option(
+        False, RUN, "train and take times: no checkpoint, no evaluation, no report", type=bool
+    )
+    log_wandb: bool = option(
+        False, RUN, "send the numbers to Weights & Biases (offline without an account)", type=bool
+    )
     log_tensorboard: bool = option(False, RUN, "write the numbers for TensorBoard", type=bool)
     log_every: int = option(10, RUN, "steps between lines of output", type=int, minimum=1)
-    debug: bool = option(False, RUN, "set TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO", type=bool,
-                         per_rank=True)
+    debug: bool = option(
+        False, RUN, "set TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO", type=bool, per_rank=True
+    )
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -186,7 +499,11 @@ class Config:
     @property
     def peak_learning_rate(self) -> float:
         """The learning rate given, or the optimiser's default."""
-        return self.learning_rate if self.learning_rate is not None else DEFAULT_LEARNING_RATE[self.opt]
+        return (
+            self.learning_rate
+            if self.learning_rate is not None
+            else DEFAULT_LEARNING_RATE[self.opt]
+        )
 
     @property
     def launch_flags(self) -> LaunchFlags:
@@ -236,12 +553,18 @@ class Config:
 
     def shared_settings(self) -> dict[str, Any]:
         """The settings that must be the same on every rank, by flag, in the order of ``--help``."""
-        return {flag(s.name): getattr(self, s.name) for s in fields(self) if not s.metadata.get("per_rank")
-                and s.name != "num_nodes"}
+        return {
+            flag(s.name): getattr(self, s.name)
+            for s in fields(self)
+            if not s.metadata.get("per_rank") and s.name != "num_nodes"
+        }
 
     def as_json(self) -> dict[str, Any]:
         """Every setting as plain values, for ``config.json``."""
-        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        return {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(self).items()
+        }
 
 
 def flag(name: str) -> str:
@@ -261,39 +584,71 @@ def _check(name: str, value: Any, rules: Mapping[str, Any]) -> None:
     if rules["type"] not in (int, float):
         return
     kind = "a whole number" if rules["type"] is int else "a number"
-    wrong_type = isinstance(value, bool) or not isinstance(value, int if rules["type"] is int else (int, float))
+    wrong_type = isinstance(value, bool) or not isinstance(
+        value, int if rules["type"] is int else (int, float)
+    )
     if rules["type"] is int and rules["maximum"] is None:
         rules = {**rules, "maximum": _LARGEST}
-    bounds = [f"{word} {rules[key]}" for key, word in
-              (("minimum", "of at least"), ("above", "above"), ("maximum", "of at most")) if rules[key] is not None]
-    if (wrong_type or (isinstance(value, float) and not math.isfinite(value))
-            or (rules["minimum"] is not None and value < rules["minimum"])
-            or (rules["above"] is not None and value <= rules["above"])
-            or (rules["maximum"] is not None and value > rules["maximum"])):
-        raise UserError(f"{flag(name)}: got {value!r}, give {' '.join([kind, ' and '.join(bounds)]).strip()}")
+    bounds = [
+        f"{word} {rules[key]}"
+        for key, word in (("minimum", "of at least"), ("above", "above"), ("maximum", "of at most"))
+        if rules[key] is not None
+    ]
+    if (
+        wrong_type
+        or (isinstance(value, float) and not math.isfinite(value))
+        or (rules["minimum"] is not None and value < rules["minimum"])
+        or (rules["above"] is not None and value <= rules["above"])
+        or (rules["maximum"] is not None and value > rules["maximum"])
+    ):
+        raise UserError(
+            f"{flag(name)}: got {value!r}, give {' '.join([kind, ' and '.join(bounds)]).strip()}"
+        )
 
 
 def _check_together(config: Config) -> None:
     if config.batch_size is not None and config.local_batch_size is not None:
-        raise UserError("--batch-size (global) and --local-batch-size (per rank) are both given: give one")
+        raise UserError(
+            "--batch-size (global) and --local-batch-size (per rank) are both given: give one"
+        )
     if config.gpu_ids is not None and not re.fullmatch(r"\d+(,\d+)*", config.gpu_ids):
-        raise UserError(f"--gpu-ids: got {config.gpu_ids!r}, give numbers with commas between, e.g. 0,1")
+        raise UserError(
+            f"--gpu-ids: got {config.gpu_ids!r}, give numbers with commas between, e.g. 0,1"
+        )
     if not re.fullmatch(r"0?\.\d+(,0?\.\d+)*", config.milestones):
-        raise UserError(f"--milestones: got {config.milestones!r}, give shares below 1 with commas between, e.g. 0.3,0.6,0.8")
+        raise UserError(
+            f"--milestones: got {config.milestones!r}, give shares below 1 with commas between, e.g. 0.3,0.6,0.8"
+        )
     if config.run_name is not None and not re.fullmatch(r"\w[\w.@+-]*", config.run_name):
-        raise UserError(f"--run-name: got {config.run_name!r}, give a name of letters, digits, dots and dashes")
-    if config.only_times and (config.validates or config.resume or config.checkpoint or config.checkpoint_every):
+        raise UserError(
+            f"--run-name: got {config.run_name!r}, give a name of letters, digits, dots and dashes"
+        )
+    if config.only_times and (
+        config.validates or config.resume or config.checkpoint or config.checkpoint_every
+    ):
         flags = f"--compute {config.compute}" if config.emulated else "--measure-only"
-        raise UserError(f"{flags} evaluates and saves nothing: leave it out, or leave out --validate, --target-accuracy, "
-                        "--resume, --checkpoint and --checkpoint-every")
+        raise UserError(
+            f"{flags} evaluates and saves nothing: leave it out, or leave out --validate, --target-accuracy, "
+            "--resume, --checkpoint and --checkpoint-every"
+        )
     if config.emulated and (config.ema or config.amp or config.backend == "nccl"):
-        raise UserError(f"--compute {config.compute} emulates fp32 layers and the optimiser's step, and sends over Gloo: leave "
-                        "it out, or leave out --ema, --amp and --backend nccl")
+        raise UserError(
+            f"--compute {config.compute} emulates fp32 layers and the optimiser's step, and sends over Gloo: leave "
+            "it out, or leave out --ema, --amp and --backend nccl"
+        )
     if config.warmup_steps is not None and config.warmup_epochs is not None:
         raise UserError("--warmup-steps and --warmup-epochs are both given: give one")
-    if config.stop_after_epoch is not None and config.max_steps is None and config.stop_after_epoch > config.epochs:
-        raise UserError(f"--stop-after-epoch: got {config.stop_after_epoch}, but the training ends after epoch "
-                        f"{config.epochs}: give at most that, or more --epochs")
+    if (
+        config.stop_after_epoch is not None
+        and config.max_steps is None
+        and config.stop_after_epoch > config.epochs
+    ):
+        raise UserError(
+            f"--stop-after-epoch: got {config.stop_after_epoch}, but the training ends after epoch "
+            f"{config.epochs}: give at most that, or more --epochs"
+        )
     if config.rank is not None and config.num_nodes is not None and config.rank >= config.num_nodes:
-        raise UserError(f"--rank: got {config.rank} of --num-nodes {config.num_nodes}; ranks count from 0, so give "
-                        f"0 to {config.num_nodes - 1}")
+        raise UserError(
+            f"--rank: got {config.rank} of --num-nodes {config.num_nodes}; ranks count from 0, so give "
+            f"0 to {config.num_nodes - 1}"
+        )

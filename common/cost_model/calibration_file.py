@@ -61,7 +61,9 @@ class Calibration:
 
     def as_json(self) -> dict[str, Any]:
         """The file's content."""
-        gradients = [{"shape": list(size.shape), "itemsize": size.itemsize} for size in self.gradients]
+        gradients = [
+            {"shape": list(size.shape), "itemsize": size.itemsize} for size in self.gradients
+        ]
         return {"format": FORMAT, "what": _WHAT} | asdict(self) | {"gradients": gradients}
 
 
@@ -90,37 +92,57 @@ def load_calibration(path: Path) -> Calibration:
     except FileNotFoundError as error:
         raise UserError(f"no calibration at {path}: {again}") from error
     except OSError as error:
-        raise UserError(f"the calibration {path} cannot be read ({error.strerror}): {again}") from error
+        raise UserError(
+            f"the calibration {path} cannot be read ({error.strerror}): {again}"
+        ) from error
     except ValueError as error:  # JSON and UTF-8 both
         raise UserError(f"the calibration {path} is cut or no JSON ({error}): {again}") from error
     if not isinstance(content, dict) or content.get("what") != _WHAT:
         raise UserError(f"{path} is no calibration of this project: {again}")
     if content.get("format") != FORMAT:
-        raise UserError(f"the calibration {path} has format {content.get('format')!r}, this version reads {FORMAT}: {again}")
+        raise UserError(
+            f"the calibration {path} has format {content.get('format')!r}, this version reads {FORMAT}: {again}"
+        )
     try:
         return _from_json(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"the calibration {path} is incomplete ({type(error).__name__}: {error}): {again}") from error
+        raise UserError(
+            f"the calibration {path} is incomplete ({type(error).__name__}: {error}): {again}"
+        ) from error
 
 
 def describe(calibration: Calibration) -> list[str]:
     """Return what was found as lines for a person: each kind's alpha and bandwidth, how far off the fit is, compute times."""
     network, fits = calibration.network, calibration.fits
-    lines = [f"{calibration.name}, {calibration.ranks} ranks "
-             + ("over loopback" if calibration.over_loopback else f"on nodes, {calibration.ranks_here} on each")]
+    lines = [
+        f"{calibration.name}, {calibration.ranks} ranks "
+        + (
+            "over loopback"
+            if calibration.over_loopback
+            else f"on nodes, {calibration.ranks_here} on each"
+        )
+    ]
     for kind, rate in network.kinds.items():
         low, high = fits[kind]["intervals"][0]
-        lines.append(f"  {kind:<10}  {rate.alpha_seconds * 1e3:.3f} ms a message ({low * 1e3:.3f} to {high * 1e3:.3f}), "
-                     f"{_gigabytes(rate.beta_seconds_per_byte)}; fit off by {fits[kind]['worst_relative_error']:.0%} at most")
-    lines.append(f"  adding {_gigabytes(network.gamma_seconds_per_byte)}, copying {_gigabytes(network.copy_seconds_per_byte)}; a "
-                 f"message takes {network.overlap_cost:.0%} of its time from a backward under way")
+        lines.append(
+            f"  {kind:<10}  {rate.alpha_seconds * 1e3:.3f} ms a message ({low * 1e3:.3f} to {high * 1e3:.3f}), "
+            f"{_gigabytes(rate.beta_seconds_per_byte)}; fit off by {fits[kind]['worst_relative_error']:.0%} at most"
+        )
+    lines.append(
+        f"  adding {_gigabytes(network.gamma_seconds_per_byte)}, copying {_gigabytes(network.copy_seconds_per_byte)}; a "
+        f"message takes {network.overlap_cost:.0%} of its time from a backward under way"
+    )
     for profile in calibration.compute.profiles:
         step = calibration.compute.at(LARGE_STEP / profile.ranks, ranks_here=profile.ranks)
-        lines.append(f"  {calibration.model}, {LARGE_STEP} samples on {profile.ranks} rank{'s' if profile.ranks > 1 else ''} of "
-                     f"{profile.threads} thread{'s' if profile.threads > 1 else ''}: {step.seconds:.3f} s of computing a step")
+        lines.append(
+            f"  {calibration.model}, {LARGE_STEP} samples on {profile.ranks} rank{'s' if profile.ranks > 1 else ''} of "
+            f"{profile.threads} thread{'s' if profile.threads > 1 else ''}: {step.seconds:.3f} s of computing a step"
+        )
     if calibration.others_share > QUIET_SHARE:
-        lines.append(f"warning: other processes took {calibration.others_share:.0%} of the cores meanwhile: end them, and "
-                     "calibrate again")
+        lines.append(
+            f"warning: other processes took {calibration.others_share:.0%} of the cores meanwhile: end them, and "
+            "calibrate again"
+        )
     return lines
 
 
@@ -130,20 +152,43 @@ def _gigabytes(seconds_per_byte: float) -> str:
 
 def _from_json(content: dict[str, Any]) -> Calibration:
     network, compute = content["network"], content["compute"]
-    kinds = {kind: Rate(**{name: _number(value) for name, value in rate.items()}) for kind, rate in network["kinds"].items()}
-    profiles = tuple(ComputeProfile(**{name: _number(value) for name, value in profile.items()})
-                     for profile in compute["profiles"])
+    kinds = {
+        kind: Rate(**{name: _number(value) for name, value in rate.items()})
+        for kind, rate in network["kinds"].items()
+    }
+    profiles = tuple(
+        ComputeProfile(**{name: _number(value) for name, value in profile.items()})
+        for profile in compute["profiles"]
+    )
     if not profiles or not content["gradients"]:
         raise ValueError("no compute profile or no gradients")
     entries = {name: value for name, value in content.items() if name not in ("format", "what")}
-    return Calibration(**entries | {
-        "network": Network(**{name: _number(value) for name, value in network.items() if name != "kinds"}, kinds=kinds),
-        "compute": ComputeModel(profiles, tuple(compute["ready_bytes"]), tuple(compute["ready_shares"])),
-        "gradients": tuple(GradientSize([int(_number(length)) for length in size["shape"]], int(_number(size["itemsize"])))
-                           for size in content["gradients"])})
+    return Calibration(
+        **entries
+        | {
+            "network": Network(
+                **{name: _number(value) for name, value in network.items() if name != "kinds"},
+                kinds=kinds,
+            ),
+            "compute": ComputeModel(
+                profiles, tuple(compute["ready_bytes"]), tuple(compute["ready_shares"])
+            ),
+            "gradients": tuple(
+                GradientSize(
+                    [int(_number(length)) for length in size["shape"]],
+                    int(_number(size["itemsize"])),
+                )
+                for size in content["gradients"]
+            ),
+        }
+    )
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value < float("inf")
+    ):
         raise ValueError(f"{value!r} where a number of 0 or more belongs")
     return value

@@ -78,9 +78,14 @@ class ComputeModel:
             return ranks_here * ((1 - share) * first / low.ranks + share * second / high.ranks)
 
         crowd = max(1.0, ranks_here / self.profiles[-1].ranks)
-        return StepCompute(crowd * between("before_fixed_seconds") + samples * between("before_sample_seconds"),
-                           crowd * between("backward_fixed_seconds") + samples * between("backward_sample_seconds"),
-                           between("update_seconds"), self.ready_bytes, self.ready_shares)
+        return StepCompute(
+            crowd * between("before_fixed_seconds") + samples * between("before_sample_seconds"),
+            crowd * between("backward_fixed_seconds")
+            + samples * between("backward_sample_seconds"),
+            between("update_seconds"),
+            self.ready_bytes,
+            self.ready_shares,
+        )
 
     def _around(self, ranks_here: int) -> tuple[ComputeProfile, ComputeProfile, float]:
         """The profiles below and above, and how far from the first to the second."""

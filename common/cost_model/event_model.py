@@ -81,13 +81,20 @@ class Network:
         here = self.rate("all_reduce").beta_seconds_per_byte
 
         def moved(rate: Rate) -> Rate:
-            return Rate(rate.alpha_seconds if latency_seconds is None else latency_seconds,
-                        max(beta, rate.beta_seconds_per_byte), rate.floor_seconds)
+            return Rate(
+                rate.alpha_seconds if latency_seconds is None else latency_seconds,
+                max(beta, rate.beta_seconds_per_byte),
+                rate.floor_seconds,
+            )
 
         own = moved(Rate(self.alpha_seconds, self.beta_seconds_per_byte))
-        return replace(self, alpha_seconds=own.alpha_seconds, beta_seconds_per_byte=own.beta_seconds_per_byte,
-                       kinds={kind: moved(rate) for kind, rate in self.kinds.items()},
-                       overlap_cost=self.overlap_cost * (here / beta if beta > here else 1.0))
+        return replace(
+            self,
+            alpha_seconds=own.alpha_seconds,
+            beta_seconds_per_byte=own.beta_seconds_per_byte,
+            kinds={kind: moved(rate) for kind, rate in self.kinds.items()},
+            overlap_cost=self.overlap_cost * (here / beta if beta > here else 1.0),
+        )
 
 
 @dataclass(frozen=True)
@@ -107,12 +114,21 @@ class Terms:
     @property
     def largest(self) -> str:
         """What takes the most of them, in a reader's words."""
-        spent = {"latency": self.latency, "bandwidth": self.bandwidth, "root's link": self.root, "summation": self.summation}
+        spent = {
+            "latency": self.latency,
+            "bandwidth": self.bandwidth,
+            "root's link": self.root,
+            "summation": self.summation,
+        }
         return max(spent, key=lambda name: spent[name])
 
     def __add__(self, other: "Terms") -> "Terms":
-        return Terms(self.latency + other.latency, self.bandwidth + other.bandwidth, self.root + other.root,
-                     self.summation + other.summation)
+        return Terms(
+            self.latency + other.latency,
+            self.bandwidth + other.bandwidth,
+            self.root + other.root,
+            self.summation + other.summation,
+        )
 
 
 def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
@@ -153,15 +169,24 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
     passing = link_bytes * rate.beta_seconds_per_byte
     latency = max(messages * rate.alpha_seconds, rate.floor_seconds - passing)
     by_root = operation.kind in ("gather", "scatter")
-    one = Terms(latency, 0.0 if by_root else passing, passing if by_root else 0.0,
-                (summed + operation.summed_bytes) * network.gamma_seconds_per_byte
-                + operation.copied_bytes * network.copy_seconds_per_byte)
+    one = Terms(
+        latency,
+        0.0 if by_root else passing,
+        passing if by_root else 0.0,
+        (summed + operation.summed_bytes) * network.gamma_seconds_per_byte
+        + operation.copied_bytes * network.copy_seconds_per_byte,
+    )
     times = operation.count
-    return Terms(times * one.latency, times * one.bandwidth, times * one.root, times * one.summation)
+    return Terms(
+        times * one.latency, times * one.bandwidth, times * one.root, times * one.summation
+    )
 
 
-def exposed_seconds(messages: Sequence[tuple[float | None, float]], backward_seconds: float,
-                    overlap_cost: float = 0.0) -> tuple[float, float]:
+def exposed_seconds(
+    messages: Sequence[tuple[float | None, float]],
+    backward_seconds: float,
+    overlap_cost: float = 0.0,
+) -> tuple[float, float]:
     """Return by how much messages make backward longer, and what of them is left when it ends.
 
     messages : for each, in order, after how many seconds of backward it may begin (None: after all of it) and how many
@@ -176,7 +201,10 @@ def exposed_seconds(messages: Sequence[tuple[float | None, float]], backward_sec
         left = backward_seconds - computed
         if end_of_backward is None and left <= seconds * (1 - overlap_cost):
             end_of_backward = now + (left / (1 - overlap_cost) if left else 0.0)
-        now, computed = now + seconds, min(backward_seconds, computed + seconds * (1 - overlap_cost))
+        now, computed = (
+            now + seconds,
+            min(backward_seconds, computed + seconds * (1 - overlap_cost)),
+        )
     if end_of_backward is None:
         end_of_backward = now = now + backward_seconds - computed
     return end_of_backward - backward_seconds, now - end_of_backward
@@ -201,7 +229,9 @@ class Prediction:
     bound: str
 
 
-def predict_step(strategy: Plan, sizes: Sequence[int], ranks: int, *, network: Network, compute: StepCompute) -> Prediction:
+def predict_step(
+    strategy: Plan, sizes: Sequence[int], ranks: int, *, network: Network, compute: StepCompute
+) -> Prediction:
     """Return what a step of ``strategy`` takes on ``ranks`` ranks.
 
     sizes : bytes of each parameter's gradient, in the order of the parameters. Raises NotImplementedError where the strategy
@@ -214,7 +244,9 @@ def predict_step(strategy: Plan, sizes: Sequence[int], ranks: int, *, network: N
     return Prediction(busy + sync, busy, sync, root, others, bound)
 
 
-def step_seconds(strategy: Plan, sizes: Sequence[int], ranks: int, *, network: Network, compute: StepCompute) -> float:
+def step_seconds(
+    strategy: Plan, sizes: Sequence[int], ranks: int, *, network: Network, compute: StepCompute
+) -> float:
     """Return the seconds of ``predict_step`` alone."""
     slowed, sync, _ = _messages(strategy, sizes, ranks, network, compute)
     return compute.seconds + slowed + sync
@@ -226,16 +258,27 @@ def message_terms(strategy: Plan, sizes: Sequence[int], ranks: int, *, network: 
     return sum((operation_terms(operation, ranks, network) for operation in operations), Terms())
 
 
-def _messages(strategy: Plan, sizes: Sequence[int], ranks: int, network: Network,
-              compute: StepCompute) -> tuple[float, float, Terms]:
+def _messages(
+    strategy: Plan, sizes: Sequence[int], ranks: int, network: Network, compute: StepCompute
+) -> tuple[float, float, Terms]:
     """Seconds by which messages slow backward, seconds left after it, and all of them by what they are spent on."""
     if ranks == 1:
         return 0.0, 0.0, Terms()
     operations = strategy.operations(sizes, ranks)
     costs = [operation_terms(operation, ranks, network) for operation in operations]
     slowed, left = exposed_seconds(
-        [(None if operation.ready_bytes is None else compute.ready_seconds(operation.ready_bytes), cost.seconds)
-         for operation, cost in zip(operations, costs, strict=True)], compute.backward_seconds, network.overlap_cost)
+        [
+            (
+                None
+                if operation.ready_bytes is None
+                else compute.ready_seconds(operation.ready_bytes),
+                cost.seconds,
+            )
+            for operation, cost in zip(operations, costs, strict=True)
+        ],
+        compute.backward_seconds,
+        network.overlap_cost,
+    )
     return slowed / strategy.period, left / strategy.period, sum(costs, Terms())
 
 
@@ -245,5 +288,7 @@ def _bytes_sent(strategy: Plan, sizes: Sequence[int], ranks: int) -> tuple[float
 
     if ranks == 1:
         return 0.0, 0.0
-    some = sorted({1 + (ranks - 2) * place // max(1, _SAMPLED_RANKS - 1) for place in range(_SAMPLED_RANKS)})
+    some = sorted(
+        {1 + (ranks - 2) * place // max(1, _SAMPLED_RANKS - 1) for place in range(_SAMPLED_RANKS)}
+    )
     return sent(0), math.fsum(map(sent, some)) / len(some)

@@ -24,7 +24,9 @@ class Draws:
     flip: Tensor
 
 
-def draw(samples: int, *, seed: int, epoch: int, flip: bool, device: torch.device | str = "cpu") -> Draws:
+def draw(
+    samples: int, *, seed: int, epoch: int, flip: bool, device: torch.device | str = "cpu"
+) -> Draws:
     """Draw offsets (uniform) and flips (one half, or none where ``flip`` is False) of every sample for one epoch."""
     generator = torch.Generator().manual_seed(stream_seed(seed, AUGMENTATION_STREAM, epoch))
     offsets = torch.randint(0, 2 * PADDING + 1, (2, samples), generator=generator)
@@ -39,8 +41,14 @@ class Normaliser:
     strides.
     """
 
-    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], *, width: int,
-                 device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        *,
+        width: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
         mean, std = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
         # Repeated along a row, so that the arithmetic runs over long contiguous vectors, not over 3 channels.
         self._scale = (1 / (255 * std)).float().repeat(width).to(device)
@@ -48,7 +56,12 @@ class Normaliser:
 
     def __call__(self, images: Tensor) -> Tensor:
         batch, height, width, channels = images.shape
-        rows = images.reshape(batch, height, width * channels).to(torch.float32).mul_(self._scale).add_(self._shift)
+        rows = (
+            images.reshape(batch, height, width * channels)
+            .to(torch.float32)
+            .mul_(self._scale)
+            .add_(self._shift)
+        )
         return rows.view(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
@@ -68,7 +81,8 @@ class RandomCropFlip:
         # windows[i, top, left] is one crop, as rows of contiguous bytes; a view, no copy.
         self._windows = padded.as_strided(
             (n, 2 * PADDING + 1, 2 * PADDING + 1, self._height, self._width * channels),
-            (height * width * channels, width * channels, channels, width * channels, 1))
+            (height * width * channels, width * channels, channels, width * channels, 1),
+        )
 
     def __call__(self, ids: Tensor, draws: Draws) -> Tensor:
         """Return the crops of the samples ``ids``, flipped where drawn: uint8 of shape (batch, h, w, 3)."""

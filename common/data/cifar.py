@@ -18,7 +18,10 @@ from common.errors import UserError
 _STALL_SECONDS = 60.0
 
 # The assignment's own: mean (125.3, 123.0, 113.9) and std (63.0, 62.1, 66.7) of 255.
-_CIFAR10_STATISTICS = ((125.3 / 255, 123.0 / 255, 113.9 / 255), (63.0 / 255, 62.1 / 255, 66.7 / 255))
+_CIFAR10_STATISTICS = (
+    (125.3 / 255, 123.0 / 255, 113.9 / 255),
+    (63.0 / 255, 62.1 / 255, 66.7 / 255),
+)
 _CIFAR100_STATISTICS = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 
 
@@ -32,7 +35,9 @@ def load_cifar100(data_dir: Path, mirror: str | None) -> Dataset:
     return _load(CIFAR100, "cifar100", data_dir, mirror, *_CIFAR100_STATISTICS)
 
 
-def _load(kind: type[CIFAR10], name: str, data_dir: Path, mirror: str | None, mean: tuple, std: tuple) -> Dataset:
+def _load(
+    kind: type[CIFAR10], name: str, data_dir: Path, mirror: str | None, mean: tuple, std: tuple
+) -> Dataset:
     _download_where_missing(kind, name, data_dir, mirror)
     train, test = (kind(str(data_dir), train=is_train) for is_train in (True, False))
     return Dataset(name, _image_set(train), _image_set(test), tuple(train.classes), mean, std)
@@ -42,7 +47,9 @@ def _image_set(split: CIFAR10) -> ImageSet:
     return ImageSet(torch.from_numpy(split.data), torch.tensor(split.targets, dtype=torch.int64))
 
 
-def _download_where_missing(kind: type[CIFAR10], name: str, data_dir: Path, mirror: str | None) -> None:
+def _download_where_missing(
+    kind: type[CIFAR10], name: str, data_dir: Path, mirror: str | None
+) -> None:
     """Bring the files, unless they are there and whole; UserError with what stood in the way and the ways out.
 
     Whoever holds the lock looks, and downloads where need be; the others wait, then find the files. torchvision takes
@@ -58,25 +65,46 @@ def _download_where_missing(kind: type[CIFAR10], name: str, data_dir: Path, mirr
             if not _whole(kind, data_dir):
                 with _stalls_end(_STALL_SECONDS):
                     # Not kind(download=True), which does nothing where only the list of classes is missing or damaged.
-                    download_and_extract_archive(url, str(data_dir), filename=kind.filename, md5=kind.tgz_md5)
+                    download_and_extract_archive(
+                        url, str(data_dir), filename=kind.filename, md5=kind.tgz_md5
+                    )
             if not _whole(kind, data_dir):
                 raise OSError(f"the archive that lies there lacks {_state(kind, data_dir)}")
-    except (OSError, RuntimeError, EOFError, tarfile.TarError, ValueError, http.client.HTTPException) as error:
+    except (
+        OSError,
+        RuntimeError,
+        EOFError,
+        tarfile.TarError,
+        ValueError,
+        http.client.HTTPException,
+    ) as error:
         raise UserError(
             f"{name} is not in {data_dir} ({state}) and could not be downloaded from {url} ({_reason(error)}). "
             f"Give --data-dir FOLDER, one that holds {kind.base_folder}/, --mirror URL of another host, or --dataset "
-            "digits, which needs no download") from error
+            "digits, which needs no download"
+        ) from error
 
 
 def _whole(kind: type[CIFAR10], data_dir: Path) -> bool:
-    return all(check_integrity(str(data_dir / kind.base_folder / file), md5)
-               for file, md5 in [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])])
+    return all(
+        check_integrity(str(data_dir / kind.base_folder / file), md5)
+        for file, md5 in [
+            *kind.train_list,
+            *kind.test_list,
+            (kind.meta["filename"], kind.meta["md5"]),
+        ]
+    )
 
 
 def _state(kind: type[CIFAR10], data_dir: Path) -> str:
-    files = [(data_dir / kind.base_folder / file, md5) for file, md5 in [*kind.train_list, *kind.test_list]]
+    files = [
+        (data_dir / kind.base_folder / file, md5)
+        for file, md5 in [*kind.train_list, *kind.test_list]
+    ]
     missing = [path.name for path, _ in files if not path.exists()]
-    damaged = [path.name for path, md5 in files if path.exists() and not check_integrity(str(path), md5)]
+    damaged = [
+        path.name for path, md5 in files if path.exists() and not check_integrity(str(path), md5)
+    ]
     said = [f"missing: {', '.join(missing)}"] if missing else []
     said += [f"damaged, their MD5 is wrong: {', '.join(damaged)}"] if damaged else []
     return "; ".join(said) or "its list of classes is missing or damaged"

@@ -25,8 +25,10 @@ class ImageSet:
         if len(self) == 0:
             raise UserError(f"{name} has no images")
         if int(self.labels.min()) < 0 or int(self.labels.max()) >= num_classes:
-            raise UserError(f"{name} has labels from {int(self.labels.min())} to {int(self.labels.max())}, but there "
-                            f"are {num_classes} classes")
+            raise UserError(
+                f"{name} has labels from {int(self.labels.min())} to {int(self.labels.max())}, but there "
+                f"are {num_classes} classes"
+            )
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,13 @@ class Dataset:
         return replace(self, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 
-def pixel_statistics(images: Tensor) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+def pixel_statistics(
+    images: Tensor,
+) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
     """Return mean and standard deviation by channel, in units of the full scale, of images (n, h, w, 3), uint8."""
-    counts = torch.stack([torch.bincount(images[..., c].reshape(-1), minlength=256) for c in range(3)]).double()
+    counts = torch.stack(
+        [torch.bincount(images[..., c].reshape(-1), minlength=256) for c in range(3)]
+    ).double()
     values = torch.arange(256, dtype=torch.float64) / 255
     shares = counts / counts.sum(dim=1, keepdim=True)
     mean = (shares * values).sum(dim=1)

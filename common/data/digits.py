@@ -23,8 +23,17 @@ def load_digits(data_dir: Path, mirror: str | None) -> Dataset:
     images = np.repeat(np.repeat(greys, repeat, axis=1), repeat, axis=2)
     images = np.repeat(images[..., None], 3, axis=3)
     train_x, test_x, train_y, test_y = train_test_split(
-        images, bundled.target, test_size=_TEST_SAMPLES, stratify=bundled.target, random_state=_SPLIT_SEED)
-    train, test = (ImageSet(torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(y).to(torch.int64))
-                   for x, y in ((train_x, train_y), (test_x, test_y)))
+        images,
+        bundled.target,
+        test_size=_TEST_SAMPLES,
+        stratify=bundled.target,
+        random_state=_SPLIT_SEED,
+    )
+    train, test = (
+        ImageSet(torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(y).to(torch.int64))
+        for x, y in ((train_x, train_y), (test_x, test_y))
+    )
     mean, std = pixel_statistics(train.images)
-    return Dataset("digits", train, test, tuple(str(n) for n in bundled.target_names), mean, std, flip=False)
+    return Dataset(
+        "digits", train, test, tuple(str(n) for n in bundled.target_names), mean, std, flip=False
+    )

@@ -18,7 +18,9 @@ def load_folder(data_dir: Path, mirror: str | None) -> Dataset:
     """
     classes = _classes(data_dir / "train")
     if unknown := sorted(set(_classes(data_dir / "test")) - set(classes)):
-        raise UserError(f"{data_dir / 'test'} has classes that {data_dir / 'train'} has not: {', '.join(unknown)}")
+        raise UserError(
+            f"{data_dir / 'test'} has classes that {data_dir / 'train'} has not: {', '.join(unknown)}"
+        )
     train, test = (_read(data_dir / split, classes) for split in ("train", "test"))
     mean, std = pixel_statistics(train.images)
     return Dataset("folder", train, test, tuple(classes), mean, std)
@@ -26,20 +28,32 @@ def load_folder(data_dir: Path, mirror: str | None) -> Dataset:
 
 def _classes(folder: Path) -> list[str]:
     if not folder.is_dir():
-        raise UserError(f"--dataset folder: {folder} is missing; --data-dir must hold train/<class>/* and "
-                        "test/<class>/*")
-    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        raise UserError(
+            f"--dataset folder: {folder} is missing; --data-dir must hold train/<class>/* and "
+            "test/<class>/*"
+        )
+    classes = sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if entry.is_dir() and not entry.name.startswith(".")
+    )
     if not classes:
-        raise UserError(f"--dataset folder: {folder} holds no folders; put each class's images in {folder}/<class>/")
+        raise UserError(
+            f"--dataset folder: {folder} holds no folders; put each class's images in {folder}/<class>/"
+        )
     return classes
 
 
 def _read(folder: Path, classes: list[str]) -> ImageSet:
     images, labels = [], []
     for label, name in enumerate(classes):
-        paths = sorted(p for p in (folder / name).glob("**/*") if p.suffix.lower() in IMG_EXTENSIONS)
+        paths = sorted(
+            p for p in (folder / name).glob("**/*") if p.suffix.lower() in IMG_EXTENSIONS
+        )
         if not paths and folder.name == "train":
-            raise UserError(f"--dataset folder: {folder / name} holds no image ({', '.join(IMG_EXTENSIONS)})")
+            raise UserError(
+                f"--dataset folder: {folder / name} holds no image ({', '.join(IMG_EXTENSIONS)})"
+            )
         images += [_read_image(path) for path in paths]
         labels += [label] * len(paths)
     if not images:
@@ -54,6 +68,16 @@ def _read_image(path: Path) -> np.ndarray:
             if upright.mode.startswith("I"):  # 16 bits a pixel, which convert() would clip to white
                 upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
             upright = upright.convert("RGB")
-            return np.asarray(ImageOps.fit(upright, (IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR))
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as an image ({error}): replace or remove it") from error
+            return np.asarray(
+                ImageOps.fit(upright, (IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR)
+            )
+    except (
+        UnidentifiedImageError,
+        Image.DecompressionBombError,
+        OSError,
+        SyntaxError,
+        ValueError,
+    ) as error:
+        raise UserError(
+            f"{path} cannot be read as an image ({error}): replace or remove it"
+        ) from error

@@ -19,11 +19,15 @@ class TrainLoader:
     device : where the set lies and the augmentation runs.
     """
 
-    def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, dataset: Dataset, sampler: GlobalBatchSampler, *, device: torch.device | str = "cpu"
+    ) -> None:
         self.sampler, self._flip, self._device = sampler, dataset.flip, torch.device(device)
         self._crop_flip = RandomCropFlip(dataset.train.images.to(device))
         self._labels = dataset.train.labels.to(device)
-        self._normalise = Normaliser(dataset.mean, dataset.std, width=dataset.train.images.shape[2], device=device)
+        self._normalise = Normaliser(
+            dataset.mean, dataset.std, width=dataset.train.images.shape[2], device=device
+        )
 
     @property
     def global_batch_sizes(self) -> list[int]:
@@ -48,8 +52,13 @@ class TrainLoader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        draws = draw(self.sampler.samples, seed=self.sampler.seed, epoch=self.sampler.epoch, flip=self._flip,
-                     device=self._device)
+        draws = draw(
+            self.sampler.samples,
+            seed=self.sampler.seed,
+            epoch=self.sampler.epoch,
+            flip=self._flip,
+            device=self._device,
+        )
         for ids in self.sampler:
             ids = ids.to(self._device)
             yield self._normalise(self._crop_flip(ids, draws)), self._labels[ids]
@@ -61,8 +70,17 @@ class EvaluationLoader:
     Over all ranks every sample comes exactly once, whatever the number of ranks. ``ids`` are this rank's.
     """
 
-    def __init__(self, images: ImageSet, *, mean: tuple[float, ...], std: tuple[float, ...], batch_size: int = 500,
-                 rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        images: ImageSet,
+        *,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        batch_size: int = 500,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.ids = torch.arange(len(images))[rank::world_size]
         self._set, self._batch_size, self._device = images, batch_size, device
         self._normalise = Normaliser(mean, std, width=images.images.shape[2], device=device)
@@ -71,5 +89,10 @@ class EvaluationLoader:
         return -(-len(self.ids) // self._batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for ids in self.ids.split(self._batch_size) if len(self.ids) else ():  # split() of nothing gives one part
-            yield (self._normalise(self._set.images[ids].to(self._device)), self._set.labels[ids].to(self._device))
+        for ids in (
+            self.ids.split(self._batch_size) if len(self.ids) else ()
+        ):  # split() of nothing gives one part
+            yield (
+                self._normalise(self._set.images[ids].to(self._device)),
+                self._set.labels[ids].to(self._device),
+            )

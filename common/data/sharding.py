@@ -61,25 +61,42 @@ class GlobalBatchSampler:
     accumulation_steps : pieces of a shard, computed one after the other.
     """
 
-    def __init__(self, samples: int, *, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0,
-                 shards: int | None = None, accumulation_steps: int = 1) -> None:
+    def __init__(
+        self,
+        samples: int,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shards: int | None = None,
+        accumulation_steps: int = 1,
+    ) -> None:
         shards = shards or world_size
         count = shards * accumulation_steps
         if batch_size < _MIN_SAMPLES_PER_PIECE * count:
             parts = f"{shards} rank{'s' if shards > 1 else ''}"
             parts += f" x {accumulation_steps} accumulation steps" if accumulation_steps > 1 else ""
-            raise UserError(f"--batch-size: got {batch_size} for {parts}; "
-                            f"BatchNorm needs two samples a rank, so give {_MIN_SAMPLES_PER_PIECE * count} or more")
+            raise UserError(
+                f"--batch-size: got {batch_size} for {parts}; "
+                f"BatchNorm needs two samples a rank, so give {_MIN_SAMPLES_PER_PIECE * count} or more"
+            )
         if samples < _MIN_SAMPLES_PER_PIECE * count:
-            raise UserError(f"the training set has {samples} images, too few for {shards} ranks: BatchNorm needs "
-                            f"two samples a rank")
+            raise UserError(
+                f"the training set has {samples} images, too few for {shards} ranks: BatchNorm needs "
+                f"two samples a rank"
+            )
         self.samples, self.seed, self.epoch = samples, seed, 1
         self._bounds = global_batch_bounds(samples, batch_size, count)
-        own = range(shards)[rank_share(shards, rank, min(world_size, shards))]  # the last ranks of too many get none
+        own = range(shards)[
+            rank_share(shards, rank, min(world_size, shards))
+        ]  # the last ranks of too many get none
         self.shards_here = max(1, len(own))
         self._count = count
         self.pieces = range(own.start * accumulation_steps, own.stop * accumulation_steps)
-        if not own:  # a rank without a shard takes part with no sample, under a number that no piece has
+        if (
+            not own
+        ):  # a rank without a shard takes part with no sample, under a number that no piece has
             self.pieces = range(count + rank, count + rank + 1)
         self._start = 0
 
@@ -104,5 +121,7 @@ class GlobalBatchSampler:
         start, self._start = self._start, 0
         for begin, end in list(zip(self._bounds, self._bounds[1:], strict=False))[start:]:
             for piece in self.pieces:
-                share = rank_share(end - begin, piece, self._count) if piece < self._count else slice(0)
+                share = (
+                    rank_share(end - begin, piece, self._count) if piece < self._count else slice(0)
+                )
                 yield order[begin:end][share]

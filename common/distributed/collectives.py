@@ -31,24 +31,34 @@ def agree(world: World, facts: Mapping[str, Any], *, what: str) -> None:
         return
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(world.device)
-    largest = torch.stack([mine, ~mine])  # the largest of all complements is the complement of the smallest
+    largest = torch.stack(
+        [mine, ~mine]
+    )  # the largest of all complements is the complement of the smallest
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     if torch.equal(largest[0], ~largest[1]):  # the same verdict on every rank
         return
     all_facts = gather_objects(world, dict(facts))
     names = list(dict.fromkeys(name for one in all_facts for name in one))
-    lines = [f"{name}: {_by_value([one.get(name, 'absent') for one in all_facts])}" for name in names
-             if any(one.get(name, "absent") != all_facts[0].get(name, "absent") for one in all_facts)]
+    lines = [
+        f"{name}: {_by_value([one.get(name, 'absent') for one in all_facts])}"
+        for name in names
+        if any(one.get(name, "absent") != all_facts[0].get(name, "absent") for one in all_facts)
+    ]
     more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
-    raise UserError(f"the ranks differ in {what}. {'; '.join(lines[:5])}{more}. Start every rank with the same")
+    raise UserError(
+        f"the ranks differ in {what}. {'; '.join(lines[:5])}{more}. Start every rank with the same"
+    )
 
 
 def _by_value(values: list[Any]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(str(value), []).append(rank)
-    return ", ".join(f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who[:8]))}"
-                     f"{' …' if len(who) > 8 else ''}" for value, who in ranks.items())
+    return ", ".join(
+        f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who[:8]))}"
+        f"{' …' if len(who) > 8 else ''}"
+        for value, who in ranks.items()
+    )
 
 
 def everyone(world: World, action: Callable[[], T], *, patient: bool = False) -> T:
@@ -70,7 +80,9 @@ def everyone(world: World, action: Callable[[], T], *, patient: bool = False) ->
     if int(failures):
         errors = gather_objects(world, error)
         rank = world.rank if error else next(r for r, text in enumerate(errors) if text)
-        raise UserError(errors[rank] if rank == world.rank else f"rank {rank} stopped: {errors[rank]}")
+        raise UserError(
+            errors[rank] if rank == world.rank else f"rank {rank} stopped: {errors[rank]}"
+        )
     return result
 
 
@@ -142,10 +154,17 @@ def warn_of_equal_batches(world: World, inputs: Tensor, labels: Tensor) -> None:
     """Warn of the commonest mistake of all: no sampler, so that all ranks train on the same samples. Collective."""
     if world.size == 1:
         return
-    mine = [hashlib.sha256(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
-            for t in (inputs, labels)]
+    mine = [
+        hashlib.sha256(
+            t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        ).hexdigest()
+        for t in (inputs, labels)
+    ]
     others = gather_objects(world, (*mine, len(labels) >= 8 and len(labels.unique()) > 1))
     same_inputs, same_labels = (len({other[column] for other in others}) == 1 for column in (0, 1))
     if len(labels) and (same_inputs or (same_labels and all(telling for *_, telling in others))):
-        warnings.warn("all ranks train on the same samples: their first batches are equal. Give each rank a share of its "
-                      "own, e.g. by torch.utils.data.DistributedSampler", stacklevel=5)
+        warnings.warn(
+            "all ranks train on the same samples: their first batches are equal. Give each rank a share of its "
+            "own, e.g. by torch.utils.data.DistributedSampler",
+            stacklevel=5,
+        )

@@ -15,8 +15,11 @@ import torch.distributed as dist
 from common.errors import GroupError
 from common.utils.processes import in_thread
 
-_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|timed? ?out|connect failure|remote process exited|"
-                   r"socket|peer", re.IGNORECASE)
+_LOST = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|connect failure|remote process exited|"
+    r"socket|peer",
+    re.IGNORECASE,
+)
 
 
 def explain_collective_failure(error: BaseException) -> str | None:
@@ -32,10 +35,14 @@ def explain_collective_failure(error: BaseException) -> str | None:
     collective = next((name for name in calls if name != "wrapper"), None)
     if collective is None:
         in_backward = any(frame.name == "backward" for frame in frames)
-        collective = "DistributedDataParallel's all_reduce in backward" if in_backward else "a collective"
-    return (f"{collective} broke: another rank has ended, or did not answer in time. Its own output says why; where "
-            f"it has none, its process was killed or its node lost. Finished checkpoints are kept. "
-            f"(torch says: {first_line(error)})")
+        collective = (
+            "DistributedDataParallel's all_reduce in backward" if in_backward else "a collective"
+        )
+    return (
+        f"{collective} broke: another rank has ended, or did not answer in time. Its own output says why; where "
+        f"it has none, its process was killed or its node lost. Finished checkpoints are kept. "
+        f"(torch says: {first_line(error)})"
+    )
 
 
 def is_torchs(error: BaseException) -> bool:
@@ -64,8 +71,15 @@ class LastWords:
     others_sockets : of this process, which are not the group's: ``open_sockets`` before it was formed.
     """
 
-    def __init__(self, store: dist.TCPStore | None, rank: int, size: int, *, patience_seconds: float,
-                 others_sockets: Collection[int]) -> None:
+    def __init__(
+        self,
+        store: dist.TCPStore | None,
+        rank: int,
+        size: int,
+        *,
+        patience_seconds: float,
+        others_sockets: Collection[int],
+    ) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._patience_seconds, self._others_sockets = patience_seconds, others_sockets
         self._words_exist = False
@@ -74,13 +88,21 @@ class LastWords:
         """Tell the others that ``error`` ends this rank."""
         self._words_exist = True
         first_line = next((line for line in str(error).splitlines() if line.strip()), "")
-        name = "" if isinstance(error, ValueError | RuntimeError) and first_line else type(error).__name__
+        name = (
+            ""
+            if isinstance(error, ValueError | RuntimeError) and first_line
+            else type(error).__name__
+        )
         words = ": ".join(part for part in (name, first_line) if part)
-        self._ask(lambda store: store.compare_set(_WORDS, "", f"rank {self._rank} stopped: {words}"))
+        self._ask(
+            lambda store: store.compare_set(_WORDS, "", f"rank {self._rank} stopped: {words}")
+        )
 
     def read(self) -> str | None:
         """Return why the group broke, in the words of the first rank that left some; None where there are none: it was killed."""
-        words = self._ask(lambda store: store.get(_WORDS).decode() if store.check([_WORDS]) else None)
+        words = self._ask(
+            lambda store: store.get(_WORDS).decode() if store.check([_WORDS]) else None
+        )
         self._words_exist = words is not None
         return words
 
@@ -96,7 +118,9 @@ class LastWords:
             return
         _hang_up(self._store.port, self._others_sockets)
         deadline = time.monotonic() + self._patience_seconds
-        while time.monotonic() < deadline and self._store.add(_PARTED, 0) < self._size:  # in this process: it answers
+        while (
+            time.monotonic() < deadline and self._store.add(_PARTED, 0) < self._size
+        ):  # in this process: it answers
             time.sleep(_POLL_SECONDS)
 
     def _ask(self, question: Callable[[dist.Store], T]) -> T | None:
@@ -126,7 +150,13 @@ def _hang_up(store_port: int, others_sockets: Collection[int]) -> None:
     torch closes them only when nothing refers to the group any more, and the model and the error in flight do.
     """
     for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:  # OSError: no socket, not connected
-            if (os.fstat(one.fileno()).st_ino not in others_sockets and one.family != socket.AF_UNIX
-                    and store_port not in (one.getsockname()[1], one.getpeername()[1])):
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(int(name))) as one,
+        ):  # OSError: no socket, not connected
+            if (
+                os.fstat(one.fileno()).st_ino not in others_sockets
+                and one.family != socket.AF_UNIX
+                and store_port not in (one.getsockname()[1], one.getpeername()[1])
+            ):
                 one.shutdown(socket.SHUT_RDWR)

@@ -53,21 +53,35 @@ class LaunchFlags:
     sync: str = "none"
 
 
-def resolve_launch(flags: LaunchFlags, environment: Mapping[str, str] = os.environ) -> Launch | None:
+def resolve_launch(
+    flags: LaunchFlags, environment: Mapping[str, str] = os.environ
+) -> Launch | None:
     """Join flags and torchrun's environment; None where neither says anything. UserError on a contradiction."""
     master_ip, master_port = _meeting_place(flags)
     if {"RANK", "WORLD_SIZE"} <= environment.keys():
         return _from_environment(flags, environment, master_ip, master_port)
-    given = {name: value for name, value in (("--dist-url" if flags.dist_url else "--master-ip", master_ip),
-                                             ("--num-nodes", flags.num_nodes), ("--rank", flags.rank)) if value is not None}
+    given = {
+        name: value
+        for name, value in (
+            ("--dist-url" if flags.dist_url else "--master-ip", master_ip),
+            ("--num-nodes", flags.num_nodes),
+            ("--rank", flags.rank),
+        )
+        if value is not None
+    }
     if not given:
         return None
-    missing = [name for name in ("--master-ip", "--num-nodes", "--rank")
-               if name not in given and not (name == "--master-ip" and flags.dist_url)]
+    missing = [
+        name
+        for name in ("--master-ip", "--num-nodes", "--rank")
+        if name not in given and not (name == "--master-ip" and flags.dist_url)
+    ]
     if missing:
-        raise UserError(f"{', '.join(given)} given without {' and '.join(missing)}: give --master-ip, --num-nodes and "
-                        "--rank together, for example --master-ip 10.0.0.1 --num-nodes 4 --rank 0; or --distributed "
-                        "--world-size 4 for all ranks on this machine")
+        raise UserError(
+            f"{', '.join(given)} given without {' and '.join(missing)}: give --master-ip, --num-nodes and "
+            "--rank together, for example --master-ip 10.0.0.1 --num-nodes 4 --rank 0; or --distributed "
+            "--world-size 4 for all ranks on this machine"
+        )
     return Launch(flags.rank, flags.num_nodes, master_ip, master_port or DEFAULT_MASTER_PORT)
 
 
@@ -81,46 +95,79 @@ def _meeting_place(flags: LaunchFlags) -> tuple[str | None, int | None]:
     except ValueError:
         url = host = port = None
     if url is None or url.scheme != "tcp" or not host or not port or url.path or url.query:
-        raise UserError(f"--dist-url: got {flags.dist_url!r}, give tcp://ADDRESS:PORT of rank 0's node, e.g. "
-                        "tcp://127.0.0.1:23456")
-    for name, flag, other in (("address", flags.master_ip, host), ("port", flags.master_port, port)):
+        raise UserError(
+            f"--dist-url: got {flags.dist_url!r}, give tcp://ADDRESS:PORT of rank 0's node, e.g. "
+            "tcp://127.0.0.1:23456"
+        )
+    for name, flag, other in (
+        ("address", flags.master_ip, host),
+        ("port", flags.master_port, port),
+    ):
         if flag is not None and flag != other:
-            raise UserError(f"--dist-url {flags.dist_url} and --master-{'ip' if name == 'address' else 'port'} {flag} give "
-                            f"different {name}{'es' if name == 'address' else 's'}: give one of them")
+            raise UserError(
+                f"--dist-url {flags.dist_url} and --master-{'ip' if name == 'address' else 'port'} {flag} give "
+                f"different {name}{'es' if name == 'address' else 's'}: give one of them"
+            )
     return host, port
 
 
-def _from_environment(flags: LaunchFlags, environment: Mapping[str, str], master_ip: str | None,
-                      master_port: int | None) -> Launch:
+def _from_environment(
+    flags: LaunchFlags,
+    environment: Mapping[str, str],
+    master_ip: str | None,
+    master_port: int | None,
+) -> Launch:
     def number(name: str, default: str | None = None) -> int:
         text = environment.get(name, default)
         if text is None or not text.isdecimal():
-            raise UserError(f"the environment has RANK and WORLD_SIZE, as torchrun sets them, but {name}={text!r}: "
-                            "start with torchrun, or unset RANK and WORLD_SIZE")
+            raise UserError(
+                f"the environment has RANK and WORLD_SIZE, as torchrun sets them, but {name}={text!r}: "
+                "start with torchrun, or unset RANK and WORLD_SIZE"
+            )
         return int(text)
 
     size, local_size = number("WORLD_SIZE"), number("LOCAL_WORLD_SIZE", "1")
     agent = "TORCHELASTIC_RUN_ID" in environment
-    launch = Launch(number("RANK"), size, environment.get("MASTER_ADDR", "127.0.0.1"),
-                    number("MASTER_PORT", str(DEFAULT_MASTER_PORT)), number("LOCAL_RANK", "0"), local_size, torchrun=True,
-                    largest_size=max(size, _largest_size(environment, local_size)) if agent else size,
-                    restarts=number("TORCHELASTIC_MAX_RESTARTS", "0"), agent=_agent() if agent else None,
-                    stale_addresses=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    launch = Launch(
+        number("RANK"),
+        size,
+        environment.get("MASTER_ADDR", "127.0.0.1"),
+        number("MASTER_PORT", str(DEFAULT_MASTER_PORT)),
+        number("LOCAL_RANK", "0"),
+        local_size,
+        torchrun=True,
+        largest_size=max(size, _largest_size(environment, local_size)) if agent else size,
+        restarts=number("TORCHELASTIC_MAX_RESTARTS", "0"),
+        agent=_agent() if agent else None,
+        stale_addresses=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
     if launch.rank >= launch.size:
-        raise UserError(f"the environment has RANK={launch.rank} of WORLD_SIZE={launch.size}; ranks count from 0: start "
-                        "with torchrun, or unset RANK and WORLD_SIZE")
+        raise UserError(
+            f"the environment has RANK={launch.rank} of WORLD_SIZE={launch.size}; ranks count from 0: start "
+            "with torchrun, or unset RANK and WORLD_SIZE"
+        )
     if not 1 <= launch.master_port <= 65535:
-        raise UserError(f"the environment has MASTER_PORT={launch.master_port}: give one from 1 to 65535")
-    port_flag, address_flag = ("--dist-url", "--dist-url") if flags.dist_url else ("--master-port", "--master-ip")
-    for flag, got, name, wanted in (("--rank", flags.rank, "RANK", launch.rank),
-                                    ("--num-nodes", flags.num_nodes, "WORLD_SIZE", launch.size),
-                                    ("--local-rank", flags.local_rank, "LOCAL_RANK", launch.local_rank),
-                                    (port_flag, master_port, "MASTER_PORT", launch.master_port)):
+        raise UserError(
+            f"the environment has MASTER_PORT={launch.master_port}: give one from 1 to 65535"
+        )
+    port_flag, address_flag = (
+        ("--dist-url", "--dist-url") if flags.dist_url else ("--master-port", "--master-ip")
+    )
+    for flag, got, name, wanted in (
+        ("--rank", flags.rank, "RANK", launch.rank),
+        ("--num-nodes", flags.num_nodes, "WORLD_SIZE", launch.size),
+        ("--local-rank", flags.local_rank, "LOCAL_RANK", launch.local_rank),
+        (port_flag, master_port, "MASTER_PORT", launch.master_port),
+    ):
         if got is not None and got != wanted:
-            raise UserError(f"{flag} {got} contradicts torchrun's {name}={wanted}: leave the flag out under torchrun")
+            raise UserError(
+                f"{flag} {got} contradicts torchrun's {name}={wanted}: leave the flag out under torchrun"
+            )
     if master_ip is not None and _addresses(master_ip).isdisjoint(_addresses(launch.master_ip)):
-        raise UserError(f"{address_flag} {master_ip} contradicts torchrun's MASTER_ADDR={launch.master_ip}: leave "
-                        "the flag out under torchrun")
+        raise UserError(
+            f"{address_flag} {master_ip} contradicts torchrun's MASTER_ADDR={launch.master_ip}: leave "
+            "the flag out under torchrun"
+        )
     return launch
 
 
@@ -138,7 +185,9 @@ def _largest_size(environment: Mapping[str, str], local_size: int) -> int:
     with contextlib.suppress(psutil.Error):
         words = psutil.Process(os.getppid()).cmdline()
     text = " ".join(words)
-    found = re.search(r"--nnodes[= ](?:\d+:)?(\d+)", text) or re.fullmatch(r"(?:\d+:)?(\d+)", environment.get("PET_NNODES", ""))
+    found = re.search(r"--nnodes[= ](?:\d+:)?(\d+)", text) or re.fullmatch(
+        r"(?:\d+:)?(\d+)", environment.get("PET_NNODES", "")
+    )
     return int(found[1]) * local_size if found else 0
 
 
@@ -155,11 +204,17 @@ def processes_to_start(flags: LaunchFlags, environment: Mapping[str, str] = os.e
     it is a rank itself."""
     if {"RANK", "WORLD_SIZE"} <= environment.keys() or flags.rank is not None:
         if flags.distributed and flags.rank is not None:
-            raise UserError("--distributed starts all ranks here, --rank is one of them: give one of the two")
+            raise UserError(
+                "--distributed starts all ranks here, --rank is one of them: give one of the two"
+            )
         return 0
     gpus = len(flags.gpu_ids.split(",")) if flags.gpu_ids is not None else None
     if not flags.distributed:
-        return gpus if gpus is not None and (gpus > 1 or flags.dist_url) and flags.sync != "none" else 0
+        return (
+            gpus
+            if gpus is not None and (gpus > 1 or flags.dist_url) and flags.sync != "none"
+            else 0
+        )
     if flags.num_nodes is not None:
         return flags.num_nodes
     if gpus is None:
@@ -176,8 +231,17 @@ def launcher_command(flags: LaunchFlags, processes: int, command: Sequence[str])
         probe.bind(("", 0))
         port = port or probe.getsockname()[1]
     arguments = [argument for argument in command if argument != "--distributed"]
-    return ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-addr", host or "127.0.0.1",
-            "--master-port", str(port), *arguments]
+    return [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(processes),
+        "--master-addr",
+        host or "127.0.0.1",
+        "--master-port",
+        str(port),
+        *arguments,
+    ]
 
 
 def choose_gpus(ids: str | None) -> None:
@@ -186,10 +250,14 @@ def choose_gpus(ids: str | None) -> None:
         return
     before = os.environ.setdefault("CUDA_VISIBLE_DEVICES", ids)
     if before != ids:
-        raise UserError(f"--gpu-ids {ids} contradicts CUDA_VISIBLE_DEVICES={before}: give one of the two")
+        raise UserError(
+            f"--gpu-ids {ids} contradicts CUDA_VISIBLE_DEVICES={before}: give one of the two"
+        )
     import torch
 
     wanted, found = ids.split(","), torch.cuda.device_count()
     if found != len(wanted):
-        raise UserError(f"--gpu-ids: got {ids}, but only {found} of these GPUs can be used on this machine: give others, or "
-                        "leave the flag out" + ("" if found else " to train on the CPU"))
+        raise UserError(
+            f"--gpu-ids: got {ids}, but only {found} of these GPUs can be used on this machine: give others, or "
+            "leave the flag out" + ("" if found else " to train on the CPU")
+        )

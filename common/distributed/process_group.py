@@ -48,11 +48,15 @@ def current_world(device: torch.device | str = "cpu") -> World:
     device = torch.device(device)
     if not (dist.is_available() and dist.is_initialized()):
         return World(device=device)
-    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device, backend=dist.get_backend())
+    return World(
+        rank=dist.get_rank(), size=dist.get_world_size(), device=device, backend=dist.get_backend()
+    )
 
 
 @contextmanager
-def process_group(launch: Launch, *, backend: str | None = None, timeout_seconds: float = 60.0) -> Iterator[World]:
+def process_group(
+    launch: Launch, *, backend: str | None = None, timeout_seconds: float = 60.0
+) -> Iterator[World]:
     """Form the group, yield this process's World, and close the group whatever happens.
 
     Without a master's address there is no group, but a World of one. Otherwise as ``open_group``. Where a collective breaks
@@ -63,7 +67,9 @@ def process_group(launch: Launch, *, backend: str | None = None, timeout_seconds
         return
     before = open_sockets()
     world, store = _open(launch, backend, timeout_seconds)
-    words = LastWords(store, world.rank, world.size, patience_seconds=timeout_seconds, others_sockets=before)
+    words = LastWords(
+        store, world.rank, world.size, patience_seconds=timeout_seconds, others_sockets=before
+    )
     try:
         try:
             yield world
@@ -75,15 +81,18 @@ def process_group(launch: Launch, *, backend: str | None = None, timeout_seconds
             if not is_torchs(error) or (broken := explain_collective_failure(error)) is None:
                 words.leave(error)
             elif told := words.read():
-                raise GroupError(f"{told}. Finished checkpoints are kept. ({broken.split(':')[0]} here: another rank has ended)"
-                                 ) from error
+                raise GroupError(
+                    f"{told}. Finished checkpoints are kept. ({broken.split(':')[0]} here: another rank has ended)"
+                ) from error
             raise
     finally:
         dist.destroy_process_group()
         words.part()
 
 
-def open_group(launch: Launch, *, backend: str | None = None, timeout_seconds: float = 60.0) -> World:
+def open_group(
+    launch: Launch, *, backend: str | None = None, timeout_seconds: float = 60.0
+) -> World:
     """Form the group and return this process's World; the caller destroys the group.
 
     ``backend`` None means NCCL where each rank has a GPU of its own, else Gloo. Gloo trains on the CPU. Raises GroupError
@@ -92,7 +101,9 @@ def open_group(launch: Launch, *, backend: str | None = None, timeout_seconds: f
     return _open(launch, backend, timeout_seconds)[0]
 
 
-def _open(launch: Launch, backend: str | None, timeout_seconds: float) -> tuple[World, dist.Store | None]:
+def _open(
+    launch: Launch, backend: str | None, timeout_seconds: float
+) -> tuple[World, dist.Store | None]:
     """As ``open_group``, with the store at which the ranks met; None under torchrun."""
     _choose_interface(launch.master_ip)
     store, local_rank, local_size, gpus_suffice = None, launch.local_rank, launch.local_size, True
@@ -102,33 +113,60 @@ def _open(launch: Launch, backend: str | None, timeout_seconds: float) -> tuple[
         store, seat = meet(launch, timeout_seconds)
         local_rank, local_size, gpus_suffice = seat.local_rank, seat.local_size, seat.gpus_suffice
     if backend == "nccl" and not gpus_suffice:
-        raise UserError(f"--backend nccl needs a GPU for each of the {local_size} ranks on a machine, and this one has "
-                        f"{torch.cuda.device_count()}: give --backend gloo, or fewer ranks")
+        raise UserError(
+            f"--backend nccl needs a GPU for each of the {local_size} ranks on a machine, and this one has "
+            f"{torch.cuda.device_count()}: give --backend gloo, or fewer ranks"
+        )
     backend = backend or ("nccl" if gpus_suffice and dist.is_nccl_available() else "gloo")
     device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
         dist.init_process_group(
-            backend, rank=launch.rank, world_size=launch.size, timeout=timedelta(seconds=timeout_seconds),
+            backend,
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timedelta(seconds=timeout_seconds),
             device_id=device if device.type == "cuda" else None,
-            **({"init_method": "env://"} if store is None else {"store": dist.PrefixStore("group", store)}))
+            **(
+                {"init_method": "env://"}
+                if store is None
+                else {"store": dist.PrefixStore("group", store)}
+            ),
+        )
     except RuntimeError as error:
         met = "the ranks met" if store is not None else "torchrun started the ranks to meet"
-        raise GroupError(f"{met} at {launch.master_ip}:{launch.master_port}, but {backend} could not connect them: "
-                         f"{first_line(error)}. If the nodes have several networks, set GLOO_SOCKET_IFNAME (or "
-                         "NCCL_SOCKET_IFNAME) to the interface that joins them") from error
-    return World(launch.rank, launch.size, local_rank, local_size, device, backend, timeout_seconds), store
+        raise GroupError(
+            f"{met} at {launch.master_ip}:{launch.master_port}, but {backend} could not connect them: "
+            f"{first_line(error)}. If the nodes have several networks, set GLOO_SOCKET_IFNAME (or "
+            "NCCL_SOCKET_IFNAME) to the interface that joins them"
+        ) from error
+    return World(
+        launch.rank, launch.size, local_rank, local_size, device, backend, timeout_seconds
+    ), store
 
 
 def place_from_environment(rank: int, world_size: int) -> Launch:
     """Return the place of a rank that a caller has numbered; where to meet is MASTER_ADDR:MASTER_PORT (default
     127.0.0.1:29500)."""
-    local = {name: int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ}
-    torchrun = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == (str(rank), str(world_size)) and len(local) == 2
-    return Launch(rank, world_size, os.environ.get("MASTER_ADDR", "127.0.0.1"),
-                  int(os.environ.get("MASTER_PORT", DEFAULT_MASTER_PORT)),
-                  local["LOCAL_RANK"] if torchrun else None, local["LOCAL_WORLD_SIZE"] if torchrun else None, torchrun)
+    local = {
+        name: int(os.environ[name])
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        if name in os.environ
+    }
+    torchrun = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == (
+        str(rank),
+        str(world_size),
+    ) and len(local) == 2
+    return Launch(
+        rank,
+        world_size,
+        os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        int(os.environ.get("MASTER_PORT", DEFAULT_MASTER_PORT)),
+        local["LOCAL_RANK"] if torchrun else None,
+        local["LOCAL_WORLD_SIZE"] if torchrun else None,
+        torchrun,
+    )
 
 
 def _choose_interface(master_ip: str) -> None:
@@ -170,8 +208,10 @@ def setup_distributed(rank: int, world_size: int, backend: str | None = None) ->
         return open_group(place_from_environment(rank, world_size), backend=backend)
     world = current_world("cuda" if dist.get_backend() == "nccl" else "cpu")
     if (world.rank, world.size) != (rank, world_size):
-        raise UserError(f"setup_distributed: this process is rank {world.rank} of {world.size} already, not {rank} of "
-                        f"{world_size}: call cleanup_distributed first")
+        raise UserError(
+            f"setup_distributed: this process is rank {world.rank} of {world.size} already, not {rank} of "
+            f"{world_size}: call cleanup_distributed first"
+        )
     return world
 
 
@@ -193,9 +233,15 @@ def check_open(world_size: int, backend: str | None) -> None:
     """UserError where no group is open, or it is not what the caller believes (a ``world_size`` of 1 says nothing)."""
     world = current_world()
     if world.backend is None:
-        raise UserError("distributed=True, but no process group is open: call TrainingEngine.setup_distributed(rank, "
-                        "world_size) first, or start with launch_distributed_training")
+        raise UserError(
+            "distributed=True, but no process group is open: call TrainingEngine.setup_distributed(rank, "
+            "world_size) first, or start with launch_distributed_training"
+        )
     if world_size not in (1, world.size):
-        raise UserError(f"world_size: got {world_size}, but the open group has {world.size} ranks: give that, or nothing")
+        raise UserError(
+            f"world_size: got {world_size}, but the open group has {world.size} ranks: give that, or nothing"
+        )
     if backend not in (None, world.backend):
-        raise UserError(f"backend: got {backend!r}, but the open group uses {world.backend!r}: give that, or nothing")
+        raise UserError(
+            f"backend: got {backend!r}, but the open group uses {world.backend!r}: give that, or nothing"
+        )

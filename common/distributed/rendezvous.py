@@ -66,14 +66,20 @@ def meet(launch: Launch, timeout_seconds: float) -> tuple[dist.TCPStore, Seat]:
 
 def _meet(launch: Launch, timeout_seconds: float) -> tuple[dist.TCPStore, Seat]:
     deadline = time.monotonic() + timeout_seconds
-    store = _serve(launch, timeout_seconds) if launch.rank == 0 else _connect(launch, deadline, timeout_seconds)
+    store = (
+        _serve(launch, timeout_seconds)
+        if launch.rank == 0
+        else _connect(launch, deadline, timeout_seconds)
+    )
     try:
         _join(store, launch)
         wait_for_seat = _hand_out_seats if launch.rank == 0 else _take_seat
         return store, wait_for_seat(store, launch, deadline, timeout_seconds)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
-        raise GroupError(f"lost rank 0 at {_place(launch)} while the ranks were meeting; its own output says why "
-                         f"({first_line(error)})") from error
+        raise GroupError(
+            f"lost rank 0 at {_place(launch)} while the ranks were meeting; its own output says why "
+            f"({first_line(error)})"
+        ) from error
 
 
 def seats(peers: Sequence[Peer]) -> list[Seat]:
@@ -92,9 +98,15 @@ def _serve(launch: Launch, timeout_seconds: float) -> dist.TCPStore:
     if launch.master_port != (free := free_port(launch.master_port)):
         raise UserError(
             f"port {launch.master_port} is taken on this machine, by another run or by another rank 0 of this one: "
-            f"end that one, or add --master-port {free} on every node")
-    return dist.TCPStore(launch.master_ip, launch.master_port, is_master=True, wait_for_workers=False,
-                         timeout=timedelta(seconds=timeout_seconds))
+            f"end that one, or add --master-port {free} on every node"
+        )
+    return dist.TCPStore(
+        launch.master_ip,
+        launch.master_port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
 
 
 def _connect(launch: Launch, deadline: float, timeout_seconds: float) -> dist.TCPStore:
@@ -102,41 +114,67 @@ def _connect(launch: Launch, deadline: float, timeout_seconds: float) -> dist.TC
     reason = "no answer"
     while (left := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection((launch.master_ip, launch.master_port), timeout=min(left, 5.0)):
+            with socket.create_connection(
+                (launch.master_ip, launch.master_port), timeout=min(left, 5.0)
+            ):
                 pass
-            return dist.TCPStore(launch.master_ip, launch.master_port, is_master=False, wait_for_workers=False,
-                                 timeout=timedelta(seconds=max(left, 1.0)))
+            return dist.TCPStore(
+                launch.master_ip,
+                launch.master_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=max(left, 1.0)),
+            )
         except socket.gaierror as error:
-            raise GroupError(f"--master-ip {launch.master_ip} is not an address and no known host name ({error}): "
-                             "give the IP address of rank 0's node") from error
+            raise GroupError(
+                f"--master-ip {launch.master_ip} is not an address and no known host name ({error}): "
+                "give the IP address of rank 0's node"
+            ) from error
         except OSError as error:
-            reason = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+            reason = (
+                "no answer"
+                if isinstance(error, TimeoutError)
+                else (error.strerror or str(error)).lower()
+            )
             time.sleep(_POLL_SECONDS)
         except (dist.DistStoreError, dist.DistNetworkError) as error:
-            raise GroupError(f"something else than rank 0 answers at {_place(launch)} ({first_line(error)}): give "
-                             "another --master-port on every node") from error
+            raise GroupError(
+                f"something else than rank 0 answers at {_place(launch)} ({first_line(error)}): give "
+                "another --master-port on every node"
+            ) from error
     raise GroupError(
         f"rank {launch.rank} could not reach rank 0 at {_place(launch)} within {timeout_seconds:g} s ({reason}): start "
         "rank 0, check that --master-ip is its node's address, that --master-port is the same on every node, and that "
-        "no firewall closes it")
+        "no firewall closes it"
+    )
 
 
 def _join(store: dist.TCPStore, launch: Launch) -> None:
     me = Peer(socket.gethostname(), os.getpid(), torch.cuda.device_count())
     size = int(store.compare_set("size", "", str(launch.size)))
     if size != launch.size:
-        _abort(store, launch, f"rank {launch.rank} was started with --num-nodes {launch.size}, but others with {size}: "
-               "give the same on every node")
+        _abort(
+            store,
+            launch,
+            f"rank {launch.rank} was started with --num-nodes {launch.size}, but others with {size}: "
+            "give the same on every node",
+        )
     if store.add(f"tickets/{launch.rank}", 1) > 1:
         store.wait([_joined(launch.rank)])
         first = Peer(**json.loads(store.get(_joined(launch.rank))))
-        _abort(store, launch, f"rank {launch.rank} was started twice: on {first.host} (process {first.pid}) and on "
-               f"{me.host} (process {me.pid}); give each node a --rank of its own")
+        _abort(
+            store,
+            launch,
+            f"rank {launch.rank} was started twice: on {first.host} (process {first.pid}) and on "
+            f"{me.host} (process {me.pid}); give each node a --rank of its own",
+        )
     store.set(_joined(launch.rank), json.dumps(asdict(me)))
     store.add(_COUNT, 1)
 
 
-def _hand_out_seats(store: dist.TCPStore, launch: Launch, deadline: float, timeout_seconds: float) -> Seat:
+def _hand_out_seats(
+    store: dist.TCPStore, launch: Launch, deadline: float, timeout_seconds: float
+) -> Seat:
     """Rank 0: wait for all, and tell each where it sits."""
     while store.add(_COUNT, 0) < launch.size:
         if store.check([_ABORT]):
@@ -144,13 +182,21 @@ def _hand_out_seats(store: dist.TCPStore, launch: Launch, deadline: float, timeo
         if time.monotonic() > deadline:
             _send_all_away(store, launch, _missing_message(store, launch, timeout_seconds))
         time.sleep(_POLL_SECONDS)
-    peers = [Peer(**json.loads(value)) for value in store.multi_get([_joined(rank) for rank in range(launch.size)])]
+    peers = [
+        Peer(**json.loads(value))
+        for value in store.multi_get([_joined(rank) for rank in range(launch.size)])
+    ]
     all_seats = seats(peers)
-    store.multi_set([_seat(rank) for rank in range(launch.size)], [json.dumps(asdict(seat)) for seat in all_seats])
+    store.multi_set(
+        [_seat(rank) for rank in range(launch.size)],
+        [json.dumps(asdict(seat)) for seat in all_seats],
+    )
     return all_seats[0]
 
 
-def _take_seat(store: dist.TCPStore, launch: Launch, deadline: float, timeout_seconds: float) -> Seat:
+def _take_seat(
+    store: dist.TCPStore, launch: Launch, deadline: float, timeout_seconds: float
+) -> Seat:
     """Any other rank: wait for what rank 0 tells it. The first whose time is over says who is missing, for all."""
     if not _comes(store, _seat(launch.rank), max(0.0, deadline - time.monotonic())):
         if store.add("late", 1) == 1:
@@ -181,15 +227,19 @@ def _missing_message(store: dist.TCPStore, launch: Launch, timeout_seconds: floa
     hint = ""
     if launch.rank == 0 and not _is_own_address(launch.master_ip):
         hint = f" (note that {launch.master_ip} is none of this node's own addresses)"
-    return (f"{launch.size - len(missing)} of {launch.size} ranks came to {_place(launch)} within {timeout_seconds:g} "
-            f"s; missing: {names}. Start them with the same command and their --rank, or give a longer --timeout{hint}")
+    return (
+        f"{launch.size - len(missing)} of {launch.size} ranks came to {_place(launch)} within {timeout_seconds:g} "
+        f"s; missing: {names}. Start them with the same command and their --rank, or give a longer --timeout{hint}"
+    )
 
 
 def _abort(store: dist.TCPStore, launch: Launch, message: str) -> NoReturn:
     """Have rank 0 tell those who are still waiting, then raise."""
     if launch.rank == 0:
         _send_all_away(store, launch, message)
-    if store.add(_COUNT, 0) < launch.size:  # a latecomer's mistake must not end a run that has begun
+    if (
+        store.add(_COUNT, 0) < launch.size
+    ):  # a latecomer's mistake must not end a run that has begun
         store.set(_ABORT, message)
     raise GroupError(message)
 
@@ -198,19 +248,25 @@ def _send_all_away(store: dist.TCPStore, launch: Launch, message: str) -> NoRetu
     """Rank 0: tell everyone why there is no run, and raise."""
     most = max(launch.size, int(store.get("size")))
     store.multi_set([_seat(rank) for rank in range(most)], [json.dumps({"away": message})] * most)
-    time.sleep(_FAREWELL_SECONDS)  # rank 0 holds the store: the others must have read the message before it goes
+    time.sleep(
+        _FAREWELL_SECONDS
+    )  # rank 0 holds the store: the others must have read the message before it goes
     raise GroupError(message)
 
 
 def _lost(launch: Launch) -> GroupError:
-    return GroupError(f"lost rank 0 at {_place(launch)} while the ranks were meeting: it does not answer any more. Its node "
-                      "stands still, or the link to it is cut")
+    return GroupError(
+        f"lost rank 0 at {_place(launch)} while the ranks were meeting: it does not answer any more. Its node "
+        "stands still, or the link to it is cut"
+    )
 
 
 def _is_own_address(host: str) -> bool:
     own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    return any(entry[4][0] in own or entry[4][0].startswith("127.")
-               for entry in socket.getaddrinfo(host, None))
+    return any(
+        entry[4][0] in own or entry[4][0].startswith("127.")
+        for entry in socket.getaddrinfo(host, None)
+    )
 
 
 def _joined(rank: int) -> str:

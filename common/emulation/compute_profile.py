@@ -91,12 +91,21 @@ def profile_path(choice: str, *, model: str) -> Path:
     if choice.endswith(".json"):
         return Path(choice)
     if not re.fullmatch(r"\w[\w.+-]*", choice):
-        raise UserError(f"--compute: got {choice!r}, give real, measured, the name of a profile in reports/profiles/, or a file "
-                        "that ends in .json")
-    return REPOSITORY / "reports" / "profiles" / f"{f'{MEASURED}-{model}' if choice == MEASURED else choice}.json"
+        raise UserError(
+            f"--compute: got {choice!r}, give real, measured, the name of a profile in reports/profiles/, or a file "
+            "that ends in .json"
+        )
+    return (
+        REPOSITORY
+        / "reports"
+        / "profiles"
+        / f"{f'{MEASURED}-{model}' if choice == MEASURED else choice}.json"
+    )
 
 
-def load_profile(choice: str, *, model: str, image: tuple[int, int] | None = None, machine: str | None = None) -> Profile:
+def load_profile(
+    choice: str, *, model: str, image: tuple[int, int] | None = None, machine: str | None = None
+) -> Profile:
     """Read and check a profile of ``model`` on images of (height, width) ``image``.
 
     machine : this one's processor; "measured" is refused where another machine made the profile. Raises UserError where the
@@ -109,27 +118,43 @@ def load_profile(choice: str, *, model: str, image: tuple[int, int] | None = Non
     except FileNotFoundError as error:
         raise UserError(f"--compute {choice}: there is no profile {path}: {again}") from error
     except OSError as error:
-        raise UserError(f"--compute {choice}: the profile {path} cannot be read ({error.strerror}): {again}") from error
+        raise UserError(
+            f"--compute {choice}: the profile {path} cannot be read ({error.strerror}): {again}"
+        ) from error
     except (ValueError, RecursionError) as error:  # JSON and UTF-8 both
-        raise UserError(f"--compute {choice}: the profile {path} is cut or no JSON ({error}): {again}") from error
+        raise UserError(
+            f"--compute {choice}: the profile {path} is cut or no JSON ({error}): {again}"
+        ) from error
     if not isinstance(content, dict) or content.get("what") != _WHAT:
-        raise UserError(f"--compute {choice}: {path} is no compute profile of this project: {again}")
+        raise UserError(
+            f"--compute {choice}: {path} is no compute profile of this project: {again}"
+        )
     if content.get("format") != FORMAT:
-        raise UserError(f"--compute {choice}: the profile {path} has format {content.get('format')!r}, this version reads "
-                        f"{FORMAT}: {again}")
+        raise UserError(
+            f"--compute {choice}: the profile {path} has format {content.get('format')!r}, this version reads "
+            f"{FORMAT}: {again}"
+        )
     try:
         profile = _from_json(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"--compute {choice}: the profile {path} is incomplete ({type(error).__name__}: {error}): "
-                        f"{again}") from error
+        raise UserError(
+            f"--compute {choice}: the profile {path} is incomplete ({type(error).__name__}: {error}): "
+            f"{again}"
+        ) from error
     if profile.model != model:
-        raise UserError(f"--compute {choice}: the profile {path} is of {profile.model}, the model is {model}: {again}")
+        raise UserError(
+            f"--compute {choice}: the profile {path} is of {profile.model}, the model is {model}: {again}"
+        )
     if image is not None and profile.image != image:
-        raise UserError(f"--compute {choice}: the profile {path} is of images of {_size(profile.image)}, the dataset has "
-                        f"{_size(image)}: take a dataset or a profile of the same size")
+        raise UserError(
+            f"--compute {choice}: the profile {path} is of images of {_size(profile.image)}, the dataset has "
+            f"{_size(image)}: take a dataset or a profile of the same size"
+        )
     if choice == MEASURED and machine is not None and profile.machine != machine:
-        raise UserError(f"--compute {choice}: the profile {path} was measured on {profile.machine!r}, this machine is "
-                        f"{machine!r}: {again}; to emulate that machine give the file, --compute {path}")
+        raise UserError(
+            f"--compute {choice}: the profile {path} was measured on {profile.machine!r}, this machine is "
+            f"{machine!r}: {again}; to emulate that machine give the file, --compute {path}"
+        )
     return profile
 
 
@@ -146,11 +171,23 @@ def how_to_make(choice: str, model: str) -> str:
 def _from_json(content: Mapping[str, Any]) -> Profile:
     entries = {name: value for name, value in content.items() if name not in ("format", "what")}
     height, width = entries["image"]
-    profile = Profile(**entries | {
-        "image": (int(height), int(width)), "update_seconds": _seconds(entries["update_seconds"]),
-        "layers": tuple(Layer(str(layer["name"]), _line(layer["forward"]), _line(layer["backward"]),
-                              tuple(map(str, layer["parameters"]))) for layer in entries["layers"]),
-        "steps": tuple(tuple(map(_seconds, step)) for step in entries["steps"])})
+    profile = Profile(
+        **entries
+        | {
+            "image": (int(height), int(width)),
+            "update_seconds": _seconds(entries["update_seconds"]),
+            "layers": tuple(
+                Layer(
+                    str(layer["name"]),
+                    _line(layer["forward"]),
+                    _line(layer["backward"]),
+                    tuple(map(str, layer["parameters"])),
+                )
+                for layer in entries["layers"]
+            ),
+            "steps": tuple(tuple(map(_seconds, step)) for step in entries["steps"]),
+        }
+    )
     if not any(layer.parameters for layer in profile.layers):
         raise ValueError("no layer with parameters")
     return profile

@@ -43,8 +43,14 @@ class Emulation:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         _check_parameters(profile, trained)
         generator = torch.Generator().manual_seed(rank)
-        self._layers = [(layer, [trained[name] for name in layer.parameters],
-                         [_Gradient(trained[name], generator, rank) for name in layer.parameters]) for layer in profile.layers]
+        self._layers = [
+            (
+                layer,
+                [trained[name] for name in layer.parameters],
+                [_Gradient(trained[name], generator, rank) for name in layer.parameters],
+            )
+            for layer in profile.layers
+        ]
         self._deadline: float | None = None
         self._backward_passes = 0
         model.forward = self._forward
@@ -60,10 +66,14 @@ class Emulation:
         signal = inputs.new_zeros((samples, self._classes))
         for layer, parameters, gradients in self._layers:
             self._pass(layer.forward.at(samples))
-            signal = _EmulatedLayer.apply(signal, partial(self._backward, layer, gradients, samples), *parameters)
+            signal = _EmulatedLayer.apply(
+                signal, partial(self._backward, layer, gradients, samples), *parameters
+            )
         return signal
 
-    def _backward(self, layer: Layer, gradients: "Sequence[_Gradient]", samples: int) -> list[Tensor]:
+    def _backward(
+        self, layer: Layer, gradients: "Sequence[_Gradient]", samples: int
+    ) -> list[Tensor]:
         if layer is self._profile.layers[-1]:
             self._backward_passes += 1
         self._pass(layer.backward.at(samples))
@@ -81,7 +91,9 @@ class _EmulatedLayer(torch.autograd.Function):
     """A link of the chain: takes part in backward for its parameters, whose gradients ``go_back`` returns when they are due."""
 
     @staticmethod
-    def forward(ctx: Any, signal: Tensor, go_back: Callable[[], list[Tensor]], *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, signal: Tensor, go_back: Callable[[], list[Tensor]], *parameters: Tensor
+    ) -> Tensor:
         ctx.go_back = go_back
         return signal.clone()  # a few numbers a sample, in place of activations
 
@@ -119,7 +131,13 @@ class _Gradient:
 
 def _check_parameters(profile: Profile, trained: Mapping[str, nn.Parameter]) -> None:
     named = [name for layer in profile.layers for name in layer.parameters]
-    wrong = [*(set(trained) - set(named)), *(set(named) - set(trained)), *(name for name in named if named.count(name) > 1)]
+    wrong = [
+        *(set(trained) - set(named)),
+        *(set(named) - set(trained)),
+        *(name for name in named if named.count(name) > 1),
+    ]
     if wrong:
-        raise UserError(f"--compute: the profile {profile.name} has other parameters than this {profile.model} "
-                        f"({min(wrong)}, and {len(set(wrong)) - 1} more): {how_to_make(profile.name, profile.model)} anew")
+        raise UserError(
+            f"--compute: the profile {profile.name} has other parameters than this {profile.model} "
+            f"({min(wrong)}, and {len(set(wrong)) - 1} more): {how_to_make(profile.name, profile.model)} anew"
+        )

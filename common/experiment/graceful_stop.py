@@ -9,7 +9,9 @@ from common.errors import Stopped
 
 
 @contextmanager
-def stop_on_signals(request_stop: Callable[[], None], describe: Callable[[], str]) -> Iterator[None]:
+def stop_on_signals(
+    request_stop: Callable[[], None], describe: Callable[[], str]
+) -> Iterator[None]:
     """Call ``request_stop`` when a signal comes; where the work inside then ends early, raise Stopped.
 
     Parameters

@@ -41,7 +41,9 @@ def open_job(config: Config, launch: Launch, world: World) -> Job:
     """
     parent = config.reports_folder / config.experiment
     # The same on every rank: it decides on collectives below.
-    may_start_again = launch.agent is not None and (launch.restarts > 0 or launch.largest_size > launch.size)
+    may_start_again = launch.agent is not None and (
+        launch.restarts > 0 or launch.largest_size > launch.size
+    )
     record = parent / _AGENTS / launch.agent if may_start_again else None
     mine = record.read_text(encoding="utf-8") if record is not None and record.is_file() else ""
     names = [name for name in gather_objects(world, mine) if name]
@@ -61,8 +63,10 @@ def _new_name(config: Config, parent: Path) -> str:
     if config.run_name is None:
         return new_run_name(parent)
     if (parent / config.run_name / "config.json").exists() and config.resume is None:
-        raise UserError(f"--run-name: {parent / config.run_name} holds a run already: add --resume auto to go on with it, or "
-                        "give another name")
+        raise UserError(
+            f"--run-name: {parent / config.run_name} holds a run already: add --resume auto to go on with it, or "
+            "give another name"
+        )
     return config.run_name
 
 
@@ -82,7 +86,9 @@ def _own_disk(folder: Path, world: World) -> bool:
     return alone
 
 
-def find_checkpoint(config: Config, job: Job, world: World) -> tuple[str | None, dict[str, Any] | None]:
+def find_checkpoint(
+    config: Config, job: Job, world: World
+) -> tuple[str | None, dict[str, Any] | None]:
     """Return path and entries of the checkpoint to go on from, on every rank; (None, None) for a fresh start. Collective.
 
     A path is rank 0's; "auto", and a job that was started again, look on every node: in the run's own folder if it goes on,
@@ -100,8 +106,11 @@ def find_checkpoint(config: Config, job: Job, world: World) -> tuple[str | None,
         if world.is_root:
             where = f" of rank {source}'s node" if source else ""
             own = job.goes_on or config.run_name is not None
-            say(f"going on from {path}{where}, step {steps[source]}" if path else
-                f"no checkpoint in {job.folder.path if own else job.folder.path.parent}; starting anew")
+            say(
+                f"going on from {path}{where}, step {steps[source]}"
+                if path
+                else f"no checkpoint in {job.folder.path if own else job.folder.path.parent}; starting anew"
+            )
         if not path:
             return None, None
 
@@ -122,9 +131,18 @@ def _newest_here(config: Config, job: Job) -> tuple[Path, int] | None:
             except UserError as error:
                 say(f"warning: {error}")
         # A scheduler's new job must not take another job's training for its own.
-        folders = [] if config.run_name is not None else sorted(
-            (run / "checkpoints" for run in job.folder.path.parent.iterdir()
-             if run.is_dir() and run.name != _AGENTS), reverse=True)
+        folders = (
+            []
+            if config.run_name is not None
+            else sorted(
+                (
+                    run / "checkpoints"
+                    for run in job.folder.path.parent.iterdir()
+                    if run.is_dir() and run.name != _AGENTS
+                ),
+                reverse=True,
+            )
+        )
     for folder in folders:
         remove_unfinished(folder)
     path, passed_over = newest_checkpoint(folders)

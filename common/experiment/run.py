@@ -59,7 +59,10 @@ def run(config: Config, launch: Launch) -> None:
         set_debug()
     keep_freed_memory()
     backend = "gloo" if config.emulated else config.backend
-    with process_group(launch, backend=backend, timeout_seconds=config.timeout) as world, _spoken_warnings(world):
+    with (
+        process_group(launch, backend=backend, timeout_seconds=config.timeout) as world,
+        _spoken_warnings(world),
+    ):
         agree(world, code_facts(), what="their code")
         agree(world, config.shared_settings(), what="their settings")
         torch.set_num_threads(config.threads or max(1, usable_cores() // world.local_size))
@@ -72,75 +75,181 @@ def run(config: Config, launch: Launch) -> None:
         agree(world, fingerprint := _fingerprint(dataset), what="their dataset")
         profile = _load_profile(config, world, dataset) if config.emulated else None
         path, entries = find_checkpoint(config, job, world)
-        train_loader, plan = share_out(config, launch, world, dataset, entries if job.goes_on else None)
+        train_loader, plan = share_out(
+            config, launch, world, dataset, entries if job.goes_on else None
+        )
         plan[DATASET_CONTENTS] = fingerprint["contents (SHA-256)"]
         if entries is not None:
             refuse_other_training(path, entries, plan)
         if world.is_root:
-            folder.write_json("config.json", config.as_json() | {"world_size": world.size, "backend": world.backend} | plan)
+            folder.write_json(
+                "config.json",
+                config.as_json() | {"world_size": world.size, "backend": world.backend} | plan,
+            )
             folder.write_json("environment.json", environment())
 
-        model = _build_model(config, world, dataset, pretrained=entries is None and not config.emulated)
-        amp_dtype, notice = choose_amp(config.amp, config.amp_dtype, default=config.part == "PartThree",
-                                       device=world.device)
+        model = _build_model(
+            config, world, dataset, pretrained=entries is None and not config.emulated
+        )
+        amp_dtype, notice = choose_amp(
+            config.amp, config.amp_dtype, default=config.part == "PartThree", device=world.device
+        )
         rate = learning_rate(config, plan)
         if world.is_root:
             for line in notices(config, launch, world, plan, entries, amp_notice=notice):
                 say(f"notice: {line}")
-            introduce(config, world, model, dataset, plan, learning_rate=rate, amp_dtype=amp_dtype, folder=folder,
-                      profile=profile)
+            introduce(
+                config,
+                world,
+                model,
+                dataset,
+                plan,
+                learning_rate=rate,
+                amp_dtype=amp_dtype,
+                folder=folder,
+                profile=profile,
+            )
         model, criterion, optimizer = prepare_model_for_training(
-            model, world.device, rate, config.momentum, config.weight_decay, entries is not None, path or "",
-            opt=config.opt, nesterov=config.nesterov, label_smoothing=config.label_smoothing, checkpoint=entries)
-        scheduler = build_schedule(optimizer, plan["schedule"], total_steps=plan["total_steps"],
-                                   warmup_steps=plan["warmup_steps"], milestones=config.milestone_shares,
-                                   step_factor=config.step_factor)
+            model,
+            world.device,
+            rate,
+            config.momentum,
+            config.weight_decay,
+            entries is not None,
+            path or "",
+            opt=config.opt,
+            nesterov=config.nesterov,
+            label_smoothing=config.label_smoothing,
+            checkpoint=entries,
+        )
+        scheduler = build_schedule(
+            optimizer,
+            plan["schedule"],
+            total_steps=plan["total_steps"],
+            warmup_steps=plan["warmup_steps"],
+            milestones=config.milestone_shares,
+            step_factor=config.step_factor,
+        )
         extra = _price_of_determinism(config, world, model, train_loader, amp_dtype)
         engine = TrainingEngine(
-            model, world.device, distributed=world.backend is not None, amp_dtype=amp_dtype,
+            model,
+            world.device,
+            distributed=world.backend is not None,
+            amp_dtype=amp_dtype,
             sync=build_sync_from(config.sync, vars(config)),
-            use_ema=config.ema, ema_decay=config.ema_decay, clip_norm=config.clip_norm,
-            sync_batchnorm=config.sync_batchnorm and plan["shards"] == world.size)
+            use_ema=config.ema,
+            ema_decay=config.ema_decay,
+            clip_norm=config.clip_norm,
+            sync_batchnorm=config.sync_batchnorm and plan["shards"] == world.size,
+        )
 
         if profile is not None:
-            engine.emulation = Emulation(model, profile, rank=world.rank, classes=len(dataset.class_names))
+            engine.emulation = Emulation(
+                model, profile, rank=world.rank, classes=len(dataset.class_names)
+            )
         if config.timeline:
-            engine.timeline = Timeline(plan["total_steps"] - engine.sync.period + 1, plan["total_steps"])
+            engine.timeline = Timeline(
+                plan["total_steps"] - engine.sync.period + 1, plan["total_steps"]
+            )
         first_epoch, last_epoch = epochs_to_train(config, plan, entries)
-        saver = Saver(folder.checkpoints, every=config.checkpoint_every, keep=config.keep_checkpoints, writes=job.writes,
-                      copy_to=config.checkpoint, extra={"plan": plan}, off=config.only_times)
+        saver = Saver(
+            folder.checkpoints,
+            every=config.checkpoint_every,
+            keep=config.keep_checkpoints,
+            writes=job.writes,
+            copy_to=config.checkpoint,
+            extra={"plan": plan},
+            off=config.only_times,
+        )
         trackers = _on_rank0_alone(world, lambda: _trackers(config, folder.path))
-        with Progress(plan["total_steps"], done_steps=entries["step"] if entries else 0, log_every=config.log_every,
-                      global_batch_size=plan["batch_size"], visible=world.is_root, emulated=config.emulated) as progress:
-            recorder = Recorder(world, folder, progress, trackers,
-                                folder.earlier_steps(entries["step"] if entries else 0) if job.goes_on else [],
-                                engine.timeline, engine.sync.period)
+        with Progress(
+            plan["total_steps"],
+            done_steps=entries["step"] if entries else 0,
+            log_every=config.log_every,
+            global_batch_size=plan["batch_size"],
+            visible=world.is_root,
+            emulated=config.emulated,
+        ) as progress:
+            recorder = Recorder(
+                world,
+                folder,
+                progress,
+                trackers,
+                folder.earlier_steps(entries["step"] if entries else 0) if job.goes_on else [],
+                engine.timeline,
+                engine.sync.period,
+            )
             judge = Judge(config, world, engine, saver, recorder, dataset, entries)
             trace = folder.path / f"profile_rank{world.rank}.json" if config.profile else None
-            with (step_profiler(trace) as profiled,
-                  stop_on_signals(engine.request_stop, lambda: _where_it_stopped(engine, saver))):
+            with (
+                step_profiler(trace) as profiled,
+                stop_on_signals(engine.request_stop, lambda: _where_it_stopped(engine, saver)),
+            ):
                 model = train_model(
-                    model, world.device, criterion, optimizer, first_epoch, last_epoch, train_loader, folder.log(world.rank),
-                    folder.checkpoints, False, rank=world.rank if world.size > 1 else "", engine=engine,
-                    scheduler=scheduler, seed=config.seed, max_steps=config.max_steps, resume=entries, saver=saver,
-                    log_every=config.log_every, on_steps=recorder.steps, on_epoch=judge.epoch, after_step=profiled)
+                    model,
+                    world.device,
+                    criterion,
+                    optimizer,
+                    first_epoch,
+                    last_epoch,
+                    train_loader,
+                    folder.log(world.rank),
+                    folder.checkpoints,
+                    False,
+                    rank=world.rank if world.size > 1 else "",
+                    engine=engine,
+                    scheduler=scheduler,
+                    seed=config.seed,
+                    max_steps=config.max_steps,
+                    resume=entries,
+                    saver=saver,
+                    log_every=config.log_every,
+                    on_steps=recorder.steps,
+                    on_epoch=judge.epoch,
+                    after_step=profiled,
+                )
         if trace is not None and not trace.exists() and world.is_root:
-            say("warning: --profile: the training was too short for a trace; give it three steps or more")
+            say(
+                "warning: --profile: the training was too short for a trace; give it three steps or more"
+            )
         total_seconds = recorder.total_seconds
 
-        gather_measurements(world, folder, recorder.own_steps, sync=config.sync, period=engine.sync.period,
-                            untimed_steps=config.untimed_steps, timeline=engine.timeline)
+        gather_measurements(
+            world,
+            folder,
+            recorder.own_steps,
+            sync=config.sync,
+            period=engine.sync.period,
+            untimed_steps=config.untimed_steps,
+            timeline=engine.timeline,
+        )
         predictions = ema_predictions = None
         if not config.only_times:
             predictions = _evaluate(model, dataset, world, amp_dtype)
-            ema_predictions = _evaluate(engine.ema.module, dataset, world, amp_dtype) if engine.ema is not None else None
+            ema_predictions = (
+                _evaluate(engine.ema.module, dataset, world, amp_dtype)
+                if engine.ema is not None
+                else None
+            )
         equal = len(set(gather_objects(world, digest(unwrap(model).state_dict())))) == 1
         if trackers is not None:
             trackers.close()
     if world.is_root:  # the group is closed: nobody waits while rank 0 draws
-        report(config, world, folder, dataset, recorder, predictions=predictions, ema_predictions=ema_predictions,
-               checkpoint=saver.newest or path, ranks_equal=equal, resumed_from=path, batch_size=plan["batch_size"],
-               total_seconds=total_seconds, extra=extra)
+        report(
+            config,
+            world,
+            folder,
+            dataset,
+            recorder,
+            predictions=predictions,
+            ema_predictions=ema_predictions,
+            checkpoint=saver.newest or path,
+            ranks_equal=equal,
+            resumed_from=path,
+            batch_size=plan["batch_size"],
+            total_seconds=total_seconds,
+            extra=extra,
+        )
 
 
 @contextmanager
@@ -149,7 +258,9 @@ def _spoken_warnings(world: World) -> Iterator[None]:
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def speak(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        def speak(
+            message: Warning | str, category: type[Warning], *place: Any, **more: Any
+        ) -> None:
             if category is not UserWarning:
                 show(message, category, *place, **more)
             elif world.is_root:
@@ -162,7 +273,12 @@ def _spoken_warnings(world: World) -> Iterator[None]:
 def _load_profile(config: Config, world: World, dataset: Dataset) -> Profile:
     """Return the profile of emulated compute, the same on every rank."""
     image = (dataset.train.images.shape[1], dataset.train.images.shape[2])
-    profile = everyone(world, lambda: load_profile(config.compute, model=config.model, image=image, machine=environment()["cpu"]))
+    profile = everyone(
+        world,
+        lambda: load_profile(
+            config.compute, model=config.model, image=image, machine=environment()["cpu"]
+        ),
+    )
     agree(world, profile.as_json(), what="the profile of --compute")
     return profile
 
@@ -173,17 +289,26 @@ def _load_dataset(config: Config) -> Dataset:
 
 
 def _fingerprint(dataset: Dataset) -> dict[str, Any]:
-    return {"classes": list(dataset.class_names), "training images": len(dataset.train),
-            "test images": len(dataset.test),
-            "contents (SHA-256)": digest([dataset.train.images, dataset.train.labels, dataset.test.images,
-                                          dataset.test.labels])}
+    return {
+        "classes": list(dataset.class_names),
+        "training images": len(dataset.train),
+        "test images": len(dataset.test),
+        "contents (SHA-256)": digest(
+            [dataset.train.images, dataset.train.labels, dataset.test.images, dataset.test.labels]
+        ),
+    }
 
 
 def _build_model(config: Config, world: World, dataset: Dataset, *, pretrained: bool) -> nn.Module:
     """Return the model; rank 0's has its pretrained weights, which the first step gives to all."""
     if config.model not in PRETRAINED:
         return build_model(config.model, len(dataset.class_names))
-    model = build_model(config.model, len(dataset.class_names), input_size=config.input_size, unfreeze=config.unfreeze)
+    model = build_model(
+        config.model,
+        len(dataset.class_names),
+        input_size=config.input_size,
+        unfreeze=config.unfreeze,
+    )
 
     def load() -> None:
         from common.models.transfer import load_pretrained
@@ -195,14 +320,21 @@ def _build_model(config: Config, world: World, dataset: Dataset, *, pretrained: 
     return model
 
 
-def _price_of_determinism(config: Config, world: World, model: nn.Module, loader: TrainLoader,
-                          amp_dtype: torch.dtype | None) -> dict[str, float]:
+def _price_of_determinism(
+    config: Config,
+    world: World,
+    model: nn.Module,
+    loader: TrainLoader,
+    amp_dtype: torch.dtype | None,
+) -> dict[str, float]:
     if not config.deterministic or world.device.type != "cuda":
         return {}
     images, labels = next(iter(loader))
     times = determinism.cost(model, images, labels, amp_dtype=amp_dtype)
     if world.is_root:
-        say(f"deterministic: forward and backward take {times:.2f} times as long as with the fastest algorithms")
+        say(
+            f"deterministic: forward and backward take {times:.2f} times as long as with the fastest algorithms"
+        )
     return {"deterministic_cost": times}
 
 
@@ -212,20 +344,33 @@ def _on_rank0_alone(world: World, action: Any) -> Any:
 
 
 def _trackers(config: Config, folder: Any) -> Trackers:
-    return Trackers(wandb=config.log_wandb, tensorboard=config.log_tensorboard, folder=folder,
-                    name=f"{config.experiment}/{folder.name}", settings=config.as_json())
+    return Trackers(
+        wandb=config.log_wandb,
+        tensorboard=config.log_tensorboard,
+        folder=folder,
+        name=f"{config.experiment}/{folder.name}",
+        settings=config.as_json(),
+    )
 
 
 def _where_it_stopped(engine: TrainingEngine, saver: Saver) -> str:
-    return f"stopped after step {engine.step}, saved as {saver.newest}; --resume auto goes on" if engine.stopping else ""
+    return (
+        f"stopped after step {engine.step}, saved as {saver.newest}; --resume auto goes on"
+        if engine.stopping
+        else ""
+    )
 
 
-def _evaluate(model: nn.Module, dataset: Dataset, world: World, amp_dtype: torch.dtype | None) -> Predictions:
+def _evaluate(
+    model: nn.Module, dataset: Dataset, world: World, amp_dtype: torch.dtype | None
+) -> Predictions:
     """Share the test set out, without padding, and return the whole set's predictions, on every rank."""
     loader = evaluation_loader(dataset, world)
     mine = predict(model, world.device, nn.CrossEntropyLoss(), loader, amp_dtype=amp_dtype)
     parts = gather_objects(world, (loader.ids.numpy(), mine))
     order = np.argsort(np.concatenate([ids for ids, _ in parts]))
-    return Predictions(np.concatenate([part.labels for _, part in parts])[order],
-                       np.concatenate([part.predicted for _, part in parts])[order],
-                       sum(part.loss_sum for _, part in parts))
+    return Predictions(
+        np.concatenate([part.labels for _, part in parts])[order],
+        np.concatenate([part.predicted for _, part in parts])[order],
+        sum(part.loss_sum for _, part in parts),
+    )

@@ -18,26 +18,56 @@ DATASET_CONTENTS = "dataset_sha256"
 """The plan's entry with the digest of all images and labels, which ``run`` adds."""
 
 
-def share_out(config: Config, launch: Launch, world: World, dataset: Dataset,
-               going_on: Mapping[str, Any] | None) -> tuple[TrainLoader, dict[str, Any]]:
+def share_out(
+    config: Config,
+    launch: Launch,
+    world: World,
+    dataset: Dataset,
+    going_on: Mapping[str, Any] | None,
+) -> tuple[TrainLoader, dict[str, Any]]:
     """Return this rank's loader, and the plan: what a resumed run must share with the one that it goes on with.
 
     The global batch and the number of shards are fixed when a job begins; ``going_on`` is the checkpoint of a job that was
     started again, perhaps with another number of ranks.
     """
     shards = config.shards or launch.largest_size or world.size
-    fixed = going_on["plan"] if going_on is not None else {"batch_size": config.global_batch_size(shards), "shards": shards}
-    sampler = GlobalBatchSampler(len(dataset.train), batch_size=fixed["batch_size"], rank=world.rank,
-                                 world_size=world.size, seed=config.seed, shards=fixed["shards"],
-                                 accumulation_steps=config.accumulation_steps)
+    fixed = (
+        going_on["plan"]
+        if going_on is not None
+        else {"batch_size": config.global_batch_size(shards), "shards": shards}
+    )
+    sampler = GlobalBatchSampler(
+        len(dataset.train),
+        batch_size=fixed["batch_size"],
+        rank=world.rank,
+        world_size=world.size,
+        seed=config.seed,
+        shards=fixed["shards"],
+        accumulation_steps=config.accumulation_steps,
+    )
     steps = len(sampler.global_batch_sizes)
     warmup = config.warmup_steps
-    if config.warmup_epochs is not None:  # a trial of a few steps warms up over a fifth of them at most
-        warmup = min(round(config.warmup_epochs * steps), config.max_steps // 5 if config.max_steps else config.epochs * steps)
-    plan = {"dataset": config.dataset, "training_images": len(dataset.train), "model": config.model, "opt": config.opt,
-            "batch_size": fixed["batch_size"], "shards": fixed["shards"], "accumulation_steps": config.accumulation_steps,
-            "seed": config.seed, "schedule": config.schedule, "total_steps": config.max_steps or config.epochs * steps,
-            "warmup_steps": warmup, "steps_per_epoch": steps}
+    if (
+        config.warmup_epochs is not None
+    ):  # a trial of a few steps warms up over a fifth of them at most
+        warmup = min(
+            round(config.warmup_epochs * steps),
+            config.max_steps // 5 if config.max_steps else config.epochs * steps,
+        )
+    plan = {
+        "dataset": config.dataset,
+        "training_images": len(dataset.train),
+        "model": config.model,
+        "opt": config.opt,
+        "batch_size": fixed["batch_size"],
+        "shards": fixed["shards"],
+        "accumulation_steps": config.accumulation_steps,
+        "seed": config.seed,
+        "schedule": config.schedule,
+        "total_steps": config.max_steps or config.epochs * steps,
+        "warmup_steps": warmup,
+        "steps_per_epoch": steps,
+    }
     return TrainLoader(dataset, sampler, device=world.device), plan
 
 
@@ -45,17 +75,26 @@ def refuse_other_training(path: str, entries: Mapping[str, Any], plan: Mapping[s
     """UserError where the checkpoint's ``plan`` differs from this run's, or the dataset's contents have changed since."""
     saved = entries.get("plan")
     if saved is None:
-        raise UserError(f"checkpoint {path} was written by train_model alone and does not tell its schedule: go on with "
-                        "prepare_model_for_training(continue_flag=True) and train_model")
-    differing = [f"{name} {saved.get(name)} there, {value} here" for name, value in plan.items()
-                 if name != DATASET_CONTENTS and saved.get(name) != value]
+        raise UserError(
+            f"checkpoint {path} was written by train_model alone and does not tell its schedule: go on with "
+            "prepare_model_for_training(continue_flag=True) and train_model"
+        )
+    differing = [
+        f"{name} {saved.get(name)} there, {value} here"
+        for name, value in plan.items()
+        if name != DATASET_CONTENTS and saved.get(name) != value
+    ]
     if differing:
-        raise UserError(f"checkpoint {path} belongs to another training: {'; '.join(differing)}. Give the same flags, and "
-                        "stop early with --stop-after-epoch, not by a shorter training")
+        raise UserError(
+            f"checkpoint {path} belongs to another training: {'; '.join(differing)}. Give the same flags, and "
+            "stop early with --stop-after-epoch, not by a shorter training"
+        )
     contents = plan.get(DATASET_CONTENTS)
     if saved.get(DATASET_CONTENTS, contents) != contents:
-        raise UserError(f"the images or labels of {plan['dataset']} have changed since checkpoint {path} was written: bring "
-                        "back the same ones, or start anew without --resume")
+        raise UserError(
+            f"the images or labels of {plan['dataset']} have changed since checkpoint {path} was written: bring "
+            "back the same ones, or start anew without --resume"
+        )
 
 
 def learning_rate(config: Config, plan: Mapping[str, Any]) -> float:
@@ -64,29 +103,51 @@ def learning_rate(config: Config, plan: Mapping[str, Any]) -> float:
     return config.peak_learning_rate * scale
 
 
-def epochs_to_train(config: Config, plan: Mapping[str, Any], entries: Mapping[str, Any] | None) -> tuple[int, int]:
+def epochs_to_train(
+    config: Config, plan: Mapping[str, Any], entries: Mapping[str, Any] | None
+) -> tuple[int, int]:
     """Return the first and the last epoch to train, both included; none is left where the first is the later one."""
     last = -(-plan["total_steps"] // plan["steps_per_epoch"])
     return (entries["epoch"] + 1 if entries else 1), min(last, config.stop_after_epoch or last)
 
 
-def notices(config: Config, launch: Launch, world: World, plan: Mapping[str, Any], entries: Mapping[str, Any] | None, *,
-             amp_notice: str) -> list[str]:
+def notices(
+    config: Config,
+    launch: Launch,
+    world: World,
+    plan: Mapping[str, Any],
+    entries: Mapping[str, Any] | None,
+    *,
+    amp_notice: str,
+) -> list[str]:
     """What is done in another way than one might expect."""
     idle = world.size - plan["shards"]
     earlier = entries.get("world_size") if entries is not None else None
-    return [text for text in (
-        amp_notice,
-        f"{idle} of {world.size} ranks have no shard and compute nothing: begin a job with --shards, the most ranks that it "
-        "may have" if idle > 0 else "",
-        f"the job has {world.size} rank{'s' if world.size > 1 else ''} now, {earlier} before; its {plan['shards']} shards and "
-        "its batch stay the same"
-        if earlier not in (None, world.size) else "",
-        "a CPU run repeats bit for bit as it is, with the same threads" if config.deterministic
-        and world.device.type == "cpu" else "",
-        "SyncBatchNorm is off: the job has another number of shards than ranks" if config.sync_batchnorm
-        and world.device.type == "cuda" and plan["shards"] != world.size else "",
-        "torchrun may start these workers again, but under Gloo they would then read the old ranks' addresses: end this, and "
-        "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before the command, and --rdzv-backend c10d (on one machine "
-        "--standalone)" if launch.restarts > 0
-        and launch.stale_addresses and world.backend == "gloo" else "") if text]
+    return [
+        text
+        for text in (
+            amp_notice,
+            f"{idle} of {world.size} ranks have no shard and compute nothing: begin a job with --shards, the most ranks that it "
+            "may have"
+            if idle > 0
+            else "",
+            f"the job has {world.size} rank{'s' if world.size > 1 else ''} now, {earlier} before; its {plan['shards']} shards and "
+            "its batch stay the same"
+            if earlier not in (None, world.size)
+            else "",
+            "a CPU run repeats bit for bit as it is, with the same threads"
+            if config.deterministic and world.device.type == "cpu"
+            else "",
+            "SyncBatchNorm is off: the job has another number of shards than ranks"
+            if config.sync_batchnorm
+            and world.device.type == "cuda"
+            and plan["shards"] != world.size
+            else "",
+            "torchrun may start these workers again, but under Gloo they would then read the old ranks' addresses: end this, and "
+            "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before the command, and --rdzv-backend c10d (on one machine "
+            "--standalone)"
+            if launch.restarts > 0 and launch.stale_addresses and world.backend == "gloo"
+            else "",
+        )
+        if text
+    ]

@@ -19,9 +19,23 @@ from common.training_engine.checkpoint_manager import Saver
 class Judge:
     """Keeps the best accuracy and the epochs in a row, which go into the checkpoints; ``entries`` are those to go on from."""
 
-    def __init__(self, config: Config, world: World, engine: TrainingEngine, saver: Saver, recorder: Recorder,
-                 dataset: Dataset, entries: Mapping[str, Any] | None) -> None:
-        self._engine, self._saver, self._recorder, self._world, self._config = engine, saver, recorder, world, config
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        engine: TrainingEngine,
+        saver: Saver,
+        recorder: Recorder,
+        dataset: Dataset,
+        entries: Mapping[str, Any] | None,
+    ) -> None:
+        self._engine, self._saver, self._recorder, self._world, self._config = (
+            engine,
+            saver,
+            recorder,
+            world,
+            config,
+        )
         progress = (entries or {}).get("progress") or {}
         self._best = progress.get("best_accuracy", -1.0)
         self._stop = EarlyStop(config.target_accuracy, config.patience)
@@ -36,16 +50,27 @@ class Judge:
         is_best = not math.isnan(accuracy) and accuracy > self._best
         ends = self._stop.reached(accuracy)
         self._best = accuracy if is_best else self._best
-        self._saver.extra["progress"] = {"best_accuracy": self._best, "in_a_row": self._stop.in_a_row}
+        self._saver.extra["progress"] = {
+            "best_accuracy": self._best,
+            "in_a_row": self._stop.in_a_row,
+        }
         self._recorder.epoch(report, step=self._engine.step, is_best=is_best)
         if is_best:
             self._saver.save_best(epoch, report.train_loss)
         if ends and self._world.is_root:
-            say(f"Target accuracy reached: {self._config.target_accuracy:g} in {self._config.patience} epochs in a row")
+            say(
+                f"Target accuracy reached: {self._config.target_accuracy:g} in {self._config.patience} epochs in a row"
+            )
         return ends
 
 
 def evaluation_loader(dataset: Dataset, world: World) -> EvaluationLoader:
     """This rank's share of the test set, without padding."""
-    return EvaluationLoader(dataset.test, mean=dataset.mean, std=dataset.std, rank=world.rank, world_size=world.size,
-                            device=world.device)
+    return EvaluationLoader(
+        dataset.test,
+        mean=dataset.mean,
+        std=dataset.std,
+        rank=world.rank,
+        world_size=world.size,
+        device=world.device,
+    )

@@ -36,11 +36,18 @@ class Transfer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         if images.shape[-2:] != (self.input_size, self.input_size):
-            images = F.interpolate(images, size=(self.input_size, self.input_size), mode="bilinear", align_corners=False)
+            images = F.interpolate(
+                images,
+                size=(self.input_size, self.input_size),
+                mode="bilinear",
+                align_corners=False,
+            )
         return self.network(images)
 
 
-def resnet18_transfer(num_classes: int = 10, *, input_size: int = 224, unfreeze: bool = False) -> Transfer:
+def resnet18_transfer(
+    num_classes: int = 10, *, input_size: int = 224, unfreeze: bool = False
+) -> Transfer:
     """ResNet-18 with the ImageNet stem, still without its pretrained weights: see ``load_pretrained``.
 
     11,181,642 parameters for 10 classes, of which the last layer's 5,130 train; all of them with ``unfreeze``.
@@ -66,31 +73,58 @@ def load_pretrained(model: Transfer, source: str | None) -> str:
     state = _read(source, where)
     own = model.network.state_dict()
     wanted = {name for name in own if not name.startswith(_HEAD)}
-    if isinstance(state, dict):  # torchvision's older files lack BatchNorm's counters, and torch takes them as they are
+    if isinstance(
+        state, dict
+    ):  # torchvision's older files lack BatchNorm's counters, and torch takes them as they are
         counters = {name: own[name] for name in wanted if name.endswith(".num_batches_tracked")}
-        state = counters | {str(name).removeprefix("module."): value for name, value in state.items()}
-    if not isinstance(state, dict) or any(getattr(state.get(name), "shape", None) != own[name].shape for name in wanted):
-        raise UserError(f"--pretrained-weights: {where} holds no state dict of torchvision's ResNet-18: give one as saved by "
-                        "torch.save(torchvision.models.resnet18(weights='DEFAULT').state_dict(), FILE)")
+        state = counters | {
+            str(name).removeprefix("module."): value for name, value in state.items()
+        }
+    if not isinstance(state, dict) or any(
+        getattr(state.get(name), "shape", None) != own[name].shape for name in wanted
+    ):
+        raise UserError(
+            f"--pretrained-weights: {where} holds no state dict of torchvision's ResNet-18: give one as saved by "
+            "torch.save(torchvision.models.resnet18(weights='DEFAULT').state_dict(), FILE)"
+        )
     model.network.load_state_dict(own | {name: state[name] for name in wanted})
     return where
 
 
 def _read(source: str | None, where: str) -> Any:
     cached = Path(torch.hub.get_dir(), "checkpoints", where.rpartition("/")[2])
-    if source is not None:  # torch's cache goes by the file's name alone: another URL must not give this one's weights
+    if (
+        source is not None
+    ):  # torch's cache goes by the file's name alone: another URL must not give this one's weights
         cached = cached.with_name(f"{hashlib.sha256(where.encode()).hexdigest()[:16]}.pth")
     try:
         if source is not None and "://" not in source:
             return torch.load(Path(source), map_location="cpu", weights_only=True)
-        return torch.hub.load_state_dict_from_url(where, map_location="cpu", progress=False, weights_only=True,
-                                                  check_hash=source is None, file_name=cached.name)
-    except (URLError, TimeoutError, ConnectionError, FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        return torch.hub.load_state_dict_from_url(
+            where,
+            map_location="cpu",
+            progress=False,
+            weights_only=True,
+            check_hash=source is None,
+            file_name=cached.name,
+        )
+    except (
+        URLError,
+        TimeoutError,
+        ConnectionError,
+        FileNotFoundError,
+        PermissionError,
+        IsADirectoryError,
+    ) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        raise UserError(f"the pretrained weights could not be had from {where} ({reason}): give --pretrained-weights FILE, "
-                        "a copy of that file from another machine. Training does not begin with random weights") from error
+        raise UserError(
+            f"the pretrained weights could not be had from {where} ({reason}): give --pretrained-weights FILE, "
+            "a copy of that file from another machine. Training does not begin with random weights"
+        ) from error
     except Exception as error:  # a damaged file brings out anything
         if "://" in where:
             cached.unlink(missing_ok=True)
         reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
-        raise UserError(f"--pretrained-weights: {where} cannot be read as a file of weights ({reason}): copy it again") from error
+        raise UserError(
+            f"--pretrained-weights: {where} cannot be read as a file of weights ({reason}): copy it again"
+        ) from error

@@ -10,8 +10,34 @@ _POOL = "pool"
 _LAYERS = {
     "vgg11": [64, _POOL, 128, _POOL, 256, 256, _POOL, 512, 512, _POOL, 512, 512, _POOL],
     "vgg13": [64, 64, _POOL, 128, 128, _POOL, 256, 256, _POOL, 512, 512, _POOL, 512, 512, _POOL],
-    "vgg16": [64, 64, _POOL, 128, 128, _POOL, *[256] * 3, _POOL, *[512] * 3, _POOL, *[512] * 3, _POOL],
-    "vgg19": [64, 64, _POOL, 128, 128, _POOL, *[256] * 4, _POOL, *[512] * 4, _POOL, *[512] * 4, _POOL],
+    "vgg16": [
+        64,
+        64,
+        _POOL,
+        128,
+        128,
+        _POOL,
+        *[256] * 3,
+        _POOL,
+        *[512] * 3,
+        _POOL,
+        *[512] * 3,
+        _POOL,
+    ],
+    "vgg19": [
+        64,
+        64,
+        _POOL,
+        128,
+        128,
+        _POOL,
+        *[256] * 4,
+        _POOL,
+        *[512] * 4,
+        _POOL,
+        *[512] * 4,
+        _POOL,
+    ],
 }
 
 
@@ -29,8 +55,11 @@ class VGG(nn.Module):
             if layer == _POOL:
                 blocks.append(nn.MaxPool2d(kernel_size=2, stride=2))
             else:
-                blocks += [nn.Conv2d(channels, layer, kernel_size=3, padding=1), nn.BatchNorm2d(layer),
-                           nn.ReLU(inplace=True)]
+                blocks += [
+                    nn.Conv2d(channels, layer, kernel_size=3, padding=1),
+                    nn.BatchNorm2d(layer),
+                    nn.ReLU(inplace=True),
+                ]
                 channels = layer
         self.features = nn.Sequential(*blocks)
         self.classifier = nn.Linear(channels, num_classes)

@@ -18,7 +18,9 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(channels_out)
         self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
         changes = stride != 1 or channels_in != channels_out
-        self.shortcut = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False) if changes else None
+        self.shortcut = (
+            nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False) if changes else None
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         activated = F.relu(self.bn1(inputs))

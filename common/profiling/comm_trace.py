@@ -20,8 +20,17 @@ from torch.utils._pytree import tree_leaves
 
 from common.sync.message_cost import sent_bytes
 
-_KINDS = {"allreduce_": "all_reduce", "allgather_": "all_gather", "_allgather_base_": "all_gather", "reduce_": "reduce",
-          "broadcast_": "broadcast", "gather_": "gather", "scatter_": "scatter", "send": "send", "recv_": "recv"}
+_KINDS = {
+    "allreduce_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "reduce_": "reduce",
+    "broadcast_": "broadcast",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "send": "send",
+    "recv_": "recv",
+}
 _TENSORS = {"all_gather": 1, "gather": 1, "scatter": 0}
 """Which argument holds this rank's own part, where the first one does not."""
 
@@ -48,12 +57,17 @@ class MessageRecorder(TorchDispatchMode):
         self.messages: list[Message] = []
         self._open: list[tuple[Message, Any]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         """Pass the call on; see the class."""
         now = time.perf_counter()
         self._close_waited(now)
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d" and (kind := _KINDS.get(func._schema.name.split("::")[1])) is not None:
+        if (
+            func.namespace == "c10d"
+            and (kind := _KINDS.get(func._schema.name.split("::")[1])) is not None
+        ):
             self._note(kind, args, result, now)
         return result
 
@@ -63,14 +77,20 @@ class MessageRecorder(TorchDispatchMode):
             sent = float(size) if kind == "send" else 0.0
         else:
             root = next((a for a in args if isinstance(a, int) and not isinstance(a, bool)), 0)
-            sent = float(sent_bytes(kind, size, rank=dist.get_rank(), ranks=dist.get_world_size(), root=root))
+            sent = float(
+                sent_bytes(kind, size, rank=dist.get_rank(), ranks=dist.get_world_size(), root=root)
+            )
         message = Message(kind, size, sent, began)
         self.messages.append(message)
-        work = torch._C._distributed_c10d.Work.unbox(result[-1] if isinstance(result, tuple | list) else result)
+        work = torch._C._distributed_c10d.Work.unbox(
+            result[-1] if isinstance(result, tuple | list) else result
+        )
         if kind in ("send", "recv"):
             self._open.append((message, work))
         else:
-            work.get_future().add_done_callback(lambda _future: setattr(message, "end", time.perf_counter()))
+            work.get_future().add_done_callback(
+                lambda _future: setattr(message, "end", time.perf_counter())
+            )
 
     def _close_waited(self, now: float) -> None:
         for entry in self._open[:]:
@@ -88,7 +108,9 @@ class MessageRecorder(TorchDispatchMode):
 
 
 def _own_bytes(kind: str, args: tuple) -> int:
-    tensors = [leaf for leaf in tree_leaves(args[_TENSORS.get(kind, 0)]) if isinstance(leaf, Tensor)]
+    tensors = [
+        leaf for leaf in tree_leaves(args[_TENSORS.get(kind, 0)]) if isinstance(leaf, Tensor)
+    ]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -114,7 +136,9 @@ class Timeline:
     @property
     def sent_bytes_a_step(self) -> float:
         """Payload bytes that this rank sent a step, mean of the recorded ones."""
-        return sum(m.sent_bytes for messages, _ in self._steps.values() for m in messages) / max(1, len(self._steps))
+        return sum(m.sent_bytes for messages, _ in self._steps.values() for m in messages) / max(
+            1, len(self._steps)
+        )
 
     @property
     def messages_a_step(self) -> float:
@@ -129,10 +153,24 @@ class Timeline:
         perf_counter less ``clock_offset``; None where no step was recorded."""
         if not self._steps:
             return None
-        step = max(self._steps, key=lambda number: (sum(m.nbytes for m in self._steps[number][0]), number))
+        step = max(
+            self._steps, key=lambda number: (sum(m.nbytes for m in self._steps[number][0]), number)
+        )
         messages, spans = self._steps[step]
-        return {"step": step,
-                "sections": {name: [(begin - clock_offset, end - clock_offset) for begin, end in parts]
-                             for name, parts in spans.items()},
-                "messages": [{"kind": m.kind, "bytes": m.nbytes, "sent_bytes": m.sent_bytes, "begin": m.begin - clock_offset,
-                              "end": m.end - clock_offset} for m in messages]}
+        return {
+            "step": step,
+            "sections": {
+                name: [(begin - clock_offset, end - clock_offset) for begin, end in parts]
+                for name, parts in spans.items()
+            },
+            "messages": [
+                {
+                    "kind": m.kind,
+                    "bytes": m.nbytes,
+                    "sent_bytes": m.sent_bytes,
+                    "begin": m.begin - clock_offset,
+                    "end": m.end - clock_offset,
+                }
+                for m in messages
+            ],
+        }

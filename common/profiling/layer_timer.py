@@ -33,10 +33,22 @@ class LayerTimer:
 
     def __enter__(self) -> "LayerTimer":
         self._hooks = [self._model.register_forward_pre_hook(self._step_begins)]
-        leaves = [(name, layer) for name, layer in self._model.named_modules() if not list(layer.children())]
+        leaves = [
+            (name, layer)
+            for name, layer in self._model.named_modules()
+            if not list(layer.children())
+        ]
         for name, layer in [*leaves, ("loss", self._criterion)]:
-            self._hooks.append(layer.register_forward_hook(lambda layer, _, output, name=name: self._ended(name, layer, output)))
-        self._hooks += [p.register_hook(self._gradient_ready) for p in self._model.parameters() if p.requires_grad]
+            self._hooks.append(
+                layer.register_forward_hook(
+                    lambda layer, _, output, name=name: self._ended(name, layer, output)
+                )
+            )
+        self._hooks += [
+            p.register_hook(self._gradient_ready)
+            for p in self._model.parameters()
+            if p.requires_grad
+        ]
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -62,7 +74,9 @@ class LayerTimer:
     def _ended(self, name: str, layer: nn.Module, output: Tensor) -> None:
         taken = {parameter for call in self._calls for parameter in call.parameters}
         own = [self._names[id(p)] for p in layer.parameters(recurse=False) if id(p) in self._names]
-        call = Call(name, tuple(parameter for parameter in own if parameter not in taken), self._now())
+        call = Call(
+            name, tuple(parameter for parameter in own if parameter not in taken), self._now()
+        )
         self._calls.append(call)
         if output.requires_grad:
             output.register_hook(lambda _: setattr(call, "backward_began", self._now()))

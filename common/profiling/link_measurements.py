@@ -16,18 +16,25 @@ _MEMORY_SIZES = (1_000_000, 4_000_000, 12_000_000)
 
 def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
     """Return the blocking call of that kind as a strategy makes it, of one tensor."""
+
     def everyones(tensor: Tensor) -> list[Tensor] | None:
         return [torch.empty_like(tensor) for _ in range(size)]
 
     def exchange(tensor: Tensor) -> None:
-        send_and_receive(tensor, torch.empty_like(tensor), to=(rank + 1) % size, source=(rank - 1) % size)
+        send_and_receive(
+            tensor, torch.empty_like(tensor), to=(rank + 1) % size, source=(rank - 1) % size
+        )
 
     return {
         "all_reduce": dist.all_reduce,
         "reduce": lambda tensor: dist.reduce(tensor, dst=0),
         "broadcast": lambda tensor: dist.broadcast(tensor, src=0),
-        "gather": lambda tensor: dist.gather(tensor, everyones(tensor) if rank == 0 else None, dst=0),
-        "scatter": lambda tensor: dist.scatter(torch.empty_like(tensor), [tensor] * size if rank == 0 else None, src=0),
+        "gather": lambda tensor: dist.gather(
+            tensor, everyones(tensor) if rank == 0 else None, dst=0
+        ),
+        "scatter": lambda tensor: dist.scatter(
+            torch.empty_like(tensor), [tensor] * size if rank == 0 else None, src=0
+        ),
         "all_gather": lambda tensor: dist.all_gather(everyones(tensor), tensor),
         "exchange": exchange,
     }[kind]
@@ -36,7 +43,7 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
 def _parts(arena: Tensor, nbytes: int, repeats: int) -> list[Tensor]:
     count = max(1, nbytes // _FLOAT_BYTES)
     places = range(0, repeats * (count + _SPREAD), count + _SPREAD)
-    return [arena[place % (len(arena) - count):][:count] for place in places]
+    return [arena[place % (len(arena) - count) :][:count] for place in places]
 
 
 def _timed(call: Callable[[Tensor], object], parts: list[Tensor]) -> float:

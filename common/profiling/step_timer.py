@@ -35,7 +35,9 @@ class StepTimer:
     def watch_gradients(self, model: nn.Module) -> None:
         """Note when each parameter's gradient becomes ready; the last one of a step ends "backward"."""
         self.close()
-        self._hooks = [p.register_hook(self._gradient_ready) for p in model.parameters() if p.requires_grad]
+        self._hooks = [
+            p.register_hook(self._gradient_ready) for p in model.parameters() if p.requires_grad
+        ]
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -63,11 +65,17 @@ class StepTimer:
 
     def seconds(self, taken: dict[str, list[tuple]]) -> dict[str, float]:
         """Return the seconds of each section of a step that ``take`` returned."""
-        return {name: sum(self._between(begin, end) for begin, end in taken.get(name, ())) for name in SECTIONS}
+        return {
+            name: sum(self._between(begin, end) for begin, end in taken.get(name, ()))
+            for name in SECTIONS
+        }
 
     def spans(self, taken: dict[str, list[tuple]]) -> dict[str, list[tuple[float, float]]]:
         """Return when each part of each section of a step began and ended, by ``time.perf_counter``."""
-        return {name: [(self._moment(begin), self._moment(end)) for begin, end in taken.get(name, ())] for name in SECTIONS}
+        return {
+            name: [(self._moment(begin), self._moment(end)) for begin, end in taken.get(name, ())]
+            for name in SECTIONS
+        }
 
     def _moment(self, when: "float | torch.cuda.Event") -> float:
         return self._origin[1] + self._between(self._origin[0], when) if self._on_gpu else when

@@ -16,7 +16,13 @@ def step_profiler(path: Path | None) -> Iterator[Callable[[], None]]:
     if path is None:
         yield lambda: None
         return
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=activities, schedule=schedule(skip_first=_SKIP, wait=0, warmup=_WARM_UP, active=_RECORD, repeat=1),
-                 on_trace_ready=lambda done: done.export_chrome_trace(str(path))) as profiler:
+    activities = [
+        ProfilerActivity.CPU,
+        *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
+    ]
+    with profile(
+        activities=activities,
+        schedule=schedule(skip_first=_SKIP, wait=0, warmup=_WARM_UP, active=_RECORD, repeat=1),
+        on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
+    ) as profiler:
         yield profiler.step

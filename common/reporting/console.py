@@ -35,25 +35,50 @@ class Progress:
     emulated : compute is, so that there are no losses to show.
     """
 
-    def __init__(self, total_steps: int, *, done_steps: int, global_batch_size: int, visible: bool,
-                 log_every: int = 1, emulated: bool = False) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        done_steps: int,
+        global_batch_size: int,
+        visible: bool,
+        log_every: int = 1,
+        emulated: bool = False,
+    ) -> None:
         self._log_every, self._emulated = log_every, emulated
-        self._total, self._done, self._batch, self._visible = total_steps, done_steps, global_batch_size, visible
+        self._total, self._done, self._batch, self._visible = (
+            total_steps,
+            done_steps,
+            global_batch_size,
+            visible,
+        )
         self._bar: Bar | None = None
         self._began, self._began_at = time.perf_counter(), done_steps
         if visible and _console.is_terminal:
-            self._bar = Bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                            TextColumn("{task.fields[numbers]}"), TextColumn("left"),
-                            TimeRemainingColumn(), console=_console)
-            self._task = self._bar.add_task("training", total=total_steps, completed=done_steps, numbers="")
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=_console,
+            )
+            self._task = self._bar.add_task(
+                "training", total=total_steps, completed=done_steps, numbers=""
+            )
 
     def __enter__(self) -> "Progress":
         if self._bar is not None:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -66,21 +91,33 @@ class Progress:
         elapsed = time.perf_counter() - self._began
         steps = max(1, self._done - self._began_at)
         rate = steps * self._batch / elapsed
-        learned = "EMULATED" if self._emulated else f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
+        learned = (
+            "EMULATED" if self._emulated else f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
+        )
         numbers = f"{learned}  {rate:,.0f} samples/s"
-        due = any(record.step % self._log_every == 0 or record.step == self._total for record in records)
+        due = any(
+            record.step % self._log_every == 0 or record.step == self._total for record in records
+        )
         if self._bar is not None:
-            self._bar.update(self._task, completed=last.step, description=f"epoch {last.epoch}", numbers=numbers)
+            self._bar.update(
+                self._task, completed=last.step, description=f"epoch {last.epoch}", numbers=numbers
+            )
         elif due:
             left = (self._total - self._done) * elapsed / steps
-            say(f"epoch {last.epoch}  step {last.step}/{self._total}  {numbers}  {_duration(left)} left")
+            say(
+                f"epoch {last.epoch}  step {last.step}/{self._total}  {numbers}  {_duration(left)} left"
+            )
 
 
 def card(title: str, rows: Mapping[str, Any]) -> None:
     """Print the run's result as one card."""
     if not _console.is_terminal:
         wide = max(map(len, rows))
-        say("\n".join([f"--- {title} ---", *(f"{name:<{wide}}  {value}" for name, value in rows.items())]))
+        say(
+            "\n".join(
+                [f"--- {title} ---", *(f"{name:<{wide}}  {value}" for name, value in rows.items())]
+            )
+        )
         return
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():

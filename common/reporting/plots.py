@@ -14,12 +14,23 @@ def draw_loss(path: Path, *, steps: Sequence[int], losses: Sequence[float], titl
     """Draw the training loss of each step (faint) and its mean over the steps around it."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     window = max(1, min(len(losses) // 10, 50))
-    axes.plot(steps, losses, color="tab:blue", alpha=0.3 if window > 1 else 1.0, linewidth=1,
-              label="each step (global batch)")
+    axes.plot(
+        steps,
+        losses,
+        color="tab:blue",
+        alpha=0.3 if window > 1 else 1.0,
+        linewidth=1,
+        label="each step (global batch)",
+    )
     if window > 1:
         smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
-        axes.plot(steps[window // 2:][:len(smooth)], smooth, color="tab:blue", linewidth=2,
-                  label=f"mean of {window} steps around")
+        axes.plot(
+            steps[window // 2 :][: len(smooth)],
+            smooth,
+            color="tab:blue",
+            linewidth=2,
+            label=f"mean of {window} steps around",
+        )
     axes.set(xlabel="step", ylabel="training loss", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -27,8 +38,9 @@ def draw_loss(path: Path, *, steps: Sequence[int], losses: Sequence[float], titl
     plt.close(figure)
 
 
-def draw_confusion_matrix(path: Path, *, matrix: Sequence[Sequence[int]], class_names: Sequence[str],
-                          title: str) -> None:
+def draw_confusion_matrix(
+    path: Path, *, matrix: Sequence[Sequence[int]], class_names: Sequence[str], title: str
+) -> None:
     """Draw the share of each true class (row) that was predicted as each class (column); numbers up to 20 classes."""
     counts = np.asarray(matrix, dtype=float)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
@@ -39,13 +51,26 @@ def draw_confusion_matrix(path: Path, *, matrix: Sequence[Sequence[int]], class_
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, ax=axes, label="share of the true class", fraction=0.046)
     size = 10 if few else 5
-    axes.set_xticks(range(count), class_names, rotation=90 if not few else 45, ha="center" if not few else "right",
-                    rotation_mode="default" if not few else "anchor", fontsize=size)
+    axes.set_xticks(
+        range(count),
+        class_names,
+        rotation=90 if not few else 45,
+        ha="center" if not few else "right",
+        rotation_mode="default" if not few else "anchor",
+        fontsize=size,
+    )
     axes.set_yticks(range(count), class_names, fontsize=size)
     axes.set(xlabel="predicted class", ylabel="true class", title=title)
     if few:
         for (row, column), value in np.ndenumerate(counts.astype(int)):
-            axes.text(column, row, value, ha="center", va="center", fontsize=8,
-                      color="white" if shares[row, column] > 0.5 else "black")
+            axes.text(
+                column,
+                row,
+                value,
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if shares[row, column] > 0.5 else "black",
+            )
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -21,10 +21,14 @@ from common.utils.environment import peak_memory_bytes
 FORMAT = 1
 
 
-def timed(history: Sequence[StepRecord], untimed_steps: int, timeline: Timeline | None = None) -> list[StepRecord]:
+def timed(
+    history: Sequence[StepRecord], untimed_steps: int, timeline: Timeline | None = None
+) -> list[StepRecord]:
     """Return the steps whose times count: not the first ``untimed_steps``, which warm up, nor those of the timeline; all of them
     where none would be left."""
-    steps = [step for step in history[untimed_steps:] if timeline is None or step.step not in timeline]
+    steps = [
+        step for step in history[untimed_steps:] if timeline is None or step.step not in timeline
+    ]
     return steps or list(history)
 
 
@@ -36,15 +40,33 @@ def median_seconds(steps: Sequence[StepRecord], period: int = 1) -> dict[str, fl
     """
     if not steps:
         return None
-    rows = [step.seconds | {"step": sum(step.seconds.values()), "wait": step.wait_seconds,
-                            "wire": step.seconds["sync"] - step.wait_seconds} for step in steps]
+    rows = [
+        step.seconds
+        | {
+            "step": sum(step.seconds.values()),
+            "wait": step.wait_seconds,
+            "wire": step.seconds["sync"] - step.wait_seconds,
+        }
+        for step in steps
+    ]
     last = max(1, len(rows) - period + 1)
-    windows = [rows[begin:begin + period] for begin in range(0, last, period)]
-    return {name: statistics.median(statistics.fmean(row[name] for row in window) for window in windows) for name in rows[0]}
+    windows = [rows[begin : begin + period] for begin in range(0, last, period)]
+    return {
+        name: statistics.median(statistics.fmean(row[name] for row in window) for window in windows)
+        for name in rows[0]
+    }
 
 
-def gather_measurements(world: World, folder: RunFolder, history: Sequence[StepRecord], *, sync: str, period: int,
-                        untimed_steps: int, timeline: Timeline | None) -> None:
+def gather_measurements(
+    world: World,
+    folder: RunFolder,
+    history: Sequence[StepRecord],
+    *,
+    sync: str,
+    period: int,
+    untimed_steps: int,
+    timeline: Timeline | None,
+) -> None:
     """Have rank 0 write ``ranks.json``, and ``timeline.json`` where steps were recorded. Collective.
 
     ``history`` : this rank's own steps of this process.
@@ -55,24 +77,53 @@ def gather_measurements(world: World, folder: RunFolder, history: Sequence[StepR
     rows = gather_objects(world, (_row(world, median_seconds(steps, period), timeline), lane))
     if not world.is_root or not steps:
         return
-    folder.write_json("ranks.json", {"format": FORMAT, "sync": sync, "world_size": world.size, "first_step": steps[0].step,
-                                     "steps": len(steps), "ranks": [row for row, _ in rows]})
+    folder.write_json(
+        "ranks.json",
+        {
+            "format": FORMAT,
+            "sync": sync,
+            "world_size": world.size,
+            "first_step": steps[0].step,
+            "steps": len(steps),
+            "ranks": [row for row, _ in rows],
+        },
+    )
     lanes = [lane for _, lane in rows if lane is not None]
     if lanes:
-        folder.write_json("timeline.json", {"format": FORMAT, "sync": sync, "step": lanes[0]["step"], "ranks": _from_zero(lanes)})
+        folder.write_json(
+            "timeline.json",
+            {"format": FORMAT, "sync": sync, "step": lanes[0]["step"], "ranks": _from_zero(lanes)},
+        )
 
 
-def _row(world: World, seconds: dict[str, float] | None, timeline: Timeline | None) -> dict[str, Any]:
-    return {"rank": world.rank, "host": socket.gethostname(), "threads": torch.get_num_threads(), "seconds": seconds,
-            "peak_memory_bytes": peak_memory_bytes(),
-            "bytes_sent": timeline.sent_bytes_a_step if timeline else None,
-            "messages": timeline.messages_a_step if timeline else None}
+def _row(
+    world: World, seconds: dict[str, float] | None, timeline: Timeline | None
+) -> dict[str, Any]:
+    return {
+        "rank": world.rank,
+        "host": socket.gethostname(),
+        "threads": torch.get_num_threads(),
+        "seconds": seconds,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "bytes_sent": timeline.sent_bytes_a_step if timeline else None,
+        "messages": timeline.messages_a_step if timeline else None,
+    }
 
 
 def _from_zero(lanes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return every rank's step with times counted from the first moment of any."""
     zero = min(begin for lane in lanes for spans in lane["sections"].values() for begin, _ in spans)
-    return [{"rank": rank,
-             "sections": {name: [[begin - zero, end - zero] for begin, end in spans] for name, spans in lane["sections"].items()},
-             "messages": [message | {"begin": message["begin"] - zero, "end": message["end"] - zero}
-                          for message in lane["messages"]]} for rank, lane in enumerate(lanes)]
+    return [
+        {
+            "rank": rank,
+            "sections": {
+                name: [[begin - zero, end - zero] for begin, end in spans]
+                for name, spans in lane["sections"].items()
+            },
+            "messages": [
+                message | {"begin": message["begin"] - zero, "end": message["end"] - zero}
+                for message in lane["messages"]
+            ],
+        }
+        for rank, lane in enumerate(lanes)
+    ]

@@ -53,17 +53,26 @@ class RunFolder:
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file, whole or not at all; what is not finite becomes null. UserError where it cannot be written."""
-        write_atomically(self.path / name, (json.dumps(_finite(content), indent=2, ensure_ascii=False) + "\n").encode())
+        write_atomically(
+            self.path / name,
+            (json.dumps(_finite(content), indent=2, ensure_ascii=False) + "\n").encode(),
+        )
 
     def append_metrics(self, records: Iterable[StepRecord]) -> None:
         """Append a line a step to ``metrics.jsonl``: loss and accuracy over the global batch, seconds by section."""
         lines = []
         for record in records:
-            fields = {"epoch": record.epoch, "step": record.step, "loss": record.loss, "accuracy": record.accuracy,
-                      "local_loss": record.local_loss, "local_samples": record.samples,
-                      "learning_rate": record.learning_rate,
-                      **{f"{name}_seconds": seconds for name, seconds in record.seconds.items()},
-                      "wait_seconds": record.wait_seconds}
+            fields = {
+                "epoch": record.epoch,
+                "step": record.step,
+                "loss": record.loss,
+                "accuracy": record.accuracy,
+                "local_loss": record.local_loss,
+                "local_samples": record.samples,
+                "learning_rate": record.learning_rate,
+                **{f"{name}_seconds": seconds for name, seconds in record.seconds.items()},
+                "wait_seconds": record.wait_seconds,
+            }
             lines.append(json.dumps(_finite(fields)) + "\n")
         _append(self._metrics, "".join(lines))
 
@@ -76,13 +85,28 @@ class RunFolder:
         if not self._metrics.exists():
             return []
         lines = self._metrics.read_text(encoding="utf-8").splitlines()
-        kept = [entry for line in lines if (entry := _entry(line)) is not None and entry["step"] <= last]
+        kept = [
+            entry for line in lines if (entry := _entry(line)) is not None and entry["step"] <= last
+        ]
         if len(kept) < len(lines):
-            write_atomically(self._metrics, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
-        return [StepRecord(entry["epoch"], entry["step"], entry["local_samples"], *(
-            math.nan if entry[name] is None else entry[name] for name in ("loss", "accuracy", "local_loss")),
-            entry["learning_rate"], {name: entry[f"{name}_seconds"] for name in SECTIONS}, entry.get("wait_seconds", 0.0))
-            for entry in kept]
+            write_atomically(
+                self._metrics, "".join(json.dumps(entry) + "\n" for entry in kept).encode()
+            )
+        return [
+            StepRecord(
+                entry["epoch"],
+                entry["step"],
+                entry["local_samples"],
+                *(
+                    math.nan if entry[name] is None else entry[name]
+                    for name in ("loss", "accuracy", "local_loss")
+                ),
+                entry["learning_rate"],
+                {name: entry[f"{name}_seconds"] for name in SECTIONS},
+                entry.get("wait_seconds", 0.0),
+            )
+            for entry in kept
+        ]
 
 
 def _append(path: Path, text: str) -> None:
@@ -90,8 +114,10 @@ def _append(path: Path, text: str) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise UserError(f"{path} could not be written ({error.strerror or error}): make room, or permit writing there; "
-                        "--resume goes on from the newest checkpoint") from error
+        raise UserError(
+            f"{path} could not be written ({error.strerror or error}): make room, or permit writing there; "
+            "--resume goes on from the newest checkpoint"
+        ) from error
 
 
 def _entry(line: str) -> dict[str, Any] | None:

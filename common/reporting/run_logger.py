@@ -24,14 +24,26 @@ from common.training import get_model_parameters
 from common.training_engine import EpochReport, StepRecord
 
 
-def introduce(config: Config, world: World, model: nn.Module, dataset: Dataset, plan: Mapping[str, Any], *,
-              learning_rate: float, amp_dtype: torch.dtype | None, folder: RunFolder, profile: Profile | None) -> None:
+def introduce(
+    config: Config,
+    world: World,
+    model: nn.Module,
+    dataset: Dataset,
+    plan: Mapping[str, Any],
+    *,
+    learning_rate: float,
+    amp_dtype: torch.dtype | None,
+    folder: RunFolder,
+    profile: Profile | None,
+) -> None:
     """Say what begins, and keep the profile of emulated compute in the folder."""
     sync = "gradients stay here" if world.size == 1 else f"sync {config.sync}"
-    say(f"{config.recipe or config.part}: {config.model} ({get_model_parameters(model):,} parameters) on {config.dataset} "
+    say(
+        f"{config.recipe or config.part}: {config.model} ({get_model_parameters(model):,} parameters) on {config.dataset} "
         f"({len(dataset.train):,} training images), {sync}, {world.backend or 'one process'} on "
         f"{world.device.type}, {'fp32' if amp_dtype is None else str(amp_dtype).removeprefix('torch.')}, "
-        f"{torch.get_num_threads()} threads a rank")
+        f"{torch.get_num_threads()} threads a rank"
+    )
     pieces = plan["shards"] * plan["accumulation_steps"]
     parts = f"{plan['batch_size'] / pieces:g} a rank"
     if plan["accumulation_steps"] > 1:
@@ -39,12 +51,16 @@ def introduce(config: Config, world: World, model: nn.Module, dataset: Dataset, 
     ranks = f"{plan['shards']} rank{'s' if plan['shards'] > 1 else ''}"
     if plan["shards"] != world.size:
         ranks = f"{plan['shards']} shards on {world.size} rank{'s' if world.size > 1 else ''}"
-    say(f"batch: {parts} x {ranks} = {plan['batch_size']} global; "
+    say(
+        f"batch: {parts} x {ranks} = {plan['batch_size']} global; "
         f"{plan['total_steps']} steps, {plan['steps_per_epoch']} an epoch; {config.opt}, {plan['schedule']}, rate "
-        f"{learning_rate:g}")
+        f"{learning_rate:g}"
+    )
     if profile is not None:
-        say(f"EMULATED: layers and update sleep as long as {profile.name} says ({profile.machine}, {profile.made}); nothing is "
-            "learned, and there are no losses or accuracies")
+        say(
+            f"EMULATED: layers and update sleep as long as {profile.name} says ({profile.machine}, {profile.made}); nothing is "
+            "learned, and there are no losses or accuracies"
+        )
         folder.write_json("profile.json", profile.as_json())
     say(f"writing to {folder.path}")
 
@@ -61,9 +77,22 @@ class Recorder:
     ``own_steps`` are this rank's of this process, ``history`` all of the run, complete on rank 0.
     """
 
-    def __init__(self, world: World, folder: RunFolder, progress: Progress, trackers: Trackers | None,
-                 history: list[StepRecord], timeline: Timeline | None = None, period: int = 1) -> None:
-        self._world, self._folder, self._progress, self._trackers = world, folder, progress, trackers
+    def __init__(
+        self,
+        world: World,
+        folder: RunFolder,
+        progress: Progress,
+        trackers: Trackers | None,
+        history: list[StepRecord],
+        timeline: Timeline | None = None,
+        period: int = 1,
+    ) -> None:
+        self._world, self._folder, self._progress, self._trackers = (
+            world,
+            folder,
+            progress,
+            trackers,
+        )
         self.history, self.own_steps = history, []
         self.timeline, self.period = timeline, period
         self.epochs: list[EpochReport] = []
@@ -79,9 +108,13 @@ class Recorder:
         self._progress.show(records)
         if self._trackers is not None:
             for record in records:
-                numbers = {"train/loss": record.loss, "train/accuracy": record.accuracy,
-                           "train/learning_rate": record.learning_rate, "train/epoch": record.epoch,
-                           **{f"seconds/{name}": value for name, value in record.seconds.items()}}
+                numbers = {
+                    "train/loss": record.loss,
+                    "train/accuracy": record.accuracy,
+                    "train/learning_rate": record.learning_rate,
+                    "train/epoch": record.epoch,
+                    **{f"seconds/{name}": value for name, value in record.seconds.items()},
+                }
                 self._track(numbers, step=record.step)
 
     def epoch(self, report: EpochReport, *, step: int, is_best: bool) -> None:
@@ -92,14 +125,22 @@ class Recorder:
         self._folder.append_epoch(report)
         say(report.line() + (", best so far" if is_best else ""))
         if self._trackers is not None:
-            numbers = {"val/loss": report.val_loss, "val/accuracy": report.val_accuracy, "val/ema_loss": report.ema_val_loss,
-                       "val/ema_accuracy": report.ema_val_accuracy, "epoch/train_loss": report.train_loss,
-                       "epoch/train_accuracy": report.train_accuracy, "epoch/samples_per_second": report.samples_per_second}
+            numbers = {
+                "val/loss": report.val_loss,
+                "val/accuracy": report.val_accuracy,
+                "val/ema_loss": report.ema_val_loss,
+                "val/ema_accuracy": report.ema_val_accuracy,
+                "epoch/train_loss": report.train_loss,
+                "epoch/train_accuracy": report.train_accuracy,
+                "epoch/samples_per_second": report.samples_per_second,
+            }
             self._track(numbers, step=step)
 
     def _track(self, numbers: Mapping[str, float], *, step: int) -> None:
         """Send what is known: NaN stands for what was not measured."""
-        self._trackers.log({name: value for name, value in numbers.items() if not math.isnan(value)}, step=step)
+        self._trackers.log(
+            {name: value for name, value in numbers.items() if not math.isnan(value)}, step=step
+        )
 
     @property
     def total_seconds(self) -> float:

@@ -17,54 +17,107 @@ from common.training_engine import Predictions
 from common.utils.environment import peak_memory_bytes
 
 
-def report(config: Config, world: World, folder: RunFolder, dataset: Dataset, recorder: Recorder, *,
-           predictions: Predictions | None, ema_predictions: Predictions | None, checkpoint: Path | str | None,
-           ranks_equal: bool, resumed_from: str | None, batch_size: int, total_seconds: float,
-           extra: Mapping[str, Any]) -> None:
+def report(
+    config: Config,
+    world: World,
+    folder: RunFolder,
+    dataset: Dataset,
+    recorder: Recorder,
+    *,
+    predictions: Predictions | None,
+    ema_predictions: Predictions | None,
+    checkpoint: Path | str | None,
+    ranks_equal: bool,
+    resumed_from: str | None,
+    batch_size: int,
+    total_seconds: float,
+    extra: Mapping[str, Any],
+) -> None:
     """Write report, figures and summary, and show the card; on rank 0 alone. Without ``predictions`` times alone."""
     result = ema_result = None
     if predictions is not None:
-        result, ema_result = _report_accuracy(config, world, folder, dataset, recorder, predictions, ema_predictions, checkpoint)
+        result, ema_result = _report_accuracy(
+            config, world, folder, dataset, recorder, predictions, ema_predictions, checkpoint
+        )
     history = recorder.history
     steps = timed(history, config.untimed_steps, recorder.timeline)
     seconds = median_seconds(steps, recorder.period)
     step = seconds["step"] if seconds else None
-    folder.write_json("summary.json", {
-        "part": config.part, "recipe": config.recipe, "sync": config.sync, "nodes": world.size, "backend": world.backend,
-        "device": world.device.type, "emulated": config.emulated, "compute": config.compute,
-        "dataset": config.dataset, "model": config.model,
-        "global_batch_size": batch_size, "steps": len(history),
-        "last_step": history[-1].step if history else None, "step_seconds": step,
-        "section_seconds": {name: seconds[name] for name in SECTIONS} if seconds else None,
-        "wait_seconds": seconds["wait"] if seconds else None,
-        "sync_share": seconds["sync"] / step if step else None,
-        "samples_per_second": batch_size / step if step else None, "total_seconds": total_seconds,
-        "train_loss_last_step": history[-1].loss if history else None, "test_loss": result["test_loss"] if result else None,
-        "test_accuracy": result["accuracy"] if result else None,
-        "ema_test_loss": ema_result["test_loss"] if ema_result else None,
-        "ema_test_accuracy": ema_result["accuracy"] if ema_result else None, "ranks_hold_equal_weights": ranks_equal,
-        "checkpoint": str(checkpoint) if checkpoint else None, "resumed_from": resumed_from,
-        "peak_memory_bytes": peak_memory_bytes(), "folder": str(folder.path), **extra})
+    folder.write_json(
+        "summary.json",
+        {
+            "part": config.part,
+            "recipe": config.recipe,
+            "sync": config.sync,
+            "nodes": world.size,
+            "backend": world.backend,
+            "device": world.device.type,
+            "emulated": config.emulated,
+            "compute": config.compute,
+            "dataset": config.dataset,
+            "model": config.model,
+            "global_batch_size": batch_size,
+            "steps": len(history),
+            "last_step": history[-1].step if history else None,
+            "step_seconds": step,
+            "section_seconds": {name: seconds[name] for name in SECTIONS} if seconds else None,
+            "wait_seconds": seconds["wait"] if seconds else None,
+            "sync_share": seconds["sync"] / step if step else None,
+            "samples_per_second": batch_size / step if step else None,
+            "total_seconds": total_seconds,
+            "train_loss_last_step": history[-1].loss if history else None,
+            "test_loss": result["test_loss"] if result else None,
+            "test_accuracy": result["accuracy"] if result else None,
+            "ema_test_loss": ema_result["test_loss"] if ema_result else None,
+            "ema_test_accuracy": ema_result["accuracy"] if ema_result else None,
+            "ranks_hold_equal_weights": ranks_equal,
+            "checkpoint": str(checkpoint) if checkpoint else None,
+            "resumed_from": resumed_from,
+            "peak_memory_bytes": peak_memory_bytes(),
+            "folder": str(folder.path),
+            **extra,
+        },
+    )
     rows = {
         "nodes": world.size,
-        "seconds a step": f"{step:.3f} (median of {len(steps)})" if step else "none: nothing was left to train",
+        "seconds a step": f"{step:.3f} (median of {len(steps)})"
+        if step
+        else "none: nothing was left to train",
         "of it sync": f"{seconds['sync']:.3f} s, {seconds['sync'] / step:.0%}, {seconds['wait']:.3f} s of it waiting"
-                      if step else "-",
-        "total time": f"{total_seconds:.1f} s, {_throughput(recorder)}"}
+        if step
+        else "-",
+        "total time": f"{total_seconds:.1f} s, {_throughput(recorder)}",
+    }
     if result is not None:
-        rows |= {"test accuracy": f"{result['accuracy']:.2%} of {result['samples']:,} images",
-                 "test loss": f"{result['test_loss']:.3f}"}
+        rows |= {
+            "test accuracy": f"{result['accuracy']:.2%} of {result['samples']:,} images",
+            "test loss": f"{result['test_loss']:.3f}",
+        }
     if ema_result is not None:
         rows["EMA accuracy"] = f"{ema_result['accuracy']:.2%}, of the averaged weights"
     title = config.recipe or f"{config.part}: {config.sync}"
-    card(f"{title}, EMULATED" if config.emulated else title, rows | {
-        "equal weights": ("yes, on all ranks" if ranks_equal else "NO: the ranks differ") if world.size > 1 else "one rank",
-        "report" if result else "folder": folder.report if result else folder.path})
+    card(
+        f"{title}, EMULATED" if config.emulated else title,
+        rows
+        | {
+            "equal weights": ("yes, on all ranks" if ranks_equal else "NO: the ranks differ")
+            if world.size > 1
+            else "one rank",
+            "report" if result else "folder": folder.report if result else folder.path,
+        },
+    )
 
 
-def _report_accuracy(config: Config, world: World, folder: RunFolder, dataset: Dataset, recorder: Recorder,
-                     predictions: Predictions, ema_predictions: Predictions | None,
-                     checkpoint: Path | str | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _report_accuracy(
+    config: Config,
+    world: World,
+    folder: RunFolder,
+    dataset: Dataset,
+    recorder: Recorder,
+    predictions: Predictions,
+    ema_predictions: Predictions | None,
+    checkpoint: Path | str | None,
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Write the evaluation's report and the figures; return its numbers, and those of the averaged weights."""
     from common.reporting.plots import (  # matplotlib: only the rank that draws pays for it
         draw_confusion_matrix,
@@ -72,21 +125,40 @@ def _report_accuracy(config: Config, world: World, folder: RunFolder, dataset: D
     )
 
     history = recorder.history
-    result = generate_eval_report(predictions.labels, predictions.predicted, predictions.mean_loss, folder.report, checkpoint,
-                                  class_names=dataset.class_names)
+    result = generate_eval_report(
+        predictions.labels,
+        predictions.predicted,
+        predictions.mean_loss,
+        folder.report,
+        checkpoint,
+        class_names=dataset.class_names,
+    )
     folder.write_json("report.json", result)
     ema_result = None
     if ema_predictions is not None:
-        ema_result = generate_eval_report(ema_predictions.labels, ema_predictions.predicted, ema_predictions.mean_loss,
-                                          folder.path / "report_ema.txt", f"{checkpoint} (averaged weights)",
-                                          class_names=dataset.class_names)
+        ema_result = generate_eval_report(
+            ema_predictions.labels,
+            ema_predictions.predicted,
+            ema_predictions.mean_loss,
+            folder.path / "report_ema.txt",
+            f"{checkpoint} (averaged weights)",
+            class_names=dataset.class_names,
+        )
     way = f"{config.sync} on {world.size} ranks" if world.size > 1 else "one node"
     title = f"{config.model} on {config.dataset}, {way}"
-    draw_confusion_matrix(folder.path / "confusion_matrix.png", matrix=result["confusion_matrix"],
-                          class_names=dataset.class_names, title=f"{title}: accuracy {result['accuracy']:.1%}")
+    draw_confusion_matrix(
+        folder.path / "confusion_matrix.png",
+        matrix=result["confusion_matrix"],
+        class_names=dataset.class_names,
+        title=f"{title}: accuracy {result['accuracy']:.1%}",
+    )
     if history:
-        draw_loss(folder.path / "loss.png", steps=[record.step for record in history],
-                  losses=[record.loss for record in history], title=title)
+        draw_loss(
+            folder.path / "loss.png",
+            steps=[record.step for record in history],
+            losses=[record.loss for record in history],
+            title=title,
+        )
     return result, ema_result
 
 
@@ -94,4 +166,8 @@ def _throughput(recorder: Recorder) -> str:
     """Samples a second of all ranks while training, over the epochs that are done."""
     seconds = sum(report.seconds for report in recorder.epochs)
     samples = sum(report.samples_per_second * report.seconds for report in recorder.epochs)
-    return f"{samples / seconds:,.0f} samples/s in training" if seconds else "no epoch was left to train"
+    return (
+        f"{samples / seconds:,.0f} samples/s in training"
+        if seconds
+        else "no epoch was left to train"
+    )

@@ -24,7 +24,15 @@ class Trackers:
     Raises UserError where a package is missing.
     """
 
-    def __init__(self, *, wandb: bool, tensorboard: bool, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        *,
+        wandb: bool,
+        tensorboard: bool,
+        folder: Path,
+        name: str,
+        settings: Mapping[str, Any],
+    ) -> None:
         self._wandb = self._tensorboard = None
         if wandb:
             try:
@@ -32,11 +40,18 @@ class Trackers:
             except ImportError as error:
                 raise _missing("--log-wandb", "wandb") from error
             try:
-                self._wandb = library.init(project="data-parallel-lab", name=name, config=dict(settings), dir=str(folder),
-                                           mode=_wandb_mode())
+                self._wandb = library.init(
+                    project="data-parallel-lab",
+                    name=name,
+                    config=dict(settings),
+                    dir=str(folder),
+                    mode=_wandb_mode(),
+                )
             except library.Error as error:
-                raise UserError(f"--log-wandb: {' '.join(str(error).split())}: set WANDB_MODE=offline, or leave "
-                                "the flag out") from error
+                raise UserError(
+                    f"--log-wandb: {' '.join(str(error).split())}: set WANDB_MODE=offline, or leave "
+                    "the flag out"
+                ) from error
         if tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -61,7 +76,9 @@ class Trackers:
 
 
 def _missing(flag: str, package: str) -> UserError:
-    return UserError(f"{flag} needs the package {package}: pip install -e '.[{package}]', or leave the flag out")
+    return UserError(
+        f"{flag} needs the package {package}: pip install -e '.[{package}]', or leave the flag out"
+    )
 
 
 def _wandb_mode() -> str | None:

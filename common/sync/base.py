@@ -73,8 +73,13 @@ class GradientSync:
 
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
         """Return the payload bytes that ``rank`` sends in ``period`` steps; with exchanges a strategy must count by itself."""
-        return sum((one.count * sent_bytes(one.kind, one.nbytes, rank=rank, ranks=ranks)
-                    for one in self.operations(sizes, ranks)), Fraction(0))
+        return sum(
+            (
+                one.count * sent_bytes(one.kind, one.nbytes, rank=rank, ranks=ranks)
+                for one in self.operations(sizes, ranks)
+            ),
+            Fraction(0),
+        )
 
     def close(self) -> None:
         """Remove what ``prepare`` attached to the model."""
@@ -110,7 +115,8 @@ class GradientSync:
                 raise UserError(
                     f"parameter {name!r} {'has a' if now else 'has no'} gradient in this step, unlike in the first one; "
                     "the ranks agreed in the first step on which gradients they exchange. Use every parameter in every "
-                    "step, or PyTorch's DistributedDataParallel with find_unused_parameters=True")
+                    "step, or PyTorch's DistributedDataParallel with find_unused_parameters=True"
+                )
         return [p for p, used in zip(self._parameters.values(), self._used, strict=True) if used]
 
 

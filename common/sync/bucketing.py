@@ -33,7 +33,9 @@ def share_out(sizes_in_ready_order: Sequence[int], bucket_mb: float | None) -> l
     return closed + sorted(opened.values())
 
 
-def bucket_sizes(sizes: Sequence[int], bucket_mb: float | None, *, kept_as_built: bool = False) -> list[tuple[GradientSize, int]]:
+def bucket_sizes(
+    sizes: Sequence[int], bucket_mb: float | None, *, kept_as_built: bool = False
+) -> list[tuple[GradientSize, int]]:
     """Return each bucket's bytes, and the bytes of all gradients that are ready when it is, in the order of sending.
 
     Parameters
@@ -48,12 +50,23 @@ def bucket_sizes(sizes: Sequence[int], bucket_mb: float | None, *, kept_as_built
         shares = sorted(share_out(sizes, bucket_mb), reverse=True)
     else:
         shares = [[count - 1 - i for i in share] for share in share_out(sizes[::-1], bucket_mb)]
-    ready = [sum(sizes[min(share):]) for share in shares]
-    return [(GradientSize((sum(sizes[i] // itemsize(sizes[i]) for i in share),), itemsize(sizes[share[0]])),
-             max(ready[:place + 1])) for place, share in enumerate(shares)]
+    ready = [sum(sizes[min(share) :]) for share in shares]
+    return [
+        (
+            GradientSize(
+                (sum(sizes[i] // itemsize(sizes[i]) for i in share),), itemsize(sizes[share[0]])
+            ),
+            max(ready[: place + 1]),
+        )
+        for place, share in enumerate(shares)
+    ]
 
 
-def bucket_operations(sizes: Sequence[int], bucket_mb: float | None, *, kept_as_built: bool = False) -> list[Operation]:
+def bucket_operations(
+    sizes: Sequence[int], bucket_mb: float | None, *, kept_as_built: bool = False
+) -> list[Operation]:
     """Return an all_reduce for each bucket, with the copy into it."""
-    return [Operation("all_reduce", size, copied_bytes=size, ready_bytes=ready)
-            for size, ready in bucket_sizes(sizes, bucket_mb, kept_as_built=kept_as_built)]
+    return [
+        Operation("all_reduce", size, copied_bytes=size, ready_bytes=ready)
+        for size, ready in bucket_sizes(sizes, bucket_mb, kept_as_built=kept_as_built)
+    ]

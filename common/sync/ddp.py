@@ -29,15 +29,21 @@ class DDP(GradientSync):
         ``all_reduce`` of 4 bytes a parameter, and buckets in the order of the parameters.
     """
 
-    def __init__(self, *, bucket_mb: float | None = None, find_unused_parameters: bool = False) -> None:
+    def __init__(
+        self, *, bucket_mb: float | None = None, find_unused_parameters: bool = False
+    ) -> None:
         super().__init__()
         self._bucket_mb, self._find_unused_parameters = bucket_mb, find_unused_parameters
         self._wrapped: DistributedDataParallel | None = None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """Return the model inside DistributedDataParallel; a model that is wrapped already is kept."""
-        self._wrapped, _ = wrap(model, self._wrapped, bucket_mb=self._bucket_mb,
-                                find_unused_parameters=self._find_unused_parameters)
+        self._wrapped, _ = wrap(
+            model,
+            self._wrapped,
+            bucket_mb=self._bucket_mb,
+            find_unused_parameters=self._find_unused_parameters,
+        )
         return self._wrapped
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -47,12 +53,21 @@ class DDP(GradientSync):
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
-        found = bucket_operations(sizes, self._bucket_mb, kept_as_built=self._find_unused_parameters)
-        return found + ([Operation("all_reduce", 4 * len(sizes))] if self._find_unused_parameters else [])
+        found = bucket_operations(
+            sizes, self._bucket_mb, kept_as_built=self._find_unused_parameters
+        )
+        return found + (
+            [Operation("all_reduce", 4 * len(sizes))] if self._find_unused_parameters else []
+        )
 
 
-def wrap(model: nn.Module, wrapped: DistributedDataParallel | None, *, bucket_mb: float | None,
-         find_unused_parameters: bool) -> tuple[DistributedDataParallel, bool]:
+def wrap(
+    model: nn.Module,
+    wrapped: DistributedDataParallel | None,
+    *,
+    bucket_mb: float | None,
+    find_unused_parameters: bool,
+) -> tuple[DistributedDataParallel, bool]:
     """Return the model inside DistributedDataParallel, and whether it was not yet what ``wrapped`` is; every rank gets
     rank 0's parameters and buffers."""
     if wrapped is not None and model in (wrapped, wrapped.module):
@@ -66,5 +81,10 @@ def wrap(model: nn.Module, wrapped: DistributedDataParallel | None, *, bucket_mb
         # torch 2.15 has another name for broadcast_buffers, which torch 2.11 does not know.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         return DistributedDataParallel(
-            model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False,
-            gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb, find_unused_parameters=find_unused_parameters), True
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=bucket_mb,
+            find_unused_parameters=find_unused_parameters,
+        ), True

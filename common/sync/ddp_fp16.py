@@ -31,15 +31,21 @@ class DDPFp16(GradientSync):
 
     exact = False
 
-    def __init__(self, *, bucket_mb: float | None = None, find_unused_parameters: bool = False) -> None:
+    def __init__(
+        self, *, bucket_mb: float | None = None, find_unused_parameters: bool = False
+    ) -> None:
         super().__init__()
         self._bucket_mb, self._find_unused_parameters = bucket_mb, find_unused_parameters
         self._wrapped: DistributedDataParallel | None = None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """Return the model inside DistributedDataParallel, with the hook."""
-        self._wrapped, is_new = wrap(model, self._wrapped, bucket_mb=self._bucket_mb,
-                                     find_unused_parameters=self._find_unused_parameters)
+        self._wrapped, is_new = wrap(
+            model,
+            self._wrapped,
+            bucket_mb=self._bucket_mb,
+            find_unused_parameters=self._find_unused_parameters,
+        )
         if is_new:
             self._wrapped.register_comm_hook(None, fp16_compress_hook)
         return self._wrapped
@@ -51,6 +57,14 @@ class DDPFp16(GradientSync):
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
-        found = [replace(one, nbytes=GradientSize(one.nbytes.shape, 2), copied_bytes=one.copied_bytes * 3) for one in
-                 bucket_operations(sizes, self._bucket_mb, kept_as_built=self._find_unused_parameters)]
-        return found + ([Operation("all_reduce", 4 * len(sizes))] if self._find_unused_parameters else [])
+        found = [
+            replace(
+                one, nbytes=GradientSize(one.nbytes.shape, 2), copied_bytes=one.copied_bytes * 3
+            )
+            for one in bucket_operations(
+                sizes, self._bucket_mb, kept_as_built=self._find_unused_parameters
+            )
+        ]
+        return found + (
+            [Operation("all_reduce", 4 * len(sizes))] if self._find_unused_parameters else []
+        )

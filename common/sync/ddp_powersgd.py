@@ -49,8 +49,12 @@ class DDPPowerSGD(GradientSync):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """Return the model inside DistributedDataParallel, with the hook."""
-        self._wrapped, is_new = wrap(model, self._wrapped, bucket_mb=_ONE_BUCKET_MB,
-                                     find_unused_parameters=self._find_unused_parameters)
+        self._wrapped, is_new = wrap(
+            model,
+            self._wrapped,
+            bucket_mb=_ONE_BUCKET_MB,
+            find_unused_parameters=self._find_unused_parameters,
+        )
         if is_new:
             self._memory = PowerSGDMemory(self._wrapped.module, rank=self._rank)
             self._wrapped.register_comm_hook(self._memory, _hook)
@@ -67,12 +71,21 @@ class DDPPowerSGD(GradientSync):
         for kind in dict.fromkeys(map(itemsize, sizes)):
             alike = [size for size in sizes if itemsize(size) == kind]
             thin = [size for size in alike if is_compressed(_shape(size), self._rank)]
-            ps, qs = ([thin_entries(_shape(size), self._rank)[place] for size in thin] for place in (0, 1))
-            first, *others = (Operation("all_reduce", GradientSize((entries,), kind))
-                              for entries in ((sum(alike) - sum(thin)) // kind, sum(ps), sum(qs)))
+            ps, qs = (
+                [thin_entries(_shape(size), self._rank)[place] for size in thin] for place in (0, 1)
+            )
+            first, *others = (
+                Operation("all_reduce", GradientSize((entries,), kind))
+                for entries in ((sum(alike) - sum(thin)) // kind, sum(ps), sum(qs))
+            )
             # Errors are added and taken, copied and kept; gradients go into the bucket.
-            found += [replace(first, summed_bytes=2 * sum(alike), copied_bytes=2 * sum(alike)), *others]
-        return found + ([Operation("all_reduce", 4 * len(sizes))] if self._find_unused_parameters else [])
+            found += [
+                replace(first, summed_bytes=2 * sum(alike), copied_bytes=2 * sum(alike)),
+                *others,
+            ]
+        return found + (
+            [Operation("all_reduce", 4 * len(sizes))] if self._find_unused_parameters else []
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """See the base class."""

@@ -18,11 +18,15 @@ class FlatBuffer:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         first = self.parameters[0]
-        self.tensor = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
+        self.tensor = torch.zeros(
+            sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device
+        )
         parts = self.tensor.split([p.numel() for p in self.parameters])
         # With the parameter's own strides (channels_last too) copies and the optimiser run through memory in one go.
-        self.places = {p: part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
-                       for p, part in zip(self.parameters, parts, strict=True)}
+        self.places = {
+            p: part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
+            for p, part in zip(self.parameters, parts, strict=True)
+        }
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter, *, divisor: int) -> None:
@@ -51,7 +55,10 @@ class FlatBuffers:
         """Return the buffers for these parameters, one a type of entry; new ones where the parameters are others."""
         now = [id(p) for p in parameters]
         if now != self._parameters:
-            self._parameters, self._buffers = now, [FlatBuffer(group) for group in by_type(parameters)]
+            self._parameters, self._buffers = (
+                now,
+                [FlatBuffer(group) for group in by_type(parameters)],
+            )
         return self._buffers
 
 

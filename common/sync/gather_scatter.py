@@ -41,6 +41,13 @@ class GatherScatter(GradientSync):
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
-        return [operation for size in sizes for operation in
-                (Operation("gather", size, summed_bytes=(ranks - 1) * size, copied_bytes=COPIES * size),
-                 Operation("scatter", size))]
+        return [
+            operation
+            for size in sizes
+            for operation in (
+                Operation(
+                    "gather", size, summed_bytes=(ranks - 1) * size, copied_bytes=COPIES * size
+                ),
+                Operation("scatter", size),
+            )
+        ]

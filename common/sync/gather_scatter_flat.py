@@ -38,5 +38,11 @@ class GatherScatterFlat(GradientSync):
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
-        return [operation for size in buffers(sizes) for operation in
-                (Operation("gather", size, summed_bytes=(ranks - 1) * size, copied_bytes=size), Operation("scatter", size))]
+        return [
+            operation
+            for size in buffers(sizes)
+            for operation in (
+                Operation("gather", size, summed_bytes=(ranks - 1) * size, copied_bytes=size),
+                Operation("scatter", size),
+            )
+        ]

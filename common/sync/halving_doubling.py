@@ -38,9 +38,15 @@ class HalvingDoubling(GradientSync):
         power, found = _largest_power(ranks), []
         for size in buffers(sizes):
             fold = [size] if ranks > power else []
-            halves = [-(-(size // size.itemsize) >> level) * size.itemsize for level in range(1, power.bit_length())]
-            found += after_copy(size, [Operation("exchange", half, summed_bytes=half) for half in fold + halves]
-                                + [Operation("exchange", half) for half in halves[::-1] + fold])
+            halves = [
+                -(-(size // size.itemsize) >> level) * size.itemsize
+                for level in range(1, power.bit_length())
+            ]
+            found += after_copy(
+                size,
+                [Operation("exchange", half, summed_bytes=half) for half in fold + halves]
+                + [Operation("exchange", half) for half in halves[::-1] + fold],
+            )
         return found
 
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
@@ -51,7 +57,10 @@ class HalvingDoubling(GradientSync):
                 sent += size
                 continue
             halves = _halves(size // size.itemsize, rank, power)
-            sent += sum(b - a + d - c for _, (a, b), (c, d) in halves) * size.itemsize + (rank + power < ranks) * size
+            sent += (
+                sum(b - a + d - c for _, (a, b), (c, d) in halves) * size.itemsize
+                + (rank + power < ranks) * size
+            )
         return Fraction(sent)
 
 
@@ -59,7 +68,9 @@ def _largest_power(ranks: int) -> int:
     return 1 << (ranks.bit_length() - 1)
 
 
-def _halves(entries: int, rank: int, power: int) -> list[tuple[int, tuple[int, int], tuple[int, int]]]:
+def _halves(
+    entries: int, rank: int, power: int
+) -> list[tuple[int, tuple[int, int], tuple[int, int]]]:
     """Return, for each round, the partner, the half that ``rank`` keeps and the half that it gives away, as (begin, end)."""
     rounds, begin, end, distance = [], 0, entries, power // 2
     while distance:

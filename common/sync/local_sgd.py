@@ -35,7 +35,9 @@ class LocalSGD(GradientSync):
     def __init__(self, *, averaging_period: int = 4) -> None:
         super().__init__()
         if averaging_period < 1:
-            raise UserError(f"averaging_period: got {averaging_period}, give a number of steps, at least 1")
+            raise UserError(
+                f"averaging_period: got {averaging_period}, give a number of steps, at least 1"
+            )
         self.period = averaging_period
         self._steps = self._since_average = self._since_settled = 0
 
@@ -52,7 +54,10 @@ class LocalSGD(GradientSync):
     def after_step(self, model: nn.Module) -> None:
         """See the base class."""
         self._steps, self._since_average, self._since_settled = (
-            self._steps + 1, self._since_average + 1, self._since_settled + 1)
+            self._steps + 1,
+            self._since_average + 1,
+            self._since_settled + 1,
+        )
         if self._steps % self.period == 0:
             average([p.data for p in self._weights])
             self._since_average = 0
@@ -60,8 +65,14 @@ class LocalSGD(GradientSync):
     def settle(self, model: nn.Module) -> None:
         """See the base class; twice in a row does what once does."""
         if self._since_settled:
-            state = [value for p in self._weights for _, value in sorted(self._optimizer.state.get(p, {}).items())
-                     if isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()]
+            state = [
+                value
+                for p in self._weights
+                for _, value in sorted(self._optimizer.state.get(p, {}).items())
+                if isinstance(value, Tensor)
+                and value.shape == p.shape
+                and value.is_floating_point()
+            ]
             average(([p.data for p in self._weights] if self._since_average else []) + state)
             self._since_average = self._since_settled = 0
 
@@ -85,5 +96,7 @@ def average(tensors: Sequence[Tensor]) -> None:
         alike = [tensor for tensor in tensors if tensor.dtype == kind]
         flat = torch.cat([tensor.contiguous().view(-1) for tensor in alike]) / dist.get_world_size()
         dist.all_reduce(flat)
-        for tensor, mean in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+        for tensor, mean in zip(
+            alike, flat.split([tensor.numel() for tensor in alike]), strict=True
+        ):
             tensor.copy_(mean.view_as(tensor))

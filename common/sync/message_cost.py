@@ -92,14 +92,18 @@ def sent_bytes(kind: str, nbytes: int, *, rank: int, ranks: int, root: int = 0) 
     if kind == "all_gather":
         return Fraction((ranks - 1) * nbytes)
     if kind == "reduce":
-        return Fraction((ranks - 1) * nbytes, ranks) + (0 if rank == root else Fraction(nbytes, ranks))
+        return Fraction((ranks - 1) * nbytes, ranks) + (
+            0 if rank == root else Fraction(nbytes, ranks)
+        )
     if kind == "gather":
         return Fraction(0 if rank == root else nbytes)
     if kind == "scatter":
         return Fraction((ranks - 1) * nbytes if rank == root else 0)
     if kind == "broadcast":
         return Fraction(nbytes * tree_children((rank - root) % ranks, ranks))
-    raise ValueError(f"kind: got {kind!r}; the bytes of an exchange are known to its strategy alone")
+    raise ValueError(
+        f"kind: got {kind!r}; the bytes of an exchange are known to its strategy alone"
+    )
 
 
 def tree_children(rank: int, ranks: int) -> int:

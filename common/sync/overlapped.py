@@ -45,7 +45,10 @@ class Overlapped(GradientSync):
         """See the base class."""
         self.close()
         super().prepare(model, optimizer)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._gradient_ready) for p in self._parameters.values()]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._gradient_ready)
+            for p in self._parameters.values()
+        ]
         return model
 
     @contextmanager
@@ -62,8 +65,10 @@ class Overlapped(GradientSync):
         if bucket is None or self._holding:
             return
         if parameter not in bucket.missing:
-            raise UserError("a parameter got a second gradient in one step, after the first one may have been sent: put "
-                            "backward passes that do not end a step inside the strategy's no_sync()")
+            raise UserError(
+                "a parameter got a second gradient in one step, after the first one may have been sent: put "
+                "backward passes that do not end a step inside the strategy's no_sync()"
+            )
         bucket.take(parameter)
         if not bucket.missing:
             self._send(lambda next_one: not next_one.missing)
@@ -71,15 +76,19 @@ class Overlapped(GradientSync):
     def _send(self, may_go: "Callable[[_Bucket], bool]") -> None:
         """Start the exchange of the next buckets, as long as they may go: never one before its turn."""
         while len(self._works) < len(self._buckets) and may_go(self._buckets[len(self._works)]):
-            self._works.append(dist.all_reduce(self._buckets[len(self._works)].close(), async_op=True))
+            self._works.append(
+                dist.all_reduce(self._buckets[len(self._works)].close(), async_op=True)
+            )
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
         parameters = self.exchanged()
         if not self._buckets:
             in_ready_order = parameters[::-1]
-            self._buckets = [_Bucket([in_ready_order[i] for i in share])
-                             for share in share_out(GradientSize.of(in_ready_order), self._bucket_mb)]
+            self._buckets = [
+                _Bucket([in_ready_order[i] for i in share])
+                for share in share_out(GradientSize.of(in_ready_order), self._bucket_mb)
+            ]
             self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.used}
         self._send(lambda _: True)
         for bucket, work in zip(self._buckets, self._works, strict=True):

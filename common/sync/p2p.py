@@ -13,5 +13,7 @@ def send_and_receive(mine: Tensor, coming: Tensor, *, to: int, source: int) -> N
     """
     both = [dist.P2POp(dist.irecv, coming, source)] if len(coming) else []
     both += [dist.P2POp(dist.isend, mine, to)] if len(mine) else []
-    for work in dist.batch_isend_irecv(both) if both else []:  # started together, which NCCL insists on
+    for work in (
+        dist.batch_isend_irecv(both) if both else []
+    ):  # started together, which NCCL insists on
         work.wait()

@@ -53,8 +53,13 @@ class PowerSGDMemory:
     def __init__(self, model: nn.Module, *, rank: int) -> None:
         # Two steps is the least that torch permits. A gradient may be zero, which needs an epsilon.
         group = _InTurn(dist.get_rank(), dist.get_world_size())
-        self.state = PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2,
-                                   min_compression_rate=_LEAST_GAIN, orthogonalization_epsilon=1e-8)
+        self.state = PowerSGDState(
+            group,
+            matrix_approximation_rank=rank,
+            start_powerSGD_iter=2,
+            min_compression_rate=_LEAST_GAIN,
+            orthogonalization_epsilon=1e-8,
+        )
         self._names = {p: name for name, p in model.named_parameters()}
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._device = next(model.parameters()).device
@@ -84,8 +89,11 @@ class PowerSGDMemory:
             shape = self._shapes[name]
             if is_compressed(shape, self.state.matrix_approximation_rank):
                 by_shape.setdefault((shape[0], math.prod(shape[1:])), []).append(name)
-        return {name: thin_entries(shape, self.state.matrix_approximation_rank)
-                for shape, alike in by_shape.items() for name in alike}
+        return {
+            name: thin_entries(shape, self.state.matrix_approximation_rank)
+            for shape, alike in by_shape.items()
+            for name in alike
+        }
 
     def _by_parameter(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         errors, qs = dict(self._errors), dict(self._qs)
@@ -93,16 +101,23 @@ class PowerSGDMemory:
             if index in self.state.error_dict:
                 sizes, thin = [math.prod(self._shapes[name]) for name in names], self._thin(names)
                 errors |= zip(names, self.state.error_dict[index].split(sizes), strict=True)
-                qs |= zip(thin, self.state.q_memory_dict[index].split([q for _, q in thin.values()]), strict=True)
+                qs |= zip(
+                    thin,
+                    self.state.q_memory_dict[index].split([q for _, q in thin.values()]),
+                    strict=True,
+                )
         return errors, qs
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as tensors and plain values, by parameter."""
         errors, qs = self._by_parameter()
         _, keys, *rest = self.state.rng.get_state()
-        return {"iter": self.state.iter, "random": [keys.tolist(), *rest],
-                "errors": {name: tensor.cpu().clone() for name, tensor in errors.items()},
-                "qs": {name: tensor.cpu().clone() for name, tensor in qs.items()}}
+        return {
+            "iter": self.state.iter,
+            "random": [keys.tolist(), *rest],
+            "errors": {name: tensor.cpu().clone() for name, tensor in errors.items()},
+            "qs": {name: tensor.cpu().clone() for name, tensor in qs.items()},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take it back; the buckets may be others."""
@@ -110,6 +125,8 @@ class PowerSGDMemory:
             self.state.iter = state["iter"]
             keys, *rest = state["random"]
             self.state.rng.set_state(("MT19937", keys, *rest))
-            self._errors, self._qs = ({name: tensor.to(self._device) for name, tensor in state[key].items()}
-                                      for key in ("errors", "qs"))
+            self._errors, self._qs = (
+                {name: tensor.to(self._device) for name, tensor in state[key].items()}
+                for key in ("errors", "qs")
+            )
             self._layouts = {}

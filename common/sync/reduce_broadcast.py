@@ -31,4 +31,8 @@ class ReduceBroadcast(GradientSync):
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
-        return [operation for size in sizes for operation in (Operation("reduce", size), Operation("broadcast", size))]
+        return [
+            operation
+            for size in sizes
+            for operation in (Operation("reduce", size), Operation("broadcast", size))
+        ]

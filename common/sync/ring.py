@@ -38,17 +38,28 @@ class Ring(GradientSync):
         found = []
         for size in buffers(sizes) if ranks > 1 else []:
             longest = -(-(size // size.itemsize) // ranks) * size.itemsize
-            found += after_copy(size, [Operation("exchange", longest, count=ranks - 1, summed_bytes=longest),
-                                       Operation("exchange", longest, count=ranks - 1)])
+            found += after_copy(
+                size,
+                [
+                    Operation("exchange", longest, count=ranks - 1, summed_bytes=longest),
+                    Operation("exchange", longest, count=ranks - 1),
+                ],
+            )
         return found
 
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
         """See the base class: all chunks but the next one, then all but the one after that."""
+
         def chunk(index: int, entries: int) -> int:
             return entries * (index % ranks + 1) // ranks - entries * (index % ranks) // ranks
 
-        return Fraction(sum(size.itemsize * (2 * entries - chunk(rank + 1, entries) - chunk(rank + 2, entries))
-                            for size in buffers(sizes) for entries in [size // size.itemsize]))
+        return Fraction(
+            sum(
+                size.itemsize * (2 * entries - chunk(rank + 1, entries) - chunk(rank + 2, entries))
+                for size in buffers(sizes)
+                for entries in [size // size.itemsize]
+            )
+        )
 
 
 def ring_all_reduce(total: Tensor) -> None:
@@ -60,7 +71,12 @@ def ring_all_reduce(total: Tensor) -> None:
     received = torch.empty_like(max(chunks, key=len))
     for step in range(size - 1):
         mine, coming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
-        send_and_receive(mine, received[:len(coming)], to=following, source=before)
-        coming += received[:len(coming)]
+        send_and_receive(mine, received[: len(coming)], to=following, source=before)
+        coming += received[: len(coming)]
     for step in range(size - 1):
-        send_and_receive(chunks[(rank + 1 - step) % size], chunks[(rank - step) % size], to=following, source=before)
+        send_and_receive(
+            chunks[(rank + 1 - step) % size],
+            chunks[(rank - step) % size],
+            to=following,
+            source=before,
+        )

@@ -37,7 +37,9 @@ class TopK(GradientSync):
     def __init__(self, *, topk_ratio: float = 0.01) -> None:
         super().__init__()
         if not 0 < topk_ratio <= 1:
-            raise UserError(f"topk_ratio: got {topk_ratio}, give a share above 0 and of at most 1, e.g. 0.01")
+            raise UserError(
+                f"topk_ratio: got {topk_ratio}, give a share above 0 and of at most 1, e.g. 0.01"
+            )
         self._ratio, self._buffers = topk_ratio, FlatBuffers()
         self._residuals: list[Tensor] = []
 
@@ -47,8 +49,10 @@ class TopK(GradientSync):
         if not self._residuals:
             self._residuals = [torch.zeros_like(buffer.tensor) for buffer in buffers_now]
         if [r.shape for r in self._residuals] != [b.tensor.shape for b in buffers_now]:
-            raise UserError("topk: the checkpoint's residual is of other gradients than this model's: resume with the "
-                            "model that it was saved with")
+            raise UserError(
+                "topk: the checkpoint's residual is of other gradients than this model's: resume with the "
+                "model that it was saved with"
+            )
         for buffer, residual in zip(buffers_now, self._residuals, strict=True):
             residual += buffer.collect(divisor=1)
             mean_of_largest(residual, buffer.tensor, count=_count(residual.numel(), self._ratio))
@@ -59,8 +63,16 @@ class TopK(GradientSync):
         for size in buffers(sizes):
             entries = size // size.itemsize
             count = _count(entries, self._ratio)
-            found += [Operation("all_gather", count * size.itemsize, summed_bytes=size, copied_bytes=size),
-                      Operation("all_gather", count * _index_type(entries).itemsize, summed_bytes=ranks * count * size.itemsize)]
+            found += [
+                Operation(
+                    "all_gather", count * size.itemsize, summed_bytes=size, copied_bytes=size
+                ),
+                Operation(
+                    "all_gather",
+                    count * _index_type(entries).itemsize,
+                    summed_bytes=ranks * count * size.itemsize,
+                ),
+            ]
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,7 +82,9 @@ class TopK(GradientSync):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See the base class."""
         device = next((p.device for p in self._parameters.values()), None)
-        self._residuals = [residual.detach().clone().to(device) for residual in state.get("residuals", [])]
+        self._residuals = [
+            residual.detach().clone().to(device) for residual in state.get("residuals", [])
+        ]
 
 
 def _count(entries: int, ratio: float) -> int:
@@ -87,7 +101,9 @@ def largest(values: Tensor, count: int) -> Tensor:
     sample = values[::_STRIDE]
     expected = int(1.15 * count / _STRIDE) + 200
     if expected < len(sample):
-        candidates = (~(values < sample.topk(expected, sorted=False).values.min())).nonzero().view(-1)
+        candidates = (
+            (~(values < sample.topk(expected, sorted=False).values.min())).nonzero().view(-1)
+        )
         if len(candidates) >= count:
             return candidates[values[candidates].topk(count, sorted=False).indices]
     return values.topk(count, sorted=False).indices
@@ -104,6 +120,8 @@ def mean_of_largest(residual: Tensor, mean: Tensor, *, count: int) -> None:
     dist.all_gather(all_indices, short)
     residual[indices] = 0
     mean.zero_()
-    for theirs, where in zip(all_values, all_indices, strict=True):  # rank by rank: equal bits everywhere
+    for theirs, where in zip(
+        all_values, all_indices, strict=True
+    ):  # rank by rank: equal bits everywhere
         mean.index_add_(0, where, theirs)
     mean /= size

@@ -33,8 +33,18 @@ class Tree(GradientSync):
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
         levels = (ranks - 1).bit_length()
-        return [operation for size in buffers(sizes) if levels for operation in after_copy(size, [
-            Operation("exchange", size, count=levels, summed_bytes=size), Operation("exchange", size, count=levels)])]
+        return [
+            operation
+            for size in buffers(sizes)
+            if levels
+            for operation in after_copy(
+                size,
+                [
+                    Operation("exchange", size, count=levels, summed_bytes=size),
+                    Operation("exchange", size, count=levels),
+                ],
+            )
+        ]
 
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
         """See the base class."""

@@ -4,11 +4,23 @@ from common.training_engine.engine import TrainingEngine
 from common.training_engine.epochs import EarlyStop, EpochReport, report_epoch
 from common.training_engine.evaluation_loop import Predictions, predict, validate
 from common.training_engine.launch import (
-           WorkerError,
-           distributed_train_worker,
-           launch_distributed_training,
+    WorkerError,
+    distributed_train_worker,
+    launch_distributed_training,
 )
 from common.training_engine.metrics import EpochResult, StepRecord
 
-__all__ = ["EarlyStop", "EpochReport", "EpochResult", "Predictions", "StepRecord", "TrainingEngine", "WorkerError",
-           "distributed_train_worker", "launch_distributed_training", "predict", "report_epoch", "validate"]
+__all__ = [
+    "EarlyStop",
+    "EpochReport",
+    "EpochResult",
+    "Predictions",
+    "StepRecord",
+    "TrainingEngine",
+    "WorkerError",
+    "distributed_train_worker",
+    "launch_distributed_training",
+    "predict",
+    "report_epoch",
+    "validate",
+]

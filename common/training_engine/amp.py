@@ -3,7 +3,9 @@
 import torch
 
 
-def choose_amp(requested: bool | None, dtype: str, *, default: bool, device: torch.device) -> tuple[torch.dtype | None, str]:
+def choose_amp(
+    requested: bool | None, dtype: str, *, default: bool, device: torch.device
+) -> tuple[torch.dtype | None, str]:
     """Return the type for autocast (None: float32) and a sentence for the user (empty: nothing to say).
 
     Parameters
@@ -22,8 +24,14 @@ def choose_amp(requested: bool | None, dtype: str, *, default: bool, device: tor
     if not requested:
         return None, ""
     if not cpu_has_fast_bf16():
-        return None, "this CPU has no instructions for bf16 (AVX512-BF16 or AMX): AMP is off, training runs in fp32"
-    return torch.bfloat16, "" if dtype == "bf16" else "on a CPU AMP uses bf16, which needs no GradScaler"
+        return (
+            None,
+            "this CPU has no instructions for bf16 (AVX512-BF16 or AMX): AMP is off, training runs in fp32",
+        )
+    return (
+        torch.bfloat16,
+        "" if dtype == "bf16" else "on a CPU AMP uses bf16, which needs no GradScaler",
+    )
 
 
 def cpu_has_fast_bf16() -> bool:

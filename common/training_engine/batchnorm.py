@@ -20,12 +20,20 @@ from common.sync.base import broadcast_from_rank0
 
 
 def _tracking_layers(model: nn.Module) -> list[_BatchNorm]:
-    return [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.running_mean is not None]
+    return [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, _BatchNorm) and layer.running_mean is not None
+    ]
 
 
 def statistics(model: nn.Module) -> list[Tensor]:
     """Return running mean and running variance of each BatchNorm layer, in the order of the model's layers."""
-    return [tensor for layer in _tracking_layers(model) for tensor in (layer.running_mean, layer.running_var)]
+    return [
+        tensor
+        for layer in _tracking_layers(model)
+        for tensor in (layer.running_mean, layer.running_var)
+    ]
 
 
 class ShardStatistics:
@@ -44,7 +52,11 @@ class ShardStatistics:
         self._in_model = [*statistics(model), *(layer.num_batches_tracked for layer in layers)]
         self._statistics = 2 * len(layers)
         self._samples = [0] * shards
-        self._kept = [[tensor.clone() for tensor in self._in_model] for _ in range(shards)] if shards > 1 else []
+        self._kept = (
+            [[tensor.clone() for tensor in self._in_model] for _ in range(shards)]
+            if shards > 1
+            else []
+        )
 
     @contextmanager
     def of(self, shard: int, samples: int) -> Iterator[None]:
@@ -60,14 +72,17 @@ class ShardStatistics:
     def blend(self) -> None:
         """Put the mean over this rank's shards in the model, for the averaged weights' statistics to follow; exact where the
         shards have as many samples, which differ by one at most."""
-        for position, tensor in enumerate(self._in_model[:self._statistics]):
+        for position, tensor in enumerate(self._in_model[: self._statistics]):
             if self._kept:
                 tensor.copy_(torch.stack([tensors[position] for tensors in self._kept]).mean(dim=0))
 
     def take(self) -> list[tuple[int, list[Tensor]]]:
         """Return (samples, statistics) of each shard since the last call."""
         copies = self._kept or [self._in_model]
-        taken = [(count, tensors[:self._statistics]) for count, tensors in zip(self._samples, copies, strict=True)]
+        taken = [
+            (count, tensors[: self._statistics])
+            for count, tensors in zip(self._samples, copies, strict=True)
+        ]
         self._samples = [0] * len(self._samples)
         return taken
 
@@ -106,9 +121,13 @@ def agree_on_buffers(model: nn.Module, shards: Sequence[tuple[int, Sequence[Tens
         broadcast_from_rank0([buffer for buffer in model.buffers() if id(buffer) not in averaged])
 
 
-def _average(running: list[Tensor], shards: Sequence[tuple[int, Sequence[Tensor]]], size: int) -> None:
+def _average(
+    running: list[Tensor], shards: Sequence[tuple[int, Sequence[Tensor]]], size: int
+) -> None:
     device = running[0].device
-    weighted = torch.zeros(1 + sum(tensor.numel() for tensor in running), dtype=torch.float64, device=device)
+    weighted = torch.zeros(
+        1 + sum(tensor.numel() for tensor in running), dtype=torch.float64, device=device
+    )
     for samples, tensors in shards:
         weighted[0] += samples
         weighted[1:] += samples * torch.cat([tensor.double().flatten() for tensor in tensors])
@@ -152,8 +171,13 @@ def _trains(layer: _BatchNorm) -> bool:
 @contextmanager
 def without_samples(model: nn.Module) -> Iterator[None]:
     """BatchNorm must not learn from an empty batch; SyncBatchNorm must take part in its messages all the same."""
-    learning = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.training
-                and not isinstance(layer, nn.SyncBatchNorm)]
+    learning = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, _BatchNorm)
+        and layer.training
+        and not isinstance(layer, nn.SyncBatchNorm)
+    ]
     for layer in learning:
         layer.eval()
     yield

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from common.training_engine.engine import TrainingEngine
 
 
-
-
 class Saver:
     """Writes ``Epoch_{n}.pt`` after epoch n and ``Epoch_{n}_Step_{s}.pt`` within it, after s steps of the training.
 
@@ -32,9 +30,17 @@ class Saver:
     off : nothing is ever saved.
     """
 
-    def __init__(self, folder: Path, *, every: int | None = None, keep: int | None = None,
-                 extra: Mapping[str, Any] | None = None, writes: bool | None = None, copy_to: Path | None = None,
-                 off: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        every: int | None = None,
+        keep: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+        writes: bool | None = None,
+        copy_to: Path | None = None,
+        off: bool = False,
+    ) -> None:
         self._folder, self._every, self._keep, self.extra = folder, every, keep, dict(extra or {})
         self._writes, self._copy_to, self._off = writes, copy_to, off
         self.newest: Path | None = None
@@ -46,22 +52,33 @@ class Saver:
     def after_step(self, step_in_epoch: int) -> None:
         """Save within the epoch where it is time, or where the ranks have agreed to stop. Collective then."""
         self._step_in_epoch = step_in_epoch
-        if not self._off and (self._engine.stopping or (self._every is not None and self._engine.step % self._every == 0)):
+        if not self._off and (
+            self._engine.stopping
+            or (self._every is not None and self._engine.step % self._every == 0)
+        ):
             self._engine.agree_on_buffers()
-            entries = self._engine.state(epoch=self._epoch - 1, loss=math.nan, step_in_epoch=step_in_epoch)
+            entries = self._engine.state(
+                epoch=self._epoch - 1, loss=math.nan, step_in_epoch=step_in_epoch
+            )
             self._save(checkpoint_path(self._folder, self._epoch, self._engine.step), entries)
 
     def save_epoch(self, epoch: int, result: EpochResult) -> Path | None:
         """Save after an epoch, unless a stop has cut it short and saved; return the newest checkpoint. Collective."""
         if not self._off and (result.complete or self.newest is None):
-            self._save(checkpoint_path(self._folder, epoch), self._engine.state(epoch=epoch, loss=result.loss))
+            self._save(
+                checkpoint_path(self._folder, epoch),
+                self._engine.state(epoch=epoch, loss=result.loss),
+            )
             self._epoch = epoch + 1
         return self.newest
 
     def save_best(self, epoch: int, loss: float) -> None:
         """Write ``best.pt`` beside the others. Collective."""
         entries = self._engine.state(epoch=epoch, loss=loss) | self.extra
-        everyone(self._engine.world, lambda: self._is_writer() and save_checkpoint(self._folder / "best.pt", entries))
+        everyone(
+            self._engine.world,
+            lambda: self._is_writer() and save_checkpoint(self._folder / "best.pt", entries),
+        )
 
     def _is_writer(self) -> bool:
         return self._engine.world.is_root if self._writes is None else self._writes
@@ -73,7 +90,7 @@ class Saver:
             if self._is_writer():
                 save_checkpoint(path, entries)
                 if self._keep is not None:
-                    for old in checkpoints_by_age(self._folder)[self._keep:]:
+                    for old in checkpoints_by_age(self._folder)[self._keep :]:
                         old.unlink(missing_ok=True)
             if self._copy_to is not None and self._engine.world.is_root:
                 save_checkpoint(self._copy_to, entries)
@@ -82,7 +99,9 @@ class Saver:
         self.newest = path
 
 
-def state(engine: "TrainingEngine", *, epoch: int, loss: float, step_in_epoch: int = 0) -> dict[str, Any]:
+def state(
+    engine: "TrainingEngine", *, epoch: int, loss: float, step_in_epoch: int = 0
+) -> dict[str, Any]:
     """Return a checkpoint's entries. Collective; call ``agree_on_buffers`` before.
 
     Parameters
@@ -92,13 +111,22 @@ def state(engine: "TrainingEngine", *, epoch: int, loss: float, step_in_epoch: i
     step_in_epoch : steps done of the epoch after it.
     """
     scheduler = engine.scheduler.state_dict() if engine.scheduler is not None else None
-    entries = {"epoch": epoch, "step": engine.step, "step_in_epoch": step_in_epoch, "loss": loss,
-               "model_state_dict": unwrap(engine.model).state_dict(),
-               "optimizer_state_dict": engine.optimizer.state_dict(), "scheduler_state_dict": scheduler,
-               "scaler_state_dict": engine.scaler.state_dict(),
-               "sync_state_dicts": gather_objects(engine.world, engine.sync.state_dict())}
+    entries = {
+        "epoch": epoch,
+        "step": engine.step,
+        "step_in_epoch": step_in_epoch,
+        "loss": loss,
+        "model_state_dict": unwrap(engine.model).state_dict(),
+        "optimizer_state_dict": engine.optimizer.state_dict(),
+        "scheduler_state_dict": scheduler,
+        "scaler_state_dict": engine.scaler.state_dict(),
+        "sync_state_dicts": gather_objects(engine.world, engine.sync.state_dict()),
+    }
     if engine.ema is not None:
-        entries |= {"ema_state_dict": engine.ema.module.state_dict(), "ema_updates": int(engine.ema.n_averaged)}
+        entries |= {
+            "ema_state_dict": engine.ema.module.state_dict(),
+            "ema_updates": int(engine.ema.n_averaged),
+        }
     return entries
 
 
@@ -106,11 +134,15 @@ def load_state(engine: "TrainingEngine", entries: Mapping[str, Any]) -> None:
     """Go on from a checkpoint whose weights and optimiser state are loaded already; after ``prepare``."""
     if engine.scheduler is not None and entries.get("scheduler_state_dict") is not None:
         engine.scheduler.load_state_dict(entries["scheduler_state_dict"])
-        engine.optimizer.load_state_dict(entries["optimizer_state_dict"])  # making the scheduler has changed the rates
+        engine.optimizer.load_state_dict(
+            entries["optimizer_state_dict"]
+        )  # making the scheduler has changed the rates
     if entries.get("scaler_state_dict"):
         engine.scaler.load_state_dict(entries["scaler_state_dict"])
     if engine.ema is not None:
-        engine.ema.module.load_state_dict(entries.get("ema_state_dict") or entries["model_state_dict"])
+        engine.ema.module.load_state_dict(
+            entries.get("ema_state_dict") or entries["model_state_dict"]
+        )
         engine.ema.n_averaged.fill_(entries.get("ema_updates", 0))
     engine.step = entries.get("step", 0)
     states = entries.get("sync_state_dicts") or []

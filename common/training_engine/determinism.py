@@ -18,12 +18,16 @@ def choose_algorithms(device: torch.device, *, deterministic: bool) -> None:
     if device.type != "cuda":
         return
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # read when cuBLAS is first used
     torch.backends.cudnn.benchmark = not deterministic
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
 
 
-def cost(model: nn.Module, images: Tensor, labels: Tensor, *, amp_dtype: torch.dtype | None) -> float:
+def cost(
+    model: nn.Module, images: Tensor, labels: Tensor, *, amp_dtype: torch.dtype | None
+) -> float:
     """Return how many times as long forward and backward take deterministically: medians, measured in turns on a copy of
     the model, so that the training is not touched. GPU only; leaves the algorithms deterministic."""
     trial = copy.deepcopy(model).train()

@@ -20,9 +20,12 @@ def build_ema(model: nn.Module, decay: float) -> AveragedModel:
     Buffers of floating point, BatchNorm's running statistics, are averaged alike, since they must fit the averaged
     weights; the other buffers are copied.
     """
+
     def average(averages: list[Tensor], values: list[Tensor], _updates: Tensor) -> None:
         if averages[0].is_floating_point():
-            updates = int(averaged.n_averaged)  # the argument's copy is on the GPU, and reading it would wait for that
+            updates = int(
+                averaged.n_averaged
+            )  # the argument's copy is on the GPU, and reading it would wait for that
             torch._foreach_lerp_(averages, values, 1 - warmed_up_decay(decay, updates))
         else:
             torch._foreach_copy_(averages, values)

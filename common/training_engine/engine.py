@@ -66,14 +66,30 @@ class TrainingEngine:
     model sleeps in place of computing: then weights stay, and no loss is recorded.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device | str, *, distributed: bool = False, local_rank: int = 0,
-                 world_size: int = 1, backend: str | None = None, use_amp: bool = False,
-                 amp_dtype: torch.dtype | None = None, use_ema: bool = False, ema_decay: float = 0.9999,
-                 sync_batchnorm: bool = True, accumulation_steps: int = 1, sync: GradientSync | str = "ddp",
-                 clip_norm: float | None = None, experiment_name: str = "experiment",
-                 output_dir: str | Path = "reports") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device | str,
+        *,
+        distributed: bool = False,
+        local_rank: int = 0,
+        world_size: int = 1,
+        backend: str | None = None,
+        use_amp: bool = False,
+        amp_dtype: torch.dtype | None = None,
+        use_ema: bool = False,
+        ema_decay: float = 0.9999,
+        sync_batchnorm: bool = True,
+        accumulation_steps: int = 1,
+        sync: GradientSync | str = "ddp",
+        clip_norm: float | None = None,
+        experiment_name: str = "experiment",
+        output_dir: str | Path = "reports",
+    ) -> None:
         self.device = group.own_device(device, local_rank, distributed=distributed)
-        self.sync: GradientSync = NoSync() if not distributed else build_sync(sync) if isinstance(sync, str) else sync
+        self.sync: GradientSync = (
+            NoSync() if not distributed else build_sync(sync) if isinstance(sync, str) else sync
+        )
         self.world = World(device=self.device)
         if distributed and not isinstance(self.sync, NoSync):
             group.check_open(world_size, backend)
@@ -82,7 +98,9 @@ class TrainingEngine:
             if value is not None and value <= 0:
                 raise UserError(f"{name}: got {value}, give a number above 0")
         if use_ema and not 0 < ema_decay < 1:
-            raise UserError(f"ema_decay: got {ema_decay}, give a number between 0 and 1, e.g. 0.9999")
+            raise UserError(
+                f"ema_decay: got {ema_decay}, give a number between 0 and 1, e.g. 0.9999"
+            )
         if use_amp and amp_dtype is None:
             amp_dtype, notice = choose_amp(True, "fp16", default=True, device=self.device)
             self.notice(notice)
@@ -119,26 +137,48 @@ class TrainingEngine:
         if not sync_batchnorm or self.world.size == 1 or not batchnorm.has_batchnorm(model):
             return model
         if self.device.type != "cuda":
-            self.notice("BatchNorm uses each rank's own batch: SyncBatchNorm needs GPUs, torch has none for Gloo on CPUs")
+            self.notice(
+                "BatchNorm uses each rank's own batch: SyncBatchNorm needs GPUs, torch has none for Gloo on CPUs"
+            )
             return model
-        return model if isinstance(model, DistributedDataParallel) else batchnorm.synchronise_batchnorm(model)
+        return (
+            model
+            if isinstance(model, DistributedDataParallel)
+            else batchnorm.synchronise_batchnorm(model)
+        )
 
-    def prepare(self, optimizer: Optimizer, criterion: nn.Module, scheduler: LRScheduler | None = None, *,
-                scheduler_by_epoch: bool = False) -> None:
+    def prepare(
+        self,
+        optimizer: Optimizer,
+        criterion: nn.Module,
+        scheduler: LRScheduler | None = None,
+        *,
+        scheduler_by_epoch: bool = False,
+    ) -> None:
         """Hand over what trains, give all ranks rank 0's weights, and check that they train the same model.
 
         ``scheduler`` is stepped after every optimiser step, or by the caller after every epoch. Raises UserError where the
         ranks' parameters differ in name, shape or type, and where ``criterion`` is not a mean over the batch.
         """
         if getattr(criterion, "reduction", "mean") != "mean":
-            raise UserError(f"the criterion has reduction={criterion.reduction!r}: use 'mean', since the ranks' losses "
-                            "are weighted as means")
+            raise UserError(
+                f"the criterion has reduction={criterion.reduction!r}: use 'mean', since the ranks' losses "
+                "are weighted as means"
+            )
         self.optimizer, self.criterion, self.scheduler = optimizer, criterion, scheduler
         self._scheduler_by_epoch = scheduler_by_epoch
-        agree(self.world, {name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-                           for name, p in unwrap(self.model).named_parameters()}, what="the model's parameters")
+        agree(
+            self.world,
+            {
+                name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+                for name, p in unwrap(self.model).named_parameters()
+            },
+            what="the model's parameters",
+        )
         if not any(p.requires_grad for p in self.model.parameters()):
-            raise UserError("no parameter of the model trains: set requires_grad on those that shall")
+            raise UserError(
+                "no parameter of the model trains: set requires_grad on those that shall"
+            )
         self.model = self.sync.prepare(self.model, optimizer)
         if self._ema_decay is not None and self.ema is None:
             self.ema = build_ema(unwrap(self.model), self._ema_decay)
@@ -155,8 +195,13 @@ class TrainingEngine:
         """Ask all ranks to end the epoch at the next step on which they agree; may be called from a signal handler."""
         self._stop_requested = True
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], *, global_samples: int,
-                   seeds: Sequence[int] | None = None) -> StepOutcome:
+    def train_step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        global_samples: int,
+        seeds: Sequence[int] | None = None,
+    ) -> StepOutcome:
         """One optimiser step on this rank's share, in one or several parts, of a global batch of ``global_samples``.
 
         Each part's mean loss is weighted by its samples x ranks / global samples, so that the plain mean of the ranks'
@@ -172,7 +217,10 @@ class TrainingEngine:
                 torch.manual_seed(seeds[part])
             last = part == len(micro_batches) - 1
             shard = min(part // per_shard, len(self._shards) - 1)
-            with nullcontext() if last else self.sync.no_sync(), self._shards.of(shard, len(labels)):
+            with (
+                nullcontext() if last else self.sync.no_sync(),
+                self._shards.of(shard, len(labels)),
+            ):
                 with timer.section("forward"):
                     outputs, loss = self._forward(inputs, labels)
                     weighted = loss * (len(labels) * self.world.size / global_samples)
@@ -191,11 +239,16 @@ class TrainingEngine:
         self.step += 1
         if self.emulation is not None:
             return StepOutcome.of_no_training()
-        return StepOutcome(_weighted_mean(losses, [len(labels) / max(1, samples) for _, labels in micro_batches]),
-                           sum(corrects), norm)
+        return StepOutcome(
+            _weighted_mean(losses, [len(labels) / max(1, samples) for _, labels in micro_batches]),
+            sum(corrects),
+            norm,
+        )
 
     def _forward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(self.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
+        with torch.autocast(
+            self.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None
+        ):
             if len(labels):
                 outputs = self.model(inputs)
                 return outputs, self.criterion(outputs, labels)
@@ -226,8 +279,15 @@ class TrainingEngine:
             self._shards.blend()
             self.ema.update_parameters(unwrap(self.model))
 
-    def epochs(self, loader: Iterable[MicroBatch], first: int, last: int, *, start_step: int = 0,
-               **options: Any) -> Iterator[tuple[int, EpochResult]]:
+    def epochs(
+        self,
+        loader: Iterable[MicroBatch],
+        first: int,
+        last: int,
+        *,
+        start_step: int = 0,
+        **options: Any,
+    ) -> Iterator[tuple[int, EpochResult]]:
         """Train epochs ``first`` to ``last``, both included, and yield each one's number and result, buffers agreed on.
 
         ``start_step`` : steps of the first epoch that are done already. ``options`` are those of ``train_epoch``. Ends
@@ -238,7 +298,9 @@ class TrainingEngine:
             for sampler in samplers:
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)
-            result = self.train_epoch(loader, epoch=epoch, start_step=start_step if epoch == first else 0, **options)
+            result = self.train_epoch(
+                loader, epoch=epoch, start_step=start_step if epoch == first else 0, **options
+            )
             if not result.step_seconds:
                 return
             self.agree_on_buffers()
@@ -246,10 +308,18 @@ class TrainingEngine:
             if self.stopping:
                 return
 
-    def train_epoch(self, loader: Iterable[MicroBatch], *, epoch: int, seed: int | None = None, start_step: int = 0,
-                    max_steps: int | None = None, log_every: int = 10,
-                    on_steps: Callable[[list[StepRecord]], None] | None = None,
-                    after_step: Callable[[int], None] | None = None) -> EpochResult:
+    def train_epoch(
+        self,
+        loader: Iterable[MicroBatch],
+        *,
+        epoch: int,
+        seed: int | None = None,
+        start_step: int = 0,
+        max_steps: int | None = None,
+        log_every: int = 10,
+        on_steps: Callable[[list[StepRecord]], None] | None = None,
+        after_step: Callable[[int], None] | None = None,
+    ) -> EpochResult:
         """Train on every batch of ``loader`` once, or until ``self.step`` reaches ``max_steps``.
 
         Parameters
@@ -265,9 +335,15 @@ class TrainingEngine:
         Raises GroupError on every rank where loss or gradients are not finite on one.
         """
         began = time.perf_counter()
-        ledger = StepLedger(self.world, self.timer, epoch=epoch, log_every=log_every,
-                            overflow_is_normal=self.scaler.is_enabled(), equal_gradients=self.sync.equal_gradients,
-                            on_steps=on_steps)
+        ledger = StepLedger(
+            self.world,
+            self.timer,
+            epoch=epoch,
+            log_every=log_every,
+            overflow_is_normal=self.scaler.is_enabled(),
+            equal_gradients=self.sync.equal_gradients,
+            on_steps=on_steps,
+        )
         sizes = getattr(loader, "global_batch_sizes", None)
         self._take_pieces(loader)
         if start_step:
@@ -281,11 +357,16 @@ class TrainingEngine:
                     break
                 seeds = None
                 if seed is not None:
-                    seeds = [stream_seed(seed, STEP_STREAM, epoch, index, piece) for piece in self._pieces]
+                    seeds = [
+                        stream_seed(seed, STEP_STREAM, epoch, index, piece)
+                        for piece in self._pieces
+                    ]
                     torch.manual_seed(seeds[0])
                 with self.timer.section("data"):
-                    window = [(to_device(inputs, self.device), labels.to(self.device, non_blocking=True))
-                              for inputs, labels in itertools.islice(batches, len(self._pieces))]
+                    window = [
+                        (to_device(inputs, self.device), labels.to(self.device, non_blocking=True))
+                        for inputs, labels in itertools.islice(batches, len(self._pieces))
+                    ]
                 if not window:
                     break
                 if self._first_batch:
@@ -294,7 +375,11 @@ class TrainingEngine:
                 local = sum(len(labels) for _, labels in window)
                 global_samples = sizes[index] if sizes is not None else self._sum_over_ranks(local)
                 rate = self.optimizer.param_groups[0]["lr"]
-                with self.timeline.around(self.step + 1) if self.timeline is not None else nullcontext():
+                with (
+                    self.timeline.around(self.step + 1)
+                    if self.timeline is not None
+                    else nullcontext()
+                ):
                     outcome = self.train_step(window, global_samples=global_samples, seeds=seeds)
                 times = self.timer.take()
                 if self.timeline is not None:
@@ -317,7 +402,10 @@ class TrainingEngine:
 
     def _take_pieces(self, loader: Iterable[MicroBatch]) -> None:
         """See which micro-batches of each global batch this rank computes, and of how many shards."""
-        own = range(self.world.rank * self._accumulation_steps, (self.world.rank + 1) * self._accumulation_steps)
+        own = range(
+            self.world.rank * self._accumulation_steps,
+            (self.world.rank + 1) * self._accumulation_steps,
+        )
         self._pieces = getattr(loader, "pieces", own)
         shards = getattr(loader, "shards_here", 1)
         if shards != len(self._shards):
@@ -333,7 +421,9 @@ class TrainingEngine:
             self._shards.spread()
             if self.ema is not None:
                 samples = sum(count for count, _ in taken)
-                batchnorm.agree_on_buffers(self.ema.module, [(samples, batchnorm.statistics(self.ema.module))])
+                batchnorm.agree_on_buffers(
+                    self.ema.module, [(samples, batchnorm.statistics(self.ema.module))]
+                )
 
     def _sum_over_ranks(self, count: int) -> int:
         if self.world.size == 1:
@@ -353,16 +443,24 @@ class TrainingEngine:
 
 def _check_strategy(sync: GradientSync, *, scales: bool, use_ema: bool) -> None:
     if scales and not sync.exact:
-        raise UserError(f"{type(sync).__name__} does not keep every step's exact gradient, which fp16's loss scaling needs: "
-                        "got both, give --amp-dtype bf16 (torch.bfloat16) or an exact strategy")
+        raise UserError(
+            f"{type(sync).__name__} does not keep every step's exact gradient, which fp16's loss scaling needs: "
+            "got both, give --amp-dtype bf16 (torch.bfloat16) or an exact strategy"
+        )
     if use_ema and not sync.equal_gradients:
-        raise UserError(f"{type(sync).__name__} lets the ranks' weights differ between averages, so that each would keep a "
-                        "moving average of its own: leave out --ema, or take another strategy")
+        raise UserError(
+            f"{type(sync).__name__} lets the ranks' weights differ between averages, so that each would keep a "
+            "moving average of its own: leave out --ema, or take another strategy"
+        )
 
 
 @torch.no_grad()
 def _right(outputs: Tensor, labels: Tensor) -> Tensor:
-    return (outputs.argmax(dim=1) == labels).sum() if len(labels) else torch.zeros((), device=outputs.device)
+    return (
+        (outputs.argmax(dim=1) == labels).sum()
+        if len(labels)
+        else torch.zeros((), device=outputs.device)
+    )
 
 
 def _weighted_mean(losses: list[Tensor], weights: list[float]) -> Tensor:

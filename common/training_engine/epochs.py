@@ -54,8 +54,12 @@ class EpochReport:
         if not math.isnan(self.val_accuracy):
             parts.append(f"validation loss {self.val_loss:.4f}, accuracy {self.val_accuracy:.4f}")
         if not math.isnan(self.ema_val_accuracy):
-            parts.append(f"EMA validation loss {self.ema_val_loss:.4f}, accuracy {self.ema_val_accuracy:.4f}")
-        return "; ".join([*parts, f"{self.samples_per_second:,.0f} samples/s, {self.seconds:.1f} s"])
+            parts.append(
+                f"EMA validation loss {self.ema_val_loss:.4f}, accuracy {self.ema_val_accuracy:.4f}"
+            )
+        return "; ".join(
+            [*parts, f"{self.samples_per_second:,.0f} samples/s, {self.seconds:.1f} s"]
+        )
 
 
 class EarlyStop:
@@ -66,25 +70,38 @@ class EarlyStop:
 
     def __init__(self, target_accuracy: float | None, patience: int) -> None:
         if target_accuracy is not None and not 0 < target_accuracy <= 1:
-            raise UserError(f"target_accuracy: got {target_accuracy}, give a fraction above 0 and of at most 1, e.g. 0.85")
+            raise UserError(
+                f"target_accuracy: got {target_accuracy}, give a fraction above 0 and of at most 1, e.g. 0.85"
+            )
         if patience < 1:
-            raise UserError(f"patience: got {patience}, give the number of epochs in a row, at least 1")
+            raise UserError(
+                f"patience: got {patience}, give the number of epochs in a row, at least 1"
+            )
         self._target, self._patience = target_accuracy, patience
         self.in_a_row = 0
 
     def reached(self, accuracy: float) -> bool:
         """Count one more epoch."""
-        self.in_a_row = self.in_a_row + 1 if self._target is not None and accuracy >= self._target else 0
+        self.in_a_row = (
+            self.in_a_row + 1 if self._target is not None and accuracy >= self._target else 0
+        )
         return self.in_a_row >= self._patience
 
 
-def report_epoch(engine: "TrainingEngine", epoch: int, result: EpochResult,
-                 val_loader: Iterable[tuple[Tensor, Tensor]] | None, criterion: nn.Module) -> EpochReport:
+def report_epoch(
+    engine: "TrainingEngine",
+    epoch: int,
+    result: EpochResult,
+    val_loader: Iterable[tuple[Tensor, Tensor]] | None,
+    criterion: nn.Module,
+) -> EpochReport:
     """Validate the weights, and their average if there is one, and return the epoch's numbers over all ranks. Collective.
 
     ``result`` is this rank's; buffers must have been agreed on.
     """
-    totals = torch.tensor([result.loss_sum, result.correct, result.samples], dtype=torch.float64, device=engine.device)
+    totals = torch.tensor(
+        [result.loss_sum, result.correct, result.samples], dtype=torch.float64, device=engine.device
+    )
     if engine.world.size > 1:
         dist.all_reduce(totals)
     loss_sum, correct, samples = totals.tolist()
@@ -92,9 +109,19 @@ def report_epoch(engine: "TrainingEngine", epoch: int, result: EpochResult,
     models = [engine.model, *([engine.ema.module] if engine.ema is not None else [])]
     if val_loader is not None:
         for index, model in enumerate(models):
-            scores[index] = validate(model, engine.world, criterion, val_loader, amp_dtype=engine.amp_dtype)
-    return EpochReport(epoch, loss_sum / max(1, samples), correct / max(1, samples), *scores[0], *scores[1],
-                       engine.optimizer.param_groups[0]["lr"], samples / max(result.seconds, 1e-9), result.seconds)
+            scores[index] = validate(
+                model, engine.world, criterion, val_loader, amp_dtype=engine.amp_dtype
+            )
+    return EpochReport(
+        epoch,
+        loss_sum / max(1, samples),
+        correct / max(1, samples),
+        *scores[0],
+        *scores[1],
+        engine.optimizer.param_groups[0]["lr"],
+        samples / max(result.seconds, 1e-9),
+        result.seconds,
+    )
 
 
 def steps_by_epoch(scheduler: LRScheduler | None) -> bool:
@@ -102,11 +129,22 @@ def steps_by_epoch(scheduler: LRScheduler | None) -> bool:
     return scheduler is not None and not isinstance(scheduler, OneCycleLR | CyclicLR)
 
 
-def train(engine: "TrainingEngine", train_loader: Iterable[tuple[Tensor, Tensor]],
-          val_loader: Iterable[tuple[Tensor, Tensor]] | None, optimizer: Optimizer, criterion: nn.Module, *,
-          num_epochs: int, scheduler: LRScheduler | None = None, scheduler_by_epoch: bool | None = None,
-          save_best: bool = True, save_last: bool = True, target_accuracy: float | None = None, patience: int = 2,
-          seed: int | None = None) -> dict[str, list[float]]:
+def train(
+    engine: "TrainingEngine",
+    train_loader: Iterable[tuple[Tensor, Tensor]],
+    val_loader: Iterable[tuple[Tensor, Tensor]] | None,
+    optimizer: Optimizer,
+    criterion: nn.Module,
+    *,
+    num_epochs: int,
+    scheduler: LRScheduler | None = None,
+    scheduler_by_epoch: bool | None = None,
+    save_best: bool = True,
+    save_last: bool = True,
+    target_accuracy: float | None = None,
+    patience: int = 2,
+    seed: int | None = None,
+) -> dict[str, list[float]]:
     """Train epochs 1 to ``num_epochs``, validate each, and return the numbers of every epoch, by name.
 
     ``best.pt``, of the best validation accuracy so far, and ``last.pt`` go to ``output_dir/experiment_name/``, with the
@@ -129,8 +167,16 @@ def train(engine: "TrainingEngine", train_loader: Iterable[tuple[Tensor, Tensor]
         raise UserError(f"num_epochs: got {num_epochs}, give at least 1")
     if target_accuracy is not None and val_loader is None:
         raise UserError("target_accuracy needs a val_loader: give one, or leave it out")
-    agree(engine.world, {"number of batches in train_loader": len(train_loader) if hasattr(train_loader, "__len__") else -1,
-                         "num_epochs": num_epochs}, what="how much they train")
+    agree(
+        engine.world,
+        {
+            "number of batches in train_loader": len(train_loader)
+            if hasattr(train_loader, "__len__")
+            else -1,
+            "num_epochs": num_epochs,
+        },
+        what="how much they train",
+    )
     stop = EarlyStop(target_accuracy, patience)
     by_epoch = steps_by_epoch(scheduler) if scheduler_by_epoch is None else scheduler_by_epoch
     history: dict[str, list[float]] = {}
@@ -140,20 +186,30 @@ def train(engine: "TrainingEngine", train_loader: Iterable[tuple[Tensor, Tensor]
         for epoch, result in engine.epochs(train_loader, 1, num_epochs, seed=seed):
             report = report_epoch(engine, epoch, result, val_loader, criterion)
             if by_epoch:
-                scheduler.step(*([report.val_loss] if isinstance(scheduler, ReduceLROnPlateau) else []))
+                scheduler.step(
+                    *([report.val_loss] if isinstance(scheduler, ReduceLROnPlateau) else [])
+                )
             for name, value in asdict(report).items():
                 history.setdefault(name, []).append(value)
             samples += report.samples_per_second * report.seconds
-            entries = engine.state(epoch=epoch, loss=report.train_loss) | {"val_accuracy": report.val_accuracy}
+            entries = engine.state(epoch=epoch, loss=report.train_loss) | {
+                "val_accuracy": report.val_accuracy
+            }
             is_best = report.deciding_accuracy > best
             best = max(best, report.deciding_accuracy)
             _save(engine, entries, best=save_best and is_best, last=save_last)
             _say(engine, report.line() + (", best so far" if is_best else ""))
             if stop.reached(report.deciding_accuracy):
-                _say(engine, f"Target accuracy reached: {target_accuracy:g} in {patience} epochs in a row")
+                _say(
+                    engine,
+                    f"Target accuracy reached: {target_accuracy:g} in {patience} epochs in a row",
+                )
                 break
         total = time.perf_counter() - began
-        _say(engine, f"Total time {total:.1f} s, {samples / total:,.0f} samples/s over all ranks, validation included")
+        _say(
+            engine,
+            f"Total time {total:.1f} s, {samples / total:,.0f} samples/s over all ranks, validation included",
+        )
     finally:
         engine.close()
     return history

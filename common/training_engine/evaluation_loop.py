@@ -39,8 +39,15 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 @torch.inference_mode()
-def predict(model: nn.Module, device: torch.device | str, criterion: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], *,
-            limit: int | None = None, amp_dtype: torch.dtype | None = None) -> Predictions:
+def predict(
+    model: nn.Module,
+    device: torch.device | str,
+    criterion: nn.Module,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    *,
+    limit: int | None = None,
+    amp_dtype: torch.dtype | None = None,
+) -> Predictions:
     """Predict every batch of ``loader`` in evaluation mode and return labels, predictions and summed loss.
 
     The model is unwrapped and only runs here, so one rank may evaluate alone; its training mode is given back after.
@@ -61,7 +68,9 @@ def predict(model: nn.Module, device: torch.device | str, criterion: nn.Module, 
             images, labels = to_device(images[:left], device), labels[:left].to(device)
             if len(labels) == 0:
                 continue
-            with torch.autocast(torch.device(device).type, dtype=amp_dtype, enabled=amp_dtype is not None):
+            with torch.autocast(
+                torch.device(device).type, dtype=amp_dtype, enabled=amp_dtype is not None
+            ):
                 outputs = model(images)
                 loss = criterion(outputs, labels)
             loss_sum += float(loss) * len(labels)
@@ -74,15 +83,26 @@ def predict(model: nn.Module, device: torch.device | str, criterion: nn.Module, 
     return Predictions(torch.cat(labels_seen).numpy(), torch.cat(predicted).numpy(), loss_sum)
 
 
-def validate(model: nn.Module, world: World, criterion: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], *,
-             amp_dtype: torch.dtype | None = None) -> tuple[float, float]:
+def validate(
+    model: nn.Module,
+    world: World,
+    criterion: nn.Module,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    *,
+    amp_dtype: torch.dtype | None = None,
+) -> tuple[float, float]:
     """Return (mean loss, accuracy) over the samples of all ranks' loaders, each weighing the same. Collective.
 
     The samples that a DistributedSampler repeats, to give all ranks as many, are left out.
     """
-    mine = predict(model, world.device, criterion, loader, limit=_own_samples(loader), amp_dtype=amp_dtype)
-    totals = torch.tensor([mine.loss_sum, float((mine.labels == mine.predicted).sum()), len(mine.labels)],
-                          dtype=torch.float64, device=world.device)
+    mine = predict(
+        model, world.device, criterion, loader, limit=_own_samples(loader), amp_dtype=amp_dtype
+    )
+    totals = torch.tensor(
+        [mine.loss_sum, float((mine.labels == mine.predicted).sum()), len(mine.labels)],
+        dtype=torch.float64,
+        device=world.device,
+    )
     if world.size > 1:
         dist.all_reduce(totals)
     loss_sum, correct, samples = totals.tolist()

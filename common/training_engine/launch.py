@@ -46,11 +46,20 @@ class _NoGroupError(Exception):
 
 
 def distributed_train_worker(
-        rank: int, world_size: int, *, model_fn: Callable[[], nn.Module], train_dataset: Dataset,
-        val_dataset: Dataset | None = None, batch_size: int, num_workers: int = 0,
-        optimizer_fn: Callable[..., Optimizer], criterion_fn: Callable[[], nn.Module],
-        scheduler_fn: Callable[[Optimizer], LRScheduler] | None = None, engine_kwargs: dict[str, Any] | None = None,
-        train_kwargs: dict[str, Any] | None = None) -> dict[str, list[float]]:
+    rank: int,
+    world_size: int,
+    *,
+    model_fn: Callable[[], nn.Module],
+    train_dataset: Dataset,
+    val_dataset: Dataset | None = None,
+    batch_size: int,
+    num_workers: int = 0,
+    optimizer_fn: Callable[..., Optimizer],
+    criterion_fn: Callable[[], nn.Module],
+    scheduler_fn: Callable[[Optimizer], LRScheduler] | None = None,
+    engine_kwargs: dict[str, Any] | None = None,
+    train_kwargs: dict[str, Any] | None = None,
+) -> dict[str, list[float]]:
     """Build model, loaders, optimiser and engine on this rank, train, and return the history of ``TrainingEngine.train``.
 
     Parameters
@@ -65,24 +74,51 @@ def distributed_train_worker(
     if world_size > 1:
         TrainingEngine.setup_distributed(rank, world_size)
     world = current_world()
-    device = torch.device("cuda" if torch.cuda.is_available() and world.backend != "gloo" else "cpu")
+    device = torch.device(
+        "cuda" if torch.cuda.is_available() and world.backend != "gloo" else "cpu"
+    )
     train_loader = _loader(train_dataset, rank, world_size, batch_size, num_workers, train=True)
-    val_loader = None if val_dataset is None else _loader(val_dataset, rank, world_size, batch_size, num_workers, train=False)
-    engine = TrainingEngine(model_fn(), device, distributed=world_size > 1,
-                            local_rank=rank % max(1, torch.cuda.device_count()), **engine_kwargs or {})
+    val_loader = (
+        None
+        if val_dataset is None
+        else _loader(val_dataset, rank, world_size, batch_size, num_workers, train=False)
+    )
+    engine = TrainingEngine(
+        model_fn(),
+        device,
+        distributed=world_size > 1,
+        local_rank=rank % max(1, torch.cuda.device_count()),
+        **engine_kwargs or {},
+    )
     optimizer = optimizer_fn([p for p in engine.model.parameters() if p.requires_grad])
     scheduler = scheduler_fn(optimizer) if scheduler_fn is not None else None
-    return engine.train(train_loader, val_loader, optimizer, criterion_fn(), scheduler=scheduler, **train_kwargs or {})
+    return engine.train(
+        train_loader,
+        val_loader,
+        optimizer,
+        criterion_fn(),
+        scheduler=scheduler,
+        **train_kwargs or {},
+    )
 
 
-def _loader(dataset: Dataset, rank: int, world_size: int, batch_size: int, num_workers: int, *, train: bool) -> DataLoader:
+def _loader(
+    dataset: Dataset, rank: int, world_size: int, batch_size: int, num_workers: int, *, train: bool
+) -> DataLoader:
     sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=train)
-    return DataLoader(dataset, batch_size=batch_size, sampler=sampler, num_workers=num_workers,
-                      pin_memory=torch.cuda.is_available(), persistent_workers=num_workers > 0)
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        persistent_workers=num_workers > 0,
+    )
 
 
-def launch_distributed_training(train_fn: Callable[..., Any], world_size: int, backend: str = "nccl",
-                                **config: Any) -> Any:
+def launch_distributed_training(
+    train_fn: Callable[..., Any], world_size: int, backend: str = "nccl", **config: Any
+) -> Any:
     """Call ``train_fn(rank, world_size, **config)`` on ``world_size`` processes of this machine; return rank 0's result.
 
     Parameters
@@ -98,7 +134,9 @@ def launch_distributed_training(train_fn: Callable[..., Any], world_size: int, b
     if backend not in ("nccl", "gloo"):
         raise UserError(f"backend: got {backend!r}, choose nccl or gloo")
     if world_size < 0:
-        raise UserError(f"world_size: got {world_size}, give the number of processes (0: one, on this device)")
+        raise UserError(
+            f"world_size: got {world_size}, give the number of processes (0: one, on this device)"
+        )
     if world_size <= 1:
         return _here(train_fn, config)
     if backend == "nccl" and (reason := _no_nccl(world_size)):
@@ -107,7 +145,9 @@ def launch_distributed_training(train_fn: Callable[..., Any], world_size: int, b
     try:
         return _in_processes(train_fn, world_size, backend, config)
     except _NoGroupError as error:
-        warnings.warn(f"the process group could not be set up ({error}): training on one device", stacklevel=2)
+        warnings.warn(
+            f"the process group could not be set up ({error}): training on one device", stacklevel=2
+        )
         return _here(train_fn, config)
 
 
@@ -116,7 +156,11 @@ def _no_nccl(world_size: int) -> str:
     if not dist.is_nccl_available():
         return "this torch has no NCCL"
     gpus = torch.cuda.device_count()
-    return f"NCCL needs a GPU for each of the {world_size} ranks, and this machine has {gpus}" if gpus < world_size else ""
+    return (
+        f"NCCL needs a GPU for each of the {world_size} ranks, and this machine has {gpus}"
+        if gpus < world_size
+        else ""
+    )
 
 
 def _here(train_fn: Callable[..., Any], config: dict[str, Any]) -> Any:
@@ -130,18 +174,35 @@ def _here(train_fn: Callable[..., Any], config: dict[str, Any]) -> Any:
         raise WorkerError(0, traceback.format_exc()) from error
 
 
-def _in_processes(train_fn: Callable[..., Any], world_size: int, backend: str, config: dict[str, Any]) -> Any:
+def _in_processes(
+    train_fn: Callable[..., Any], world_size: int, backend: str, config: dict[str, Any]
+) -> Any:
     with tempfile.TemporaryDirectory(prefix="data-parallel-") as name:
         folder, workers = Path(name), []
-        (folder / "call.pkl").write_bytes(cloudpickle.dumps((train_fn, world_size, backend, config)))
+        (folder / "call.pkl").write_bytes(
+            cloudpickle.dumps((train_fn, world_size, backend, config))
+        )
         # This repository first, for `-m`, then the caller's path, for modules pickled by name. -P: the current folder
         # is not put before them, since a `common` there would be taken for ours.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *(p or os.getcwd() for p in sys.path)])}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *(p or os.getcwd() for p in sys.path)])
+        }
         try:
             for rank in range(world_size):
-                workers.append(subprocess.Popen(
-                    [sys.executable, "-P", "-m", "common.training_engine.worker", name, str(rank)], env=environment,
-                    stdin=subprocess.PIPE))  # a worker ends when this pipe closes, i.e. also when the caller is killed
+                workers.append(
+                    subprocess.Popen(
+                        [
+                            sys.executable,
+                            "-P",
+                            "-m",
+                            "common.training_engine.worker",
+                            name,
+                            str(rank),
+                        ],
+                        env=environment,
+                        stdin=subprocess.PIPE,
+                    )
+                )  # a worker ends when this pipe closes, i.e. also when the caller is killed
             return _wait(workers, folder)
         finally:
             _end(workers)
@@ -149,12 +210,18 @@ def _in_processes(train_fn: Callable[..., Any], world_size: int, backend: str, c
 
 def _wait(workers: list[subprocess.Popen], folder: Path) -> Any:
     """Return rank 0's result once all have ended well; raise for the first that has not."""
-    while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
+    while any(worker.poll() is None for worker in workers) and not any(
+        worker.poll() for worker in workers
+    ):
         time.sleep(_POLL_SECONDS)
-    if any(worker.poll() for worker in workers):  # its neighbours notice within moments, and tell less
+    if any(
+        worker.poll() for worker in workers
+    ):  # its neighbours notice within moments, and tell less
         _settle(workers)
     outcomes = {rank: _read(folder / _OUTCOME.format(rank)) for rank in range(len(workers))}
-    failed = [rank for rank, worker in enumerate(workers) if worker.returncode or outcomes[rank] is None]
+    failed = [
+        rank for rank, worker in enumerate(workers) if worker.returncode or outcomes[rank] is None
+    ]
     if not failed:
         return outcomes[0]["result"]
     told = [rank for rank in failed if outcomes[rank] is not None]
@@ -162,11 +229,24 @@ def _wait(workers: list[subprocess.Popen], folder: Path) -> Any:
     if without_group and without_group == told:
         raise _NoGroupError("; ".join(outcomes[rank]["error"] for rank in told))
     told = [rank for rank in told if rank not in without_group]  # these broke of another's failure
-    silent = [rank for rank in failed if "error" not in (outcomes[rank] or {}) and workers[rank].returncode is not None]
-    culprits = [rank for rank in told if "error" in outcomes[rank] and not outcomes[rank]["consequence"]] or silent or told
+    silent = [
+        rank
+        for rank in failed
+        if "error" not in (outcomes[rank] or {}) and workers[rank].returncode is not None
+    ]
+    culprits = (
+        [rank for rank in told if "error" in outcomes[rank] and not outcomes[rank]["consequence"]]
+        or silent
+        or told
+    )
     first = min(culprits, key=lambda rank: outcomes[rank]["time"] if rank not in silent else 0.0)
-    text = outcomes[first]["traceback"] if first not in silent else (
-        f"its process ended with status {workers[first].returncode} and left no word (killed, or out of memory)")
+    text = (
+        outcomes[first]["traceback"]
+        if first not in silent
+        else (
+            f"its process ended with status {workers[first].returncode} and left no word (killed, or out of memory)"
+        )
+    )
     raise WorkerError(first, text)
 
 

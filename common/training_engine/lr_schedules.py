@@ -18,8 +18,15 @@ from common.errors import UserError
 _ONECYCLE_WARMUP_SHARE = 0.2
 
 
-def build_schedule(optimizer: Optimizer, name: str, *, total_steps: int, warmup_steps: int | None = None,
-                   milestones: Sequence[float] = (0.5, 0.75), step_factor: float = 0.1) -> LRScheduler:
+def build_schedule(
+    optimizer: Optimizer,
+    name: str,
+    *,
+    total_steps: int,
+    warmup_steps: int | None = None,
+    milestones: Sequence[float] = (0.5, 0.75),
+    step_factor: float = 0.1,
+) -> LRScheduler:
     """Return a scheduler of ``total_steps`` steps that moves the rate the optimiser was made with.
 
     Parameters
@@ -34,16 +41,22 @@ def build_schedule(optimizer: Optimizer, name: str, *, total_steps: int, warmup_
     Raises UserError where the warm-up leaves no step for the rest.
     """
     if warmup_steps is not None and warmup_steps >= total_steps and name != "constant":
-        raise UserError(f"the warm-up of {warmup_steps} steps is not shorter than the training of {total_steps} steps: "
-                        "shorten the one or lengthen the other")
+        raise UserError(
+            f"the warm-up of {warmup_steps} steps is not shorter than the training of {total_steps} steps: "
+            "shorten the one or lengthen the other"
+        )
     if name == "onecycle" and warmup_steps is None:
         warmup_steps = round(_ONECYCLE_WARMUP_SHARE * total_steps)
     if name == "onecycle" and warmup_steps:
         # torch puts the peak at step pct_start * total_steps - 1, counted from 0, and uses one rate more than there are
         # steps here, the one after the last.
-        return OneCycleLR(optimizer, max_lr=[group["lr"] for group in optimizer.param_groups],
-                          total_steps=total_steps + 1, pct_start=(warmup_steps + 1) / (total_steps + 1),
-                          cycle_momentum=False)
+        return OneCycleLR(
+            optimizer,
+            max_lr=[group["lr"] for group in optimizer.param_groups],
+            total_steps=total_steps + 1,
+            pct_start=(warmup_steps + 1) / (total_steps + 1),
+            cycle_momentum=False,
+        )
     warmup = warmup_steps or 0
     rest = max(1, total_steps - warmup)
     if name == "constant":
@@ -51,7 +64,9 @@ def build_schedule(optimizer: Optimizer, name: str, *, total_steps: int, warmup_
     elif name in ("cosine", "onecycle"):  # one cycle without its rise is a cosine
         main = CosineAnnealingLR(optimizer, T_max=rest)
     else:
-        main = MultiStepLR(optimizer, milestones=[round(share * rest) for share in milestones], gamma=step_factor)
+        main = MultiStepLR(
+            optimizer, milestones=[round(share * rest) for share in milestones], gamma=step_factor
+        )
     if warmup == 0:
         return main
     rise = LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)

@@ -109,17 +109,37 @@ class StepLedger:
     equal_gradients : all ranks hold the same gradients after the exchange.
     """
 
-    def __init__(self, world: World, timer: StepTimer, *, epoch: int, log_every: int, overflow_is_normal: bool,
-                 equal_gradients: bool, on_steps: Callable[[list[StepRecord]], None] | None) -> None:
+    def __init__(
+        self,
+        world: World,
+        timer: StepTimer,
+        *,
+        epoch: int,
+        log_every: int,
+        overflow_is_normal: bool,
+        equal_gradients: bool,
+        on_steps: Callable[[list[StepRecord]], None] | None,
+    ) -> None:
         self._world, self._timer, self._epoch, self._log_every = world, timer, epoch, log_every
-        self._overflow_is_normal, self._equal_gradients, self._on_steps = overflow_is_normal, equal_gradients, on_steps
+        self._overflow_is_normal, self._equal_gradients, self._on_steps = (
+            overflow_is_normal,
+            equal_gradients,
+            on_steps,
+        )
         self._pending: list[_Pending] = []
         self._interval = 1
         self._clock_offset = clock_offset(world)
         self.result = EpochResult()
 
-    def add(self, step: int, outcome: StepOutcome, *, samples: int, learning_rate: float,
-            times: dict[str, list[tuple]]) -> None:
+    def add(
+        self,
+        step: int,
+        outcome: StepOutcome,
+        *,
+        samples: int,
+        learning_rate: float,
+        times: dict[str, list[tuple]],
+    ) -> None:
         """Note a step that was just done, with the ``times`` that the timer has taken of it."""
         self._pending.append(_Pending(step, outcome, samples, learning_rate, times))
 
@@ -128,8 +148,11 @@ class StepLedger:
         """Whether to flush now; the same on every rank."""
         # Where all ranks hold the same gradients, all of them see here that they are not finite.
         sees_alike = self._equal_gradients and self._world.device.type == "cpu"
-        return (len(self._pending) >= self._interval or self._pending[-1].step % self._log_every == 0
-                or (sees_alike and not math.isfinite(float(self._pending[-1].outcome.gradient_norm))))
+        return (
+            len(self._pending) >= self._interval
+            or self._pending[-1].step % self._log_every == 0
+            or (sees_alike and not math.isfinite(float(self._pending[-1].outcome.gradient_norm)))
+        )
 
     def flush(self, *, stop: bool) -> bool:
         """Record the steps since the last flush and return whether any rank asks to ``stop``; collective.
@@ -140,10 +163,22 @@ class StepLedger:
         table = torch.zeros(len(self._pending) + 1, 4, dtype=torch.float64)
         seconds = [sum(self._timer.seconds(step.times).values()) for step in self._pending]
         for row, step in zip(table, self._pending, strict=False):
-            loss, bad_norm = float(step.outcome.loss), not math.isfinite(float(step.outcome.gradient_norm))
-            bad = (step.outcome.trained and not math.isfinite(loss)) or (bad_norm and not self._overflow_is_normal)
-            row[:] = torch.tensor([loss * step.samples if step.samples else 0.0, float(step.outcome.correct), step.samples,
-                                   bad], dtype=torch.float64)
+            loss, bad_norm = (
+                float(step.outcome.loss),
+                not math.isfinite(float(step.outcome.gradient_norm)),
+            )
+            bad = (step.outcome.trained and not math.isfinite(loss)) or (
+                bad_norm and not self._overflow_is_normal
+            )
+            row[:] = torch.tensor(
+                [
+                    loss * step.samples if step.samples else 0.0,
+                    float(step.outcome.correct),
+                    step.samples,
+                    bad,
+                ],
+                dtype=torch.float64,
+            )
         table[-1, 0], table[-1, 1] = float(stop), sum(seconds)
         mine = table.tolist()
         total = table.to(self._world.device)
@@ -153,14 +188,22 @@ class StepLedger:
         waits = self._waits()
         good = [step for step, row in zip(self._pending, rows, strict=False) if row[3] == 0]
         for step, own, taken in zip(good, mine, seconds, strict=False):
-            self.result.add(loss_sum=own[0], correct=own[1], samples=step.samples, step_seconds=taken)
+            self.result.add(
+                loss_sum=own[0], correct=own[1], samples=step.samples, step_seconds=taken
+            )
         if self._on_steps is not None and good:
-            self._on_steps([self._record(step, loss=row[0] / row[2], accuracy=row[1] / row[2], wait=wait)
-                            for step, row, wait in zip(good, rows, waits, strict=False)])
-        bad_steps = self._pending[len(good):]
+            self._on_steps(
+                [
+                    self._record(step, loss=row[0] / row[2], accuracy=row[1] / row[2], wait=wait)
+                    for step, row, wait in zip(good, rows, waits, strict=False)
+                ]
+            )
+        bad_steps = self._pending[len(good) :]
         if self._pending:
             mean_seconds = rows[-1][1] / self._world.size / len(self._pending)
-            self._interval = max(1, min(self._log_every, int(_FLUSH_SECONDS / max(mean_seconds, 1e-6))))
+            self._interval = max(
+                1, min(self._log_every, int(_FLUSH_SECONDS / max(mean_seconds, 1e-6)))
+            )
         self._pending = []
         if bad_steps:
             self._raise_not_finite(bad_steps[0])
@@ -173,25 +216,50 @@ class StepLedger:
         parts = [self._timer.spans(step.times)["sync"] for step in self._pending]
         begins = torch.full((len(parts), 2), -math.inf, dtype=torch.float64)
         for row, spans in zip(begins, parts, strict=True):
-            row[:len(spans)] = torch.tensor([begin - self._clock_offset for begin, _ in spans], dtype=torch.float64)
+            row[: len(spans)] = torch.tensor(
+                [begin - self._clock_offset for begin, _ in spans], dtype=torch.float64
+            )
         latest = begins.to(self._world.device)
         dist.all_reduce(latest, op=dist.ReduceOp.MAX)
-        return [sum(min(max(0.0, last + self._clock_offset - begin), end - begin)
-                    for (begin, end), last in zip(spans, row, strict=False))
-                for spans, row in zip(parts, latest.tolist(), strict=True)]
+        return [
+            sum(
+                min(max(0.0, last + self._clock_offset - begin), end - begin)
+                for (begin, end), last in zip(spans, row, strict=False)
+            )
+            for spans, row in zip(parts, latest.tolist(), strict=True)
+        ]
 
     def rescue(self) -> None:
         """Record what was trained before an error, as far as this rank knows it."""
         if self._on_steps is not None and self._pending:
-            self._on_steps([self._record(step, loss=math.nan, accuracy=math.nan) for step in self._pending])
+            self._on_steps(
+                [self._record(step, loss=math.nan, accuracy=math.nan) for step in self._pending]
+            )
 
-    def _record(self, step: _Pending, *, loss: float, accuracy: float, wait: float = 0.0) -> StepRecord:
-        return StepRecord(self._epoch, step.step, step.samples, loss, accuracy, float(step.outcome.loss),
-                          step.learning_rate, self._timer.seconds(step.times), wait)
+    def _record(
+        self, step: _Pending, *, loss: float, accuracy: float, wait: float = 0.0
+    ) -> StepRecord:
+        return StepRecord(
+            self._epoch,
+            step.step,
+            step.samples,
+            loss,
+            accuracy,
+            float(step.outcome.loss),
+            step.learning_rate,
+            self._timer.seconds(step.times),
+            wait,
+        )
 
     def _raise_not_finite(self, step: _Pending) -> None:
         losses = gather_objects(self._world, float(step.outcome.loss))
-        culprits = [f"loss {loss} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        culprits = [
+            f"loss {loss} on rank {rank}"
+            for rank, loss in enumerate(losses)
+            if not math.isfinite(loss)
+        ]
         what = ", ".join(culprits) if culprits else "gradients overflowed, the loss was finite"
-        raise GroupError(f"not finite in epoch {self._epoch}, step {step.step}: {what}. All ranks stop; earlier "
-                         "checkpoints are kept. Lower --learning-rate, warm up longer, or look for broken inputs")
+        raise GroupError(
+            f"not finite in epoch {self._epoch}, step {step.step}: {what}. All ranks stop; earlier "
+            "checkpoints are kept. Lower --learning-rate, warm up longer, or look for broken inputs"
+        )

@@ -30,7 +30,9 @@ def main(folder: Path, rank: int) -> int:
     threading.Thread(target=_end_with_the_caller, daemon=True).start()
     outcome: dict[str, Any] = {"stage": "arguments", "result": None, "consequence": False}
     try:
-        train_fn, world_size, backend, config = cloudpickle.loads((folder / "call.pkl").read_bytes())
+        train_fn, world_size, backend, config = cloudpickle.loads(
+            (folder / "call.pkl").read_bytes()
+        )
         outcome["stage"] = "group"
         patient = _open_group(folder, rank, world_size, backend)
         outcome["stage"] = "training"
@@ -39,8 +41,13 @@ def main(folder: Path, rank: int) -> int:
             dist.barrier(group=patient)  # rank 0 may still be writing a report
         content, status = cloudpickle.dumps(outcome if rank == 0 else outcome | {"result": None}), 0
     except BaseException as error:
-        outcome |= {"result": None, "error": str(error) or type(error).__name__, "traceback": traceback.format_exc(),
-                    "time": time.time(), "consequence": explain_collective_failure(error) is not None}
+        outcome |= {
+            "result": None,
+            "error": str(error) or type(error).__name__,
+            "traceback": traceback.format_exc(),
+            "time": time.time(),
+            "consequence": explain_collective_failure(error) is not None,
+        }
         content, status = cloudpickle.dumps(outcome), 1
     written = folder / f"{rank}.tmp"
     written.write_bytes(content)
@@ -57,14 +64,21 @@ def _open_group(folder: Path, rank: int, world_size: int, backend: str) -> dist.
     else:
         torch.set_num_threads(max(1, usable_cores() // world_size))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(backend, store=dist.FileStore(str(folder / "store"), world_size), rank=rank,
-                            world_size=world_size, timeout=_TIMEOUT)
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(str(folder / "store"), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=_TIMEOUT,
+    )
     dist.barrier()  # only now is the group known to work
     return dist.new_group(backend="gloo", timeout=_PATIENCE)
 
 
 def _end_with_the_caller() -> None:
-    os.read(sys.stdin.fileno(), 1)  # not sys.stdin.read: its lock would disturb the interpreter's own end
+    os.read(
+        sys.stdin.fileno(), 1
+    )  # not sys.stdin.read: its lock would disturb the interpreter's own end
     os._exit(1)
 
 

@@ -39,8 +39,10 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         finally:
             os.close(folder)
     except OSError as error:
-        raise UserError(f"{path} could not be written ({error.strerror or error}): make room or permit writing there, or "
-                        "give another --output-dir; earlier files are untouched") from error
+        raise UserError(
+            f"{path} could not be written ({error.strerror or error}): make room or permit writing there, or "
+            "give another --output-dir; earlier files are untouched"
+        ) from error
     finally:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
@@ -58,8 +60,11 @@ def _open_unfinished(path: Path) -> IO[bytes]:
     """Return a new file beside ``path``, locked by this process."""
     while True:
         file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - the caller closes it
-            dir=path.parent, prefix=f".{path.name}.", suffix=_UNFINISHED, delete=False)
-        with contextlib.suppress(OSError):  # a file system without locks, where nothing is tidied either
+            dir=path.parent, prefix=f".{path.name}.", suffix=_UNFINISHED, delete=False
+        )
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks, where nothing is tidied either
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.path.exists(file.name):  # else tidied away between its making and its locking
             return file

@@ -21,11 +21,19 @@ def environment() -> dict[str, Any]:
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"python": platform.python_version(), "system": platform.platform(), "cpu": _cpu_name(),
-            "cores": os.cpu_count(), "usable_cores": usable_cores(), "threads": torch.get_num_threads(), "gpus": gpus,
-            "cuda": torch.version.cuda if gpus else None,
-            **{name: _version(name) for name in _PACKAGES},
-            "git_commit": _git("rev-parse", "HEAD"), "git_changes": bool(_git("status", "--porcelain"))}
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+        "gpus": gpus,
+        "cuda": torch.version.cuda if gpus else None,
+        **{name: _version(name) for name in _PACKAGES},
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_changes": bool(_git("status", "--porcelain")),
+    }
 
 
 def peak_memory_bytes() -> int:
@@ -59,8 +67,13 @@ def _version(package: str) -> str | None:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, timeout=10,
-                              check=False)
+        done = subprocess.run(
+            ["git", "-C", str(REPOSITORY), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

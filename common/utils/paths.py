@@ -19,5 +19,7 @@ def new_folder(reports: Path, kind: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise UserError(f"{folder} cannot be made ({error.strerror}): give another --output-dir") from error
+            raise UserError(
+                f"{folder} cannot be made ({error.strerror}): give another --output-dir"
+            ) from error
     raise UserError(f"1000 folders within one second in {reports}: wait a moment")

@@ -69,7 +69,9 @@ def descendants(pid: int) -> list[int]:
         return []
 
 
-def blame(failed: Sequence[int], statuses: Mapping[int, int], outputs: Mapping[int, str], *, name: str) -> tuple[int, str]:
+def blame(
+    failed: Sequence[int], statuses: Mapping[int, int], outputs: Mapping[int, str], *, name: str
+) -> tuple[int, str]:
     """Return who failed first and what it said: the cause rather than an echo of it.
 
     failed : ranks or nodes in the order of their ends. name : what they are called, "rank" or "node".
@@ -77,7 +79,11 @@ def blame(failed: Sequence[int], statuses: Mapping[int, int], outputs: Mapping[i
     words = {one: last_words(outputs[one]) for one in failed}
     culprit = next((one for one in failed if words[one] and _ECHO not in words[one]), failed[0])
     status = statuses[culprit]
-    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    how = (
+        f"was killed by {signal.Signals(-status).name}"
+        if status < 0
+        else f"ended with status {status}"
+    )
     return culprit, f"{name} {culprit} {how}: {words[culprit] or 'it said nothing'}"
 
 

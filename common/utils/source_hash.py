@@ -16,5 +16,9 @@ def source_digests() -> dict[str, str]:
     """Return the beginning of the SHA-256 of each source file of ``common``, by its path. Line ends don't count, which git may
     change between systems."""
     files = sorted(path for path in _COMMON.rglob("*.py") if not path.name.startswith("."))
-    return {path.relative_to(_COMMON.parent).as_posix(): hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()[:12]
-            for path in files}
+    return {
+        path.relative_to(_COMMON.parent).as_posix(): hashlib.sha256(
+            path.read_bytes().replace(b"\r\n", b"\n")
+        ).hexdigest()[:12]
+        for path in files
+    }

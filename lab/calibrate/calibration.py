@@ -19,21 +19,53 @@ from lab.calibrate.rank_measurements import Measures, measure_rank
 
 _MOST_RANKS = 8
 _LIMIT_SECONDS = 600.0
-_SIZES = ((1_024, 20), (8_192, 20), (65_536, 10), (300_000, 8), (1_000_000, 4), (2_500_000, 3), (9_500_000, 2), (20_000_000, 1),
-          (38_000_000, 1))
+_SIZES = (
+    (1_024, 20),
+    (8_192, 20),
+    (65_536, 10),
+    (300_000, 8),
+    (1_000_000, 4),
+    (2_500_000, 3),
+    (9_500_000, 2),
+    (20_000_000, 1),
+    (38_000_000, 1),
+)
 
 
 def measures_for(model: str, image: tuple[int, int], *, quick: bool) -> Measures:
     """Return what a calibration measures; the samples are no common batch sizes, so that no cell to predict is among them."""
     if quick:
-        return Measures(model, image, _SIZES[::2], rounds=3, step_rounds=2, samples=(24, 72, 140), steps=1,
-                        limit_seconds=_LIMIT_SECONDS)
-    return Measures(model, image, _SIZES, rounds=6, step_rounds=3, samples=(28, 100, 220), steps=2,
-                    limit_seconds=_LIMIT_SECONDS)
+        return Measures(
+            model,
+            image,
+            _SIZES[::2],
+            rounds=3,
+            step_rounds=2,
+            samples=(24, 72, 140),
+            steps=1,
+            limit_seconds=_LIMIT_SECONDS,
+        )
+    return Measures(
+        model,
+        image,
+        _SIZES,
+        rounds=6,
+        step_rounds=3,
+        samples=(28, 100, 220),
+        steps=2,
+        limit_seconds=_LIMIT_SECONDS,
+    )
 
 
-def calibrate(*, ranks: int | None = None, model: str = "vgg11", image: tuple[int, int] = (32, 32), quick: bool = False,
-              path: Path | None = None, measures: Measures | None = None) -> Calibration:
+def calibrate(
+    *,
+    ranks: int | None = None,
+    model: str = "vgg11",
+    image: tuple[int, int] = (32, 32),
+    quick: bool = False,
+    path: Path | None = None,
+    measures: Measures | None = None,
+) -> Calibration:
     """Measure with ``ranks`` processes on this machine (default: one a core, 2 to 8) over loopback, and write the file.
 
     path : instead of ``calibration_path()``. Raises UserError on wrong values, WorkerError where a rank fails. No process is
@@ -44,25 +76,43 @@ def calibrate(*, ranks: int | None = None, model: str = "vgg11", image: tuple[in
         raise UserError(f"--ranks: got {ranks}, give 2 or more: one rank sends no messages")
     if model not in MODELS:
         raise UserError(f"--model: got {model!r}, choose one of {', '.join(MODELS)}")
-    found = launch_distributed_training(measure_rank, ranks, "gloo", measures=measures or measures_for(model, image, quick=quick),
-                                        ranks_here=ranks)
+    found = launch_distributed_training(
+        measure_rank,
+        ranks,
+        "gloo",
+        measures=measures or measures_for(model, image, quick=quick),
+        ranks_here=ranks,
+    )
     calibration = fit_calibration(found, model=model, quick=quick)
     save_calibration(calibration, path or calibration_path())
     return calibration
 
 
-def calibrate_nodes(launch: Launch, *, model: str = "vgg11", image: tuple[int, int] = (32, 32), quick: bool = False,
-                    path: Path | None = None, timeout_seconds: float = 60.0,
-                    measures: Measures | None = None) -> Calibration | None:
+def calibrate_nodes(
+    launch: Launch,
+    *,
+    model: str = "vgg11",
+    image: tuple[int, int] = (32, 32),
+    quick: bool = False,
+    path: Path | None = None,
+    timeout_seconds: float = 60.0,
+    measures: Measures | None = None,
+) -> Calibration | None:
     """Measure as one rank of a group, each node having started one; rank 0 writes the file and returns what is in it.
 
     Raises GroupError and UserError as ``common.distributed.process_group.process_group`` does.
     """
     if launch.size < 2:
-        raise UserError(f"--num-nodes: got {launch.size}, give 2 or more: one node sends no messages")
+        raise UserError(
+            f"--num-nodes: got {launch.size}, give 2 or more: one node sends no messages"
+        )
     with process_group(launch, backend="gloo", timeout_seconds=timeout_seconds) as world:
-        found = measure_rank(world.rank, world.size, measures=measures or measures_for(model, image, quick=quick),
-                             ranks_here=world.local_size)
+        found = measure_rank(
+            world.rank,
+            world.size,
+            measures=measures or measures_for(model, image, quick=quick),
+            ranks_here=world.local_size,
+        )
     if not world.is_root:
         return None
     calibration = fit_calibration(found, model=model, quick=quick)

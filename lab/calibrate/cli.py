@@ -12,22 +12,41 @@ from lab.flags import add_command
 
 def add_flags(commands: argparse._SubParsersAction) -> None:
     """Add ``lab calibrate``."""
-    parser = add_command(commands, "calibrate", run=_calibrate,
-                         help="measure latency, bandwidth, summation and compute time for predictions, of this machine, or with "
-                              "--master-ip --num-nodes --rank of several, started on each")
-    parser.add_argument("--ranks", type=int, help="processes on this machine (default: one a core, 2 to 8)")
-    parser.add_argument("--model", default="vgg11", choices=list(MODELS), help="whose steps are timed")
-    parser.add_argument("--quick", action="store_true", help="a third of the time, with wider intervals")
-    parser.add_argument("--output", type=Path, help="the file (default: reports/calibration.json, and what each layer takes in "
-                        "reports/profiles/measured-MODEL.json)")
-    parser.add_argument("--profile", help="measure what each layer takes, for --compute, and nothing else: "
-                        "reports/profiles/PROFILE.json, or a file that ends in .json")
+    parser = add_command(
+        commands,
+        "calibrate",
+        run=_calibrate,
+        help="measure latency, bandwidth, summation and compute time for predictions, of this machine, or with "
+        "--master-ip --num-nodes --rank of several, started on each",
+    )
+    parser.add_argument(
+        "--ranks", type=int, help="processes on this machine (default: one a core, 2 to 8)"
+    )
+    parser.add_argument(
+        "--model", default="vgg11", choices=list(MODELS), help="whose steps are timed"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a third of the time, with wider intervals"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="the file (default: reports/calibration.json, and what each layer takes in "
+        "reports/profiles/measured-MODEL.json)",
+    )
+    parser.add_argument(
+        "--profile",
+        help="measure what each layer takes, for --compute, and nothing else: "
+        "reports/profiles/PROFILE.json, or a file that ends in .json",
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="of --profile")
     parser.add_argument("-M", "--master-ip", help="address of rank 0's node")
     parser.add_argument("--master-port", type=int, default=DEFAULT_MASTER_PORT, help="port there")
     parser.add_argument("-N", "--num-nodes", type=int, help="number of nodes")
     parser.add_argument("-R", "--rank", type=int, help="this node's place")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for another rank")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, help="seconds to wait for another rank"
+    )
 
 
 def _calibrate(args: argparse.Namespace) -> int:
@@ -41,21 +60,36 @@ def _calibrate(args: argparse.Namespace) -> int:
     if args.profile is not None:
         return _profile_layers(args, args.profile)
     if args.device != "cpu":
-        raise UserError(f"--device {args.device}: name its profile, e.g. --profile my-gpu; no messages are measured there")
+        raise UserError(
+            f"--device {args.device}: name its profile, e.g. --profile my-gpu; no messages are measured there"
+        )
     if place == (None, None, None):
         calibration = calibrate(ranks=args.ranks, model=args.model, quick=args.quick, path=path)
     elif None in place:
-        raise UserError("--master-ip, --num-nodes and --rank go together: give all three, or none for this machine alone")
+        raise UserError(
+            "--master-ip, --num-nodes and --rank go together: give all three, or none for this machine alone"
+        )
     else:
         from common.distributed.launch_env import Launch
 
         if not 0 <= args.rank < args.num_nodes:
-            raise UserError(f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; give 0 to {args.num_nodes - 1}")
-        calibration = calibrate_nodes(Launch(args.rank, args.num_nodes, args.master_ip, args.master_port), model=args.model,
-                                      quick=args.quick, path=path, timeout_seconds=args.timeout)
+            raise UserError(
+                f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; give 0 to {args.num_nodes - 1}"
+            )
+        calibration = calibrate_nodes(
+            Launch(args.rank, args.num_nodes, args.master_ip, args.master_port),
+            model=args.model,
+            quick=args.quick,
+            path=path,
+            timeout_seconds=args.timeout,
+        )
     if calibration is not None:
         _print([*describe(calibration), f"written to {path}"])
-    return _profile_layers(args, MEASURED) if place == (None, None, None) and args.output is None else 0
+    return (
+        _profile_layers(args, MEASURED)
+        if place == (None, None, None) and args.output is None
+        else 0
+    )
 
 
 def _profile_layers(args: argparse.Namespace, name: str) -> int:
@@ -66,7 +100,9 @@ def _profile_layers(args: argparse.Namespace, name: str) -> int:
     path = profile_path(name, model=args.model)
     if name == "real":
         raise UserError("--profile: 'real' means to compute; give another name")
-    profile = measure_profile(Path(name).stem, model=args.model, device=args.device, rounds=2 if args.quick else 5)
+    profile = measure_profile(
+        Path(name).stem, model=args.model, device=args.device, rounds=2 if args.quick else 5
+    )
     save_profile(profile, path)
     _print([*describe_profile(profile), f"written to {path}"])
     return 0

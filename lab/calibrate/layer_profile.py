@@ -31,8 +31,15 @@ _ROUNDS, _STEPS = 5, 2
 _LEAST_SECONDS = 1e-9  # of a layer that does nothing
 
 
-def measure_profile(name: str, *, model: str = "vgg11", image: tuple[int, int] = (32, 32), device: str = "cpu",
-                    samples: Sequence[int] = SAMPLES, rounds: int = _ROUNDS) -> Profile:
+def measure_profile(
+    name: str,
+    *,
+    model: str = "vgg11",
+    image: tuple[int, int] = (32, 32),
+    device: str = "cpu",
+    samples: Sequence[int] = SAMPLES,
+    rounds: int = _ROUNDS,
+) -> Profile:
     """Measure the layers of ``model`` on ``device`` ("cpu" or "cuda") with these numbers of samples, and fit a line to each.
 
     Some 15 s for VGG-11 on two cores. The machine should have nothing else to do. Raises UserError on unknown values.
@@ -40,7 +47,9 @@ def measure_profile(name: str, *, model: str = "vgg11", image: tuple[int, int] =
     if model not in MODELS:
         raise UserError(f"--model: got {model!r}, choose one of {', '.join(MODELS)}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch finds no GPU here: leave it out to measure the CPU, or measure where there is one")
+        raise UserError(
+            "--device cuda: torch finds no GPU here: leave it out to measure the CPU, or measure where there is one"
+        )
     threads = torch.get_num_threads()
     keep_freed_memory()
     torch.set_num_threads(usable_cores())
@@ -62,44 +71,92 @@ def describe_profile(profile: Profile) -> list[str]:
     """Return what was found as lines for a person."""
     worst = max(abs(fitted / measured - 1) for _, measured, fitted in profile.steps)
     samples, measured, _ = profile.steps[-1]
-    lines = [f"profile {profile.name}: {profile.model} on {profile.machine} ({profile.device}, {profile.threads} threads), "
-             f"{len(profile.layers)} layers; {samples:g} samples take {measured:.3f} s of forward and backward and "
-             f"{profile.update_seconds:.3f} s of update; the lines are off by {worst:.0%} at most"]
+    lines = [
+        f"profile {profile.name}: {profile.model} on {profile.machine} ({profile.device}, {profile.threads} threads), "
+        f"{len(profile.layers)} layers; {samples:g} samples take {measured:.3f} s of forward and backward and "
+        f"{profile.update_seconds:.3f} s of update; the lines are off by {worst:.0%} at most"
+    ]
     if profile.others_share > QUIET_SHARE:
-        lines.append(f"warning: other processes took {profile.others_share:.0%} of the cores meanwhile: end them, and measure "
-                     "again")
+        lines.append(
+            f"warning: other processes took {profile.others_share:.0%} of the cores meanwhile: end them, and measure "
+            "again"
+        )
     return lines
 
 
-def _timed_steps(trainer: Trainer, timer: "LayerTimer", samples: Sequence[int]) -> list[dict[str, Any]]:
+def _timed_steps(
+    trainer: Trainer, timer: "LayerTimer", samples: Sequence[int]
+) -> list[dict[str, Any]]:
     """Return of each step samples, seconds of each layer and of the update; the first step of each number warms up."""
     layers: list[tuple[tuple[str, ...], list[float], list[float]]] = []
-    records = trainer.time_steps(samples, steps=_STEPS, after_step=lambda _: layers.append(timer.take()))
+    records = trainer.time_steps(
+        samples, steps=_STEPS, after_step=lambda _: layers.append(timer.take())
+    )
     own = [one for place, one in enumerate(layers) if place % (len(layers) // len(samples))]
-    return [record | {"calls": calls, "layer_forward": forward, "layer_backward": backward}
-            for record, (calls, forward, backward) in zip(records, own, strict=True)]
+    return [
+        record | {"calls": calls, "layer_forward": forward, "layer_backward": backward}
+        for record, (calls, forward, backward) in zip(records, own, strict=True)
+    ]
 
 
-def _profile(name: str, model: str, image: tuple[int, int], device: str, steps: Sequence[dict[str, Any]]) -> Profile:
+def _profile(
+    name: str, model: str, image: tuple[int, int], device: str, steps: Sequence[dict[str, Any]]
+) -> Profile:
     calls = steps[0]["calls"]
     counts = sorted({step["samples"] for step in steps})
     noise: list[tuple[float, float]] = []
-    by_count = [[step for (step,) in quiet([(step,) for step in steps if step["samples"] == count],
-                                           {"ranks_here": 1, "cores": usable_cores()}, noise)] for count in counts]
+    by_count = [
+        [
+            step
+            for (step,) in quiet(
+                [(step,) for step in steps if step["samples"] == count],
+                {"ranks_here": 1, "cores": usable_cores()},
+                noise,
+            )
+        ]
+        for count in counts
+    ]
 
     def line(which: str, place: int) -> Line:
-        seconds = [max(_LEAST_SECONDS, statistics.median(step[which][place] for step in same)) for same in by_count]
+        seconds = [
+            max(_LEAST_SECONDS, statistics.median(step[which][place] for step in same))
+            for same in by_count
+        ]
         return Line(*fit([[1.0] * len(counts), counts], seconds, varied=counts).values)
 
-    layers = tuple(Layer(call.name, line("layer_forward", place), line("layer_backward", place), call.parameters)
-                   for place, call in enumerate(calls))
+    layers = tuple(
+        Layer(
+            call.name, line("layer_forward", place), line("layer_backward", place), call.parameters
+        )
+        for place, call in enumerate(calls)
+    )
     machine = environment()
-    measured = [(count, statistics.median(sum(step["layer_forward"]) + sum(step["layer_backward"]) for step in same))
-                for count, same in zip(counts, by_count, strict=True)]
+    measured = [
+        (
+            count,
+            statistics.median(
+                sum(step["layer_forward"]) + sum(step["layer_backward"]) for step in same
+            ),
+        )
+        for count, same in zip(counts, by_count, strict=True)
+    ]
     return Profile(
-        name=name, machine=machine["gpus"][0] if device == "cuda" else machine["cpu"], device=device,
-        threads=torch.get_num_threads(), made=datetime.now().isoformat(timespec="seconds"), model=model, image=image,
-        layers=layers, update_seconds=statistics.median(step["update"] for same in by_count for step in same),
+        name=name,
+        machine=machine["gpus"][0] if device == "cuda" else machine["cpu"],
+        device=device,
+        threads=torch.get_num_threads(),
+        made=datetime.now().isoformat(timespec="seconds"),
+        model=model,
+        image=image,
+        layers=layers,
+        update_seconds=statistics.median(step["update"] for same in by_count for step in same),
         others_share=statistics.fmean([share for _, share in noise], [clock for clock, _ in noise]),
-        steps=tuple((count, seconds, sum(layer.forward.at(count) + layer.backward.at(count) for layer in layers))
-                    for count, seconds in measured))
+        steps=tuple(
+            (
+                count,
+                seconds,
+                sum(layer.forward.at(count) + layer.backward.at(count) for layer in layers),
+            )
+            for count, seconds in measured
+        ),
+    )

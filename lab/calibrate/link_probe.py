@@ -43,16 +43,29 @@ def measure_links(rank: int, size: int, *, kinds: Sequence[str], shaped: bool) -
     for kind in KINDS:
         if kind not in kinds:
             continue
-        pair = [message_call(one, rank, size) for one in (kind, _IN_PAIRS.get(kind)) if one is not None]
+        pair = [
+            message_call(one, rank, size) for one in (kind, _IN_PAIRS.get(kind)) if one is not None
+        ]
         twin = _IN_PAIRS.get(kind)
-        found[kind] = found[twin] if twin in found else [
-            [nbytes, _seconds(pair, nbytes, calls=calls, rounds=rounds)] for nbytes, calls, rounds in sizes]
+        found[kind] = (
+            found[twin]
+            if twin in found
+            else [
+                [nbytes, _seconds(pair, nbytes, calls=calls, rounds=rounds)]
+                for nbytes, calls, rounds in sizes
+            ]
+        )
     memory = time_memory(torch.zeros(24_000_000))
-    per_byte = {name: _slowest(statistics.median(seconds / nbytes for nbytes, seconds in rows)) for name, rows in memory.items()}
+    per_byte = {
+        name: _slowest(statistics.median(seconds / nbytes for nbytes, seconds in rows))
+        for name, rows in memory.items()
+    }
     return {"nodes": size, "kinds": found, "sum": per_byte["sum"], "copy": per_byte["copy"]}
 
 
-def _seconds(calls_in_turn: Sequence[Callable[[Tensor], object]], nbytes: int, *, calls: int, rounds: int) -> float:
+def _seconds(
+    calls_in_turn: Sequence[Callable[[Tensor], object]], nbytes: int, *, calls: int, rounds: int
+) -> float:
     """Seconds of one call, the median over rounds of so many in a row on the slowest rank. The first ones of a row are not
     timed: a link that was idle lets some bytes pass at once."""
     tensor, taken = torch.zeros(nbytes // 4), []
@@ -86,7 +99,9 @@ def network_from(found: Mapping[str, Any], *, rate_bits: float | None) -> Networ
             beta = max(0.0, (points[-1][0] - seconds) / (points[-1][2] - link_bytes))
         kinds[kind] = Rate(max(0.0, seconds - beta * link_bytes) / messages, beta, floor)
     first = next(iter(kinds.values()))
-    return Network(first.alpha_seconds, first.beta_seconds_per_byte, found["sum"], found["copy"], kinds)
+    return Network(
+        first.alpha_seconds, first.beta_seconds_per_byte, found["sum"], found["copy"], kinds
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,7 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(name, type=int, required=True)
     args = parser.parse_args(arguments)
     keep_freed_memory()
-    with process_group(Launch(args.rank, args.num_nodes, args.master_ip, args.master_port), backend="gloo") as world:
+    with process_group(
+        Launch(args.rank, args.num_nodes, args.master_ip, args.master_port), backend="gloo"
+    ) as world:
         torch.set_num_threads(max(1, usable_cores() // world.local_size))
         found = measure_links(world.rank, world.size, kinds=args.kinds, shaped=args.shaped)
         if world.is_root:

@@ -88,7 +88,12 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
     found |= {"threads": threads, "environment": environment()}
     everyone = gather_objects(World(rank=rank, size=size), found)
     watchdog.cancel()
-    return {"ranks": everyone, "gradients": trainer.gradients, "cores": cores, "ranks_here": ranks_here}
+    return {
+        "ranks": everyone,
+        "gradients": trainer.gradients,
+        "cores": cores,
+        "ranks_here": ranks_here,
+    }
 
 
 def time_messages(rank: int, size: int, measures: Measures) -> list[dict[str, Any]]:
@@ -98,7 +103,9 @@ def time_messages(rank: int, size: int, measures: Measures) -> list[dict[str, An
     A tiny all_reduce follows each call, since a sender alone would be timed until it has filled a buffer; the last entry is
     what that takes by itself, measured in the same turn. Each call takes another part of the memory, as gradients lie.
     """
-    arena = torch.zeros(max(2 * measures.sizes[-1][0], 10 * _MEMORY_SIZES[-1]) // _FLOAT_BYTES + _SPREAD).fill_(0.0)
+    arena = torch.zeros(
+        max(2 * measures.sizes[-1][0], 10 * _MEMORY_SIZES[-1]) // _FLOAT_BYTES + _SPREAD
+    ).fill_(0.0)
     calls, rounds = {kind: message_call(kind, rank, size) for kind in KINDS}, []
     for _ in range(_WARM_UP_ROUNDS + measures.rounds):
         began = cpu_seconds()
@@ -117,8 +124,12 @@ def _overlap(trainer: Trainer, samples: int) -> dict[str, Any]:
     start = cpu_seconds()
     _meet()
     alone = trainer.backward_seconds(samples)
-    one = _timed(lambda tensor: _send(1, tensor)(), [torch.zeros(_OVERLAP_BYTES // _FLOAT_BYTES)] * 4)
-    counts = torch.tensor([max(1.0, 0.5 * alone / one)])  # within backward all of them, and enough to be seen
+    one = _timed(
+        lambda tensor: _send(1, tensor)(), [torch.zeros(_OVERLAP_BYTES // _FLOAT_BYTES)] * 4
+    )
+    counts = torch.tensor(
+        [max(1.0, 0.5 * alone / one)]
+    )  # within backward all of them, and enough to be seen
     dist.all_reduce(counts, op=dist.ReduceOp.MIN)
     tensor, count = torch.zeros(_OVERLAP_BYTES // _FLOAT_BYTES), int(counts)
     messages = _timed(lambda tensor: _send(count, tensor)(), [tensor])
@@ -146,10 +157,15 @@ def _affordable(trainer: Trainer, samples: Sequence[int], ranks_here: int) -> tu
     seconds = trainer.backward_seconds(_PROBE_SAMPLES) / _PROBE_SAMPLES * max(samples) / ranks_here
     share = torch.tensor([min(1.0, _LONGEST_BACKWARD_SECONDS / seconds)])
     dist.all_reduce(share, op=dist.ReduceOp.MIN)
-    return tuple(max(2 * place * ranks_here, int(count * float(share))) for place, count in enumerate(sorted(samples), start=1))
+    return tuple(
+        max(2 * place * ranks_here, int(count * float(share)))
+        for place, count in enumerate(sorted(samples), start=1)
+    )
 
 
-def _alone(trainer: Trainer, rank: int, cores: int, samples: Sequence[int], *, steps: int) -> list[dict[str, Any]]:
+def _alone(
+    trainer: Trainer, rank: int, cores: int, samples: Sequence[int], *, steps: int
+) -> list[dict[str, Any]]:
     """Time rank 0's steps with all of the machine's threads while the other ranks wait for it, step by step."""
     if rank == 0:
         torch.set_num_threads(cores)

@@ -48,14 +48,19 @@ class Trainer:
     ``model`` and ``criterion`` are those that train, for hooks.
     """
 
-    def __init__(self, model: str, image: tuple[int, int], *, most_samples: int, device: str = "cpu") -> None:
+    def __init__(
+        self, model: str, image: tuple[int, int], *, most_samples: int, device: str = "cpu"
+    ) -> None:
         torch.manual_seed(_SEED)
         images = torch.randint(0, 256, (_BATCHES * most_samples, *image, 3), dtype=torch.uint8)
         labels = torch.randint(0, _CLASSES, (len(images),))
         noise = ImageSet(images, labels)
-        self._dataset = Dataset("noise", noise, noise, tuple(map(str, range(_CLASSES))), (0.5,) * 3, (0.29,) * 3)
+        self._dataset = Dataset(
+            "noise", noise, noise, tuple(map(str, range(_CLASSES))), (0.5,) * 3, (0.29,) * 3
+        )
         network, self.criterion, optimizer = prepare_model_for_training(
-            build_model(model, _CLASSES), device, 1e-4, 0.9, 5e-4, False, nesterov=True)
+            build_model(model, _CLASSES), device, 1e-4, 0.9, 5e-4, False, nesterov=True
+        )
         self._device = device
         self._engine = TrainingEngine(network, device)
         self._engine.prepare(optimizer, self.criterion)
@@ -68,7 +73,9 @@ class Trainer:
         """How many steps ``time_steps`` makes."""
         return sizes * (_WARM_UP_STEPS + steps)
 
-    def time_steps(self, samples: Sequence[int], *, steps: int, after_step: Callable[[int], None]) -> list[dict[str, Any]]:
+    def time_steps(
+        self, samples: Sequence[int], *, steps: int, after_step: Callable[[int], None]
+    ) -> list[dict[str, Any]]:
         """Return for each step "samples", "before" (data and forward), "backward" and "update", in seconds, and "cpu".
 
         Each number of samples has ``steps`` of them. ``after_step`` is called after each step, outside its time.
@@ -79,43 +86,74 @@ class Trainer:
             spent: list[dict[str, float]] = []
             began = cpu_seconds()
 
-            def stepped(step: int, spent: list[dict[str, float]] = spent, began: dict[str, float] = began) -> None:
+            def stepped(
+                step: int, spent: list[dict[str, float]] = spent, began: dict[str, float] = began
+            ) -> None:
                 after_step(step)
                 spent.append(since(began))
                 began |= cpu_seconds()
 
             self._train(count, _WARM_UP_STEPS + steps, records, stepped)
-            found += [{"samples": count, "before": record.seconds["data"] + record.seconds["forward"], "cpu": cpu,
-                       "backward": record.seconds["backward"], "update": record.seconds["sync"] + record.seconds["update"]}
-                      for record, cpu in list(zip(records, spent, strict=True))[_WARM_UP_STEPS:] if record.samples == count]
+            found += [
+                {
+                    "samples": count,
+                    "before": record.seconds["data"] + record.seconds["forward"],
+                    "cpu": cpu,
+                    "backward": record.seconds["backward"],
+                    "update": record.seconds["sync"] + record.seconds["update"],
+                }
+                for record, cpu in list(zip(records, spent, strict=True))[_WARM_UP_STEPS:]
+                if record.samples == count
+            ]
         return found
 
-    def _train(self, samples: int, steps: int, records: list[StepRecord], after_step: Callable[[int], None]) -> None:
+    def _train(
+        self, samples: int, steps: int, records: list[StepRecord], after_step: Callable[[int], None]
+    ) -> None:
         last = self._engine.step + steps
         while self._engine.step < last:  # an epoch may be shorter
-            loader = TrainLoader(self._dataset, GlobalBatchSampler(len(self._dataset.train), batch_size=samples),
-                                 device=self._device)
-            self._engine.train_epoch(loader, epoch=1, seed=_SEED, max_steps=last, on_steps=records.extend,
-                                     after_step=after_step)
+            loader = TrainLoader(
+                self._dataset,
+                GlobalBatchSampler(len(self._dataset.train), batch_size=samples),
+                device=self._device,
+            )
+            self._engine.train_epoch(
+                loader,
+                epoch=1,
+                seed=_SEED,
+                max_steps=last,
+                on_steps=records.extend,
+                after_step=after_step,
+            )
 
     def time_gradients(self, samples: int, *, repeats: int = 3) -> list[float]:
         """Return for each parameter, in their order, the share of backward after which its gradient is ready (median)."""
         moments: dict[int, float] = {}
-        hooks = [p.register_hook(lambda _gradient, place=place: moments.__setitem__(place, time.perf_counter()))
-                 for place, p in enumerate(self._trained)]
+        hooks = [
+            p.register_hook(
+                lambda _gradient, place=place: moments.__setitem__(place, time.perf_counter())
+            )
+            for place, p in enumerate(self._trained)
+        ]
         shares: list[list[float]] = []
         try:
             for _ in range(_WARM_UP_STEPS + repeats):
                 began: list[float] = []
-                self.backward_seconds(samples, before=lambda began=began: began.append(time.perf_counter()))
+                self.backward_seconds(
+                    samples, before=lambda began=began: began.append(time.perf_counter())
+                )
                 whole = max(moments.values()) - began[0]
-                shares.append([(moments[place] - began[0]) / whole for place in range(len(self._trained))])
+                shares.append(
+                    [(moments[place] - began[0]) / whole for place in range(len(self._trained))]
+                )
         finally:
             for hook in hooks:
                 hook.remove()
         return [statistics.median(column) for column in zip(*shares[_WARM_UP_STEPS:], strict=True)]
 
-    def backward_seconds(self, samples: int, *, before: Callable[[], object] = lambda: None) -> float:
+    def backward_seconds(
+        self, samples: int, *, before: Callable[[], object] = lambda: None
+    ) -> float:
         """Return the seconds of one backward; ``before`` is called when it begins, outside of them."""
         images, labels = self._batch(samples)
         loss = self.criterion(self._engine.model(images), labels)
@@ -127,6 +165,9 @@ class Trainer:
         return seconds
 
     def _batch(self, samples: int) -> tuple[Tensor, Tensor]:
-        loader = TrainLoader(self._dataset, GlobalBatchSampler(len(self._dataset.train), batch_size=samples),
-                                 device=self._device)
+        loader = TrainLoader(
+            self._dataset,
+            GlobalBatchSampler(len(self._dataset.train), batch_size=samples),
+            device=self._device,
+        )
         return next(iter(loader))

@@ -39,8 +39,13 @@ class Channel:
     on_end : called with a node's number and its exit status, when its program has ended.
     """
 
-    def __init__(self, spec: Mapping[str, Any], *, on_line: Callable[[int, str], None],
-                 on_end: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        spec: Mapping[str, Any],
+        *,
+        on_line: Callable[[int, str], None],
+        on_end: Callable[[int, int], None],
+    ) -> None:
         self.networks: list[str] = []
         self.failure: str | None = None
         self._on_line, self._on_end = on_line, on_end
@@ -51,18 +56,27 @@ class Channel:
         # On loopback the host itself must outlive this process for a moment, to end the nodes; elsewhere the kernel does.
         way, wish = ((), None) if spec["loopback"] else (tools.unshare_command(), death_wish())
         self._process = subprocess.Popen(
-            [*way, sys.executable, "-P", "-c", HOST_CODE, str(REPOSITORY), json.dumps(spec)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self._complaints, start_new_session=True, preexec_fn=wish,
-            env=os.environ | {"PATH": tools.search_path(), "OMP_NUM_THREADS": "1"})
+            [*way, sys.executable, "-P", "-c", HOST_CODE, str(REPOSITORY), json.dumps(spec)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            start_new_session=True,
+            preexec_fn=wish,
+            env=os.environ | {"PATH": tools.search_path(), "OMP_NUM_THREADS": "1"},
+        )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def wait_until_ready(self) -> None:
         """Wait for network and interpreter; GroupError where they do not come."""
         with self._changed:
-            self._changed.wait_for(lambda: self.networks or self.failure is not None, _READY_SECONDS)
+            self._changed.wait_for(
+                lambda: self.networks or self.failure is not None, _READY_SECONDS
+            )
         if not self.networks:
-            raise GroupError(f"the cluster did not start: {self.failure or f'not ready within {_READY_SECONDS:g} s'}")
+            raise GroupError(
+                f"the cluster did not start: {self.failure or f'not ready within {_READY_SECONDS:g} s'}"
+            )
 
     @property
     def host_pid(self) -> int:
@@ -81,10 +95,16 @@ class Channel:
         """Send a request and return its answer. UserError where it is refused, GroupError where the cluster has ended."""
         with self._changed:
             number = self._tell(what, **more)
-            self._changed.wait_for(lambda: number in self._answers or self.failure is not None, _ANSWER_SECONDS)
+            self._changed.wait_for(
+                lambda: number in self._answers or self.failure is not None, _ANSWER_SECONDS
+            )
             answer = self._answers.pop(number, None)
         if answer is None:
-            raise GroupError(self._ended() if self.failure else f"the cluster has not answered within {_ANSWER_SECONDS:g} s")
+            raise GroupError(
+                self._ended()
+                if self.failure
+                else f"the cluster has not answered within {_ANSWER_SECONDS:g} s"
+            )
         if "error" in answer:
             raise UserError(answer["error"])
         return answer["result"]
@@ -92,7 +112,9 @@ class Channel:
     def _tell(self, what: str, **more: Any) -> int:
         self._requests += 1
         try:
-            self._process.stdin.write(json.dumps({"do": what, "id": self._requests, **more}).encode() + b"\n")
+            self._process.stdin.write(
+                json.dumps({"do": what, "id": self._requests, **more}).encode() + b"\n"
+            )
             self._process.stdin.flush()
         except (OSError, ValueError) as error:
             raise GroupError(self._ended()) from error
@@ -125,8 +147,16 @@ class Channel:
 
     def _last_complaint(self) -> str:
         self._complaints.seek(0)
-        lines = [line for line in self._complaints.read().decode(errors="replace").splitlines() if line.strip()]
-        return re.sub(r"^unshare: ", "unshare says: ", lines[-1]) if lines else "its first process is gone"
+        lines = [
+            line
+            for line in self._complaints.read().decode(errors="replace").splitlines()
+            if line.strip()
+        ]
+        return (
+            re.sub(r"^unshare: ", "unshare says: ", lines[-1])
+            if lines
+            else "its first process is gone"
+        )
 
     def close(self) -> None:
         """End the host, and with it everything within; return when it is gone."""

@@ -18,22 +18,46 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_run(actions: argparse._SubParsersAction) -> None:
-    parser = add_command(actions, "run", run=_run,
-                         help="start the command behind -- on every node of a new cluster; {master}, {nodes}, {rank} and {port} "
-                              "in it become the first node's address, the number of nodes, the node's own, and a port that is "
-                              "free there")
+    parser = add_command(
+        actions,
+        "run",
+        run=_run,
+        help="start the command behind -- on every node of a new cluster; {master}, {nodes}, {rank} and {port} "
+        "in it become the first node's address, the number of nodes, the node's own, and a port that is "
+        "free there",
+    )
     parser.set_defaults(passes_flags=True)
     parser.add_argument("--nodes", type=int, default=4, help="number of nodes")
-    parser.add_argument("--rate", help="of each link, both ways, e.g. 1gbit or 200mbit (default: as fast as this machine)")
-    parser.add_argument("--latency", help="from one node to another, e.g. 0.5ms (where the kernel has netem)")
-    parser.add_argument("--loopback", action="store_true", help="no namespaces and no links: processes on 127.0.0.1")
-    parser.add_argument("--fresh", action="store_true", help="start each python by itself, not from one that has imported torch")
-    parser.add_argument("--logs", type=Path, help="folder for node<r>.log (default: reports/cluster-<time>)")
-    parser.add_argument("--output-dir", type=Path, default=REPOSITORY / "reports", help="receives cluster-<time>/")
+    parser.add_argument(
+        "--rate",
+        help="of each link, both ways, e.g. 1gbit or 200mbit (default: as fast as this machine)",
+    )
+    parser.add_argument(
+        "--latency", help="from one node to another, e.g. 0.5ms (where the kernel has netem)"
+    )
+    parser.add_argument(
+        "--loopback", action="store_true", help="no namespaces and no links: processes on 127.0.0.1"
+    )
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="start each python by itself, not from one that has imported torch",
+    )
+    parser.add_argument(
+        "--logs", type=Path, help="folder for node<r>.log (default: reports/cluster-<time>)"
+    )
+    parser.add_argument(
+        "--output-dir", type=Path, default=REPOSITORY / "reports", help="receives cluster-<time>/"
+    )
 
 
 def _add_shell(actions: argparse._SubParsersAction) -> None:
-    parser = add_command(actions, "shell", run=_shell, help="a shell in a node of a running cluster, or the command behind --")
+    parser = add_command(
+        actions,
+        "shell",
+        run=_shell,
+        help="a shell in a node of a running cluster, or the command behind --",
+    )
     parser.set_defaults(passes_flags=True)
     _add_node(parser)
 
@@ -51,7 +75,12 @@ def _add_fault(actions: argparse._SubParsersAction) -> None:
 
 def _add_node(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node", type=int, required=True, help="its number, from 0")
-    parser.add_argument("--cluster", type=int, metavar="PID", help="process id of its lab cluster run, where several run")
+    parser.add_argument(
+        "--cluster",
+        type=int,
+        metavar="PID",
+        help="process id of its lab cluster run, where several run",
+    )
 
 
 def _run(args: argparse.Namespace) -> int:

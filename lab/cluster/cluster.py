@@ -62,14 +62,27 @@ class Cluster:
     change.
     """
 
-    def __init__(self, nodes: int, *, rate: str | None = None, latency: str | None = None, logs: Path = Path(),
-                 loopback: bool = False, fresh: bool = False, echo: Callable[[int, str], object] | None = None) -> None:
+    def __init__(
+        self,
+        nodes: int,
+        *,
+        rate: str | None = None,
+        latency: str | None = None,
+        logs: Path = Path(),
+        loopback: bool = False,
+        fresh: bool = False,
+        echo: Callable[[int, str], object] | None = None,
+    ) -> None:
         if not 1 <= nodes <= network.MOST_NODES:
             raise UserError(f"--nodes: got {nodes}, give 1 to {network.MOST_NODES}")
         self.nodes, self.loopback = nodes, loopback
         self.warnings: list[str] = []
         self._rate, self._latency = parse_rate(rate), parse_latency(latency)
-        self._logs, self._fresh, self._echo = logs, fresh or sys.platform != "linux", echo  # elsewhere forks of torch may hang
+        self._logs, self._fresh, self._echo = (
+            logs,
+            fresh or sys.platform != "linux",
+            echo,
+        )  # elsewhere forks of torch may hang
         self._check(rate, latency)
         self._changed = threading.Condition()
         self._running: dict[int, float] = {}
@@ -81,16 +94,24 @@ class Cluster:
     def _check(self, rate: str | None, latency: str | None) -> None:
         if self.loopback:
             if rate is not None or latency is not None:
-                raise UserError("--loopback has no links: leave out --rate and --latency, or --loopback")
+                raise UserError(
+                    "--loopback has no links: leave out --rate and --latency, or --loopback"
+                )
             return
         if refused := tools.namespaces_refused():
-            raise UserError(f"no emulated cluster here: {refused}. --loopback runs the same command on 127.0.0.1, unshaped")
+            raise UserError(
+                f"no emulated cluster here: {refused}. --loopback runs the same command on 127.0.0.1, unshaped"
+            )
         if rate is not None and not tools.has_tbf():
-            raise UserError(f"--rate {rate}: this kernel has no sch_tbf, which limits a link's rate: `sudo modprobe sch_tbf`, or "
-                            "leave it out")
+            raise UserError(
+                f"--rate {rate}: this kernel has no sch_tbf, which limits a link's rate: `sudo modprobe sch_tbf`, or "
+                "leave it out"
+            )
         if latency is not None and not tools.has_netem():
-            self.warnings.append(f"--latency {latency} is left out: this kernel has no sch_netem (`sudo modprobe sch_netem`, "
-                                 "where the module is installed); the links have their rate, and no delay of their own")
+            self.warnings.append(
+                f"--latency {latency} is left out: this kernel has no sch_netem (`sudo modprobe sch_netem`, "
+                "where the module is installed); the links have their rate, and no delay of their own"
+            )
             self._latency = None
 
     @property
@@ -99,8 +120,13 @@ class Cluster:
         return self._latency
 
     def __enter__(self) -> "Cluster":
-        spec = {"nodes": self.nodes, "rate_bits": self._rate, "latency_seconds": self._latency, "loopback": self.loopback,
-                "preload": not self._fresh}
+        spec = {
+            "nodes": self.nodes,
+            "rate_bits": self._rate,
+            "latency_seconds": self._latency,
+            "loopback": self.loopback,
+            "preload": not self._fresh,
+        }
         self._channel = Channel(spec, on_line=self._take_line, on_end=self._take_end)
         try:
             self._channel.wait_until_ready()
@@ -128,8 +154,15 @@ class Cluster:
         """The process, as seen from outside, whose namespaces are the cluster's."""
         return self._channel.host_pid
 
-    def start(self, command: Sequence[str], *, nodes: Sequence[int] | None = None, environment: Mapping[str, str] | None = None,
-              cwd: Path | None = None, logs: Path | None = None) -> None:
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        nodes: Sequence[int] | None = None,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        logs: Path | None = None,
+    ) -> None:
         """Start a command on each of ``nodes`` (default: all), its place filled in, and return at once.
 
         environment : added to this process's own. logs : another folder for the output. Raises UserError on a placeholder that
@@ -140,24 +173,35 @@ class Cluster:
             self._check_node(node)
         if self.loopback and not self._running:  # those that join later meet at the same
             self._port = free_port()
-        found = node_environment(dict(os.environ) | dict(environment or {}), nodes=self.nodes,
-                                 interface=None if self.loopback else "eth0")
+        found = node_environment(
+            dict(os.environ) | dict(environment or {}),
+            nodes=self.nodes,
+            interface=None if self.loopback else "eth0",
+        )
         for node in chosen:
-            filled = fill_in(command, master=self.address(0), nodes=self.nodes, rank=node, port=self._port)
+            filled = fill_in(
+                command, master=self.address(0), nodes=self.nodes, rank=node, port=self._port
+            )
             self._open_log(node, logs or self._logs)
-            self._channel.ask("start", node=node, command=filled, environment=found, folder=str(cwd or Path.cwd()))
+            self._channel.ask(
+                "start", node=node, command=filled, environment=found, folder=str(cwd or Path.cwd())
+            )
 
     def _open_log(self, node: int, folder: Path) -> None:
         """Take down that a node runs from now on, and where its output goes."""
         path = self.log(node, folder)
         with self._changed:
             if node in self._running:
-                raise UserError(f"node {node} still runs what was started on it before: wait for it, or kill it")
+                raise UserError(
+                    f"node {node} still runs what was started on it before: wait for it, or kill it"
+                )
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 file = path.open("a", encoding="utf-8", buffering=1)
             except OSError as error:
-                raise UserError(f"{path} cannot be written ({error.strerror}): give another folder") from error
+                raise UserError(
+                    f"{path} cannot be written ({error.strerror}): give another folder"
+                ) from error
             if node in self._files:
                 self._files[node].close()
             self._files[node], self._running[node] = file, time.monotonic()
@@ -171,7 +215,9 @@ class Cluster:
         all but the last. Raises UserError on what cannot be."""
         self._check_node(node)
         if what not in FAULTS or (what == "slow") != (rate is not None):
-            raise UserError(f"a fault is one of {', '.join(FAULTS)}; slow, and no other, needs a rate: got {what!r}, {rate!r}")
+            raise UserError(
+                f"a fault is one of {', '.join(FAULTS)}; slow, and no other, needs a rate: got {what!r}, {rate!r}"
+            )
         self._channel.ask("fault", node=node, fault=what, rate_bits=parse_rate(rate))
 
     def send_signal(self, number: int) -> None:
@@ -201,7 +247,13 @@ class Cluster:
         with self._changed:
             return "\n".join(self._output[node])
 
-    def wait(self, *, limit_seconds: float | None = None, stop_at_failure: bool = False, grace_seconds: float = 8.0) -> list[End]:
+    def wait(
+        self,
+        *,
+        limit_seconds: float | None = None,
+        stop_at_failure: bool = False,
+        grace_seconds: float = 8.0,
+    ) -> list[End]:
         """Wait until nothing runs any more; return how the programs started since the last wait ended, first the first.
 
         stop_at_failure : when one has failed, give the others ``grace_seconds`` to say why they end, too, and kill them then.
@@ -214,8 +266,10 @@ class Cluster:
                 if self._channel.failure is not None:
                     raise GroupError(f"the cluster has ended: {self._channel.failure}")
                 if limit_seconds is not None and now > began + limit_seconds:
-                    raise TimeoutError(f"after {limit_seconds:g} s these nodes still run: "
-                                       f"{', '.join(map(str, sorted(self._running)))}")
+                    raise TimeoutError(
+                        f"after {limit_seconds:g} s these nodes still run: "
+                        f"{', '.join(map(str, sorted(self._running)))}"
+                    )
                 if stop_at_failure and kill_at is None and any(end.status for end in self._ends):
                     kill_at = now + grace_seconds
                 if kill_at is not None and now > kill_at:
@@ -240,7 +294,9 @@ class Cluster:
     def _take_line(self, node: int, line: str) -> None:
         with self._changed:
             self._output[node].append(line)
-            with contextlib.suppress(ValueError, OSError):  # closed meanwhile, or a full disk: the run itself says so
+            with contextlib.suppress(
+                ValueError, OSError
+            ):  # closed meanwhile, or a full disk: the run itself says so
                 self._files[node].write(line + "\n")
         if self._echo is not None:
             self._echo(node, line)

@@ -27,17 +27,26 @@ def run(args: argparse.Namespace) -> int:
     """Run the command on every node, show and keep what they write; return 0, or the status of the node that failed first."""
     command = args.flags
     if not command:
-        raise UserError("no command: give it behind --, for example lab cluster run --nodes 2 -- "
-                        "python PartTwo/main.py --master-ip {master} --num-nodes {nodes} --rank {rank}")
+        raise UserError(
+            "no command: give it behind --, for example lab cluster run --nodes 2 -- "
+            "python PartTwo/main.py --master-ip {master} --num-nodes {nodes} --rank {rank}"
+        )
     check_placeholders(command)
-    cluster = Cluster(args.nodes, rate=args.rate, latency=args.latency, loopback=args.loopback,
-                      fresh=args.fresh or parse_python(command) is None,
-                      echo=Echo(console, args.nodes))
+    cluster = Cluster(
+        args.nodes,
+        rate=args.rate,
+        latency=args.latency,
+        loopback=args.loopback,
+        fresh=args.fresh or parse_python(command) is None,
+        echo=Echo(console, args.nodes),
+    )
     for warning in cluster.warnings:
         console.print(f"warning: {warning}", markup=False, soft_wrap=True)
     logs, began = args.logs or new_folder(args.output_dir, "cluster"), time.monotonic()
     with cluster, control.served(cluster):
-        console.print(_introduction(cluster, args, time.monotonic() - began), markup=False, soft_wrap=True)
+        console.print(
+            _introduction(cluster, args, time.monotonic() - began), markup=False, soft_wrap=True
+        )
         try:
             cluster.start(command, logs=logs)
             ends = cluster.wait(stop_at_failure=True)
@@ -51,7 +60,9 @@ def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) ->
     if cluster.loopback:
         links = "on loopback, unshaped"
     else:
-        links = f"{first} to {last}, " + (f"{args.rate} both ways" if args.rate else "links as fast as this machine")
+        links = f"{first} to {last}, " + (
+            f"{args.rate} both ways" if args.rate else "links as fast as this machine"
+        )
         if cluster.latency_seconds is not None:
             links += f", {args.latency} from node to node"
     return f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''}, {links}; up in {seconds:.1f} s"
@@ -64,17 +75,27 @@ def _interrupted(cluster: Cluster, logs: Path) -> int:
         cluster.wait(limit_seconds=_FAREWELL_SECONDS)
     except (KeyboardInterrupt, TimeoutError):
         pass
-    console.print(f"interrupted: every process of every node is ended; their output is in {logs}", markup=False, soft_wrap=True)
+    console.print(
+        f"interrupted: every process of every node is ended; their output is in {logs}",
+        markup=False,
+        soft_wrap=True,
+    )
     return INTERRUPTED
 
 
 def _conclusion(cluster: Cluster, ends: Sequence[End], seconds: float, logs: Path) -> int:
     failed = [end.node for end in ends if end.status]
     if not failed:
-        console.print(f"all nodes ended well after {seconds:.1f} s; their output: {logs}", markup=False, soft_wrap=True)
+        console.print(
+            f"all nodes ended well after {seconds:.1f} s; their output: {logs}",
+            markup=False,
+            soft_wrap=True,
+        )
         return 0
     statuses = {end.node: end.status for end in ends}
-    culprit, message = blame(failed, statuses, {node: cluster.output(node) for node in failed}, name="node")
+    culprit, message = blame(
+        failed, statuses, {node: cluster.output(node) for node in failed}, name="node"
+    )
     print(f"error: {message} (its output: {cluster.log(culprit, logs)})", file=sys.stderr)
     status = statuses[culprit]
     return status if status > 0 else 128 - status
@@ -84,10 +105,15 @@ def shell(args: argparse.Namespace) -> int:
     """Open a shell (or run the command given) in a node of a running cluster; return its exit status."""
     cluster = control.ask(pid := control.find(args.cluster), do="about")
     if cluster["loopback"]:
-        raise UserError("a cluster on loopback has no nodes to enter: they are this machine's own processes")
+        raise UserError(
+            "a cluster on loopback has no nodes to enter: they are this machine's own processes"
+        )
     _check_node(args.node, cluster["nodes"])
     if not args.flags:
-        console.print(f"a shell in node {args.node} of the cluster of process {pid}; exit leaves it", soft_wrap=True)
+        console.print(
+            f"a shell in node {args.node} of the cluster of process {pid}; exit leaves it",
+            soft_wrap=True,
+        )
     command = args.flags or [os.environ.get("SHELL", "/bin/sh")]
     environment = node_environment(dict(os.environ), nodes=cluster["nodes"], interface="eth0")
     return control.enter(cluster["host"], args.node, command, environment=environment)

@@ -55,9 +55,13 @@ def _serve(listener: socket.socket, cluster: Cluster) -> None:
             return
         with connection, contextlib.suppress(OSError, ValueError):
             connection.settimeout(_ANSWER_SECONDS)
-            _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            _, user, _ = struct.unpack(
+                "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            )
             if user in (0, os.getuid()):  # abstract sockets have no permissions
-                connection.sendall(json.dumps(_answer(cluster, json.loads(connection.recv(_MOST_BYTES)))).encode())
+                connection.sendall(
+                    json.dumps(_answer(cluster, json.loads(connection.recv(_MOST_BYTES)))).encode()
+                )
 
 
 def _answer(cluster: Cluster, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,15 +77,25 @@ def find(pid: int | None) -> int:
     """Return the process id of this user's ``lab cluster run``; UserError where there is none, or several and ``pid`` chooses
     none of them."""
     if sys.platform != "linux":
-        raise UserError(f"a running cluster can be reached on Linux alone, and this is {sys.platform}")
-    names = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if f" @{_prefix()}" in line}
+        raise UserError(
+            f"a running cluster can be reached on Linux alone, and this is {sys.platform}"
+        )
+    names = {
+        line.split()[-1]
+        for line in Path("/proc/net/unix").read_text().splitlines()
+        if f" @{_prefix()}" in line
+    }
     running = sorted(int(name.rpartition(".")[2]) for name in names)
     if not running:
-        raise UserError("no cluster of yours is running: start one in another terminal with lab cluster run --nodes 4 -- COMMAND")
+        raise UserError(
+            "no cluster of yours is running: start one in another terminal with lab cluster run --nodes 4 -- COMMAND"
+        )
     if pid is None and len(running) == 1:
         return running[0]
     if pid not in running:
-        raise UserError(f"--cluster: got {pid}, choose one of {', '.join(map(str, running))} (process ids of lab cluster run)")
+        raise UserError(
+            f"--cluster: got {pid}, choose one of {', '.join(map(str, running))} (process ids of lab cluster run)"
+        )
     return pid
 
 
@@ -92,9 +106,13 @@ def ask(pid: int, **request: Any) -> dict[str, Any]:
             connection.settimeout(_ANSWER_SECONDS)
             connection.connect(f"\0{_prefix()}{pid}")
             connection.sendall(json.dumps(request).encode())
-            answer = json.loads(connection.recv(_MOST_BYTES) or b'{"error": "the cluster has ended"}')
+            answer = json.loads(
+                connection.recv(_MOST_BYTES) or b'{"error": "the cluster has ended"}'
+            )
     except OSError as error:
-        raise UserError(f"the cluster of process {pid} does not answer ({error.strerror or error})") from error
+        raise UserError(
+            f"the cluster of process {pid} does not answer ({error.strerror or error})"
+        ) from error
     if "error" in answer:
         raise UserError(answer["error"])
     return answer
@@ -106,8 +124,11 @@ def enter(host: int, node: int, command: Sequence[str], *, environment: Mapping[
     This process joins the cluster's namespaces and stays in them.
     """
     folder = os.getcwd()
-    opened = [(os.open(f"/proc/{host}/ns/{name}", os.O_RDONLY), flag) for name, flag in _NAMESPACES.items()
-              if os.readlink(f"/proc/{host}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}")]
+    opened = [
+        (os.open(f"/proc/{host}/ns/{name}", os.O_RDONLY), flag)
+        for name, flag in _NAMESPACES.items()
+        if os.readlink(f"/proc/{host}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}")
+    ]
     for descriptor, flag in opened:
         _join(descriptor, flag)
         os.close(descriptor)
@@ -132,5 +153,7 @@ def _become(command: Sequence[str], folder: str, environment: Mapping[str, str])
 
 def _join(descriptor: int, flag: int) -> None:
     if ctypes.CDLL(None, use_errno=True).setns(descriptor, flag) != 0:
-        raise UserError(f"the node cannot be entered ({os.strerror(ctypes.get_errno())}): use the account that started the "
-                        "cluster")
+        raise UserError(
+            f"the node cannot be entered ({os.strerror(ctypes.get_errno())}): use the account that started the "
+            "cluster"
+        )

@@ -58,7 +58,14 @@ class Host:
             preload_modules()
         self._watch_children()
         self._selector.register(0, selectors.EVENT_READ, self._take_requests)
-        self._send({"ready": ["" if self._link is None else _name_of_network(node) for node in range(self._nodes)]})
+        self._send(
+            {
+                "ready": [
+                    "" if self._link is None else _name_of_network(node)
+                    for node in range(self._nodes)
+                ]
+            }
+        )
         while True:
             for key, _ in self._selector.select():
                 done, program = key.data(key.fd)
@@ -96,7 +103,12 @@ class Host:
             request = json.loads(line)
             try:
                 if request["do"] == "start":
-                    program = self._start(request["node"], request["command"], request["environment"], request["folder"])
+                    program = self._start(
+                        request["node"],
+                        request["command"],
+                        request["environment"],
+                        request["folder"],
+                    )
                     if program is not None:
                         return False, program
                     result = None
@@ -119,7 +131,9 @@ class Host:
 
     def _fault(self, node: int, fault: str, rate_bits: float | None) -> None:
         if fault in ("cut", "slow") and self._link is None:
-            raise ValueError(f"a node on loopback has no link of its own to {fault}: start the cluster without --loopback")
+            raise ValueError(
+                f"a node on loopback has no link of its own to {fault}: start the cluster without --loopback"
+            )
         match fault:
             case "cut":
                 network.cut(node)
@@ -159,7 +173,9 @@ class Host:
                     continue
         return found
 
-    def _start(self, node: int, command: list[str], environment: dict[str, str], folder: str) -> PythonProgram | None:
+    def _start(
+        self, node: int, command: list[str], environment: dict[str, str], folder: str
+    ) -> PythonProgram | None:
         """Start a command on a node; None in this process, and in a forked node the program that it becomes."""
         if node in self._programs:
             raise ValueError(f"node {node} still runs {self._programs[node].name}")
@@ -169,11 +185,15 @@ class Host:
             os.close(writer)
             os.set_blocking(reader, False)
             self._programs[node] = _Program(pid, reader, command[0])
-            self._selector.register(reader, selectors.EVENT_READ, lambda _: (self._take_output(node), None))
+            self._selector.register(
+                reader, selectors.EVENT_READ, lambda _: (self._take_output(node), None)
+            )
             return None
         return self._become(node, writer, command, environment, folder)
 
-    def _become(self, node: int, writer: int, command: list[str], environment: dict[str, str], folder: str) -> PythonProgram:
+    def _become(
+        self, node: int, writer: int, command: list[str], environment: dict[str, str], folder: str
+    ) -> PythonProgram:
         """In the child: leave everything that is the host's behind, and enter the node."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -186,7 +206,12 @@ class Host:
         os.dup2(writer, 1)
         os.dup2(writer, 2)
         self._selector.close()
-        os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1 if os.path.isdir("/proc/self/fd") else 256)
+        os.closerange(
+            3,
+            max(map(int, os.listdir("/proc/self/fd"))) + 1
+            if os.path.isdir("/proc/self/fd")
+            else 256,
+        )
         os.environ.clear()
         os.environ.update(environment)
         what = folder
@@ -224,7 +249,9 @@ class Host:
                 return
             if pid == 0:
                 return
-            node = next((node for node, program in self._programs.items() if program.pid == pid), None)
+            node = next(
+                (node for node, program in self._programs.items() if program.pid == pid), None
+            )
             if node is None:
                 continue
             program = self._programs[node]
@@ -241,7 +268,7 @@ class Host:
     def _send(self, message: Mapping[str, Any]) -> None:
         text = json.dumps(message).encode() + b"\n"
         while text:
-            text = text[os.write(self._channel, text):]
+            text = text[os.write(self._channel, text) :]
 
 
 class _Program:

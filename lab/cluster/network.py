@@ -47,34 +47,86 @@ def build(nodes: int, link: Link) -> None:
     Needs a network and a mount namespace of its own. The kernel takes all of it away with the last process inside.
     """
     _run("mount", "-t", "tmpfs", "tmpfs", "/run")
-    _ip([f"link add {_BRIDGE} type bridge", f"link set {_BRIDGE} addrgenmode none", f"link set {_BRIDGE} up", "link set lo up"])
+    _ip(
+        [
+            f"link add {_BRIDGE} type bridge",
+            f"link set {_BRIDGE} addrgenmode none",
+            f"link set {_BRIDGE} up",
+            "link set lo up",
+        ]
+    )
     for node in range(nodes):
         _run("ip", "netns", "add", namespace(node))
-    _ip(line for node in range(nodes) for line in (
-        f"link add {_end(node)} type veth peer name eth0 netns {namespace(node)}",
-        f"link set {_end(node)} addrgenmode none", f"link set {_end(node)} master {_BRIDGE} up"))
+    _ip(
+        line
+        for node in range(nodes)
+        for line in (
+            f"link add {_end(node)} type veth peer name eth0 netns {namespace(node)}",
+            f"link set {_end(node)} addrgenmode none",
+            f"link set {_end(node)} master {_BRIDGE} up",
+        )
+    )
     for node in range(nodes):
-        _ip(["link set lo up", "link set eth0 addrgenmode none", f"address add {address(node)}/24 dev eth0", "link set eth0 up"],
-            node=node)
+        _ip(
+            [
+                "link set lo up",
+                "link set eth0 addrgenmode none",
+                f"address add {address(node)}/24 dev eth0",
+                "link set eth0 up",
+            ],
+            node=node,
+        )
         shape(node, link)
-    _NAMES_HERE.write_text(_NAMES.read_text() + "".join(f"{address(node)} {namespace(node)}\n" for node in range(nodes)))
+    _NAMES_HERE.write_text(
+        _NAMES.read_text()
+        + "".join(f"{address(node)} {namespace(node)}\n" for node in range(nodes))
+    )
     _run("mount", "--bind", str(_NAMES_HERE), str(_NAMES))
 
 
 def shape(node: int, link: Link) -> None:
     """Limit a node's link both ways: what it sends at its own end, what it receives at the bridge's. The delay is added where it
     sends, so once on each way."""
-    ends = ((["tc", "-netns", namespace(node), "qdisc"], "eth0", link.latency_seconds), (["tc", "qdisc"], _end(node), None))
+    ends = (
+        (["tc", "-netns", namespace(node), "qdisc"], "eth0", link.latency_seconds),
+        (["tc", "qdisc"], _end(node), None),
+    )
     for tc, device, latency in ends:
         _run(*tc, "delete", "dev", device, "root", may_fail=True)
         parent = ["root"]
         if link.rate_bits is not None:
-            _run(*tc, "add", "dev", device, *parent, "handle", "1:", "tbf", "rate", f"{link.rate_bits:.0f}bit",
-                 "burst", _burst(link.rate_bits), "limit", "2mb")
+            _run(
+                *tc,
+                "add",
+                "dev",
+                device,
+                *parent,
+                "handle",
+                "1:",
+                "tbf",
+                "rate",
+                f"{link.rate_bits:.0f}bit",
+                "burst",
+                _burst(link.rate_bits),
+                "limit",
+                "2mb",
+            )
             parent = ["parent", "1:"]
         if latency is not None:
-            _run(*tc, "add", "dev", device, *parent, "handle", "2:", "netem", "delay", f"{latency * 1e6:.0f}us",
-                 "limit", "100000")
+            _run(
+                *tc,
+                "add",
+                "dev",
+                device,
+                *parent,
+                "handle",
+                "2:",
+                "netem",
+                "delay",
+                f"{latency * 1e6:.0f}us",
+                "limit",
+                "100000",
+            )
 
 
 def _burst(rate_bits: float) -> str:
@@ -97,8 +149,14 @@ def traffic(nodes: int) -> list[list[int]]:
 
     Packets as the kernel hands them over, up to 64 KB each: what a network card would cut into frames.
     """
-    links = {link["ifname"]: link["stats64"] for link in json.loads(_run("ip", "-json", "-statistics", "link", "show"))}
-    return [[links[_end(node)][way][what] for way in ("rx", "tx") for what in ("bytes", "packets")] for node in range(nodes)]
+    links = {
+        link["ifname"]: link["stats64"]
+        for link in json.loads(_run("ip", "-json", "-statistics", "link", "show"))
+    }
+    return [
+        [links[_end(node)][way][what] for way in ("rx", "tx") for what in ("bytes", "packets")]
+        for node in range(nodes)
+    ]
 
 
 def _end(node: int) -> str:
@@ -112,7 +170,9 @@ def _ip(lines: Iterable[str], *, node: int | None = None) -> None:
 
 
 def _run(*command: str, words: str = "", may_fail: bool = False) -> str:
-    done = subprocess.run(command, input=words, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
+    done = subprocess.run(
+        command, input=words, capture_output=True, text=True, timeout=_COMMAND_SECONDS
+    )
     if done.returncode and not may_fail:
         raise RuntimeError(f"`{_shown(command)}` says: {done.stderr.strip() or done.returncode}")
     return done.stdout

@@ -88,13 +88,17 @@ def parse_python(command: Sequence[str]) -> PythonProgram | None:
 
 def _is_this_interpreter(word: str) -> bool:
     """Not by resolving links: an environment's python is a link to another interpreter that has none of its packages."""
-    return word in _INTERPRETERS or (os.path.basename(word).startswith("python")
-                                     and os.path.dirname(os.path.abspath(word)) == os.path.dirname(sys.executable))
+    return word in _INTERPRETERS or (
+        os.path.basename(word).startswith("python")
+        and os.path.dirname(os.path.abspath(word)) == os.path.dirname(sys.executable)
+    )
 
 
 def preload_modules() -> None:
     """Import what every node of a python command would; nothing may compute here, since threads do not survive a fork."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as common/cli.py has it; read when torch is imported
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # as common/cli.py has it; read when torch is imported
     for module in _PRELOADED:
         importlib.import_module(module)
     gc.freeze()  # so that no node's collector touches, and thereby copies, memory that all share
@@ -127,10 +131,14 @@ def check_placeholders(command: Sequence[str]) -> None:
     """UserError on a word in braces that nothing can be filled in for."""
     for name in (name for word in command for name in _PLACEHOLDER.findall(word)):
         if name not in PLACEHOLDERS:
-            raise UserError(f"{{{name}}} in the command: choose from {', '.join(f'{{{one}}}' for one in PLACEHOLDERS)}")
+            raise UserError(
+                f"{{{name}}} in the command: choose from {', '.join(f'{{{one}}}' for one in PLACEHOLDERS)}"
+            )
 
 
-def node_environment(environment: dict[str, str], *, nodes: int, interface: str | None) -> dict[str, str]:
+def node_environment(
+    environment: dict[str, str], *, nodes: int, interface: str | None
+) -> dict[str, str]:
     """Return what a node's program finds: the interpreter's own programs first in PATH, output at once, threads that don't fight
     for the cores, and for Gloo the interface of the cluster, unless the user has said otherwise."""
     defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(max(1, usable_cores() // nodes))}

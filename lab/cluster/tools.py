@@ -19,7 +19,10 @@ _AS_ROOT_OF_ITS_OWN = ("--user", "--map-root-user")
 _MOST_NAMESPACES = Path("/proc/sys/user/max_user_namespaces")
 _SWITCHES = {
     "/proc/sys/kernel/unprivileged_userns_clone": ("0", "kernel.unprivileged_userns_clone=1"),
-    "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": ("1", "kernel.apparmor_restrict_unprivileged_userns=0"),
+    "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": (
+        "1",
+        "kernel.apparmor_restrict_unprivileged_userns=0",
+    ),
 }
 
 
@@ -38,7 +41,11 @@ def search_path() -> str:
 
 def missing() -> list[Missing]:
     """Return the programs of ``ip``, ``tc`` and ``unshare`` that this machine lacks."""
-    return [Missing(tool, package) for tool, package in _PACKAGES.items() if shutil.which(tool, path=search_path()) is None]
+    return [
+        Missing(tool, package)
+        for tool, package in _PACKAGES.items()
+        if shutil.which(tool, path=search_path()) is None
+    ]
 
 
 @cache
@@ -58,7 +65,9 @@ def namespaces_refused() -> str | None:
     if sys.platform != "linux":
         return f"network namespaces are Linux's, and this is {sys.platform}: use --loopback, or a Linux machine"
     if lacking := missing():
-        return "; ".join(f"{one.tool} is not installed: install the package {one.package}" for one in lacking)
+        return "; ".join(
+            f"{one.tool} is not installed: install the package {one.package}" for one in lacking
+        )
     if unshare_command() is not None:
         return None
     for path, (closed, setting) in _SWITCHES.items():
@@ -66,8 +75,10 @@ def namespaces_refused() -> str | None:
             return f"this kernel allows user namespaces to root alone: `sudo sysctl -w {setting}`, or run it with sudo"
     if _MOST_NAMESPACES.exists() and int(_MOST_NAMESPACES.read_text()) == 0:
         return f"{_MOST_NAMESPACES} is 0: `sudo sysctl -w user.max_user_namespaces=10000`, or run it with sudo"
-    return ("`unshare --user --map-root-user --net` is refused, as in a container without the right to make namespaces: start "
-            "the container with --privileged (or --cap-add SYS_ADMIN --security-opt seccomp=unconfined), or run it outside")
+    return (
+        "`unshare --user --map-root-user --net` is refused, as in a container without the right to make namespaces: start "
+        "the container with --privileged (or --cap-add SYS_ADMIN --security-opt seccomp=unconfined), or run it outside"
+    )
 
 
 @cache
@@ -84,13 +95,22 @@ def has_tbf() -> bool:
 
 def _has_qdisc(words: str) -> bool:
     way = unshare_command()
-    return way is not None and not missing() and _runs([*way, "tc", "qdisc", "add", "dev", "lo", "root", *words.split()])
+    return (
+        way is not None
+        and not missing()
+        and _runs([*way, "tc", "qdisc", "add", "dev", "lo", "root", *words.split()])
+    )
 
 
 def _runs(command: list[str]) -> bool:
     try:
-        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_PROBE_SECONDS,
-                              env=os.environ | {"PATH": search_path()})
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=_PROBE_SECONDS,
+            env=os.environ | {"PATH": search_path()},
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0

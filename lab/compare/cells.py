@@ -17,7 +17,12 @@ from common.utils.paths import REPOSITORY
 from lab.units import parse_rate
 
 SCALINGS = ("strong", "weak")
-_STRATEGY_FLAGS = {"--bucket-mb": float, "--topk-ratio": float, "--powersgd-rank": int, "--averaging-period": int}
+_STRATEGY_FLAGS = {
+    "--bucket-mb": float,
+    "--topk-ratio": float,
+    "--powersgd-rank": int,
+    "--averaging-period": int,
+}
 
 
 @dataclass(frozen=True)
@@ -49,23 +54,40 @@ class Settings:
     def __post_init__(self) -> None:
         unknown = [name for name in self.sync if name not in STRATEGIES]
         if unknown:
-            raise UserError(f"--sync: got {', '.join(unknown)}; choose from {', '.join(STRATEGIES)}, or 'all' or 'exact'")
-        for name, values, least in (("--nodes", self.nodes, 1), ("--steps", [self.steps], 1), ("--warmup", [self.warmup], 1),
-                                    ("--repeats", [self.repeats], 1), ("--batch-size", [self.batch_size], 1),
-                                    ("--epochs", [self.epochs], 1)):
+            raise UserError(
+                f"--sync: got {', '.join(unknown)}; choose from {', '.join(STRATEGIES)}, or 'all' or 'exact'"
+            )
+        for name, values, least in (
+            ("--nodes", self.nodes, 1),
+            ("--steps", [self.steps], 1),
+            ("--warmup", [self.warmup], 1),
+            ("--repeats", [self.repeats], 1),
+            ("--batch-size", [self.batch_size], 1),
+            ("--epochs", [self.epochs], 1),
+        ):
             if not values or min(values) < least:
-                raise UserError(f"{name}: got {' '.join(map(str, values)) or 'nothing'}, give whole numbers of at least {least}")
+                raise UserError(
+                    f"{name}: got {' '.join(map(str, values)) or 'nothing'}, give whole numbers of at least {least}"
+                )
         if self.scaling == "strong" and max(self.nodes) > self.batch_size:
-            raise UserError(f"--nodes: got {max(self.nodes)}, more than the {self.batch_size} samples of a global batch: give "
-                            "fewer nodes or a larger --batch-size")
+            raise UserError(
+                f"--nodes: got {max(self.nodes)}, more than the {self.batch_size} samples of a global batch: give "
+                "fewer nodes or a larger --batch-size"
+            )
         if self.until_accuracy is not None and not 0 < self.until_accuracy <= 1:
-            raise UserError(f"--until-accuracy: got {self.until_accuracy}, give a fraction above 0 and of at most 1, e.g. 0.6")
+            raise UserError(
+                f"--until-accuracy: got {self.until_accuracy}, give a fraction above 0 and of at most 1, e.g. 0.6"
+            )
 
         if len({parse_rate(rate) for rate in self.rates}) < len(self.rates):
-            raise UserError(f"--rate: got {' '.join(self.rates)}, the same twice: give each rate once")
+            raise UserError(
+                f"--rate: got {' '.join(self.rates)}, the same twice: give each rate once"
+            )
         if self.emulated and self.until_accuracy is not None:
-            raise UserError(f"--compute {self.compute} learns nothing, so there is no accuracy to reach: leave out "
-                            "--until-accuracy, or --compute")
+            raise UserError(
+                f"--compute {self.compute} learns nothing, so there is no accuracy to reach: leave out "
+                "--until-accuracy, or --compute"
+            )
 
     @property
     def emulated(self) -> bool:
@@ -81,13 +103,18 @@ class Settings:
     def total_steps(self) -> int:
         """Steps of each run that is not ``until_accuracy``: the last ones are for the timeline. The same for all strategies, so
         that their learning rates are."""
-        return self.warmup + self.steps + (self._averaging_period if "local_sgd" in self.sync else 1)
+        return (
+            self.warmup + self.steps + (self._averaging_period if "local_sgd" in self.sync else 1)
+        )
 
     @property
     def strategy_options(self) -> dict[str, Any]:
         """The options of strategies among the flags, by the names of the strategies' arguments."""
-        return {flag[2:].replace("-", "_"): _STRATEGY_FLAGS[flag](value)
-                for flag, value in pairwise(self.flags) if flag in _STRATEGY_FLAGS}
+        return {
+            flag[2:].replace("-", "_"): _STRATEGY_FLAGS[flag](value)
+            for flag, value in pairwise(self.flags)
+            if flag in _STRATEGY_FLAGS
+        }
 
     @property
     def _averaging_period(self) -> int:
@@ -98,7 +125,10 @@ class Settings:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, as they come back from a JSON file."""
-        values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        values = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
         return values | {"rates": list(self.rates) or [None]}
 
     @classmethod
@@ -106,7 +136,12 @@ class Settings:
         """The settings whose ``as_json`` these values are; what else stands among them is left out."""
         known = {field.name: values[field.name] for field in fields(cls)}
         known["rates"] = [rate for rate in known["rates"] if rate is not None]
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+        return cls(
+            **{
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in known.items()
+            }
+        )
 
 
 def plan_cells(settings: Settings) -> list[dict[str, Any]]:
@@ -117,16 +152,23 @@ def plan_cells(settings: Settings) -> list[dict[str, Any]]:
         for rate in settings.rates or (None,) if nodes > 1 else (None,):
             cells += [_cell(settings, name, nodes, rate) for name in names]
     if not cells:
-        raise UserError("--sync none is one node's; there is nothing to compare on "
-                        f"{' and '.join(map(str, settings.nodes))} nodes: add a strategy, or 1 to --nodes")
+        raise UserError(
+            "--sync none is one node's; there is nothing to compare on "
+            f"{' and '.join(map(str, settings.nodes))} nodes: add a strategy, or 1 to --nodes"
+        )
     return cells
 
 
-def in_turns(settings: Settings, cells: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
+def in_turns(
+    settings: Settings, cells: Sequence[dict[str, Any]]
+) -> list[tuple[dict[str, Any], int]]:
     """Return all runs, a cell and the number of its repeat from 0: all cells once, then all again in the opposite order, so that
     a drift hurts all alike."""
-    return [(cell, repeat) for repeat in range(len(settings.seeds_to_run))
-            for cell in (cells if repeat % 2 == 0 else reversed(cells))]
+    return [
+        (cell, repeat)
+        for repeat in range(len(settings.seeds_to_run))
+        for cell in (cells if repeat % 2 == 0 else reversed(cells))
+    ]
 
 
 def run_name(cell: Mapping[str, Any], repeat: int) -> str:
@@ -136,10 +178,21 @@ def run_name(cell: Mapping[str, Any], repeat: int) -> str:
 
 
 def _cell(settings: Settings, sync: str, nodes: int, rate: str | None) -> dict[str, Any]:
-    return {"id": f"{sync}-{place(nodes, rate)}", "sync": sync, "nodes": nodes, "rate": rate,
-            "batch_size": settings.batch_size * (nodes if settings.scaling == "weak" else 1), "exact": is_exact(sync),
-            "group": 0, "oversubscribed": False, "status": "pending", "message": None, "repeats": [], "median": None,
-            "interval": None}
+    return {
+        "id": f"{sync}-{place(nodes, rate)}",
+        "sync": sync,
+        "nodes": nodes,
+        "rate": rate,
+        "batch_size": settings.batch_size * (nodes if settings.scaling == "weak" else 1),
+        "exact": is_exact(sync),
+        "group": 0,
+        "oversubscribed": False,
+        "status": "pending",
+        "message": None,
+        "repeats": [],
+        "median": None,
+        "interval": None,
+    }
 
 
 def place(nodes: int, rate: str | None) -> str:
@@ -154,21 +207,51 @@ def part_of(sync: str) -> str:
 
 def run_folder(folder: Path, cell: dict[str, Any], repeat: int) -> Path:
     """Return where the repeat of a cell writes, below the comparison's folder."""
-    return folder / "runs" / f"{part_of(cell['sync'])}-{cell['sync']}" / f"{place(cell['nodes'], cell['rate'])}-{repeat + 1}"
+    return (
+        folder
+        / "runs"
+        / f"{part_of(cell['sync'])}-{cell['sync']}"
+        / f"{place(cell['nodes'], cell['rate'])}-{repeat + 1}"
+    )
 
 
-def node_command(settings: Settings, cell: dict[str, Any], repeat: int, folder: Path) -> Sequence[str]:
+def node_command(
+    settings: Settings, cell: dict[str, Any], repeat: int, folder: Path
+) -> Sequence[str]:
     """Return the command of each node, but for its place: ``--master-ip``, ``--num-nodes`` and ``--rank``."""
     sync, path = cell["sync"], run_folder(folder, cell, repeat)
-    command = [str(REPOSITORY / part_of(sync) / "main.py"), *(("--sync", sync) if sync not in ("none", "ddp") else ()),
-               "--dataset", settings.dataset, "--model", settings.model, "--batch-size", str(cell["batch_size"]),
-               "--seed", str(settings.seeds_to_run[repeat]), "--untimed-steps", str(settings.warmup), "--timeline",
-               "--output-dir", str(path.parent.parent), "--run-name", path.name]
+    command = [
+        str(REPOSITORY / part_of(sync) / "main.py"),
+        *(("--sync", sync) if sync not in ("none", "ddp") else ()),
+        "--dataset",
+        settings.dataset,
+        "--model",
+        settings.model,
+        "--batch-size",
+        str(cell["batch_size"]),
+        "--seed",
+        str(settings.seeds_to_run[repeat]),
+        "--untimed-steps",
+        str(settings.warmup),
+        "--timeline",
+        "--output-dir",
+        str(path.parent.parent),
+        "--run-name",
+        path.name,
+    ]
     if settings.until_accuracy is None:
         command += ["--max-steps", str(settings.total_steps), "--measure-only"]
     else:
-        command += ["--epochs", str(settings.epochs), "--target-accuracy", str(settings.until_accuracy), "--patience", "1",
-                    "--keep-checkpoints", "1"]
+        command += [
+            "--epochs",
+            str(settings.epochs),
+            "--target-accuracy",
+            str(settings.until_accuracy),
+            "--patience",
+            "1",
+            "--keep-checkpoints",
+            "1",
+        ]
     if settings.emulated:
         command += ["--compute", str(profile_file(folder))]
     return [*command, *settings.flags]

@@ -17,63 +17,147 @@ ASSIGNMENT = ["gather_scatter", "all_reduce", "ddp"]
 
 def add_compare(commands: argparse._SubParsersAction) -> None:
     """Add ``lab compare``."""
-    parser = add_command(commands, "compare", run=_compare,
-                         help="train with each strategy on each number of nodes, in turns, and write reports/compare-<time>/ "
-                              "with tables, figures and report.html; what follows -- goes to every run")
+    parser = add_command(
+        commands,
+        "compare",
+        run=_compare,
+        help="train with each strategy on each number of nodes, in turns, and write reports/compare-<time>/ "
+        "with tables, figures and report.html; what follows -- goes to every run",
+    )
     parser.set_defaults(passes_flags=True)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2], help="numbers of ranks; 1 is PartOne")
-    parser.add_argument("--sync", nargs="+", default=ASSIGNMENT, help=f"{', '.join(STRATEGIES)}; 'all', or 'exact'")
+    parser.add_argument(
+        "--nodes", type=int, nargs="+", default=[1, 2], help="numbers of ranks; 1 is PartOne"
+    )
+    parser.add_argument(
+        "--sync", nargs="+", default=ASSIGNMENT, help=f"{', '.join(STRATEGIES)}; 'all', or 'exact'"
+    )
     parser.add_argument("--steps", type=int, default=30, help="measured steps of each run")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them, left out")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each cell")
-    parser.add_argument("--dataset", default="cifar10", choices=list(DATASETS), help="what is trained on")
+    parser.add_argument(
+        "--dataset", default="cifar10", choices=list(DATASETS), help="what is trained on"
+    )
     parser.add_argument("--model", default="vgg11", choices=list(MODELS), help="what is trained")
-    parser.add_argument("--batch-size", type=int, default=DEFAULT_GLOBAL_BATCH_SIZE, help="global batch; with --scaling weak "
-                        "that of one node")
-    parser.add_argument("--scaling", choices=["strong", "weak"], default="strong", help="whether the global batch or that of a "
-                        "node stays the same")
-    parser.add_argument("--seed", type=int, default=0, help="of every run; with --seeds the first one")
-    parser.add_argument("--until-accuracy", type=float, help="train until a test accuracy (a fraction), in place of --steps")
-    parser.add_argument("--seeds", type=int, default=3, help="of --until-accuracy: trainings of each cell, each with a seed of "
-                        "its own")
-    parser.add_argument("--epochs", type=int, default=20, help="of --until-accuracy: at most so many")
-    parser.add_argument("--rate", nargs="+", default=[], help="of the links of emulated nodes, e.g. 200mbit 1gbit; each cell "
-                        "runs at each of them (default: over loopback)")
-    parser.add_argument("--compute", default="real", help="'real', or whose times layers take by sleeping: 'measured' on this "
-                        "machine by lab calibrate, a name in reports/profiles/, or a FILE.json")
-    parser.add_argument("--output-dir", type=Path, default=REPOSITORY / "reports", help="receives compare-<time>/")
-    parser.add_argument("--new", action="store_true", help="begin anew, also where the same comparison was interrupted")
-    parser.add_argument("--no-predict", action="store_true", help="don't calibrate the machine and predict the step times "
-                        "first")
-    parser.add_argument("--plan", action="store_true", help="run nothing: write down the runs by number, for jobs on other "
-                        "machines, and say how to start them")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=DEFAULT_GLOBAL_BATCH_SIZE,
+        help="global batch; with --scaling weak that of one node",
+    )
+    parser.add_argument(
+        "--scaling",
+        choices=["strong", "weak"],
+        default="strong",
+        help="whether the global batch or that of a node stays the same",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of every run; with --seeds the first one"
+    )
+    parser.add_argument(
+        "--until-accuracy",
+        type=float,
+        help="train until a test accuracy (a fraction), in place of --steps",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        help="of --until-accuracy: trainings of each cell, each with a seed of its own",
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=20, help="of --until-accuracy: at most so many"
+    )
+    parser.add_argument(
+        "--rate",
+        nargs="+",
+        default=[],
+        help="of the links of emulated nodes, e.g. 200mbit 1gbit; each cell "
+        "runs at each of them (default: over loopback)",
+    )
+    parser.add_argument(
+        "--compute",
+        default="real",
+        help="'real', or whose times layers take by sleeping: 'measured' on this "
+        "machine by lab calibrate, a name in reports/profiles/, or a FILE.json",
+    )
+    parser.add_argument(
+        "--output-dir", type=Path, default=REPOSITORY / "reports", help="receives compare-<time>/"
+    )
+    parser.add_argument(
+        "--new",
+        action="store_true",
+        help="begin anew, also where the same comparison was interrupted",
+    )
+    parser.add_argument(
+        "--no-predict",
+        action="store_true",
+        help="don't calibrate the machine and predict the step times first",
+    )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="run nothing: write down the runs by number, for jobs on other "
+        "machines, and say how to start them",
+    )
 
 
 def add_report(commands: argparse._SubParsersAction) -> None:
     """Add ``lab report``."""
-    parser = add_command(commands, "report", run=_report,
-                         help="the same report from the folders of runs that were started by hand, or anew from a comparison's "
-                              "folder")
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs (reports/<part>-<sync>/<time>), or of "
-                        "one comparison")
-    parser.add_argument("--scaling", choices=["strong", "weak"], default="strong", help="weak: batches that grow with the nodes "
-                        "are comparable")
-    parser.add_argument("--output-dir", type=Path, default=REPOSITORY / "reports", help="receives report-<time>/")
+    parser = add_command(
+        commands,
+        "report",
+        run=_report,
+        help="the same report from the folders of runs that were started by hand, or anew from a comparison's "
+        "folder",
+    )
+    parser.add_argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="folders of runs (reports/<part>-<sync>/<time>), or of one comparison",
+    )
+    parser.add_argument(
+        "--scaling",
+        choices=["strong", "weak"],
+        default="strong",
+        help="weak: batches that grow with the nodes are comparable",
+    )
+    parser.add_argument(
+        "--output-dir", type=Path, default=REPOSITORY / "reports", help="receives report-<time>/"
+    )
 
 
 def add_run_cell(commands: argparse._SubParsersAction) -> None:
     """Add ``run-cell`` to the subcommands of ``lab``."""
-    about = ("one run of lab compare --plan, started on each of its nodes by a scheduler or by hand; lab report puts them "
-             "together")
+    about = (
+        "one run of lab compare --plan, started on each of its nodes by a scheduler or by hand; lab report puts them "
+        "together"
+    )
     parser = add_command(commands, "run-cell", run=_run_cell, help=about)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the plan, on a file system that all nodes share")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="of the plan, on a file system that all nodes share",
+    )
     parser.add_argument("--run", dest="number", type=int, required=True, help="its number, from 0")
     parser.add_argument("-M", "--master-ip", help="address of rank 0's node")
     parser.add_argument("--master-port", type=int, default=DEFAULT_MASTER_PORT, help="port there")
-    parser.add_argument("-N", "--num-nodes", type=int, default=1, help="number of nodes that there are; where the run has fewer, "
-                        "the last ones have nothing to do")
+    parser.add_argument(
+        "-N",
+        "--num-nodes",
+        type=int,
+        default=1,
+        help="number of nodes that there are; where the run has fewer, "
+        "the last ones have nothing to do",
+    )
     parser.add_argument("-R", "--rank", type=int, default=0, help="this node's place")
-    parser.add_argument("--print-nodes", action="store_true", help="run nothing, and print how many nodes the run has")
+    parser.add_argument(
+        "--print-nodes",
+        action="store_true",
+        help="run nothing, and print how many nodes the run has",
+    )
 
 
 def strategies(names: Sequence[str]) -> tuple[str, ...]:
@@ -89,16 +173,43 @@ def _compare(args: argparse.Namespace) -> int:
     from lab.compare.cells import Settings
     from lab.compare.commands import compare_and_report, plan_runs
 
-    seeds = tuple(range(args.seed, args.seed + args.seeds)) if args.until_accuracy is not None else (args.seed,)
+    seeds = (
+        tuple(range(args.seed, args.seed + args.seeds))
+        if args.until_accuracy is not None
+        else (args.seed,)
+    )
     settings = Settings(
-        nodes=tuple(args.nodes), sync=strategies(args.sync), steps=args.steps, warmup=args.warmup, repeats=args.repeats,
-        dataset=args.dataset, model=args.model, batch_size=args.batch_size, scaling=args.scaling, seeds=seeds,
-        until_accuracy=args.until_accuracy, epochs=args.epochs, flags=tuple(args.flags), rates=tuple(args.rate),
-        compute=args.compute)
+        nodes=tuple(args.nodes),
+        sync=strategies(args.sync),
+        steps=args.steps,
+        warmup=args.warmup,
+        repeats=args.repeats,
+        dataset=args.dataset,
+        model=args.model,
+        batch_size=args.batch_size,
+        scaling=args.scaling,
+        seeds=seeds,
+        until_accuracy=args.until_accuracy,
+        epochs=args.epochs,
+        flags=tuple(args.flags),
+        rates=tuple(args.rate),
+        compute=args.compute,
+    )
     if args.plan:
-        return plan_runs(settings, reports=args.output_dir, anew=args.new, predicts=not args.no_predict, command=args.typed)
-    return compare_and_report(settings, reports=args.output_dir, anew=args.new, predicts=not args.no_predict,
-                              command=args.typed)
+        return plan_runs(
+            settings,
+            reports=args.output_dir,
+            anew=args.new,
+            predicts=not args.no_predict,
+            command=args.typed,
+        )
+    return compare_and_report(
+        settings,
+        reports=args.output_dir,
+        anew=args.new,
+        predicts=not args.no_predict,
+        command=args.typed,
+    )
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -117,5 +228,11 @@ def _run_cell(args: argparse.Namespace) -> int:
         print(planned_run(args.folder, args.number)[0].nodes)
         return 0
     if not 0 <= args.rank < args.num_nodes:
-        raise UserError(f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; give 0 to {args.num_nodes - 1}")
-    return run_cell(args.folder, args.number, Launch(args.rank, args.num_nodes, args.master_ip, args.master_port))
+        raise UserError(
+            f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; give 0 to {args.num_nodes - 1}"
+        )
+    return run_cell(
+        args.folder,
+        args.number,
+        Launch(args.rank, args.num_nodes, args.master_ip, args.master_port),
+    )

@@ -18,7 +18,9 @@ from lab.report import write_report
 console = Console(highlight=False)
 
 
-def compare_and_report(settings: Settings, *, reports: Path, anew: bool, predicts: bool, command: str) -> int:
+def compare_and_report(
+    settings: Settings, *, reports: Path, anew: bool, predicts: bool, command: str
+) -> int:
     """Predict, run the comparison and write its report; also what is finished at Ctrl-C. Return the exit status: 1 where a cell
     failed."""
     status, opened = 0, []
@@ -27,44 +29,70 @@ def compare_and_report(settings: Settings, *, reports: Path, anew: bool, predict
         results["prediction"] = _forecast(results, settings, folder, places)
 
     try:
-        folder, results = compare(settings, reports=reports, anew=anew, predict=predict if predicts else None,
-                                  command=command, opened=opened.append)
+        folder, results = compare(
+            settings,
+            reports=reports,
+            anew=anew,
+            predict=predict if predicts else None,
+            command=command,
+            opened=opened.append,
+        )
     except KeyboardInterrupt:
         if not opened:
             raise
         folder, status = opened[0], INTERRUPTED
         results = read_results(folder / "results.json")
-        console.print(f"interrupted; every process is ended, what is finished is kept. The same command goes on with {folder}",
-                      soft_wrap=True)
+        console.print(
+            f"interrupted; every process is ended, what is finished is kept. The same command goes on with {folder}",
+            soft_wrap=True,
+        )
     write_report(folder, results)
-    failed = [cell["id"] for cell in results["cells"] if any(one["status"] == "failed" for one in cell["repeats"])]
+    failed = [
+        cell["id"]
+        for cell in results["cells"]
+        if any(one["status"] == "failed" for one in cell["repeats"])
+    ]
     if failed:
-        console.print(f"failed: {', '.join(failed)}; the same command tries them again", soft_wrap=True)
+        console.print(
+            f"failed: {', '.join(failed)}; the same command tries them again", soft_wrap=True
+        )
     _say_where(folder)
     return status or (1 if failed else 0)
 
 
-def plan_runs(settings: Settings, *, reports: Path, anew: bool, predicts: bool, command: str) -> int:
+def plan_runs(
+    settings: Settings, *, reports: Path, anew: bool, predicts: bool, command: str
+) -> int:
     """Plan a comparison whose runs others start, or find the unfinished plan of the same; say how to start what is missing."""
     from lab.compare.job_plan import how_to_run, plan_comparison, planned_runs, runs_by_nodes
     from lab.compare.job_results import put_together
 
-    folder, results = plan_comparison(settings, reports=reports, anew=anew, command=command, predicts=predicts)
+    folder, results = plan_comparison(
+        settings, reports=reports, anew=anew, command=command, predicts=predicts
+    )
     results = put_together(folder, results)
     runs = planned_runs(folder, results)
     to_do = [runs[number] for number in results["plan"]["to_do"]]
-    lines = [f"{len(to_do)} of {len(runs)} runs to do, in {folder}" + (f": {runs_by_nodes(to_do)}" if to_do else ""),
-             f"predicted from {calibration_path()}" if results["prediction"] else
-             "not predicted: that takes a calibration of such nodes (lab calibrate), before the first run"]
+    lines = [
+        f"{len(to_do)} of {len(runs)} runs to do, in {folder}"
+        + (f": {runs_by_nodes(to_do)}" if to_do else ""),
+        f"predicted from {calibration_path()}"
+        if results["prediction"]
+        else "not predicted: that takes a calibration of such nodes (lab calibrate), before the first run",
+    ]
     if to_do:
-        lines += [f"with Slurm:   {how_to_run(to_do)}",
-                  f"by hand:      lab run-cell {folder} --run K --master-ip IP --num-nodes N --rank R   # on each of its nodes"]
+        lines += [
+            f"with Slurm:   {how_to_run(to_do)}",
+            f"by hand:      lab run-cell {folder} --run K --master-ip IP --num-nodes N --rank R   # on each of its nodes",
+        ]
     for line in [*lines, f"at any time:  lab report {folder}"]:
         console.print(line, markup=False, soft_wrap=True)
     return 0
 
 
-def _forecast(results: dict[str, Any], settings: Settings, folder: Path, places: Places) -> dict[str, Any]:
+def _forecast(
+    results: dict[str, Any], settings: Settings, folder: Path, places: Places
+) -> dict[str, Any]:
     """Measure now, since a machine is not every day the same, and predict."""
     options = settings.strategy_options
     calibration = None if settings.emulated else _calibrate_for(results, settings, folder)
@@ -74,7 +102,10 @@ def _forecast(results: dict[str, Any], settings: Settings, folder: Path, places:
         return forecast(results, calibration, options)
     from lab.compare.forecast import forecast_on_nodes
 
-    console.print("measuring messages on the nodes, for the predictions (--no-predict leaves them out)", soft_wrap=True)
+    console.print(
+        "measuring messages on the nodes, for the predictions (--no-predict leaves them out)",
+        soft_wrap=True,
+    )
     return forecast_on_nodes(results, settings, folder, places, options, calibration)
 
 
@@ -82,7 +113,10 @@ def _calibrate_for(results: dict[str, Any], settings: Settings, folder: Path) ->
     """Calibrate this machine, and say what was found."""
     from lab.calibrate.calibration import calibrate
 
-    console.print("calibrating this machine first, for the predictions (--no-predict leaves them out)", soft_wrap=True)
+    console.print(
+        "calibrating this machine first, for the predictions (--no-predict leaves them out)",
+        soft_wrap=True,
+    )
     calibration = calibrate(model=settings.model, path=folder / "calibration.json")
     for line in describe(calibration):
         console.print(line, markup=False, soft_wrap=True)

@@ -42,7 +42,15 @@ class Places:
         for rate in list(self._clusters):
             self._leave(rate)
 
-    def run(self, command: Sequence[str], nodes: int, *, rate: str | None, logs: Path, limit_seconds: float) -> str | None:
+    def run(
+        self,
+        command: Sequence[str],
+        nodes: int,
+        *,
+        rate: str | None,
+        logs: Path,
+        limit_seconds: float,
+    ) -> str | None:
         """Run ``python command`` on ``nodes`` nodes whose links have this ``rate`` (None: over loopback).
 
         logs : beginning of the names of the files that take the output. Returns None where all ended well, else what the first
@@ -53,15 +61,26 @@ class Places:
         shutil.rmtree(logs, ignore_errors=True)  # of a run that was interrupted
         cluster = self._cluster(rate, logs)
         try:
-            cluster.start(["python", *command, *_PLACE, "--num-nodes", str(nodes)], nodes=range(nodes), logs=logs)
+            cluster.start(
+                ["python", *command, *_PLACE, "--num-nodes", str(nodes)],
+                nodes=range(nodes),
+                logs=logs,
+            )
             ends = cluster.wait(limit_seconds=limit_seconds, stop_at_failure=True)
         except (GroupError, TimeoutError) as error:
             self._leave(rate)  # what still runs ends with it, and the next run gets a new one
-            return str(error) if isinstance(error, GroupError) else f"not done within {limit_seconds:g} s: {error}"
+            return (
+                str(error)
+                if isinstance(error, GroupError)
+                else f"not done within {limit_seconds:g} s: {error}"
+            )
         failed = {end.node: end.status for end in ends if end.status != 0}
         if not failed:
             return None
-        texts = {node: cluster.log(node, logs).read_text(encoding="utf-8", errors="replace") for node in failed}
+        texts = {
+            node: cluster.log(node, logs).read_text(encoding="utf-8", errors="replace")
+            for node in failed
+        }
         culprit, message = blame(list(failed), failed, texts, name="rank")
         return f"{message} (its output: {cluster.log(culprit, logs)})"
 

@@ -13,9 +13,27 @@ from common.errors import UserError
 from common.sync import is_exact
 from lab.compare.results import FORMAT, read_json, read_repeat, summarise
 
-_TRAINING = ("dataset", "training_images", "model", "batch_size", "seed", "learning_rate", "schedule", "total_steps", "opt",
-             "momentum", "nesterov", "weight_decay", "label_smoothing", "clip_norm", "accumulation_steps", "amp", "amp_dtype",
-             "untimed_steps", "compute")
+_TRAINING = (
+    "dataset",
+    "training_images",
+    "model",
+    "batch_size",
+    "seed",
+    "learning_rate",
+    "schedule",
+    "total_steps",
+    "opt",
+    "momentum",
+    "nesterov",
+    "weight_decay",
+    "label_smoothing",
+    "clip_norm",
+    "accumulation_steps",
+    "amp",
+    "amp_dtype",
+    "untimed_steps",
+    "compute",
+)
 _MACHINE = ("cpu", "gpus", "torch", "usable_cores")
 
 
@@ -39,31 +57,57 @@ def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
     for run in runs:
         group = kinds.index(run["facts"])
         name = f"{run['sync']}-n{run['nodes']}" + (f"-g{group}" if group else "")
-        cell = cells.setdefault(name, {
-            "id": name, "sync": run["sync"], "nodes": run["nodes"], "rate": None, "batch_size": run["batch_size"],
-            "exact": is_exact(run["sync"]), "group": group, "oversubscribed": run["crowded"], "status": "done",
-            "message": None, "repeats": []})
+        cell = cells.setdefault(
+            name,
+            {
+                "id": name,
+                "sync": run["sync"],
+                "nodes": run["nodes"],
+                "rate": None,
+                "batch_size": run["batch_size"],
+                "exact": is_exact(run["sync"]),
+                "group": group,
+                "oversubscribed": run["crowded"],
+                "status": "done",
+                "message": None,
+                "repeats": [],
+            },
+        )
         cell["repeats"].append(run["repeat"] | {"repeat": len(cell["repeats"])})
         if (run["folder"] / "timeline.json").exists() and name not in timelines:
             timelines[name] = read_json(run["folder"] / "timeline.json")
     for cell in cells.values():
         summarise(cell, repeats=len(cell["repeats"]))
     ordered = sorted(cells.values(), key=lambda cell: (cell["group"], cell["nodes"]))
-    return {"format": FORMAT, "kind": "report", "created": datetime.now().isoformat(timespec="seconds"), "finished": True,
-            "emulated": any(one["compute"] != "real" for one in facts), "settings": _settings(runs, ordered, scaling),
-            "environment": runs[0]["environment"],
-            "warnings": _warnings(runs), "differences": [_difference(name, runs) for name in differing], "prediction": None,
-            "groups": {str(index): one for index, one in enumerate(kinds)}, "cells": ordered, "timelines": timelines}
+    return {
+        "format": FORMAT,
+        "kind": "report",
+        "created": datetime.now().isoformat(timespec="seconds"),
+        "finished": True,
+        "emulated": any(one["compute"] != "real" for one in facts),
+        "settings": _settings(runs, ordered, scaling),
+        "environment": runs[0]["environment"],
+        "warnings": _warnings(runs),
+        "differences": [_difference(name, runs) for name in differing],
+        "prediction": None,
+        "groups": {str(index): one for index, one in enumerate(kinds)},
+        "cells": ordered,
+        "timelines": timelines,
+    }
 
 
 def _read(folder: Path, scaling: str) -> dict[str, Any]:
     if not (folder / "config.json").exists():
-        raise UserError(f"{folder} is no folder of a run (it has no config.json): give reports/<part>-<sync>/<time>, as rank 0 "
-                        "wrote it")
+        raise UserError(
+            f"{folder} is no folder of a run (it has no config.json): give reports/<part>-<sync>/<time>, as rank 0 "
+            "wrote it"
+        )
     config, environment = read_json(folder / "config.json"), read_json(folder / "environment.json")
     nodes = config["world_size"]
     repeat = read_repeat(folder, seed=config["seed"])
-    facts = {name: config.get(name) for name in _TRAINING} | {name: environment.get(name) for name in _MACHINE}
+    facts = {name: config.get(name) for name in _TRAINING} | {
+        name: environment.get(name) for name in _MACHINE
+    }
     facts |= {"compute": _compute(folder, config)}
     if scaling == "weak":
         facts["batch_size"] /= nodes
@@ -71,10 +115,19 @@ def _read(folder: Path, scaling: str) -> dict[str, Any]:
     hosts: dict[str, int] = {}
     for rank in repeat["ranks"]:
         hosts[rank["host"]] = hosts.get(rank["host"], 0) + 1
-    return {"folder": folder, "sync": config["sync"] if nodes > 1 else "none", "nodes": nodes, "batch_size": config["batch_size"],
-            "facts": facts, "repeat": repeat, "environment": environment, "hosts": len(hosts),
-            "crowded": facts["compute"] == "real" and not environment.get("gpus")
-            and max(hosts.values()) > environment["usable_cores"]}
+    return {
+        "folder": folder,
+        "sync": config["sync"] if nodes > 1 else "none",
+        "nodes": nodes,
+        "batch_size": config["batch_size"],
+        "facts": facts,
+        "repeat": repeat,
+        "environment": environment,
+        "hosts": len(hosts),
+        "crowded": facts["compute"] == "real"
+        and not environment.get("gpus")
+        and max(hosts.values()) > environment["usable_cores"],
+    }
 
 
 def _compute(folder: Path, config: Mapping[str, Any]) -> str:
@@ -96,20 +149,36 @@ def _difference(name: str, runs: Sequence[Mapping[str, Any]]) -> str:
 def _warnings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     told = []
     if any(run["crowded"] for run in runs):
-        told.append("in some runs more ranks shared a machine than it has cores: their step times tell of the machine")
+        told.append(
+            "in some runs more ranks shared a machine than it has cores: their step times tell of the machine"
+        )
     if len({run["environment"].get("git_commit") for run in runs}) > 1:
         told.append("the runs were made by different commits of this project")
     if unequal := [run for run in runs if not run["repeat"]["equal_weights"]]:
-        told.append("the ranks ended with different weights in " + ", ".join(str(run["folder"]) for run in unequal))
+        told.append(
+            "the ranks ended with different weights in "
+            + ", ".join(str(run["folder"]) for run in unequal)
+        )
     return told
 
 
-def _settings(runs: Sequence[Mapping[str, Any]], cells: Sequence[Mapping[str, Any]], scaling: str) -> dict[str, Any]:
+def _settings(
+    runs: Sequence[Mapping[str, Any]], cells: Sequence[Mapping[str, Any]], scaling: str
+) -> dict[str, Any]:
     facts = runs[0]["facts"]
-    return {"dataset": facts["dataset"], "model": facts["model"], "batch_size": runs[0]["batch_size"] if scaling == "strong" else
-            facts["batch_size"], "scaling": scaling, "steps": min(len(run["repeat"]["losses"]) for run in runs),
-            "warmup": facts["untimed_steps"], "repeats": max(len(cell["repeats"]) for cell in cells),
-            "seeds": sorted({run["repeat"]["seed"] for run in runs}), "nodes": sorted({cell["nodes"] for cell in cells}),
-            "sync": list(dict.fromkeys(cell["sync"] for cell in cells)), "rates": [None], "until_accuracy": None,
-            "compute": facts["compute"],
-            "command": "lab report " + " ".join("/".join(run["folder"].parts[-2:]) for run in runs)}
+    return {
+        "dataset": facts["dataset"],
+        "model": facts["model"],
+        "batch_size": runs[0]["batch_size"] if scaling == "strong" else facts["batch_size"],
+        "scaling": scaling,
+        "steps": min(len(run["repeat"]["losses"]) for run in runs),
+        "warmup": facts["untimed_steps"],
+        "repeats": max(len(cell["repeats"]) for cell in cells),
+        "seeds": sorted({run["repeat"]["seed"] for run in runs}),
+        "nodes": sorted({cell["nodes"] for cell in cells}),
+        "sync": list(dict.fromkeys(cell["sync"] for cell in cells)),
+        "rates": [None],
+        "until_accuracy": None,
+        "compute": facts["compute"],
+        "command": "lab report " + " ".join("/".join(run["folder"].parts[-2:]) for run in runs),
+    }

@@ -70,19 +70,31 @@ class PlannedRun:
             return None
 
 
-def plan_comparison(settings: Settings, *, reports: Path, anew: bool, command: str, predicts: bool
-                    ) -> tuple[Path, dict[str, Any]]:
+def plan_comparison(
+    settings: Settings, *, reports: Path, anew: bool, command: str, predicts: bool
+) -> tuple[Path, dict[str, Any]]:
     """Return folder and results of a comparison whose runs others start: the newest unfinished one with the same settings and
     code, or a new one.
 
     predicts : from this machine's calibration, where there is one. Raises UserError on emulated links.
     """
     if settings.rates:
-        raise UserError(f"--plan: its runs go to nodes of their own, whose links are what they are, and --rate "
-                        f"{' '.join(settings.rates)} is for emulated ones: leave out one of the two")
-    folder, results = open_comparison(settings, reports=reports, anew=anew, command=command, code=code_of_runs())
-    if predicts and results["prediction"] is None and calibration_path().exists() and not _begun(folder):
-        results["prediction"] = _predict(results, settings, load_calibration(calibration_path()), folder)
+        raise UserError(
+            f"--plan: its runs go to nodes of their own, whose links are what they are, and --rate "
+            f"{' '.join(settings.rates)} is for emulated ones: leave out one of the two"
+        )
+    folder, results = open_comparison(
+        settings, reports=reports, anew=anew, command=command, code=code_of_runs()
+    )
+    if (
+        predicts
+        and results["prediction"] is None
+        and calibration_path().exists()
+        and not _begun(folder)
+    ):
+        results["prediction"] = _predict(
+            results, settings, load_calibration(calibration_path()), folder
+        )
         write_results(folder / "results.json", results)
     return folder, results
 
@@ -93,11 +105,18 @@ def _begun(folder: Path) -> bool:
 
 def code_of_runs() -> dict[str, str]:
     """Return torch's version and digests of all that a run consists of, by file: equal wherever a plan's runs may be compared."""
-    parts = {name: hashlib.sha256((REPOSITORY / name).read_bytes().replace(b"\r\n", b"\n")).hexdigest()[:12] for name in _RUN_BY}
+    parts = {
+        name: hashlib.sha256((REPOSITORY / name).read_bytes().replace(b"\r\n", b"\n")).hexdigest()[
+            :12
+        ]
+        for name in _RUN_BY
+    }
     return code_facts() | parts
 
 
-def _predict(results: dict[str, Any], settings: Settings, calibration: Calibration, folder: Path) -> dict[str, Any]:
+def _predict(
+    results: dict[str, Any], settings: Settings, calibration: Calibration, folder: Path
+) -> dict[str, Any]:
     """The prediction for nodes that are machines of their own. Messages that were measured over loopback, or times of another
     model, put a cell out of scope."""
     from common.emulation.compute_profile import load_profile
@@ -106,18 +125,38 @@ def _predict(results: dict[str, Any], settings: Settings, calibration: Calibrati
 
     if settings.emulated:
         profile = load_profile(str(profile_file(folder)), model=settings.model)
-        compute_at, gradients = emulated_compute_at(profile, batch_size=settings.batch_size, scaling=settings.scaling)
+        compute_at, gradients = emulated_compute_at(
+            profile, batch_size=settings.batch_size, scaling=settings.scaling
+        )
     else:
         gradients = calibration.gradients
 
         def compute_at(nodes: int) -> Any:
-            return compute_of(calibration, nodes, batch_size=settings.batch_size, scaling=settings.scaling, own_machines=True)
+            return compute_of(
+                calibration,
+                nodes,
+                batch_size=settings.batch_size,
+                scaling=settings.scaling,
+                own_machines=True,
+            )
+
     networks = {(nodes, None): calibration.network for nodes in settings.nodes if nodes > 1}
-    found = forecast_on_links(results, networks, compute_at, gradients, settings.strategy_options,
-                              source=f"calibrated on {calibration.name}, {calibration.made}")
+    found = forecast_on_links(
+        results,
+        networks,
+        compute_at,
+        gradients,
+        settings.strategy_options,
+        source=f"calibrated on {calibration.name}, {calibration.made}",
+    )
     for cell in results["cells"]:
-        why = ("calibrated over loopback, no network" if calibration.over_loopback and cell["nodes"] > 1 else
-               f"calibrated with {calibration.model}" if calibration.model != settings.model and not settings.emulated else "")
+        why = (
+            "calibrated over loopback, no network"
+            if calibration.over_loopback and cell["nodes"] > 1
+            else f"calibrated with {calibration.model}"
+            if calibration.model != settings.model and not settings.emulated
+            else ""
+        )
         if why and cell["id"] in found["cells"] and found["cells"][cell["id"]]["in_scope"]:
             found["cells"][cell["id"]] |= {"in_scope": False, "why": why}
     found["calibration"]["cpu"] = str(calibration.machine.get("cpu"))
@@ -127,10 +166,14 @@ def _predict(results: dict[str, Any], settings: Settings, calibration: Calibrati
 def read_plan(folder: Path) -> dict[str, Any]:
     """Return the results of a planned comparison; UserError where the folder is not there or holds no plan."""
     if not folder.is_dir():
-        raise UserError(f"{folder} is not there on {os.uname().nodename}: the folder of a plan belongs on a file system that all "
-                        "nodes share (lab compare --output-dir)")
+        raise UserError(
+            f"{folder} is not there on {os.uname().nodename}: the folder of a plan belongs on a file system that all "
+            "nodes share (lab compare --output-dir)"
+        )
     if not (folder / "results.json").exists():
-        raise UserError(f"{folder} is no plan (it has no results.json): make one by lab compare --plan")
+        raise UserError(
+            f"{folder} is no plan (it has no results.json): make one by lab compare --plan"
+        )
     results = read_results(folder / "results.json")
     check_plan(folder, results)
     return results
@@ -139,22 +182,33 @@ def read_plan(folder: Path) -> dict[str, Any]:
 def check_plan(folder: Path, results: dict[str, Any]) -> None:
     """Raise UserError where these are not the results of a plan."""
     if "plan" not in results:
-        raise UserError(f"{folder} is a comparison, but no plan, and its runs are lab compare's own: give the folder of a "
-                        "lab compare --plan")
+        raise UserError(
+            f"{folder} is a comparison, but no plan, and its runs are lab compare's own: give the folder of a "
+            "lab compare --plan"
+        )
     plan, cells = results["plan"], {cell["id"] for cell in results["cells"]}
     try:
-        good = isinstance(plan["code"], dict) and all(cell in cells and isinstance(repeat, int) for cell, repeat in plan["runs"])
+        good = isinstance(plan["code"], dict) and all(
+            cell in cells and isinstance(repeat, int) for cell, repeat in plan["runs"]
+        )
     except (KeyError, TypeError, ValueError):
         good = False
     if not good:
-        raise UserError(f"{folder / 'results.json'}: the plan in it is damaged; plan anew with lab compare --plan --new")
+        raise UserError(
+            f"{folder / 'results.json'}: the plan in it is damaged; plan anew with lab compare --plan --new"
+        )
 
 
 def planned_runs(folder: Path, results: dict[str, Any]) -> list[PlannedRun]:
     """Return all runs of a plan, by number."""
-    settings, cells = Settings.from_json(results["settings"]), {cell["id"]: cell for cell in results["cells"]}
-    return [PlannedRun(folder, number, settings, cells[cell], repeat)
-            for number, (cell, repeat) in enumerate(results["plan"]["runs"])]
+    settings, cells = (
+        Settings.from_json(results["settings"]),
+        {cell["id"]: cell for cell in results["cells"]},
+    )
+    return [
+        PlannedRun(folder, number, settings, cells[cell], repeat)
+        for number, (cell, repeat) in enumerate(results["plan"]["runs"])
+    ]
 
 
 def planned_run(folder: Path, number: int) -> tuple[PlannedRun, dict[str, str]]:
@@ -169,16 +223,26 @@ def planned_run(folder: Path, number: int) -> tuple[PlannedRun, dict[str, str]]:
 def how_to_run(runs: Sequence[PlannedRun]) -> str:
     """Return the command that submits these runs, one after the other, to a cluster with Slurm."""
     here = Path.cwd()
-    paths = [path.relative_to(here) if path.is_relative_to(here) else path
-             for path in (REPOSITORY / _JOB_SCRIPT, runs[0].folder.resolve())]
-    return shlex.join(["sbatch", f"--nodes={max(run.nodes for run in runs)}", f"--array={spans([run.number for run in runs])}%1",
-                       *map(str, paths)])
+    paths = [
+        path.relative_to(here) if path.is_relative_to(here) else path
+        for path in (REPOSITORY / _JOB_SCRIPT, runs[0].folder.resolve())
+    ]
+    return shlex.join(
+        [
+            "sbatch",
+            f"--nodes={max(run.nodes for run in runs)}",
+            f"--array={spans([run.number for run in runs])}%1",
+            *map(str, paths),
+        ]
+    )
 
 
 def runs_by_nodes(runs: Sequence[PlannedRun]) -> str:
     """Return which runs have how many nodes, for a person."""
-    return "; ".join(f"on {nodes} node{'s' if nodes > 1 else ''} {spans([run.number for run in runs if run.nodes == nodes])}"
-                     for nodes in sorted({run.nodes for run in runs}))
+    return "; ".join(
+        f"on {nodes} node{'s' if nodes > 1 else ''} {spans([run.number for run in runs if run.nodes == nodes])}"
+        for nodes in sorted({run.nodes for run in runs})
+    )
 
 
 def spans(numbers: Sequence[int]) -> str:

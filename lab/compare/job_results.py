@@ -36,8 +36,12 @@ def put_together(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
     """
     check_plan(folder, results)
     runs = planned_runs(folder, results)
-    before = {repeat["folder"]: repeat for cell in results["cells"] for repeat in cell["repeats"]
-              if repeat["status"] == "done" and not (folder / "runs").exists()}
+    before = {
+        repeat["folder"]: repeat
+        for cell in results["cells"]
+        for repeat in cell["repeats"]
+        if repeat["status"] == "done" and not (folder / "runs").exists()
+    }
     states = [_state(run, before) for run in runs]
     done = [state for state in states if state.word == "done"]
     machines = _machines(done)
@@ -46,10 +50,18 @@ def put_together(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
     for cell in cells:
         for outcome in cell["repeats"]:
             take_timeline(results, cell, outcome, folder)
-    environments = [path for state in done if (path := state.run.path / "environment.json").exists()]
-    results |= {"cells": cells, "finished": len(done) == len(runs), "differences": _differences(done),
-                "groups": {str(group): machine for group, machine in enumerate(machines)} if len(machines) > 1 else {},
-                "environment": read_json(environments[0]) if environments else results["environment"]}
+    environments = [
+        path for state in done if (path := state.run.path / "environment.json").exists()
+    ]
+    results |= {
+        "cells": cells,
+        "finished": len(done) == len(runs),
+        "differences": _differences(done),
+        "groups": {str(group): machine for group, machine in enumerate(machines)}
+        if len(machines) > 1
+        else {},
+        "environment": read_json(environments[0]) if environments else results["environment"],
+    }
     results["warnings"] = _warnings(states, results)
     results["plan"]["to_do"] = [run.number for run in _to_do(states)]
     write_results(folder / "results.json", results)
@@ -59,11 +71,17 @@ def put_together(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
 def why_failed(run: PlannedRun) -> str | None:
     """Return which rank of a run failed first and what it said; None where none has noted a failure."""
     notes = sorted(run.logs.glob("rank*.failed.json"), key=lambda path: path.stat().st_mtime_ns)
-    statuses = {int(path.name[len("rank"):].split(".")[0]): read_json(path)["status"] for path in notes}
+    statuses = {
+        int(path.name[len("rank") :].split(".")[0]): read_json(path)["status"] for path in notes
+    }
     if not statuses:
         return None
-    texts = {rank: run.log(rank).read_text(encoding="utf-8", errors="replace") if run.log(rank).exists() else ""
-             for rank in statuses}
+    texts = {
+        rank: run.log(rank).read_text(encoding="utf-8", errors="replace")
+        if run.log(rank).exists()
+        else ""
+        for rank in statuses
+    }
     culprit, message = blame(list(statuses), statuses, texts, name="rank")
     return f"{message} (its output: {run.log(culprit)})"
 
@@ -78,11 +96,15 @@ def _state(run: PlannedRun, before: dict[str, dict[str, Any]]) -> State:
         return State(run, "under way")
     why = why_failed(run)
     if why is None and next(run.logs.glob("rank*.txt"), None) is not None:
-        why = (f"no end was noted: killed, or its node lost; or still under way, where the nodes' file system has no locks (its "
-               f"output: {run.log(0)})")
+        why = (
+            f"no end was noted: killed, or its node lost; or still under way, where the nodes' file system has no locks (its "
+            f"output: {run.log(0)})"
+        )
     if why is None:
         return State(run, "missing")
-    return State(run, "failed", failed_run(run.settings, run.cell, run.repeat, run.folder, message=why))
+    return State(
+        run, "failed", failed_run(run.settings, run.cell, run.repeat, run.folder, message=why)
+    )
 
 
 def _held(log: Path) -> bool:
@@ -104,8 +126,11 @@ def _where(run: PlannedRun, outcome: dict[str, Any]) -> dict[str, Any]:
     except UserError:
         machine = {}
     hosts = [rank["host"] for rank in outcome["ranks"]]
-    crowded = not run.settings.emulated and not machine.get("gpus") and max(map(hosts.count, hosts)) > machine.get(
-        "usable_cores", len(hosts))
+    crowded = (
+        not run.settings.emulated
+        and not machine.get("gpus")
+        and max(map(hosts.count, hosts)) > machine.get("usable_cores", len(hosts))
+    )
     return {"machine": {name: machine.get(name) for name in _MACHINE}, "crowded": crowded}
 
 
@@ -116,7 +141,9 @@ def _machines(done: Sequence[State]) -> list[dict[str, Any]]:
     return sorted(different, key=lambda kind: -kinds.count(kind))
 
 
-def _cells(states: Sequence[State], machines: Sequence[dict[str, Any]], *, repeats: int) -> list[dict[str, Any]]:
+def _cells(
+    states: Sequence[State], machines: Sequence[dict[str, Any]], *, repeats: int
+) -> list[dict[str, Any]]:
     """All cells of the plan, and those of other groups than the first with the repeats that they have."""
     cells: dict[tuple[int, str], dict[str, Any]] = {}
     for state in states:
@@ -146,26 +173,43 @@ def _differences(done: Sequence[State]) -> list[str]:
         for state in done:
             values.setdefault(str(state.outcome["machine"][name]), []).append(state.run.number)
         if len(values) > 1:
-            told.append(f"{name}: " + "; ".join(f"{value} in runs {spans(numbers)}" for value, numbers in values.items()))
+            told.append(
+                f"{name}: "
+                + "; ".join(
+                    f"{value} in runs {spans(numbers)}" for value, numbers in values.items()
+                )
+            )
     return told
 
 
 def _warnings(states: Sequence[State], results: dict[str, Any]) -> list[str]:
     """What a reader must know, and how to go on."""
     told = []
-    done, under_way, missing, failed = ([state for state in states if state.word == word]
-                                        for word in ("done", "under way", "missing", "failed"))
+    done, under_way, missing, failed = (
+        [state for state in states if state.word == word]
+        for word in ("done", "under way", "missing", "failed")
+    )
     if results["groups"]:
-        told.append("the runs were on different kinds of machines; for one group of all, remove the folders in runs/ of those on "
-                    "the others, and start these again on one kind (with Slurm: sbatch --constraint or --nodelist)")
+        told.append(
+            "the runs were on different kinds of machines; for one group of all, remove the folders in runs/ of those on "
+            "the others, and start these again on one kind (with Slurm: sbatch --constraint or --nodelist)"
+        )
     if unequal := [state.run.number for state in done if not state.outcome["equal_weights"]]:
         told.append(f"the ranks ended with different weights in runs {spans(unequal)}")
     calibrated = ((results["prediction"] or {}).get("calibration") or {}).get("cpu")
     if done and calibrated is not None and calibrated != results["environment"].get("cpu"):
-        told.append(f"the prediction is for {calibrated}, the runs were on {results['environment'].get('cpu')}")
+        told.append(
+            f"the prediction is for {calibrated}, the runs were on {results['environment'].get('cpu')}"
+        )
     if len(done) < len(states):
-        told.append(f"{len(done)} of {len(states)} runs are done" + "".join(
-            f"; {word}: {_by_cell(some)}" for word, some in (("under way", under_way), ("missing", missing)) if some))
+        told.append(
+            f"{len(done)} of {len(states)} runs are done"
+            + "".join(
+                f"; {word}: {_by_cell(some)}"
+                for word, some in (("under way", under_way), ("missing", missing))
+                if some
+            )
+        )
     told += [f"failed: {state.run.name}: {state.outcome['message']}" for state in failed[:_SHOWN]]
     if len(failed) > _SHOWN:
         told.append(f"failed, too: {_by_cell(failed[_SHOWN:])}")
@@ -182,4 +226,7 @@ def _by_cell(states: Sequence[State]) -> str:
     numbers: dict[str, list[int]] = {}
     for state in states:
         numbers.setdefault(state.run.cell["id"], []).append(state.run.number)
-    return ", ".join(f"{cell} (run{'s' if len(some) > 1 else ''} {spans(some)})" for cell, some in numbers.items())
+    return ", ".join(
+        f"{cell} (run{'s' if len(some) > 1 else ''} {spans(some)})"
+        for cell, some in numbers.items()
+    )

@@ -85,15 +85,21 @@ def _claimed(path: Path) -> Iterator[IO[bytes]]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("ab")
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): permit writing there, on each node") from error
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}): permit writing there, on each node"
+        ) from error
     with file:
-        deadline = time.monotonic() + _LOCK_SECONDS  # a report that is being made tries it for a moment
+        deadline = (
+            time.monotonic() + _LOCK_SECONDS
+        )  # a report that is being made tries it for a moment
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise UserError(f"this run is under way already: another job holds {path}; wait for its end") from None
+                    raise UserError(
+                        f"this run is under way already: another job holds {path}; wait for its end"
+                    ) from None
                 time.sleep(_POLL_SECONDS)
                 continue
             except OSError:
@@ -104,37 +110,66 @@ def _claimed(path: Path) -> Iterator[IO[bytes]]:
 
 def _check(run: PlannedRun, code: Mapping[str, str], place: Launch) -> None:
     if place.size < run.nodes:
-        raise UserError(f"{run.name} needs {run.nodes} nodes, and there {'is' if place.size == 1 else 'are'} {place.size}: start "
-                        f"it on {run.nodes} or more, e.g. by sbatch --nodes={run.nodes}")
+        raise UserError(
+            f"{run.name} needs {run.nodes} nodes, and there {'is' if place.size == 1 else 'are'} {place.size}: start "
+            f"it on {run.nodes} or more, e.g. by sbatch --nodes={run.nodes}"
+        )
     if run.nodes > 1 and place.master_ip is None:
-        raise UserError(f"{run.name} has {run.nodes} nodes: give --master-ip, --num-nodes and --rank on each")
+        raise UserError(
+            f"{run.name} has {run.nodes} nodes: give --master-ip, --num-nodes and --rank on each"
+        )
     here = code_of_runs()
     if other := sorted(name for name in here | dict(code) if here.get(name) != code.get(name)):
         shown = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
-        raise UserError(f"{os.uname().nodename} has other code than the plan was made with ({shown}), and its times would not "
-                        "be comparable: go back to that code, or plan anew with lab compare --plan")
+        raise UserError(
+            f"{os.uname().nodename} has other code than the plan was made with ({shown}), and its times would not "
+            "be comparable: go back to that code, or plan anew with lab compare --plan"
+        )
 
 
 def _supervise(run: PlannedRun, place: Launch, log: IO[bytes]) -> tuple[int, str]:
     """Run the part to its end; return its exit status, and which signal to this process ended it, if one did, in words."""
     command = [sys.executable, *node_command(run.settings, run.cell, run.repeat, run.folder)]
     if run.nodes > 1:
-        command += ["--master-ip", str(place.master_ip), "--master-port", str(place.master_port), "--num-nodes", str(run.nodes),
-                    "--rank", str(place.rank)]
+        command += [
+            "--master-ip",
+            str(place.master_ip),
+            "--master-port",
+            str(place.master_port),
+            "--num-nodes",
+            str(run.nodes),
+            "--rank",
+            str(place.rank),
+        ]
     if place.rank == 0:
         _remove(run.path)  # of an attempt that was interrupted; the others wait for rank 0
     received: list[int] = []
-    before = {number: signal.signal(number, lambda number, _frame: received.append(number)) for number in _SIGNALS}
+    before = {
+        number: signal.signal(number, lambda number, _frame: received.append(number))
+        for number in _SIGNALS
+    }
     try:
-        status = _wait(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                        start_new_session=True, preexec_fn=death_wish()), received)
+        status = _wait(
+            subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=death_wish(),
+            ),
+            received,
+        )
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if not received or status == 0:
         return status, ""
     name = signal.Signals(received[0]).name
-    return status, f"stopped by {name}, as at a time limit or after a node's loss; started again, the run begins anew"
+    return (
+        status,
+        f"stopped by {name}, as at a time limit or after a node's loss; started again, the run begins anew",
+    )
 
 
 def _wait(process: subprocess.Popen, received: list[int]) -> int:
@@ -158,7 +193,9 @@ def _remove(path: Path) -> None:
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise UserError(f"{path}, of an earlier attempt, cannot be removed ({error.strerror})") from error
+        raise UserError(
+            f"{path}, of an earlier attempt, cannot be removed ({error.strerror})"
+        ) from error
 
 
 def _note_failure(run: PlannedRun, place: Launch, log: IO[bytes], status: int, why: str) -> None:
@@ -172,10 +209,14 @@ def _note_failure(run: PlannedRun, place: Launch, log: IO[bytes], status: int, w
 def _wait_for_others(run: PlannedRun) -> None:
     """The other ranks, too, note why they failed, and one of them may be the first."""
     deadline = time.monotonic() + _OTHERS_SECONDS
-    while time.monotonic() < deadline and not all(run.failure(rank).exists() for rank in range(run.nodes)):
+    while time.monotonic() < deadline and not all(
+        run.failure(rank).exists() for rank in range(run.nodes)
+    ):
         time.sleep(_POLL_SECONDS)
 
 
 def _measured(run: PlannedRun, outcome: Mapping[str, Any]) -> str:
-    step, sync = (fmean(rank["seconds"][name] for rank in outcome["ranks"]) for name in ("step", "sync"))
+    step, sync = (
+        fmean(rank["seconds"][name] for rank in outcome["ranks"]) for name in ("step", "sync")
+    )
     return f"{run.name}: {step:.3f} s a step, {sync:.3f} of it sync"

@@ -31,9 +31,25 @@ from lab.compare.cells import Settings, run_folder
 
 FORMAT = 1
 TIMES = ("step", "data", "forward", "backward", "sync", "update", "wait", "wire")
-_PARTS_OF_RESULTS = {"format": int, "kind": str, "created": str, "finished": bool, "settings": dict, "environment": dict,
-                     "warnings": list, "cells": list, "timelines": dict}
-_PARTS_OF_CELL = {"id": str, "sync": str, "nodes": int, "status": str, "repeats": list, "group": int}
+_PARTS_OF_RESULTS = {
+    "format": int,
+    "kind": str,
+    "created": str,
+    "finished": bool,
+    "settings": dict,
+    "environment": dict,
+    "warnings": list,
+    "cells": list,
+    "timelines": dict,
+}
+_PARTS_OF_CELL = {
+    "id": str,
+    "sync": str,
+    "nodes": int,
+    "status": str,
+    "repeats": list,
+    "group": int,
+}
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -41,12 +57,16 @@ def read_results(path: Path) -> dict[str, Any]:
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error}): it is cut or no results.json; left as it is") from error
+        raise UserError(
+            f"{path} cannot be read ({error}): it is cut or no results.json; left as it is"
+        ) from error
     if not isinstance(results, dict) or "format" not in results:
         raise UserError(f"{path} is no results.json of lab compare; left as it is")
     if results["format"] != FORMAT:
-        raise UserError(f"{path} has format {results['format']!r}, this version reads {FORMAT}: use the version that wrote it; "
-                        "left as it is")
+        raise UserError(
+            f"{path} has format {results['format']!r}, this version reads {FORMAT}: use the version that wrote it; "
+            "left as it is"
+        )
     _check_parts(path, results, _PARTS_OF_RESULTS, "")
     for index, cell in enumerate(results["cells"]):
         _check_parts(path, cell, _PARTS_OF_CELL, f"cells[{index}].")
@@ -56,24 +76,38 @@ def read_results(path: Path) -> dict[str, Any]:
 def _check_parts(path: Path, content: Any, parts: Mapping[str, type], place: str) -> None:
     for name, kind in parts.items():
         if not isinstance(content, dict) or not isinstance(content.get(name), kind):
-            raise UserError(f"{path}: {place}{name} is missing or no {kind.__name__}; left as it is")
+            raise UserError(
+                f"{path}: {place}{name} is missing or no {kind.__name__}; left as it is"
+            )
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write ``results.json`` whole or not at all."""
-    write_atomically(path, (json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    write_atomically(
+        path, (json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    )
 
 
 def read_repeat(folder: Path, *, seed: int) -> dict[str, Any]:
     """Return what a run that has ended left in ``folder``, as a repeat. UserError where it did not end."""
     summary, ranks = read_json(folder / "summary.json"), read_json(folder / "ranks.json")
     metrics = _read_lines(folder / "metrics.jsonl")
-    return {"folder": str(folder), "seed": seed, "status": "done", "ranks": ranks["ranks"],
-            "losses": [[entry["step"], entry["loss"]] for entry in metrics], "test_accuracy": summary["test_accuracy"],
-            "seconds_to_accuracy": None, "steps_to_accuracy": None, "equal_weights": summary["ranks_hold_equal_weights"]}
+    return {
+        "folder": str(folder),
+        "seed": seed,
+        "status": "done",
+        "ranks": ranks["ranks"],
+        "losses": [[entry["step"], entry["loss"]] for entry in metrics],
+        "test_accuracy": summary["test_accuracy"],
+        "seconds_to_accuracy": None,
+        "steps_to_accuracy": None,
+        "equal_weights": summary["ranks_hold_equal_weights"],
+    }
 
 
-def read_run(settings: Settings, cell: Mapping[str, Any], repeat: int, folder: Path) -> dict[str, Any]:
+def read_run(
+    settings: Settings, cell: Mapping[str, Any], repeat: int, folder: Path
+) -> dict[str, Any]:
     """Return what the run of a cell left in the comparison's ``folder``, as a repeat. UserError where it did not end."""
     path = run_folder(folder, cell, repeat)
     outcome = read_repeat(path, seed=settings.seeds_to_run[repeat])
@@ -82,11 +116,22 @@ def read_run(settings: Settings, cell: Mapping[str, Any], repeat: int, folder: P
     return outcome | {"repeat": repeat, "folder": str(path.relative_to(folder))}
 
 
-def failed_run(settings: Settings, cell: Mapping[str, Any], repeat: int, folder: Path, *, message: str) -> dict[str, Any]:
+def failed_run(
+    settings: Settings, cell: Mapping[str, Any], repeat: int, folder: Path, *, message: str
+) -> dict[str, Any]:
     """Return the repeat of a run that failed, with what it said."""
-    return {"repeat": repeat, "folder": str(run_folder(folder, cell, repeat).relative_to(folder)),
-            "seed": settings.seeds_to_run[repeat], "status": "failed", "message": message, "ranks": [], "losses": [],
-            "test_accuracy": None, "seconds_to_accuracy": None, "steps_to_accuracy": None}
+    return {
+        "repeat": repeat,
+        "folder": str(run_folder(folder, cell, repeat).relative_to(folder)),
+        "seed": settings.seeds_to_run[repeat],
+        "status": "failed",
+        "message": message,
+        "ranks": [],
+        "losses": [],
+        "test_accuracy": None,
+        "seconds_to_accuracy": None,
+        "steps_to_accuracy": None,
+    }
 
 
 def time_to_accuracy(path: Path, accuracy: float) -> dict[str, float | int | None]:
@@ -96,11 +141,16 @@ def time_to_accuracy(path: Path, accuracy: float) -> dict[str, float | int | Non
     for epoch in _read_lines(path / "epochs.jsonl"):
         seconds += epoch["seconds"]
         if epoch["val_accuracy"] is not None and epoch["val_accuracy"] >= accuracy:
-            return {"seconds_to_accuracy": seconds, "steps_to_accuracy": epoch["epoch"] * steps_per_epoch}
+            return {
+                "seconds_to_accuracy": seconds,
+                "steps_to_accuracy": epoch["epoch"] * steps_per_epoch,
+            }
     return {"seconds_to_accuracy": None, "steps_to_accuracy": None}
 
 
-def take_timeline(results: dict[str, Any], cell: Mapping[str, Any], outcome: Mapping[str, Any], folder: Path) -> None:
+def take_timeline(
+    results: dict[str, Any], cell: Mapping[str, Any], outcome: Mapping[str, Any], folder: Path
+) -> None:
     """Keep the timeline of a cell's first repeat that has one."""
     timeline = folder / outcome["folder"] / "timeline.json"
     if outcome["status"] == "done" and cell["id"] not in results["timelines"] and timeline.exists():
@@ -120,14 +170,18 @@ def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): the run has not ended, or its folder was not copied whole") from error
+        raise UserError(
+            f"{path} cannot be read ({error}): the run has not ended, or its folder was not copied whole"
+        ) from error
 
 
 def summarise(cell: dict[str, Any], *, repeats: int) -> None:
     """Set status, median and interval of a cell from its repeats, of which there shall be ``repeats``."""
     done = [repeat for repeat in cell["repeats"] if repeat["status"] == "done"]
     failed = [repeat for repeat in cell["repeats"] if repeat["status"] == "failed"]
-    cell["status"] = ("done" if len(done) >= repeats else "partial" if done else "failed" if failed else "pending")
+    cell["status"] = (
+        "done" if len(done) >= repeats else "partial" if done else "failed" if failed else "pending"
+    )
     cell["message"] = failed[-1]["message"] if failed else None
     cell["median"] = cell["interval"] = None
     if done:
@@ -138,12 +192,16 @@ def summarise(cell: dict[str, Any], *, repeats: int) -> None:
 
 def _of_repeat(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Means over the ranks; of bytes, root and the others apart."""
-    row: dict[str, float | None] = {name: statistics.fmean(rank["seconds"][name] for rank in ranks) for name in TIMES}
+    row: dict[str, float | None] = {
+        name: statistics.fmean(rank["seconds"][name] for rank in ranks) for name in TIMES
+    }
     others = [rank["bytes_sent"] for rank in ranks[1:]]
     known = all(rank["bytes_sent"] is not None for rank in ranks)
-    return row | {"peak_memory_bytes": statistics.fmean(rank["peak_memory_bytes"] for rank in ranks),
-                  "root_bytes_sent": ranks[0]["bytes_sent"] if known else None,
-                  "others_bytes_sent": (statistics.fmean(others) if others else 0.0) if known else None}
+    return row | {
+        "peak_memory_bytes": statistics.fmean(rank["peak_memory_bytes"] for rank in ranks),
+        "root_bytes_sent": ranks[0]["bytes_sent"] if known else None,
+        "others_bytes_sent": (statistics.fmean(others) if others else 0.0) if known else None,
+    }
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -48,9 +48,15 @@ _SAME_MACHINE = ("python", "torch", "cpu", "usable_cores", "git_commit")
 console = Console(highlight=False)
 
 
-def compare(settings: Settings, *, reports: Path, anew: bool = False, command: str = "lab compare",
-            predict: Callable[[dict[str, Any], Path, Places], None] | None = None,
-            opened: Callable[[Path], None] | None = None) -> tuple[Path, dict[str, Any]]:
+def compare(
+    settings: Settings,
+    *,
+    reports: Path,
+    anew: bool = False,
+    command: str = "lab compare",
+    predict: Callable[[dict[str, Any], Path, Places], None] | None = None,
+    opened: Callable[[Path], None] | None = None,
+) -> tuple[Path, dict[str, Any]]:
     """Run what is missing of the comparison, write ``results.json`` after every run, and return its folder and results.
 
     Parameters
@@ -79,24 +85,38 @@ def compare(settings: Settings, *, reports: Path, anew: bool = False, command: s
 
 def _run_all(settings: Settings, results: dict[str, Any], folder: Path, places: Places) -> None:
     runs = in_turns(settings, results["cells"])
-    todo = [(cell, repeat) for cell, repeat in runs if repeat not in [one["repeat"] for one in cell["repeats"]]]
-    console.print(f"{len(todo)} of {len(runs)} runs to do, one after the other, in {folder}", soft_wrap=True)
+    todo = [
+        (cell, repeat)
+        for cell, repeat in runs
+        if repeat not in [one["repeat"] for one in cell["repeats"]]
+    ]
+    console.print(
+        f"{len(todo)} of {len(runs)} runs to do, one after the other, in {folder}", soft_wrap=True
+    )
     for warning in results["warnings"]:
         console.print(f"warning: {warning}", soft_wrap=True)
     with _Progress(len(todo)) as progress:
         for cell, repeat in todo:
             progress.begin(cell, repeat)
             outcome = _run(settings, cell, repeat, folder, places)
-            cell["repeats"] = sorted([one for one in cell["repeats"] if one["repeat"] != repeat] + [outcome],
-                                     key=lambda one: one["repeat"])
+            cell["repeats"] = sorted(
+                [one for one in cell["repeats"] if one["repeat"] != repeat] + [outcome],
+                key=lambda one: one["repeat"],
+            )
             summarise(cell, repeats=len(settings.seeds_to_run))
             take_timeline(results, cell, outcome, folder)
             write_results(folder / "results.json", results)
             progress.done(outcome)
 
 
-def open_comparison(settings: Settings, *, reports: Path, anew: bool, command: str, code: Mapping[str, str] | None = None
-                    ) -> tuple[Path, dict[str, Any]]:
+def open_comparison(
+    settings: Settings,
+    *,
+    reports: Path,
+    anew: bool,
+    command: str,
+    code: Mapping[str, str] | None = None,
+) -> tuple[Path, dict[str, Any]]:
     """Return folder and results of the newest unfinished comparison with these settings, or of a new one.
 
     code : of a comparison that is planned, and whose runs others start (lab/jobs): what must be the same when it goes on, in
@@ -112,14 +132,24 @@ def open_comparison(settings: Settings, *, reports: Path, anew: bool, command: s
         except UserError as error:
             console.print(f"notice: {error}", soft_wrap=True)
             continue
-        if results["finished"] or _asked(results["settings"]) != settings.as_json() or ("plan" in results) != (code is not None):
+        if (
+            results["finished"]
+            or _asked(results["settings"]) != settings.as_json()
+            or ("plan" in results) != (code is not None)
+        ):
             continue
-        before, now, names = ((results["environment"], here, _SAME_MACHINE) if code is None else
-                              (results["plan"].get("code", {}), code, sorted(code)))
+        before, now, names = (
+            (results["environment"], here, _SAME_MACHINE)
+            if code is None
+            else (results["plan"].get("code", {}), code, sorted(code))
+        )
         differing = [name for name in names if before.get(name) != now.get(name)]
         if differing:
-            console.print(f"notice: {path.parent} has the same settings, but was begun with another "
-                          f"{', '.join(differing)}; it is left as it is, and a new one begins", soft_wrap=True)
+            console.print(
+                f"notice: {path.parent} has the same settings, but was begun with another "
+                f"{', '.join(differing)}; it is left as it is, and a new one begins",
+                soft_wrap=True,
+            )
             continue
         console.print(f"going on with {path.parent}", soft_wrap=True)
         for cell in results["cells"]:  # what failed is tried again
@@ -128,18 +158,37 @@ def open_comparison(settings: Settings, *, reports: Path, anew: bool, command: s
     profile = _profile(settings, here)
     folder = new_folder(reports, "compare")
     cells, warnings = plan_cells(settings), []
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     for cell in cells:
-        cell["oversubscribed"] = cell["nodes"] > cores and not here["gpus"] and not settings.emulated and code is None
+        cell["oversubscribed"] = (
+            cell["nodes"] > cores and not here["gpus"] and not settings.emulated and code is None
+        )
     if crowded := sorted({cell["nodes"] for cell in cells if cell["oversubscribed"]}):
-        warnings.append(f"{' and '.join(map(str, crowded))} ranks share {cores} cores: their forward and backward take turns, so "
-                        "step times tell of the machine, not of as many nodes, and waiting for slower ranks grows")
-    results = {"format": FORMAT, "kind": "compare", "created": datetime.now().isoformat(timespec="seconds"), "finished": False,
-               "emulated": settings.emulated or bool(settings.rates), "settings": settings.as_json() | {"command": command},
-               "environment": here, "warnings": warnings, "differences": [], "prediction": None, "cells": cells,
-               "timelines": {}}
+        warnings.append(
+            f"{' and '.join(map(str, crowded))} ranks share {cores} cores: their forward and backward take turns, so "
+            "step times tell of the machine, not of as many nodes, and waiting for slower ranks grows"
+        )
+    results = {
+        "format": FORMAT,
+        "kind": "compare",
+        "created": datetime.now().isoformat(timespec="seconds"),
+        "finished": False,
+        "emulated": settings.emulated or bool(settings.rates),
+        "settings": settings.as_json() | {"command": command},
+        "environment": here,
+        "warnings": warnings,
+        "differences": [],
+        "prediction": None,
+        "cells": cells,
+        "timelines": {},
+    }
     if code is not None:
-        results["plan"] = {"code": dict(code), "runs": [[cell["id"], repeat] for cell, repeat in in_turns(settings, cells)]}
+        results["plan"] = {
+            "code": dict(code),
+            "runs": [[cell["id"], repeat] for cell, repeat in in_turns(settings, cells)],
+        }
     if profile is not None:
         write_atomically(profile_file(folder), json.dumps(profile.as_json(), indent=1).encode())
     write_results(folder / "results.json", results)
@@ -165,14 +214,21 @@ def _machine() -> dict[str, Any]:
     return environment()
 
 
-
-
-def _run(settings: Settings, cell: dict[str, Any], repeat: int, folder: Path, places: Places) -> dict[str, Any]:
+def _run(
+    settings: Settings, cell: dict[str, Any], repeat: int, folder: Path, places: Places
+) -> dict[str, Any]:
     """Run one repeat of a cell and return it; a failure is a repeat with a message."""
-    shutil.rmtree(run_folder(folder, cell, repeat), ignore_errors=True)  # of a run that was interrupted
+    shutil.rmtree(
+        run_folder(folder, cell, repeat), ignore_errors=True
+    )  # of a run that was interrupted
     logs = folder / "logs" / f"{cell['id']}-{repeat + 1}"
-    message = places.run(node_command(settings, cell, repeat, folder), cell["nodes"], rate=cell["rate"], logs=logs,
-                         limit_seconds=_LIMIT_SECONDS)
+    message = places.run(
+        node_command(settings, cell, repeat, folder),
+        cell["nodes"],
+        rate=cell["rate"],
+        logs=logs,
+        limit_seconds=_LIMIT_SECONDS,
+    )
     if message is None:
         try:
             return read_run(settings, cell, repeat, folder)
@@ -186,8 +242,18 @@ class _Progress:
 
     def __init__(self, runs: int) -> None:
         self._runs, self._done, self._seconds = runs, 0, []
-        self._bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                             TextColumn("{task.fields[left]}"), console=console) if console.is_terminal else None
+        self._bar = (
+            Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[left]}"),
+                console=console,
+            )
+            if console.is_terminal
+            else None
+        )
 
     def __enter__(self) -> "_Progress":
         if self._bar is not None:
@@ -211,12 +277,18 @@ class _Progress:
         self._seconds.append(time.monotonic() - self._began)
         left = f"{_duration(statistics.fmean(self._seconds) * (self._runs - self._done))} left"
         if outcome["status"] == "done":
-            step, sync = (statistics.fmean(rank["seconds"][name] for rank in outcome["ranks"]) for name in ("step", "sync"))
+            step, sync = (
+                statistics.fmean(rank["seconds"][name] for rank in outcome["ranks"])
+                for name in ("step", "sync")
+            )
             words = f"{step:.3f} s a step, {sync:.3f} of it sync"
         else:
             words = f"FAILED: {outcome['message']}"
-        console.print(f"[{self._done}/{self._runs}] {self._name}: {words} ({self._seconds[-1]:.0f} s; {left})", markup=False,
-                      soft_wrap=True)
+        console.print(
+            f"[{self._done}/{self._runs}] {self._name}: {words} ({self._seconds[-1]:.0f} s; {left})",
+            markup=False,
+            soft_wrap=True,
+        )
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, left=left)
 

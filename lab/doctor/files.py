@@ -29,14 +29,22 @@ def check_dataset(question: Question) -> Finding:
     if name == "folder":
         return _image_folder(folder)
     if torch_facts().error is not None:
-        return warning("dataset", "not looked at, since torch cannot be imported", "see the line on torch")
+        return warning(
+            "dataset", "not looked at, since torch cannot be imported", "see the line on torch"
+        )
     missing, damaged = dataset_state(name, folder)
     if damaged:
-        return failure("dataset", f"{name} in {folder} is damaged, sizes or MD5 are wrong: {', '.join(damaged)}",
-                       "remove those files: the parts download them again; or copy them from a node where they are whole")
+        return failure(
+            "dataset",
+            f"{name} in {folder} is damaged, sizes or MD5 are wrong: {', '.join(damaged)}",
+            "remove those files: the parts download them again; or copy them from a node where they are whole",
+        )
     if missing:
-        return warning("dataset", f"{name} is not in {folder} (missing: {', '.join(missing)})",
-                       "where this node has no network, copy the folder from one that has it; else the parts download it first")
+        return warning(
+            "dataset",
+            f"{name} is not in {folder} (missing: {', '.join(missing)})",
+            "where this node has no network, copy the folder from one that has it; else the parts download it first",
+        )
     return ok("dataset", f"{name} in {folder}, whole by MD5")
 
 
@@ -59,10 +67,17 @@ def _md5(path: Path) -> str:
 
 
 def _image_folder(folder: Path) -> Finding:
-    lacking = [split for split in ("train", "test") if not any(path.is_dir() for path in _entries(folder / split))]
+    lacking = [
+        split
+        for split in ("train", "test")
+        if not any(path.is_dir() for path in _entries(folder / split))
+    ]
     if lacking:
-        return failure("dataset", f"{folder} has no {' and no '.join(f'{split}/<class>/' for split in lacking)}",
-                       "give --data-dir, a folder with train/<class>/* and test/<class>/*")
+        return failure(
+            "dataset",
+            f"{folder} has no {' and no '.join(f'{split}/<class>/' for split in lacking)}",
+            "give --data-dir, a folder with train/<class>/* and test/<class>/*",
+        )
     classes = sorted(path.name for path in _entries(folder / "train") if path.is_dir())
     return ok("dataset", f"{len(classes)} classes in {folder}")
 
@@ -76,32 +91,48 @@ def dataset_fact(question: Question) -> str:
     if question.dataset == "digits":
         return "digits"
     if question.dataset == "folder":
-        listed = [f"{path.relative_to(question.data_dir)} {path.stat().st_size}" for split in ("train", "test")
-                  for path in sorted((question.data_dir / split).rglob("*")) if path.is_file()]
+        listed = [
+            f"{path.relative_to(question.data_dir)} {path.stat().st_size}"
+            for split in ("train", "test")
+            for path in sorted((question.data_dir / split).rglob("*"))
+            if path.is_file()
+        ]
         return f"folder of {len(listed)} images, {hashlib.sha256(chr(10).join(listed).encode()).hexdigest()[:12]}"
     missing, damaged = dataset_state(question.dataset, question.data_dir)
     return f"{question.dataset} {'damaged' if damaged else 'missing' if missing else 'whole'}"
 
 
-def check_disk(question: Question, *, usage: Callable[[Path], shutil._ntuple_diskusage] = shutil.disk_usage) -> Finding:
+def check_disk(
+    question: Question, *, usage: Callable[[Path], shutil._ntuple_diskusage] = shutil.disk_usage
+) -> Finding:
     """The output folder can be written and has room for checkpoints."""
     folder = question.output_dir
     there = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        return failure("disk", f"{folder} cannot be written ({there} {'is no folder' if not there.is_dir() else 'is read-only'})",
-                       "give another --output-dir, or permit writing there")
+        return failure(
+            "disk",
+            f"{folder} cannot be written ({there} {'is no folder' if not there.is_dir() else 'is read-only'})",
+            "give another --output-dir, or permit writing there",
+        )
     free = usage(there).free
     told = f"{free / 1e9:.1f} GB free in {there}; a checkpoint of VGG-11 takes {CHECKPOINT_BYTES / 1e6:.0f} MB"
     if free < 2 * CHECKPOINT_BYTES:  # the new one is whole before an old one goes
         return failure("disk", told, "make room, or give --output-dir on another disk")
     if free < _ROOM_FOR * CHECKPOINT_BYTES:
-        return warning("disk", told, f"give --keep-checkpoints {max(1, free // CHECKPOINT_BYTES - 1)}, or make room")
+        return warning(
+            "disk",
+            told,
+            f"give --keep-checkpoints {max(1, free // CHECKPOINT_BYTES - 1)}, or make room",
+        )
     return ok("disk", told)
 
 
 def check_code(_question: Question) -> Finding:
     """Which code this is."""
-    commit, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    commit, changed = (
+        git("rev-parse", "--short", "HEAD"),
+        git("status", "--porcelain", "--untracked-files=no"),
+    )
     if commit is None:
         return ok("code", f"no git commit; code {code_digest()}")
     return ok("code", f"commit {commit}{' with changes' if changed else ''}, code {code_digest()}")
@@ -117,8 +148,14 @@ def code_digest() -> str:
 def git(*arguments: str) -> str | None:
     """Return what git says of this checkout; None without git."""
     try:
-        done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, timeout=_GIT_SECONDS,
-                              check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            ["git", "-C", str(REPOSITORY), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

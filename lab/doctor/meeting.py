@@ -66,21 +66,36 @@ class Meeting:
         return [rank for rank in range(self.place.num_nodes) if rank not in self.nodes]
 
 
-def meet(place: Place, facts: Mapping[str, Any], *, timeout_seconds: float, host: str | None = None,
-         clock: Callable[[], float] = time.time, door: Callable[[], socket.socket] = listen) -> Meeting:
+def meet(
+    place: Place,
+    facts: Mapping[str, Any],
+    *,
+    timeout_seconds: float,
+    host: str | None = None,
+    clock: Callable[[], float] = time.time,
+    door: Callable[[], socket.socket] = listen,
+) -> Meeting:
     """Meet the other nodes' doctors and return what all of them found.
 
     ``timeout_seconds`` to wait for the others; the whole takes at most twice that and some 20 s. ``door`` opens the socket at
     which the others knock. Raises OSError on rank 0 where the master's port cannot be had, elsewhere only without a route.
     """
     with Doorman(place.rank, door()) as doorman:
-        me = Node(place.rank, host or socket.gethostname(), route_to(place.master_ip), doorman.port, dict(facts))
+        me = Node(
+            place.rank,
+            host or socket.gethostname(),
+            route_to(place.master_ip),
+            doorman.port,
+            dict(facts),
+        )
         if place.rank == 0:
             return _receive_guests(place, me, timeout_seconds, clock=clock)
         return _visit(place, me, timeout_seconds, clock=clock)
 
 
-def _receive_guests(place: Place, me: Node, timeout_seconds: float, *, clock: Callable[[], float]) -> Meeting:
+def _receive_guests(
+    place: Place, me: Node, timeout_seconds: float, *, clock: Callable[[], float]
+) -> Meeting:
     deadline = time.monotonic() + timeout_seconds
     nodes, guests, problems = {0: me}, {}, []
     with contextlib.ExitStack() as stack:
@@ -90,7 +105,9 @@ def _receive_guests(place: Place, me: Node, timeout_seconds: float, *, clock: Ca
             if guest is None:
                 break
             stack.enter_context(guest)
-            with contextlib.suppress(OSError, KeyError, TypeError):  # a stranger, or a guest that has gone: it counts as missing
+            with contextlib.suppress(
+                OSError, KeyError, TypeError
+            ):  # a stranger, or a guest that has gone: it counts as missing
                 node, problem = _greet(guest, place, nodes, deadline, clock=clock)
                 if problem:
                     problems.append(problem)
@@ -100,12 +117,18 @@ def _receive_guests(place: Place, me: Node, timeout_seconds: float, *, clock: Ca
         list_of_all = {str(rank): [node.address, node.port] for rank, node in nodes.items()}
         for guest in guests.values():
             with contextlib.suppress(OSError):
-                send(guest, {"doors": list_of_all, "seconds": limit}, deadline=time.monotonic() + _HELLO_SECONDS)
+                send(
+                    guest,
+                    {"doors": list_of_all, "seconds": limit},
+                    deadline=time.monotonic() + _HELLO_SECONDS,
+                )
         nodes[0] = replace(me, unreached=cross(0, _doors(nodes), limit))
         deadline = time.monotonic() + limit + _GRACE_SECONDS
         for rank, guest in guests.items():
             try:
-                nodes[rank] = replace(nodes[rank], unreached=_ranks(receive(guest, deadline=deadline)["unreached"]))
+                nodes[rank] = replace(
+                    nodes[rank], unreached=_ranks(receive(guest, deadline=deadline)["unreached"])
+                )
             except (OSError, KeyError):
                 problems.append(f"rank {rank} came and left before it had told what it reached")
         end = {"nodes": [asdict(node) for node in nodes.values()], "problems": problems}
@@ -115,8 +138,14 @@ def _receive_guests(place: Place, me: Node, timeout_seconds: float, *, clock: Ca
     return Meeting(place, nodes, tuple(problems))
 
 
-def _greet(guest: socket.socket, place: Place, nodes: Mapping[int, Node], deadline: float, *,
-           clock: Callable[[], float]) -> tuple[Node | None, str]:
+def _greet(
+    guest: socket.socket,
+    place: Place,
+    nodes: Mapping[int, Node],
+    deadline: float,
+    *,
+    clock: Callable[[], float],
+) -> tuple[Node | None, str]:
     """Hear who comes and answer its questions for the time; return the node, or None and why it cannot stay."""
     soon = min(deadline, time.monotonic() + _HELLO_SECONDS)
     hello = receive(guest, deadline=soon)
@@ -126,7 +155,9 @@ def _greet(guest: socket.socket, place: Place, nodes: Mapping[int, Node], deadli
     elif not 0 <= node.rank < num_nodes:
         problem = f"a node came as rank {node.rank} of {num_nodes}"
     elif node.rank in nodes:
-        problem = f"rank {node.rank} was started twice: on {nodes[node.rank].host} and on {node.host}"
+        problem = (
+            f"rank {node.rank} was started twice: on {nodes[node.rank].host} and on {node.host}"
+        )
     send(guest, {"refused": problem, "wait": deadline - time.monotonic()}, deadline=soon)
     if problem:
         return None, problem
@@ -134,34 +165,62 @@ def _greet(guest: socket.socket, place: Place, nodes: Mapping[int, Node], deadli
         receive(guest, deadline=soon)
         send(guest, {"time": clock()}, deadline=soon)
     told = receive(guest, deadline=soon)
-    return replace(node, clock_seconds=told["clock_seconds"], uncertainty_seconds=told["uncertainty_seconds"]), ""
+    return replace(
+        node, clock_seconds=told["clock_seconds"], uncertainty_seconds=told["uncertainty_seconds"]
+    ), ""
 
 
-def _visit(place: Place, me: Node, timeout_seconds: float, *, clock: Callable[[], float]) -> Meeting:
+def _visit(
+    place: Place, me: Node, timeout_seconds: float, *, clock: Callable[[], float]
+) -> Meeting:
     deadline, where = time.monotonic() + timeout_seconds, f"{place.master_ip}:{place.master_port}"
     master, why = _reach(place, deadline)
     if master is None:
-        return Meeting(place, {}, (f"rank {place.rank} did not reach rank 0 at {where} within {timeout_seconds:g} s ({why})",))
+        return Meeting(
+            place,
+            {},
+            (
+                f"rank {place.rank} did not reach rank 0 at {where} within {timeout_seconds:g} s ({why})",
+            ),
+        )
     with master:
         try:
             send(master, {"num_nodes": place.num_nodes, "node": asdict(me)}, deadline=deadline)
             answer = receive(master, deadline=deadline + _GRACE_SECONDS)
             if answer["refused"]:
                 return Meeting(place, {}, (answer["refused"],))
-            ahead, uncertainty = _measure_clock(master, clock, deadline=time.monotonic() + _GRACE_SECONDS)
-            send(master, {"clock_seconds": ahead, "uncertainty_seconds": uncertainty}, deadline=time.monotonic() + _GRACE_SECONDS)
+            ahead, uncertainty = _measure_clock(
+                master, clock, deadline=time.monotonic() + _GRACE_SECONDS
+            )
+            send(
+                master,
+                {"clock_seconds": ahead, "uncertainty_seconds": uncertainty},
+                deadline=time.monotonic() + _GRACE_SECONDS,
+            )
             wait = min(answer["wait"], timeout_seconds) + _GRACE_SECONDS
             doors = receive(master, deadline=time.monotonic() + wait)
-            unreached = cross(place.rank, {int(rank): tuple(door) for rank, door in doors["doors"].items()}, doors["seconds"])
+            unreached = cross(
+                place.rank,
+                {int(rank): tuple(door) for rank, door in doors["doors"].items()},
+                doors["seconds"],
+            )
             soon = time.monotonic() + doors["seconds"] + 2 * _GRACE_SECONDS
             send(master, {"unreached": unreached}, deadline=soon)
             end = receive(master, deadline=soon)
             nodes = [_node(entry) for entry in end["nodes"]]
         except (KeyError, TypeError, ValueError, AttributeError):
-            return Meeting(place, {}, (f"what answers at {where} is no lab doctor of this version",))
+            return Meeting(
+                place, {}, (f"what answers at {where} is no lab doctor of this version",)
+            )
         except OSError as error:
-            return Meeting(place, {}, (f"rank {place.rank} reached {where}, but no lab doctor answered to the end "
-                                       f"({reason(error)})",))
+            return Meeting(
+                place,
+                {},
+                (
+                    f"rank {place.rank} reached {where}, but no lab doctor answered to the end "
+                    f"({reason(error)})",
+                ),
+            )
     return Meeting(place, {node.rank: node for node in nodes}, tuple(end["problems"]))
 
 
@@ -170,7 +229,9 @@ def _reach(place: Place, deadline: float) -> tuple[socket.socket | None, str]:
     why = "no answer"
     while (left := deadline - time.monotonic()) > 0:
         try:
-            master = socket.create_connection((place.master_ip, place.master_port), timeout=min(left, _MOST_SECONDS_A_PAIR))
+            master = socket.create_connection(
+                (place.master_ip, place.master_port), timeout=min(left, _MOST_SECONDS_A_PAIR)
+            )
             if master.getsockname() != master.getpeername():
                 return master, ""
             master.close()  # on loopback a socket may happen to meet itself
@@ -180,7 +241,9 @@ def _reach(place: Place, deadline: float) -> tuple[socket.socket | None, str]:
     return None, why
 
 
-def _measure_clock(master: socket.socket, clock: Callable[[], float], *, deadline: float) -> tuple[float, float]:
+def _measure_clock(
+    master: socket.socket, clock: Callable[[], float], *, deadline: float
+) -> tuple[float, float]:
     """Return how far this clock is ahead of rank 0's, and half of the fastest round trip, in seconds."""
     best = (0.0, float("inf"))
     for _ in range(_ROUND_TRIPS):

@@ -24,14 +24,24 @@ def route_to(host: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """Return the interface that has this address."""
-    return next((name for name, addresses in psutil.net_if_addrs().items()
-                 if any(entry.address == address for entry in addresses)), None)
+    return next(
+        (
+            name
+            for name, addresses in psutil.net_if_addrs().items()
+            if any(entry.address == address for entry in addresses)
+        ),
+        None,
+    )
 
 
 def own_addresses() -> list[str]:
     """Return this node's IPv4 addresses, those of loopback last."""
-    found = [entry.address for addresses in psutil.net_if_addrs().values() for entry in addresses
-             if entry.family == socket.AF_INET]
+    found = [
+        entry.address
+        for addresses in psutil.net_if_addrs().values()
+        for entry in addresses
+        if entry.family == socket.AF_INET
+    ]
     return sorted(found, key=_is_loopback)
 
 
@@ -39,7 +49,10 @@ def is_own(host: str) -> bool:
     """Whether a host's address is one of this node's."""
     own = {entry.address for addresses in psutil.net_if_addrs().values() for entry in addresses}
     with contextlib.suppress(OSError):
-        return any(entry[4][0] in own or _is_loopback(entry[4][0]) for entry in socket.getaddrinfo(host, None))
+        return any(
+            entry[4][0] in own or _is_loopback(entry[4][0])
+            for entry in socket.getaddrinfo(host, None)
+        )
     return False
 
 
@@ -50,26 +63,47 @@ def check_interface(question: Question) -> Finding | None:
     try:
         own = route_to(question.master_ip)
     except socket.gaierror:
-        return failure("interface", f"--master-ip {question.master_ip} is not an address and no known host name",
-                       "give the IP address of rank 0's node")
+        return failure(
+            "interface",
+            f"--master-ip {question.master_ip} is not an address and no known host name",
+            "give the IP address of rank 0's node",
+        )
     except OSError as error:
-        return failure("interface", f"no route to {question.master_ip} ({reason(error)})",
-                       "give an address of rank 0's node in a network that this node is in, too")
+        return failure(
+            "interface",
+            f"no route to {question.master_ip} ({reason(error)})",
+            "give an address of rank 0's node in a network that this node is in, too",
+        )
     name = interface_of(own)
     if question.rank == 0 and not is_own(question.master_ip):
-        return failure("interface", f"rank 0 is this node, but {question.master_ip} is none of its addresses",
-                       f"give the one that the other nodes reach: {', '.join(own_addresses()) or 'none found'}")
+        return failure(
+            "interface",
+            f"rank 0 is this node, but {question.master_ip} is none of its addresses",
+            f"give the one that the other nodes reach: {', '.join(own_addresses()) or 'none found'}",
+        )
     for variable in _OWN_VARIABLES:
         chosen = os.environ.get(variable)
         if chosen and chosen not in psutil.net_if_addrs():
-            return failure("interface", f"{variable}={chosen}, which this node does not have", f"unset {variable}")
+            return failure(
+                "interface",
+                f"{variable}={chosen}, which this node does not have",
+                f"unset {variable}",
+            )
         if chosen and name is not None and chosen != name:
-            return warning("interface", f"{variable}={chosen}, but {name} ({own}) routes to {question.master_ip}",
-                           f"unset {variable}: the parts choose {name}")
-    return ok("interface", f"{name or own} ({own}) routes to {question.master_ip}; the parts tell Gloo and NCCL to take it")
+            return warning(
+                "interface",
+                f"{variable}={chosen}, but {name} ({own}) routes to {question.master_ip}",
+                f"unset {variable}: the parts choose {name}",
+            )
+    return ok(
+        "interface",
+        f"{name or own} ({own}) routes to {question.master_ip}; the parts tell Gloo and NCCL to take it",
+    )
 
 
-def check_host_name(question: Question, *, resolve: Callable[..., list] = socket.getaddrinfo) -> Finding:
+def check_host_name(
+    question: Question, *, resolve: Callable[..., list] = socket.getaddrinfo
+) -> Finding:
     """What Gloo would take by itself: the interface that the host's name resolves to."""
     host = socket.gethostname()
     try:
@@ -86,14 +120,23 @@ def check_host_name(question: Question, *, resolve: Callable[..., list] = socket
         name = interface_of(route_to(question.master_ip))
         if name == "lo":
             return ok("host name", f"{told}: right on one machine")
-        return warning("host name", f"{told}, which Gloo would give to the other nodes; the parts choose the right interface",
-                       f"nothing for the parts; for other programs: export GLOO_SOCKET_IFNAME={name}")
-    return warning("host name", f"{told}, which Gloo would give to the other nodes", "see the line on the interface")
+        return warning(
+            "host name",
+            f"{told}, which Gloo would give to the other nodes; the parts choose the right interface",
+            f"nothing for the parts; for other programs: export GLOO_SOCKET_IFNAME={name}",
+        )
+    return warning(
+        "host name",
+        f"{told}, which Gloo would give to the other nodes",
+        "see the line on the interface",
+    )
 
 
 def check_port(question: Question) -> Finding | None:
     """On rank 0's node: the port is free, or who holds it."""
-    if question.rank not in (0, None) or (question.master_ip is not None and not is_own(question.master_ip)):
+    if question.rank not in (0, None) or (
+        question.master_ip is not None and not is_own(question.master_ip)
+    ):
         return None
     port = question.master_port
     try:
@@ -104,8 +147,11 @@ def check_port(question: Question) -> Finding | None:
     except PermissionError:
         return failure("port", f"{port} is for root alone", "give a --master-port from 1024 on")
     except OSError as error:
-        return failure("port", f"{port} is taken by {holder(port)} ({reason(error)})",
-                       "end that process, or give another --master-port on every node")
+        return failure(
+            "port",
+            f"{port} is taken by {holder(port)} ({reason(error)})",
+            "end that process, or give another --master-port on every node",
+        )
     return ok("port", f"{port} is free")
 
 
@@ -113,7 +159,11 @@ def holder(port: int) -> str:
     """Return which process listens on a port, by name and id, where this user may know."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections(kind="tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid is not None:
+            if (
+                connection.status == psutil.CONN_LISTEN
+                and connection.laddr.port == port
+                and connection.pid is not None
+            ):
                 with contextlib.suppress(psutil.Error):
                     process = psutil.Process(connection.pid)
                     return f"{process.name()}, process {connection.pid}: {' '.join(process.cmdline())[:100]}"
@@ -127,14 +177,21 @@ def check_master(question: Question) -> Finding | None:
         return None
     place = f"{question.master_ip}:{question.master_port}"
     try:
-        with socket.create_connection((question.master_ip, question.master_port),
-                                      timeout=min(_PROBE_SECONDS, question.timeout_seconds)):
+        with socket.create_connection(
+            (question.master_ip, question.master_port),
+            timeout=min(_PROBE_SECONDS, question.timeout_seconds),
+        ):
             return ok("master", f"{place} answers, and something listens there")
     except ConnectionRefusedError:
-        return ok("master", f"{question.master_ip} answers; nothing listens on {question.master_port} yet")
+        return ok(
+            "master", f"{question.master_ip} answers; nothing listens on {question.master_port} yet"
+        )
     except OSError as error:
-        return failure("master", f"{place} cannot be reached ({reason(error)})",
-                       f"check the address, and open port {question.master_port} on that node")
+        return failure(
+            "master",
+            f"{place} cannot be reached ({reason(error)})",
+            f"check the address, and open port {question.master_port} on that node",
+        )
 
 
 def _is_loopback(address: str) -> bool:

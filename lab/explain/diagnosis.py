@@ -22,10 +22,16 @@ _LONGEST_LINE = 4000
 SHOWN = 160
 """Characters of a line that are shown."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_EXCEPTION = re.compile(r"^(?:\[?(?:rank|node )?\d+\]?[:|] ?)?\s*(?:\w+\.)*(\w*(?:Error|Exception|Interrupt))(?::|$)")
+_EXCEPTION = re.compile(
+    r"^(?:\[?(?:rank|node )?\d+\]?[:|] ?)?\s*(?:\w+\.)*(\w*(?:Error|Exception|Interrupt))(?::|$)"
+)
 _PREFIX = re.compile(r"^(?:\[?(?:rank|node )?\d+\]?[:|] ?)?\s*")
-_WRAPPERS = re.compile(r"ChildFailedError|DistBackendError|Caught \w+ in DataLoader worker|KeyboardInterrupt|SystemExit")
-_CHAINED = re.compile("^(The above exception was the direct cause of|During handling of the above exception)")
+_WRAPPERS = re.compile(
+    r"ChildFailedError|DistBackendError|Caught \w+ in DataLoader worker|KeyboardInterrupt|SystemExit"
+)
+_CHAINED = re.compile(
+    "^(The above exception was the direct cause of|During handling of the above exception)"
+)
 
 
 @dataclass(frozen=True)
@@ -64,10 +70,19 @@ class Found:
 def known_errors() -> tuple[KnownError, ...]:
     """Return the table, in its order."""
     entries = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
-    return tuple(KnownError(
-        name, entry["title"], entry["kind"], tuple(re.compile(pattern) for pattern in entry["patterns"]), entry["cause"],
-        entry["cure"], re.compile(entry["after"]) if "after" in entry else None, tuple(entry.get("hides", ())))
-        for name, entry in entries.items())
+    return tuple(
+        KnownError(
+            name,
+            entry["title"],
+            entry["kind"],
+            tuple(re.compile(pattern) for pattern in entry["patterns"]),
+            entry["cause"],
+            entry["cure"],
+            re.compile(entry["after"]) if "after" in entry else None,
+            tuple(entry.get("hides", ())),
+        )
+        for name, entry in entries.items()
+    )
 
 
 def explain(lines: Iterable[Line]) -> list[Found]:
@@ -98,11 +113,14 @@ def explain(lines: Iterable[Line]) -> list[Found]:
         if _CHAINED.search(text):
             chained = True
         elif not known and _EXCEPTION.match(text) and not _WRAPPERS.search(text):
-            own[-1 if chained and own else len(own):] = [line]
+            own[-1 if chained and own else len(own) :] = [line]
             chained = False
     hidden = {name for error in known_errors() if error.name in first for name in error.hides}
-    found = [Found(error, first[error.name], count[error.name]) for error in known_errors()
-             if error.name in first and error.name not in hidden]
+    found = [
+        Found(error, first[error.name], count[error.name])
+        for error in known_errors()
+        if error.name in first and error.name not in hidden
+    ]
     echoed = any(one.error.kind in ("symptom", "echo") for one in found)
     if own and (echoed or all(one.error.kind == "note" for one in found)):
         found.append(Found(_own_exception(own[0], echoed=echoed), own[0], len(own)))
@@ -112,10 +130,17 @@ def explain(lines: Iterable[Line]) -> list[Found]:
 def _own_exception(line: Line, *, echoed: bool) -> KnownError:
     """What to say of an exception that the table does not know; ``echoed``: others broke off because of it."""
     return KnownError(
-        OWN, "an exception of the program itself", "cause" if echoed else "note", (),
-        ("A rank raised it and ended; what the others say of their connections followed from that." if echoed else
-         f"{_PREFIX.sub('', line.text)[:SHOWN]} is none of the errors known here."),
-        "Read the traceback above that line: its last frame in your own code is the place to look.")
+        OWN,
+        "an exception of the program itself",
+        "cause" if echoed else "note",
+        (),
+        (
+            "A rank raised it and ended; what the others say of their connections followed from that."
+            if echoed
+            else f"{_PREFIX.sub('', line.text)[:SHOWN]} is none of the errors known here."
+        ),
+        "Read the traceback above that line: its last frame in your own code is the place to look.",
+    )
 
 
 def read_lines(source: str) -> list[Line]:
@@ -123,8 +148,13 @@ def read_lines(source: str) -> list[Line]:
     try:
         content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:
-        raise UserError(f"lab explain: {source} cannot be read ({error.strerror or error}): give the file that holds the output "
-                        "of a rank, or - for standard input") from error
+        raise UserError(
+            f"lab explain: {source} cannot be read ({error.strerror or error}): give the file that holds the output "
+            "of a rank, or - for standard input"
+        ) from error
     text = content.decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
-    return [Line("" if source == "-" else source, number, _COLOURS.sub("", line))
-            for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    return [
+        Line("" if source == "-" else source, number, _COLOURS.sub("", line))
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
+    ]

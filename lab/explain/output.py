@@ -20,8 +20,11 @@ def main_explain(args: argparse.Namespace) -> int:
     if not errors:
         console.print(_nothing_known(lines), markup=False)
     elif all(one.error.kind == "echo" for one in errors):
-        console.print("These are echoes: what failed first stands in another rank's output. Give all of them at once, e.g. "
-                      "lab explain rank*.txt", markup=False)
+        console.print(
+            "These are echoes: what failed first stands in another rank's output. Give all of them at once, e.g. "
+            "lab explain rank*.txt",
+            markup=False,
+        )
     for one in found:
         if one.error.kind == "note":
             _print(console, one, heading="noted: ", several=len(args.logs) > 1)
@@ -31,9 +34,11 @@ def main_explain(args: argparse.Namespace) -> int:
 def _nothing_known(lines: Sequence[Line]) -> str:
     if not lines:
         return "The log is empty. A rank that says nothing was killed or has not begun: look at how it was started."
-    return (f"No known error in {len(lines):,} lines. If the run failed all the same: read the first traceback of each rank, the "
-            "earliest by time; run again with --debug (TORCH_DISTRIBUTED_DEBUG=INFO, NCCL_DEBUG=INFO); `dmesg` tells of "
-            "processes that were killed; `lab doctor` checks the machine.")
+    return (
+        f"No known error in {len(lines):,} lines. If the run failed all the same: read the first traceback of each rank, the "
+        "earliest by time; run again with --debug (TORCH_DISTRIBUTED_DEBUG=INFO, NCCL_DEBUG=INFO); `dmesg` tells of "
+        "processes that were killed; `lab doctor` checks the machine."
+    )
 
 
 def _print(console: Console, one: Found, *, heading: str, several: bool) -> None:
@@ -52,4 +57,4 @@ def _excerpt(one: Found) -> str:
     text = one.line.text.strip()
     match = next((match for pattern in one.error.patterns if (match := pattern.search(text))), None)
     begin = 0 if match is None or match.end() <= SHOWN else max(0, match.end() - SHOWN // 2)
-    return f"{'…' if begin else ''}{text[begin:begin + SHOWN]}{'…' if len(text) > begin + SHOWN else ''}"
+    return f"{'…' if begin else ''}{text[begin : begin + SHOWN]}{'…' if len(text) > begin + SHOWN else ''}"

@@ -30,36 +30,57 @@ def draw_scaling(path: Path, rows: Sequence[Row], *, scaling: str, told: Sequenc
     Raises UserError where the file's ending is of no format, or where it cannot be written.
     """
     if path.suffix.lower() not in _SUFFIXES:
-        raise UserError(f"--figure: got {str(path)!r}, give a file that ends in {', '.join(_SUFFIXES)}")
+        raise UserError(
+            f"--figure: got {str(path)!r}, give a file that ends in {', '.join(_SUFFIXES)}"
+        )
     curves: dict[str, list[Row]] = {}
     for row in rows:
         curves.setdefault(row.sync, []).append(row)
     with style():
-        figure, (steps, efficiencies) = grid(2, narrow=False, columns=1, height=3.7, extra=0.8, sharex=True)
+        figure, (steps, efficiencies) = grid(
+            2, narrow=False, columns=1, height=3.7, extra=0.8, sharex=True
+        )
         _panel(steps, curves, lambda row: row.prediction.step_seconds, "seconds a step")
         _panel(efficiencies, curves, lambda row: row.efficiency, "efficiency")
         efficiencies.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
         efficiencies.set_xlabel("nodes")
-        figure.suptitle(f"{scaling.capitalize()} scaling, predicted", x=0.005, ha="left", fontweight="bold")
-        figure.supxlabel("\n".join(line for each in told for line in textwrap.wrap(each, 130)), x=0.005, ha="left", fontsize=7)
+        figure.suptitle(
+            f"{scaling.capitalize()} scaling, predicted", x=0.005, ha="left", fontweight="bold"
+        )
+        figure.supxlabel(
+            "\n".join(line for each in told for line in textwrap.wrap(each, 130)),
+            x=0.005,
+            ha="left",
+            fontsize=7,
+        )
         try:
             figure.savefig(path, dpi=100)
         except OSError as error:
-            raise UserError(f"--figure: {path} cannot be written ({error.strerror}): give a file in a folder that is "
-                            "there") from error
+            raise UserError(
+                f"--figure: {path} cannot be written ({error.strerror}): give a file in a folder that is "
+                "there"
+            ) from error
         finally:
             plt.close(figure)
 
 
-def _panel(axis: Axes, curves: dict[str, list[Row]], value: Callable[[Row], float], label: str) -> None:
+def _panel(
+    axis: Axes, curves: dict[str, list[Row]], value: Callable[[Row], float], label: str
+) -> None:
     lines = {name: [value(row) for row in rows] for name, rows in curves.items()}
     most = max(row.nodes for rows in curves.values() for row in rows)
     axis.set(xscale="log", yscale="log", ylabel=label, xlim=(0.8, 1.1 * max(2, most)))
     ends = []
     for names in _as_one(lines):
         first = names[0]
-        axis.plot([row.nodes for row in curves[first]], lines[first], color=color(first), marker=marker(first), markersize=3.5,
-                  linewidth=1.4)
+        axis.plot(
+            [row.nodes for row in curves[first]],
+            lines[first],
+            color=color(first),
+            marker=marker(first),
+            markersize=3.5,
+            linewidth=1.4,
+        )
         ends.append((lines[first][-1], ", ".join(names), color(first)))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda nodes, _: f"{nodes:,.0f}"))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,g}"))
@@ -72,8 +93,17 @@ def _as_one(lines: dict[str, list[float]]) -> list[list[str]]:
     """The names, those together whose lines lie on one another."""
     groups: list[list[str]] = []
     for name, line in lines.items():
-        same = next((group for group in groups if all(
-            abs(own - other) <= _ONE_LINE * other for own, other in zip(line, lines[group[0]], strict=True))), None)
+        same = next(
+            (
+                group
+                for group in groups
+                if all(
+                    abs(own - other) <= _ONE_LINE * other
+                    for own, other in zip(line, lines[group[0]], strict=True)
+                )
+            ),
+            None,
+        )
         groups.append([name]) if same is None else same.append(name)
     return groups
 
@@ -81,7 +111,10 @@ def _as_one(lines: dict[str, list[float]]) -> list[list[str]]:
 def _label(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Write each name beside the end of its line, moved apart where they would cover one another."""
     to_share = axis.transScale + axis.transLimits
-    wanted = sorted((to_share.transform((axis.get_xlim()[1], value))[1], value, name, its) for value, name, its in ends)
+    wanted = sorted(
+        (to_share.transform((axis.get_xlim()[1], value))[1], value, name, its)
+        for value, name, its in ends
+    )
     places: list[float] = []
     for place, *_ in wanted:
         places.append(max(place, places[-1] + _LETTER) if places else place)
@@ -90,6 +123,20 @@ def _label(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
         highest = 1.02 if index == len(places) - 1 else places[index + 1] - _LETTER
         places[index] = min(places[index], highest) if below else places[index]
     for place, (_, value, name, its) in zip(places, wanted, strict=True):
-        axis.annotate(name, xy=(1.0, to_share.transform((axis.get_xlim()[1], value))[1]), xycoords="axes fraction",
-                      xytext=(1.04, place), textcoords="axes fraction", va="center", fontsize=8, color=its,
-                      arrowprops={"arrowstyle": "-", "color": its, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0})
+        axis.annotate(
+            name,
+            xy=(1.0, to_share.transform((axis.get_xlim()[1], value))[1]),
+            xycoords="axes fraction",
+            xytext=(1.04, place),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8,
+            color=its,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": its,
+                "linewidth": 0.6,
+                "shrinkA": 0,
+                "shrinkB": 0,
+            },
+        )

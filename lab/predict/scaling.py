@@ -48,18 +48,33 @@ class Stop:
 
 def most_nodes(batch_size: int, *, scaling: str) -> int:
     """Return how many nodes a batch is asked for: where all share it, no more than find two samples each."""
-    return LARGEST_NODES if scaling == "weak" else max(1, min(LARGEST_NODES, batch_size // LEAST_SAMPLES))
+    return (
+        LARGEST_NODES
+        if scaling == "weak"
+        else max(1, min(LARGEST_NODES, batch_size // LEAST_SAMPLES))
+    )
 
 
-def stops(strategies: Mapping[str, Plan], sizes: Sequence[int], *, network: Network, compute_at: Callable[[int], StepCompute],
-          batch_size: int, scaling: str) -> list[Stop]:
+def stops(
+    strategies: Mapping[str, Plan],
+    sizes: Sequence[int],
+    *,
+    network: Network,
+    compute_at: Callable[[int], StepCompute],
+    batch_size: int,
+    scaling: str,
+) -> list[Stop]:
     """Return how far each of ``strategies`` scales, by name; those without a formula are left out.
 
     sizes : bytes of each parameter's gradient. compute_at : a node's step by the number of nodes, with the samples that
     ``scaling`` ("strong" or "weak") leaves it of ``batch_size``.
     """
     limit, compute_at = most_nodes(batch_size, scaling=scaling), cache(compute_at)
-    shares = [] if scaling == "weak" else [-(-batch_size // samples) for samples in range(1, _FEWEST_SAMPLES_TRIED + 1)]
+    shares = (
+        []
+        if scaling == "weak"
+        else [-(-batch_size // samples) for samples in range(1, _FEWEST_SAMPLES_TRIED + 1)]
+    )
 
     def far(seconds: Callable[[int], float]) -> "_Far":
         return _how_far(seconds, limit=limit, scaling=scaling, also=shares)
@@ -67,7 +82,11 @@ def stops(strategies: Mapping[str, Plan], sizes: Sequence[int], *, network: Netw
     alone, found = far(lambda nodes: compute_at(nodes).seconds), []
     for name, plan in strategies.items():
         try:
-            own = far(lambda nodes, plan=plan: step_seconds(plan, sizes, nodes, network=network, compute=compute_at(nodes)))
+            own = far(
+                lambda nodes, plan=plan: step_seconds(
+                    plan, sizes, nodes, network=network, compute=compute_at(nodes)
+                )
+            )
         except NotImplementedError:
             continue
         if own.nodes is None:
@@ -76,8 +95,19 @@ def stops(strategies: Mapping[str, Plan], sizes: Sequence[int], *, network: Netw
             held_by = "compute"
         else:
             held_by = message_terms(plan, sizes, max(2, own.nodes), network=network).largest
-        found.append(Stop(name, scaling, limit, own.half, own.nodes, own.speed(own.nodes or limit), own.fastest,
-                          own.speed(own.fastest), held_by))
+        found.append(
+            Stop(
+                name,
+                scaling,
+                limit,
+                own.half,
+                own.nodes,
+                own.speed(own.nodes or limit),
+                own.fastest,
+                own.speed(own.fastest),
+                held_by,
+            )
+        )
     return found
 
 
@@ -89,7 +119,9 @@ class _Far:
     fastest: int
 
 
-def _how_far(seconds: Callable[[int], float], *, limit: int, scaling: str, also: Iterable[int]) -> _Far:
+def _how_far(
+    seconds: Callable[[int], float], *, limit: int, scaling: str, also: Iterable[int]
+) -> _Far:
     @cache
     def speed(nodes: int) -> float:
         return (nodes if scaling == "weak" else 1) * seconds(1) / seconds(nodes)
@@ -103,11 +135,16 @@ def _how_far(seconds: Callable[[int], float], *, limit: int, scaling: str, also:
 
     enough = speed(fastest) / WORTHWHILE
     place = next(index for index, nodes in enumerate(tried) if speed(nodes) >= enough)
-    nodes = _first(tried[place - 1] if place else 0, tried[place], lambda nodes: speed(nodes) >= enough)
+    nodes = _first(
+        tried[place - 1] if place else 0, tried[place], lambda nodes: speed(nodes) >= enough
+    )
 
     place = max(index for index, nodes in enumerate(tried) if 2 * speed(nodes) >= nodes)
-    half = tried[place] if place + 1 == len(tried) else _first(
-        tried[place], tried[place + 1], lambda nodes: 2 * speed(nodes) < nodes) - 1
+    half = (
+        tried[place]
+        if place + 1 == len(tried)
+        else _first(tried[place], tried[place + 1], lambda nodes: 2 * speed(nodes) < nodes) - 1
+    )
     return _Far(speed, half, None if nodes > limit // 2 else nodes, fastest)
 
 
@@ -115,7 +152,11 @@ def numbers_of_nodes(limit: int, *, also: Iterable[int] = ()) -> list[int]:
     """Return the numbers of nodes that are asked for first, rising, from 1 to ``limit``."""
     doublings = range(_IN_A_DOUBLING * math.ceil(math.log2(limit) + 1))
     spread = {round(2 ** (place / _IN_A_DOUBLING)) for place in doublings}
-    return sorted(nodes for nodes in {*range(1, _EVERY_NODE_TO + 1), *spread, limit, *also} if 1 <= nodes <= limit)
+    return sorted(
+        nodes
+        for nodes in {*range(1, _EVERY_NODE_TO + 1), *spread, limit, *also}
+        if 1 <= nodes <= limit
+    )
 
 
 def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:

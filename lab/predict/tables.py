@@ -47,19 +47,38 @@ class Row:
     note: str = ""
 
 
-def network_of(calibration: Calibration, rate_bits: float | None, latency_seconds: float | None) -> Network:
+def network_of(
+    calibration: Calibration, rate_bits: float | None, latency_seconds: float | None
+) -> Network:
     """Return the network to predict for: the calibration's, or other links under the same software."""
     return calibration.network.over(rate_bits=rate_bits, latency_seconds=latency_seconds)
 
 
-def compute_of(calibration: Calibration, nodes: int, *, batch_size: int, scaling: str, own_machines: bool) -> StepCompute:
+def compute_of(
+    calibration: Calibration, nodes: int, *, batch_size: int, scaling: str, own_machines: bool
+) -> StepCompute:
     """Return a rank's step among ``nodes``: each on a machine of its own, or all on the one that was calibrated."""
-    here = 1 if own_machines else nodes if calibration.over_loopback else min(nodes, calibration.ranks_here)
-    return calibration.compute.at(local_samples(batch_size, nodes, scaling=scaling), ranks_here=here)
+    here = (
+        1
+        if own_machines
+        else nodes
+        if calibration.over_loopback
+        else min(nodes, calibration.ranks_here)
+    )
+    return calibration.compute.at(
+        local_samples(batch_size, nodes, scaling=scaling), ranks_here=here
+    )
 
 
-def predict_table(nodes: Sequence[int], rate_bits: float | None, latency_seconds: float | None, strategies: Mapping[str, Plan],
-                  batch_size: int, scaling: str, calibration: Calibration) -> list[Row]:
+def predict_table(
+    nodes: Sequence[int],
+    rate_bits: float | None,
+    latency_seconds: float | None,
+    strategies: Mapping[str, Plan],
+    batch_size: int,
+    scaling: str,
+    calibration: Calibration,
+) -> list[Row]:
     """Return a row for each number of nodes and each strategy.
 
     strategies : by name, from ``lab.predict.torchless.plans``. Without rate and latency the ranks stand where the calibration's did:
@@ -74,18 +93,41 @@ def predict_table(nodes: Sequence[int], rate_bits: float | None, latency_seconds
         raise UserError(f"--batch-size: got {batch_size}, give {LEAST_SAMPLES} or more")
     own_machines = rate_bits is not None or latency_seconds is not None
     network = network_of(calibration, rate_bits, latency_seconds)
-    alone = compute_of(calibration, 1, batch_size=batch_size, scaling=scaling, own_machines=own_machines).seconds
+    alone = compute_of(
+        calibration, 1, batch_size=batch_size, scaling=scaling, own_machines=own_machines
+    ).seconds
     rows = []
     for count in nodes:
-        compute = compute_of(calibration, count, batch_size=batch_size, scaling=scaling, own_machines=own_machines)
-        note = _note(calibration, count, batch_size=batch_size, scaling=scaling, own_machines=own_machines)
+        compute = compute_of(
+            calibration, count, batch_size=batch_size, scaling=scaling, own_machines=own_machines
+        )
+        note = _note(
+            calibration, count, batch_size=batch_size, scaling=scaling, own_machines=own_machines
+        )
         for name, strategy in strategies.items():
-            rows.append(_row(name, strategy, count, calibration, network, compute, alone, scaling=scaling, note=note))
+            rows.append(
+                _row(
+                    name,
+                    strategy,
+                    count,
+                    calibration,
+                    network,
+                    compute,
+                    alone,
+                    scaling=scaling,
+                    note=note,
+                )
+            )
     return rows
 
 
-def stops_of(strategies: Mapping[str, Plan], calibration: Calibration, rate_bits: float | None, latency_seconds: float | None,
-             batch_size: int) -> list[Stop]:
+def stops_of(
+    strategies: Mapping[str, Plan],
+    calibration: Calibration,
+    rate_bits: float | None,
+    latency_seconds: float | None,
+    batch_size: int,
+) -> list[Stop]:
     """Return how far each strategy scales with a global batch of that size, then with one a node.
 
     Empty without rate and latency for a calibration over loopback: the ranks of one machine end with its cores.
@@ -94,17 +136,44 @@ def stops_of(strategies: Mapping[str, Plan], calibration: Calibration, rate_bits
     if not own_machines and calibration.over_loopback:
         return []
     network = network_of(calibration, rate_bits, latency_seconds)
-    return [stop for scaling in SCALINGS for stop in stops(
-        strategies, calibration.gradients, network=network, batch_size=batch_size, scaling=scaling, compute_at=partial(
-            compute_of, calibration, batch_size=batch_size, scaling=scaling, own_machines=own_machines))]
+    return [
+        stop
+        for scaling in SCALINGS
+        for stop in stops(
+            strategies,
+            calibration.gradients,
+            network=network,
+            batch_size=batch_size,
+            scaling=scaling,
+            compute_at=partial(
+                compute_of,
+                calibration,
+                batch_size=batch_size,
+                scaling=scaling,
+                own_machines=own_machines,
+            ),
+        )
+    ]
 
 
-def _row(name: str, strategy: Plan, nodes: int, calibration: Calibration, network: Network, compute: StepCompute, alone: float,
-         *, scaling: str, note: str) -> Row:
+def _row(
+    name: str,
+    strategy: Plan,
+    nodes: int,
+    calibration: Calibration,
+    network: Network,
+    compute: StepCompute,
+    alone: float,
+    *,
+    scaling: str,
+    note: str,
+) -> Row:
     if name == "none" and nodes > 1:
         note = "no exchange: each node trains a model of its own"
     try:
-        prediction = predict_step(strategy, calibration.gradients, nodes, network=network, compute=compute)
+        prediction = predict_step(
+            strategy, calibration.gradients, nodes, network=network, compute=compute
+        )
     except NotImplementedError:
         return Row(name, nodes, None, None, None, "no formula")
     ratio = alone / prediction.step_seconds
@@ -112,7 +181,9 @@ def _row(name: str, strategy: Plan, nodes: int, calibration: Calibration, networ
     return Row(name, nodes, prediction, speedup, speedup / nodes, note)
 
 
-def _note(calibration: Calibration, nodes: int, *, batch_size: int, scaling: str, own_machines: bool) -> str:
+def _note(
+    calibration: Calibration, nodes: int, *, batch_size: int, scaling: str, own_machines: bool
+) -> str:
     if scaling == "strong" and nodes * LEAST_SAMPLES > batch_size:
         return f"global batch {nodes * LEAST_SAMPLES:,}: BatchNorm needs two samples a node"
     if not own_machines and calibration.over_loopback and nodes > calibration.cores:
@@ -131,14 +202,41 @@ def main_predict(args: argparse.Namespace) -> int:
     options = {name: value for name in _OPTIONS if (value := getattr(args, name, None)) is not None}
     rate, latency = parse_rate(args.rate), parse_latency(args.latency)
     strategies = plans(names, options)
-    rows = predict_table(args.nodes, rate, latency, strategies, args.batch_size, args.scaling, calibration)
+    rows = predict_table(
+        args.nodes, rate, latency, strategies, args.batch_size, args.scaling, calibration
+    )
     ends = stops_of(strategies, calibration, rate, latency, args.batch_size)
-    told = _told(calibration, rate, latency, batch_size=args.batch_size, scaling=args.scaling, is_reference=is_reference)
+    told = _told(
+        calibration,
+        rate,
+        latency,
+        batch_size=args.batch_size,
+        scaling=args.scaling,
+        is_reference=is_reference,
+    )
     if args.figure is not None:
-        _draw(args.figure, strategies, calibration, rate, latency, told, batch_size=args.batch_size, scaling=args.scaling)
+        _draw(
+            args.figure,
+            strategies,
+            calibration,
+            rate,
+            latency,
+            told,
+            batch_size=args.batch_size,
+            scaling=args.scaling,
+        )
     if args.json:
-        print(json.dumps({"format": 1, "about": told, "rows": [asdict(row) for row in rows],
-                          "scaling": [asdict(end) for end in ends]}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "format": 1,
+                    "about": told,
+                    "rows": [asdict(row) for row in rows],
+                    "scaling": [asdict(end) for end in ends],
+                },
+                indent=1,
+            )
+        )
         return 0
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -146,8 +244,11 @@ def main_predict(args: argparse.Namespace) -> int:
     for line in told:
         console.print(line, markup=False, soft_wrap=True)
     console.print(_table(rows, narrow=console.width < _NARROW))
-    for note in dict.fromkeys(f"{'none' if row.sync == 'none' else f'{row.nodes} nodes'}: {row.note}"
-                              for row in rows if row.note and row.prediction):
+    for note in dict.fromkeys(
+        f"{'none' if row.sync == 'none' else f'{row.nodes} nodes'}: {row.note}"
+        for row in rows
+        if row.note and row.prediction
+    ):
         console.print(note, markup=False, soft_wrap=True)
     _print_stops(console, ends, batch_size=args.batch_size, cores=calibration.cores)
     return 0
@@ -156,13 +257,27 @@ def main_predict(args: argparse.Namespace) -> int:
 def _print_stops(console: Console, ends: Sequence[Stop], *, batch_size: int, cores: int) -> None:
     if ends:
         console.print(_stops_table(ends, narrow=console.width < _NARROW))
-    for line in _stops_told(batch_size) if ends else [
-            f"where scaling stops: ranks of one machine end with its {cores} cores; give --rate for nodes"]:
+    for line in (
+        _stops_told(batch_size)
+        if ends
+        else [
+            f"where scaling stops: ranks of one machine end with its {cores} cores; give --rate for nodes"
+        ]
+    ):
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _draw(path: Path, strategies: Mapping[str, Plan], calibration: Calibration, rate: float | None, latency: float | None,
-          told: Sequence[str], *, batch_size: int, scaling: str) -> None:
+def _draw(
+    path: Path,
+    strategies: Mapping[str, Plan],
+    calibration: Calibration,
+    rate: float | None,
+    latency: float | None,
+    told: Sequence[str],
+    *,
+    batch_size: int,
+    scaling: str,
+) -> None:
     """Draw the steps from one node to as many as the batch allows."""
     from lab.predict.plots import (  # matplotlib takes a second to import
         draw_scaling,
@@ -174,72 +289,153 @@ def _draw(path: Path, strategies: Mapping[str, Plan], calibration: Calibration, 
     draw_scaling(path, [row for row in rows if row.prediction], scaling=scaling, told=told)
 
 
-def _told(calibration: Calibration, rate: float | None, latency: float | None, *, batch_size: int, scaling: str,
-          is_reference: bool) -> list[str]:
+def _told(
+    calibration: Calibration,
+    rate: float | None,
+    latency: float | None,
+    *,
+    batch_size: int,
+    scaling: str,
+    is_reference: bool,
+) -> list[str]:
     """What a reader must know before the numbers."""
-    source = f"calibrated on {calibration.name}, {calibration.made}" + (", quickly" if calibration.quick else "")
+    source = f"calibrated on {calibration.name}, {calibration.made}" + (
+        ", quickly" if calibration.quick else ""
+    )
     if calibration.others_share > QUIET_SHARE:
-        source += f", while others took {calibration.others_share:.0%} of its cores (calibrate again)"
+        source += (
+            f", while others took {calibration.others_share:.0%} of its cores (calibrate again)"
+        )
     if is_reference:
-        source = f"NOT this machine: {source}, comes with the project. `lab calibrate` measures this one"
+        source = (
+            f"NOT this machine: {source}, comes with the project. `lab calibrate` measures this one"
+        )
     network = network_of(calibration, rate, latency)
     ring = network.rate("all_reduce")
-    where = "each node a machine like that one" if rate is not None or latency is not None else (
-        "all nodes ranks of that one machine, over loopback" if calibration.over_loopback else "the nodes of the calibration")
-    link = f"{rate / 1e6:,.0f} Mbit/s and {HEADERS - 1:.0%} of headers" if rate is not None else "bandwidth as measured"
-    return [source, f"{calibration.model}, {sum(calibration.gradients) / 1e6:.1f} MB of gradients, "
-            f"{'global batch' if scaling == 'strong' else 'batch a node'} {batch_size}; {where}",
-            f"network: {link}, {ring.alpha_seconds * 1e3:.3g} ms a message (all_reduce), "
-            f"{ring.beta_seconds_per_byte * 1e9:.3g} ns a byte; summing {network.gamma_seconds_per_byte * 1e9:.2g} ns a byte"]
+    where = (
+        "each node a machine like that one"
+        if rate is not None or latency is not None
+        else (
+            "all nodes ranks of that one machine, over loopback"
+            if calibration.over_loopback
+            else "the nodes of the calibration"
+        )
+    )
+    link = (
+        f"{rate / 1e6:,.0f} Mbit/s and {HEADERS - 1:.0%} of headers"
+        if rate is not None
+        else "bandwidth as measured"
+    )
+    return [
+        source,
+        f"{calibration.model}, {sum(calibration.gradients) / 1e6:.1f} MB of gradients, "
+        f"{'global batch' if scaling == 'strong' else 'batch a node'} {batch_size}; {where}",
+        f"network: {link}, {ring.alpha_seconds * 1e3:.3g} ms a message (all_reduce), "
+        f"{ring.beta_seconds_per_byte * 1e9:.3g} ns a byte; summing {network.gamma_seconds_per_byte * 1e9:.2g} ns a byte",
+    ]
 
 
 def _table(rows: Sequence[Row], *, narrow: bool) -> Table:
     """Narrow: within 80 columns, so that no number is cut."""
-    table = _frame(["strategy", "nodes", "step", "speed\nup", "effi-\nciency", "exposed\nsync", "root\nsends",
-                    *([] if narrow else ["others\nsend"]), "bound by"], narrow=narrow)
+    table = _frame(
+        [
+            "strategy",
+            "nodes",
+            "step",
+            "speed\nup",
+            "effi-\nciency",
+            "exposed\nsync",
+            "root\nsends",
+            *([] if narrow else ["others\nsend"]),
+            "bound by",
+        ],
+        narrow=narrow,
+    )
     for row in rows:
         one = row.prediction
         if one is None:
             table.add_row(row.sync, str(row.nodes), *["-"] * (len(table.columns) - 3), row.note)
             continue
         sent = [one.bytes_sent_root] if narrow else [one.bytes_sent_root, one.bytes_sent_others]
-        table.add_row(row.sync, str(row.nodes), _seconds(one.step_seconds), _times(row.speedup),
-                      _least(row.efficiency, 0.001, ".1%"), _seconds(one.sync_seconds), *map(_bytes, sent), one.bound)
+        table.add_row(
+            row.sync,
+            str(row.nodes),
+            _seconds(one.step_seconds),
+            _times(row.speedup),
+            _least(row.efficiency, 0.001, ".1%"),
+            _seconds(one.sync_seconds),
+            *map(_bytes, sent),
+            one.bound,
+        )
     return table
 
 
 def _stops_table(ends: Sequence[Stop], *, narrow: bool) -> Table:
     """Strong and weak scaling side by side."""
-    table = _frame(["\n\nstrategy", "strong:\nstops\nat", "\nspeed\nup", "\n\nheld by", "weak:\nhalf\nto", "\nstops\nat",
-                    "\nspeed\nup", "\n\nheld by"], narrow=narrow)
-    strong, weak = ({end.sync: end for end in ends if end.scaling == scaling} for scaling in SCALINGS)
+    table = _frame(
+        [
+            "\n\nstrategy",
+            "strong:\nstops\nat",
+            "\nspeed\nup",
+            "\n\nheld by",
+            "weak:\nhalf\nto",
+            "\nstops\nat",
+            "\nspeed\nup",
+            "\n\nheld by",
+        ],
+        narrow=narrow,
+    )
+    strong, weak = (
+        {end.sync: end for end in ends if end.scaling == scaling} for scaling in SCALINGS
+    )
     for name, one in strong.items():
         other = weak[name]
-        table.add_row(name, f"{one.nodes or one.limit:,}", _times(one.speedup), one.held_by or "-",
-                      "all" if other.half_nodes == other.limit else f"{other.half_nodes:,}",
-                      f"{other.nodes:,}" if other.nodes else "never", _times(other.speedup), other.held_by or "-")
+        table.add_row(
+            name,
+            f"{one.nodes or one.limit:,}",
+            _times(one.speedup),
+            one.held_by or "-",
+            "all" if other.half_nodes == other.limit else f"{other.half_nodes:,}",
+            f"{other.nodes:,}" if other.nodes else "never",
+            _times(other.speedup),
+            other.held_by or "-",
+        )
     return table
 
 
 def _frame(headings: Sequence[str], *, narrow: bool) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=0 if narrow else (0, 1, 0, 0), pad_edge=False, show_edge=not narrow)
+    table = Table(
+        box=SIMPLE_HEAD, padding=0 if narrow else (0, 1, 0, 0), pad_edge=False, show_edge=not narrow
+    )
     for heading in headings:
-        table.add_column(heading, justify="left" if heading.endswith(("strategy", " by")) else "right", no_wrap=True)
+        table.add_column(
+            heading,
+            justify="left" if heading.endswith(("strategy", " by")) else "right",
+            no_wrap=True,
+        )
     return table
 
 
 def _stops_told(batch_size: int) -> list[str]:
     """What the words of ``_stops_table`` mean."""
     limit = most_nodes(batch_size, scaling="strong")
-    return [f"strong: {batch_size:,} samples for all nodes together, at least {LEAST_SAMPLES} each, so up to {limit:,}; weak: "
-            f"{batch_size:,} samples a node, up to {LARGEST_NODES:,}.",
-            "stops at: more nodes, however many, bring less than a tenth more samples a second; never: the last doubling brought",
-            "more. speed up: there, over one node. half to: nodes of which each still does half of what one alone does.",
-            "held by: what takes the most of the messages; compute: computing alone goes no further; samples: the batch ends."]
+    return [
+        f"strong: {batch_size:,} samples for all nodes together, at least {LEAST_SAMPLES} each, so up to {limit:,}; weak: "
+        f"{batch_size:,} samples a node, up to {LARGEST_NODES:,}.",
+        "stops at: more nodes, however many, bring less than a tenth more samples a second; never: the last doubling brought",
+        "more. speed up: there, over one node. half to: nodes of which each still does half of what one alone does.",
+        "held by: what takes the most of the messages; compute: computing alone goes no further; samples: the batch ends.",
+    ]
 
 
 def _times(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else _least(value, 0.01, ".2f")
+    return (
+        f"{value:,.0f}"
+        if value >= 100
+        else f"{value:.1f}"
+        if value >= 10
+        else _least(value, 0.01, ".2f")
+    )
 
 
 def _least(value: float, least: float, form: str) -> str:
@@ -248,7 +444,13 @@ def _least(value: float, least: float, form: str) -> str:
 
 def _seconds(value: float) -> str:
     if value >= 1:
-        return f"{value / 3600:.3g} h" if value >= 3600 else f"{value:.0f} s" if value >= 100 else f"{value:.3g} s"
+        return (
+            f"{value / 3600:.3g} h"
+            if value >= 3600
+            else f"{value:.0f} s"
+            if value >= 100
+            else f"{value:.3g} s"
+        )
     return f"{value * 1e3:.3g} ms"
 
 

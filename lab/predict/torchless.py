@@ -48,13 +48,25 @@ class _EntryType:
     itemsize: int
 
 
-_ENTRY_TYPES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-                "uint8": 1, "bool": 1}
+_ENTRY_TYPES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 
 
 class _EmptyTorch(MetaPathFinder, Loader):
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torch" else None
+        return (
+            ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torch" else None
+        )
 
     def exec_module(self, module: ModuleType) -> None:
         def nothing(name: str) -> object:
@@ -84,7 +96,9 @@ def plans(names: Sequence[str], options: Mapping[str, Any] | None = None) -> dic
     must. UserError with the choices where a name is unknown."""
     unknown = [name for name in names if name not in STRATEGIES]
     if unknown:
-        raise UserError(f"--sync: got {', '.join(unknown)}, choose from {', '.join(STRATEGIES)}, or all")
+        raise UserError(
+            f"--sync: got {', '.join(unknown)}, choose from {', '.join(STRATEGIES)}, or all"
+        )
     if "torch" in sys.modules:
         return {name: build_sync_from(name, options or {}) for name in names}
     found: dict[str, Plan] = {}
@@ -93,7 +107,10 @@ def plans(names: Sequence[str], options: Mapping[str, Any] | None = None) -> dic
             plan = _try(name, options or {})
             if plan is not None:
                 found[name] = plan
-    return {name: found[name] if name in found else build_sync_from(name, options or {}) for name in names}
+    return {
+        name: found[name] if name in found else build_sync_from(name, options or {})
+        for name in names
+    }
 
 
 def _try(name: str, options: Mapping[str, Any]) -> Plan | None:
@@ -107,5 +124,7 @@ def _try(name: str, options: Mapping[str, Any]) -> Plan | None:
         return plan
     except UserError:
         raise
-    except Exception:  # whatever a name of torch that means nothing may lead to; with torch the true error shows
+    except (
+        Exception
+    ):  # whatever a name of torch that means nothing may lead to; with torch the true error shows
         return None

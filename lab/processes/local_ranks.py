@@ -19,43 +19,77 @@ _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 8.0
 
 
-def run_nodes(command: Sequence[str], nodes: int, *, logs: Path, limit_seconds: float) -> str | None:
+def run_nodes(
+    command: Sequence[str], nodes: int, *, logs: Path, limit_seconds: float
+) -> str | None:
     """Run ``python command`` on ``nodes`` processes over loopback, the output of each in ``logs``-rank<r>.txt.
 
     Returns None where all ended well, else what the first one that failed said. Ctrl-C, a failure and ``limit_seconds`` end
     all of them; so does the end of this process, on Linux also where it was killed.
     """
-    place = ["--master-ip", "127.0.0.1", "--master-port", str(free_port()), "--num-nodes", str(nodes)]
+    place = [
+        "--master-ip",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        "--num-nodes",
+        str(nodes),
+    ]
     logs.parent.mkdir(parents=True, exist_ok=True)
     processes: list[subprocess.Popen] = []
     outputs = [logs.with_name(f"{logs.name}-rank{rank}.txt") for rank in range(nodes)]
     try:
         for rank, output in enumerate(outputs):
             with output.open("wb") as file:
-                processes.append(subprocess.Popen(
-                    [sys.executable, *command, *([*place, "--rank", str(rank)] if nodes > 1 else [])], stdout=file,
-                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=death_wish()))
+                processes.append(
+                    subprocess.Popen(
+                        [
+                            sys.executable,
+                            *command,
+                            *([*place, "--rank", str(rank)] if nodes > 1 else []),
+                        ],
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,
+                        preexec_fn=death_wish(),
+                    )
+                )
         return _wait(processes, outputs, limit_seconds)
     finally:
         end(processes)
 
 
-def _wait(processes: list[subprocess.Popen], outputs: list[Path], limit_seconds: float) -> str | None:
+def _wait(
+    processes: list[subprocess.Popen], outputs: list[Path], limit_seconds: float
+) -> str | None:
     deadline = time.monotonic() + limit_seconds
     first: int | None = None
     while any(process.poll() is None for process in processes):
         failed = [rank for rank, process in enumerate(processes) if process.poll()]
         if failed and first is None:
-            first, deadline = failed[0], min(deadline, time.monotonic() + _GRACE_SECONDS)  # the others will say why, too
+            first, deadline = (
+                failed[0],
+                min(deadline, time.monotonic() + _GRACE_SECONDS),
+            )  # the others will say why, too
         if time.monotonic() > deadline:
-            return _message(processes, outputs, first) if first is not None else f"not done within {limit_seconds:g} s"
+            return (
+                _message(processes, outputs, first)
+                if first is not None
+                else f"not done within {limit_seconds:g} s"
+            )
         time.sleep(_POLL_SECONDS)
     failed = [rank for rank, process in enumerate(processes) if process.returncode]
-    return _message(processes, outputs, first if first is not None else failed[0]) if failed else None
+    return (
+        _message(processes, outputs, first if first is not None else failed[0]) if failed else None
+    )
 
 
 def _message(processes: list[subprocess.Popen], outputs: list[Path], first: int) -> str:
-    failed = [first, *(rank for rank, process in enumerate(processes) if process.poll() and rank != first)]
+    failed = [
+        first,
+        *(rank for rank, process in enumerate(processes) if process.poll() and rank != first),
+    ]
     statuses = {rank: processes[rank].returncode for rank in failed}
     texts = {rank: outputs[rank].read_text(encoding="utf-8", errors="replace") for rank in failed}
     culprit, message = blame(failed, statuses, texts, name="rank")

@@ -14,7 +14,9 @@ class Echo:
     shown : says of which nodes; the others' lines are left out.
     """
 
-    def __init__(self, console: Console, nodes: int, *, shown: Callable[[int], bool] = lambda node: True) -> None:
+    def __init__(
+        self, console: Console, nodes: int, *, shown: Callable[[int], bool] = lambda node: True
+    ) -> None:
         self._console, self._width, self._shown = console, len(str(nodes - 1)), shown
 
     def __call__(self, node: int, line: str) -> None:
@@ -26,5 +28,8 @@ class Echo:
         text = Text(f"node {node:>{self._width}} | ", style=_COLOURS[node % len(_COLOURS)])
         try:
             self._console.print(text.append(line, style="default"), soft_wrap=True)
-        except (OSError, SystemExit):  # rich ends the thread that finds the pipe closed, and this one has the nodes to read from
+        except (
+            OSError,
+            SystemExit,
+        ):  # rich ends the thread that finds the pipe closed, and this one has the nodes to read from
             self._shown = lambda node: False

@@ -7,4 +7,12 @@ mistakes.
 from lab.proofs.equivalence import Case, Equivalence, StepDifference, check_equivalence, check_group
 from lab.proofs.ranks import RankError, run_ranks
 
-__all__ = ["Case", "Equivalence", "RankError", "StepDifference", "check_equivalence", "check_group", "run_ranks"]
+__all__ = [
+    "Case",
+    "Equivalence",
+    "RankError",
+    "StepDifference",
+    "check_equivalence",
+    "check_group",
+    "run_ranks",
+]

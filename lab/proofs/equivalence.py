@@ -70,7 +70,9 @@ class Case:
 
     def sgd(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimiser of this case for ``model``."""
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=self.momentum, weight_decay=self.weight_decay)
+        return torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=self.momentum, weight_decay=self.weight_decay
+        )
 
     def shard_sizes(self, size: int) -> list[tuple[int, ...]]:
         """Return the samples of every micro-batch, rank by rank, of each step's global batch."""
@@ -78,8 +80,12 @@ class Case:
         if not self.uneven:
             return [(3,) * count] * STEPS
         # The first one is never empty: it holds the sample that uses the layer ``sometimes``.
-        return [tuple(max(int(part == 0), SAMPLES[(part + step) % len(SAMPLES)]) for part in range(count))
-                for step in range(STEPS)]
+        return [
+            tuple(
+                max(int(part == 0), SAMPLES[(part + step) % len(SAMPLES)]) for part in range(count)
+            )
+            for step in range(STEPS)
+        ]
 
     def global_batches(self, size: int) -> list[list[MicroBatch]]:
         """Return for each step the micro-batches of all ranks, rank 0's first: images (n, 3, 8, 8), labels (n,).
@@ -91,7 +97,9 @@ class Case:
             images = torch.randn(sum(shares), 3, 8, 8, generator=generator, dtype=torch.float64)
             images[0, 0, 0, 0] = 9.0
             labels = torch.randint(0, 4, (sum(shares),), generator=generator)
-            batches.append(list(zip(images.to(self.dtype).split(shares), labels.split(shares), strict=True)))
+            batches.append(
+                list(zip(images.to(self.dtype).split(shares), labels.split(shares), strict=True))
+            )
         return batches
 
 
@@ -159,7 +167,14 @@ class Equivalence:
     @property
     def first_wrong(self) -> StepDifference | None:
         """The first step that rounding does not explain, or after which the ranks' weights differ in a bit."""
-        return next((step for step in self.steps if step.error > self.case.tolerance or not step.equal_bits), None)
+        return next(
+            (
+                step
+                for step in self.steps
+                if step.error > self.case.tolerance or not step.equal_bits
+            ),
+            None,
+        )
 
     def __bool__(self) -> bool:
         """Whether no step is wrong, so that ``all(check_equivalence(...))`` says what it seems to say."""
@@ -171,8 +186,10 @@ class Equivalence:
             return f"{self.size} ranks: equal to one process within {self.greatest.error:.1e}"
         said = []
         if wrong.error > self.case.tolerance:
-            said.append(f"{wrong.parameter} on rank {wrong.rank} differs from one process by {wrong.error:.1e} "
-                        f"(allowed: {self.case.tolerance:.0e})")
+            said.append(
+                f"{wrong.parameter} on rank {wrong.rank} differs from one process by {wrong.error:.1e} "
+                f"(allowed: {self.case.tolerance:.0e})"
+            )
         if not wrong.equal_bits:
             said.append("the ranks hold different weights")
         return f"{self.size} ranks, step {wrong.step}: {'; '.join(said)}"
@@ -203,8 +220,13 @@ def proof_sync(name: str) -> GradientSync:
     return build_sync(name, **OPTIONS.get(name, {}))
 
 
-def check_equivalence(strategy: GradientSync | Synchronise | str, *, sizes: Sequence[int] = (2, 3), case: Case | None = None,
-                      timeout_seconds: float = 120) -> list[Equivalence]:
+def check_equivalence(
+    strategy: GradientSync | Synchronise | str,
+    *,
+    sizes: Sequence[int] = (2, 3),
+    case: Case | None = None,
+    timeout_seconds: float = 120,
+) -> list[Equivalence]:
     """Train on groups of these sizes, on this machine, and compare each step with one process on the whole batch.
 
     Parameters
@@ -222,17 +244,27 @@ def check_equivalence(strategy: GradientSync | Synchronise | str, *, sizes: Sequ
     """
     if not sizes:
         raise UserError("sizes: got none, give numbers of ranks such as (2, 3)")
-    return [check_group({"": (strategy, case or Case())}, size, timeout_seconds=timeout_seconds)[""] for size in sizes]
+    return [
+        check_group({"": (strategy, case or Case())}, size, timeout_seconds=timeout_seconds)[""]
+        for size in sizes
+    ]
 
 
-def check_group(jobs: Mapping[str, tuple[GradientSync | Synchronise | str, Case]], size: int, *,
-                timeout_seconds: float = 120) -> dict[str, Equivalence]:
+def check_group(
+    jobs: Mapping[str, tuple[GradientSync | Synchronise | str, Case]],
+    size: int,
+    *,
+    timeout_seconds: float = 120,
+) -> dict[str, Equivalence]:
     """Compare several strategies and cases, by name, in one group of ``size`` ranks: the start is paid once."""
     if size < 1:
         raise UserError(f"sizes: got {size}, give numbers of ranks from 1")
     ready = {name: (_as_strategy(strategy), case) for name, (strategy, case) in jobs.items()}
     by_rank = run_ranks(size, _all_on_this_rank, size, ready, timeout_seconds=timeout_seconds)
-    return {name: _combine(size, case, [found[name] for found in by_rank]) for name, (_, case) in jobs.items()}
+    return {
+        name: _combine(size, case, [found[name] for found in by_rank])
+        for name, (_, case) in jobs.items()
+    }
 
 
 def _as_strategy(strategy: GradientSync | Synchronise | str) -> GradientSync:
@@ -242,12 +274,19 @@ def _as_strategy(strategy: GradientSync | Synchronise | str) -> GradientSync:
         return strategy
     if isinstance(strategy, type) or not callable(strategy):
         name = getattr(strategy, "__name__", repr(strategy))
-        raise UserError(f"strategy: got {name}, give a strategy's name, an instance such as {name}(), or a function f(model)")
+        raise UserError(
+            f"strategy: got {name}, give a strategy's name, an instance such as {name}(), or a function f(model)"
+        )
     return FunctionSync(strategy)
 
 
-def _all_on_this_rank(rank: int, size: int, jobs: Mapping[str, tuple[GradientSync, Case]]) -> dict[str, RankErrors]:
-    return {name: errors_on_this_rank(rank, size, strategy, case) for name, (strategy, case) in jobs.items()}
+def _all_on_this_rank(
+    rank: int, size: int, jobs: Mapping[str, tuple[GradientSync, Case]]
+) -> dict[str, RankErrors]:
+    return {
+        name: errors_on_this_rank(rank, size, strategy, case)
+        for name, (strategy, case) in jobs.items()
+    }
 
 
 def errors_on_this_rank(rank: int, size: int, strategy: GradientSync, case: Case) -> RankErrors:
@@ -259,8 +298,14 @@ def errors_on_this_rank(rank: int, size: int, strategy: GradientSync, case: Case
     batches, references = case.global_batches(size), _train_in_one_process(size, case)
     torch.manual_seed(100 + rank)
     model, found = ProofModel(case), RankErrors()
-    engine = TrainingEngine(model, "cpu", distributed=True, sync=strategy, accumulation_steps=case.accumulation_steps,
-                            clip_norm=case.clip_norm)
+    engine = TrainingEngine(
+        model,
+        "cpu",
+        distributed=True,
+        sync=strategy,
+        accumulation_steps=case.accumulation_steps,
+        clip_norm=case.clip_norm,
+    )
     engine.prepare(case.sgd(model), nn.CrossEntropyLoss())
 
     def compare(_records: list) -> None:
@@ -269,7 +314,9 @@ def errors_on_this_rank(rank: int, size: int, strategy: GradientSync, case: Case
         found.digests.append(digest(model.state_dict()))
 
     own = slice(rank * case.accumulation_steps, (rank + 1) * case.accumulation_steps)
-    engine.train_epoch([part for parts in batches for part in parts[own]], epoch=1, log_every=1, on_steps=compare)
+    engine.train_epoch(
+        [part for parts in batches for part in parts[own]], epoch=1, log_every=1, on_steps=compare
+    )
     engine.close()
     return found
 
@@ -295,7 +342,9 @@ def _train_in_one_process(size: int, case: Case) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def parameter_errors(model: nn.Module, reference: nn.Module, *, floor: float = 1e-12) -> dict[str, float]:
+def parameter_errors(
+    model: nn.Module, reference: nn.Module, *, floor: float = 1e-12
+) -> dict[str, float]:
     """Return for each parameter the norm of its difference from ``reference``'s over the latter's norm.
 
     A norm below ``floor`` counts as ``floor``: the bias of a convolution before BatchNorm has a true gradient of zero
@@ -308,8 +357,15 @@ def parameter_errors(model: nn.Module, reference: nn.Module, *, floor: float = 1
 def _combine(size: int, case: Case, by_rank: Sequence[RankErrors]) -> Equivalence:
     steps = []
     for index in range(STEPS):
-        errors = [(error if math.isfinite(error) else math.inf, rank, name) for rank, found in enumerate(by_rank)
-                  for name, error in found.by_parameter[index].items()]
+        errors = [
+            (error if math.isfinite(error) else math.inf, rank, name)
+            for rank, found in enumerate(by_rank)
+            for name, error in found.by_parameter[index].items()
+        ]
         error, rank, name = max(errors, key=lambda one: one[0])
-        steps.append(StepDifference(index + 1, error, rank, name, len({found.digests[index] for found in by_rank}) == 1))
+        steps.append(
+            StepDifference(
+                index + 1, error, rank, name, len({found.digests[index] for found in by_rank}) == 1
+            )
+        )
     return Equivalence(size, case, tuple(steps))

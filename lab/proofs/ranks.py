@@ -19,7 +19,13 @@ from typing import Any
 
 import cloudpickle
 
-PRELOADED = ["torch", "torch._dynamo", "common.training", "common.evaluation", "lab.proofs.equivalence"]
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "common.training",
+    "common.evaluation",
+    "lab.proofs.equivalence",
+]
 """What the server imports before it forks the first rank; more may be added before that."""
 
 _method = "forkserver"
@@ -45,7 +51,9 @@ class RankError(AssertionError):
     """A rank raised, or gave no answer in time; the message holds the rank's traceback."""
 
 
-def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 120) -> list[Any]:
+def run_ranks(
+    size: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 120
+) -> list[Any]:
     """Call ``function(rank, *arguments)`` on each of ``size`` ranks; return the results by rank.
 
     Function and arguments travel by cloudpickle (closures and a notebook's classes may go), results by
@@ -57,9 +65,14 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout_
     maker = context()
     results = maker.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [maker.Process(target=_rank_main, daemon=True,
-                                  args=(rank, size, f"{folder}/store", timeout_seconds, payload, results))
-                 for rank in range(size)]
+        ranks = [
+            maker.Process(
+                target=_rank_main,
+                daemon=True,
+                args=(rank, size, f"{folder}/store", timeout_seconds, payload, results),
+            )
+            for rank in range(size)
+        ]
         with _without_main():
             for process in ranks:
                 process.start()
@@ -89,16 +102,24 @@ def _collect(results: Any, ranks: Sequence[Any], timeout_seconds: float) -> list
     found: dict[int, Any] = {}
     deadline = time.monotonic() + timeout_seconds
     while len(found) < len(ranks):
-        ended = [rank for rank, process in enumerate(ranks) if rank not in found and process.exitcode is not None]
+        ended = [
+            rank
+            for rank, process in enumerate(ranks)
+            if rank not in found and process.exitcode is not None
+        ]
         try:
             rank, error, result = results.get(timeout=_LOOK_SECONDS)
         except Empty:
             if ended:
-                raise RankError(f"rank {ended[0]} of {len(ranks)} ended with status {ranks[ended[0]].exitcode} "
-                                "and gave no answer") from None
+                raise RankError(
+                    f"rank {ended[0]} of {len(ranks)} ended with status {ranks[ended[0]].exitcode} "
+                    "and gave no answer"
+                ) from None
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in range(len(ranks)) if rank not in found)
-                raise RankError(f"no answer within {timeout_seconds:g} s from rank {missing} of {len(ranks)}") from None
+                raise RankError(
+                    f"no answer within {timeout_seconds:g} s from rank {missing} of {len(ranks)}"
+                ) from None
             continue
         if error is not None:
             raise RankError(f"rank {rank} of {len(ranks)}:\n{error}")
@@ -106,7 +127,9 @@ def _collect(results: Any, ranks: Sequence[Any], timeout_seconds: float) -> list
     return [found[rank] for rank in range(len(ranks))]
 
 
-def _rank_main(rank: int, size: int, store: str, timeout_seconds: float, payload: bytes, results: Any) -> None:
+def _rank_main(
+    rank: int, size: int, store: str, timeout_seconds: float, payload: bytes, results: Any
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -114,8 +137,13 @@ def _rank_main(rank: int, size: int, store: str, timeout_seconds: float, payload
     torch.set_num_threads(1)
     try:
         function, arguments = cloudpickle.loads(payload)
-        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size,
-                                timeout=timedelta(seconds=timeout_seconds))
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
         dist.barrier()  # a rank that is done at once must not leave while others still connect
         answer = (rank, None, function(rank, *arguments))
     except BaseException:

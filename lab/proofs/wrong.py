@@ -59,7 +59,11 @@ class Wrong:
 # --- The wrong code, a few lines each; the right code keeps its name ---
 
 _right_average, _right_state = batchnorm._average, resumption.state
-_right_digest, _right_train_step, _right_total = checkpoint.digest, TrainingEngine.train_step, TrainingEngine._sum_over_ranks
+_right_digest, _right_train_step, _right_total = (
+    checkpoint.digest,
+    TrainingEngine.train_step,
+    TrainingEngine._sum_over_ranks,
+)
 
 
 def _whole_batch(samples: int, rank: int, world_size: int) -> slice:
@@ -82,8 +86,12 @@ def _unseeded_order(samples: int, *, seed: int, epoch: int) -> Tensor:
     return torch.randperm(samples)
 
 
-def _unseeded_draw(samples: int, *, seed: int, epoch: int, flip: bool, device: Any = "cpu") -> augmentation.Draws:
-    return augmentation.draw(samples, seed=int(torch.randint(2**31, ())), epoch=epoch, flip=flip, device=device)
+def _unseeded_draw(
+    samples: int, *, seed: int, epoch: int, flip: bool, device: Any = "cpu"
+) -> augmentation.Draws:
+    return augmentation.draw(
+        samples, seed=int(torch.randint(2**31, ())), epoch=epoch, flip=flip, device=device
+    )
 
 
 def _as_if_shards_were_equal(engine: TrainingEngine, count: int) -> int:
@@ -98,7 +106,9 @@ def _rank0s_statistics(model: nn.Module, shards: Any) -> None:
     broadcast_from_rank0(list(model.buffers()))
 
 
-def _unweighted_statistics(running: list[Tensor], shards: Sequence[tuple[int, Sequence[Tensor]]], size: int) -> None:
+def _unweighted_statistics(
+    running: list[Tensor], shards: Sequence[tuple[int, Sequence[Tensor]]], size: int
+) -> None:
     _right_average(running, [(1, tensors) for _, tensors in shards], size)
 
 
@@ -137,7 +147,11 @@ def _save_without_hash(path: Path, entries: dict[str, Any]) -> None:
 
 
 def _hash_of_the_weights_alone(value: Any) -> str:
-    return _right_digest(value["model_state_dict"] if isinstance(value, dict) and "model_state_dict" in value else value)
+    return _right_digest(
+        value["model_state_dict"]
+        if isinstance(value, dict) and "model_state_dict" in value
+        else value
+    )
 
 
 def _no_sync_that_does_nothing(sync: GradientSync) -> nullcontext:
@@ -151,17 +165,39 @@ def _micro_batches_added_up(engine: TrainingEngine, count: int) -> int:
 # --- The list ---
 
 _SYNC = "tests/common/sync/test_sync.py::test_equals_one_process_after_every_step"
-_SHARDING, _ENGINE, _CHECKPOINT = "tests/common/data/test_sharding.py", "tests/common/training_engine/test_engine.py", "tests/common/test_checkpoint.py"
+_SHARDING, _ENGINE, _CHECKPOINT = (
+    "tests/common/data/test_sharding.py",
+    "tests/common/training_engine/test_engine.py",
+    "tests/common/test_checkpoint.py",
+)
 _DIFFERS = r"differs from one process by .+ \(allowed"
 
 
-def _strategy(kind: type[GradientSync], *, in_place_of: str = "AllReduce", ranks: int = 2, where: str = "",
-              group: str = "strategy") -> Wrong:
-    names = {"AllReduce": "all_reduce", "Ring": "ring", "Tree": "tree", "HalvingDoubling": "halving_doubling",
-             "Overlapped": "overlapped"}
+def _strategy(
+    kind: type[GradientSync],
+    *,
+    in_place_of: str = "AllReduce",
+    ranks: int = 2,
+    where: str = "",
+    group: str = "strategy",
+) -> Wrong:
+    names = {
+        "AllReduce": "all_reduce",
+        "Ring": "ring",
+        "Tree": "tree",
+        "HalvingDoubling": "halving_doubling",
+        "Overlapped": "overlapped",
+    }
     name = names[in_place_of]
-    return Wrong(kind.__name__, group, str(kind.__doc__), f"common.sync.{name}:{in_place_of}", kind,
-                 f"{_SYNC}[{ranks}-{name}-float64]", rf"{ranks} ranks, step \d: {where}.*{_DIFFERS}")
+    return Wrong(
+        kind.__name__,
+        group,
+        str(kind.__doc__),
+        f"common.sync.{name}:{in_place_of}",
+        kind,
+        f"{_SYNC}[{ranks}-{name}-float64]",
+        rf"{ranks} ranks, step \d: {where}.*{_DIFFERS}",
+    )
 
 
 WRONG = (
@@ -175,74 +211,173 @@ WRONG = (
     _strategy(wrong_strategies.BroadcastFromEachRank),
     _strategy(wrong_strategies.FlatBufferNotCopiedBack),
     _strategy(wrong_strategies.RingWithoutAChunk, in_place_of="Ring", ranks=3),
-    _strategy(wrong_strategies.HalvingDoublingForPowersOfTwo, in_place_of="HalvingDoubling", ranks=3),
+    _strategy(
+        wrong_strategies.HalvingDoublingForPowersOfTwo, in_place_of="HalvingDoubling", ranks=3
+    ),
     _strategy(wrong_strategies.TreeWithOneChild, in_place_of="Tree", ranks=3),
     _strategy(wrong_strategies.LastBucketNotSent, in_place_of="Overlapped"),
-
-    Wrong("SameSamples", "sharding", "Every rank trains on the whole global batch.", "common.data.sharding:rank_share",
-          _whole_batch, f"{_SHARDING}::test_ranks_see_different_samples_in_each_step", "two ranks have the same sample"),
-    Wrong("OverlappingShards", "sharding", "Each shard also has the first sample of the next.",
-          "common.data.sharding:rank_share", _overlapping, f"{_SHARDING}::test_ranks_see_different_samples_in_each_step",
-          "two ranks have the same sample"),
-    Wrong("RestDropped", "sharding", "Samples that do not divide by the number of ranks are left out.",
-          "common.data.sharding:rank_share", _rest_dropped, f"{_SHARDING}::test_each_sample_comes_exactly_once_an_epoch",
-          "samples come never or twice"),
-    Wrong("NeverReshuffled", "sharding", "Every epoch has the order of the first.", "common.data.sharding:epoch_order",
-          _one_order, f"{_SHARDING}::test_order_is_new_each_epoch_and_the_same_for_the_same_seed",
-          "two epochs have the same order"),
-
-    Wrong("AsIfShardsWereEqual", "loss weighting", "The mean of the shards' mean losses, however many samples each has.",
-          "common.training_engine:TrainingEngine._sum_over_ranks", _as_if_shards_were_equal, f"{_SYNC}[2-all_reduce-float64]",
-          rf"2 ranks, step 1: .*{_DIFFERS}"),
-    Wrong("EveryBatchFull", "loss weighting", "The last batch of an epoch is weighted as if it were full.",
-          "common.data.sharding:GlobalBatchSampler.global_batch_sizes", property(_every_batch_full),
-          f"{_SHARDING}::test_batches_are_full_but_the_last_and_shared_evenly", "the loss would be weighted by other sizes"),
-
-    Wrong("Rank0sStatistics", "BatchNorm", "All ranks take the running statistics of rank 0.",
-          "common.training_engine.batchnorm:agree_on_buffers", _rank0s_statistics,
-          "tests/common/training_engine/test_batchnorm.py::test_running_statistics_are_the_mean_over_all_samples",
-          "running statistics differ from those of the shards in turn"),
-    Wrong("UnweightedStatistics", "BatchNorm", "Running statistics are averaged as if all ranks had as many samples.",
-          "common.training_engine.batchnorm:_average", _unweighted_statistics,
-          "tests/common/training_engine/test_batchnorm.py::test_running_statistics_are_the_mean_over_all_samples",
-          "running statistics differ from those of the shards in turn"),
-
-    Wrong("ResumeWithoutOptimiserState", "resume", "The momentum is not saved.",
-          "common.training_engine:TrainingEngine.state", _state_without_momentum,
-          "tests/common/experiment/test_resume.py::test_one_rank_resumes_bit_for_bit", "metrics of the second epoch differ after a resume"),
-    Wrong("ResumeWithoutEpoch", "resume", "A resumed run counts its epochs from 1 again, so that the order repeats itself.",
-          "common.data.sharding:GlobalBatchSampler.set_epoch", _epochs_counted_from_the_start,
-          "tests/common/experiment/test_resume.py::test_one_rank_resumes_bit_for_bit", "metrics of the second epoch differ after a resume"),
-
-    Wrong("ClipBeforeAveraging", "clipping", "Each rank clips its own gradients, then they are averaged.",
-          "common.training_engine:TrainingEngine.train_step", _clip_before_averaging,
-          "tests/common/sync/test_sync.py::test_other_cases_equal_one_process[clipping]", rf"2 ranks, step 1: .*{_DIFFERS}"),
-    Wrong("ClipEachParameter", "clipping", "The norm of each parameter is limited, not that of all together.",
-          "common.training_engine.engine:clip_grad_norm_", _clip_each_parameter,
-          "tests/common/sync/test_sync.py::test_other_cases_equal_one_process[clipping]", rf"2 ranks, step 1: .*{_DIFFERS}"),
-
-    Wrong("CheckpointWithoutHash", "checkpoint", "Nothing tells whether the contents are those that were saved.",
-          "common.checkpoint:save_checkpoint", _save_without_hash,
-          f"{_CHECKPOINT}::test_altered_with_the_digest_left_as_it_was", "DID NOT RAISE"),
-    Wrong("HashOfTheWeightsAlone", "checkpoint", "An altered optimiser state or step is not noticed.",
-          "common.checkpoint:digest", _hash_of_the_weights_alone,
-          f"{_CHECKPOINT}::test_altered_with_the_digest_left_as_it_was", "DID NOT RAISE"),
-
-    Wrong("CommunicatesEachMicroBatch", "accumulation", "``no_sync`` does nothing: every micro-batch is exchanged.",
-          "common.sync.ddp:DDP.no_sync", _no_sync_that_does_nothing,
-          f"{_ENGINE}::test_ranks_communicate_once_an_optimiser_step_however_many_micro_batches[ddp]",
-          "messages of a step with several micro-batches"),
-    Wrong("MicroBatchesAddedUp", "accumulation", "The micro-batches' gradients are added up, not averaged.",
-          "common.training_engine:TrainingEngine._sum_over_ranks", _micro_batches_added_up,
-          "tests/common/sync/test_sync.py::test_other_cases_equal_one_process[accumulation]",
-          rf"2 ranks, step 1: .*{_DIFFERS}"),
-
+    Wrong(
+        "SameSamples",
+        "sharding",
+        "Every rank trains on the whole global batch.",
+        "common.data.sharding:rank_share",
+        _whole_batch,
+        f"{_SHARDING}::test_ranks_see_different_samples_in_each_step",
+        "two ranks have the same sample",
+    ),
+    Wrong(
+        "OverlappingShards",
+        "sharding",
+        "Each shard also has the first sample of the next.",
+        "common.data.sharding:rank_share",
+        _overlapping,
+        f"{_SHARDING}::test_ranks_see_different_samples_in_each_step",
+        "two ranks have the same sample",
+    ),
+    Wrong(
+        "RestDropped",
+        "sharding",
+        "Samples that do not divide by the number of ranks are left out.",
+        "common.data.sharding:rank_share",
+        _rest_dropped,
+        f"{_SHARDING}::test_each_sample_comes_exactly_once_an_epoch",
+        "samples come never or twice",
+    ),
+    Wrong(
+        "NeverReshuffled",
+        "sharding",
+        "Every epoch has the order of the first.",
+        "common.data.sharding:epoch_order",
+        _one_order,
+        f"{_SHARDING}::test_order_is_new_each_epoch_and_the_same_for_the_same_seed",
+        "two epochs have the same order",
+    ),
+    Wrong(
+        "AsIfShardsWereEqual",
+        "loss weighting",
+        "The mean of the shards' mean losses, however many samples each has.",
+        "common.training_engine:TrainingEngine._sum_over_ranks",
+        _as_if_shards_were_equal,
+        f"{_SYNC}[2-all_reduce-float64]",
+        rf"2 ranks, step 1: .*{_DIFFERS}",
+    ),
+    Wrong(
+        "EveryBatchFull",
+        "loss weighting",
+        "The last batch of an epoch is weighted as if it were full.",
+        "common.data.sharding:GlobalBatchSampler.global_batch_sizes",
+        property(_every_batch_full),
+        f"{_SHARDING}::test_batches_are_full_but_the_last_and_shared_evenly",
+        "the loss would be weighted by other sizes",
+    ),
+    Wrong(
+        "Rank0sStatistics",
+        "BatchNorm",
+        "All ranks take the running statistics of rank 0.",
+        "common.training_engine.batchnorm:agree_on_buffers",
+        _rank0s_statistics,
+        "tests/common/training_engine/test_batchnorm.py::test_running_statistics_are_the_mean_over_all_samples",
+        "running statistics differ from those of the shards in turn",
+    ),
+    Wrong(
+        "UnweightedStatistics",
+        "BatchNorm",
+        "Running statistics are averaged as if all ranks had as many samples.",
+        "common.training_engine.batchnorm:_average",
+        _unweighted_statistics,
+        "tests/common/training_engine/test_batchnorm.py::test_running_statistics_are_the_mean_over_all_samples",
+        "running statistics differ from those of the shards in turn",
+    ),
+    Wrong(
+        "ResumeWithoutOptimiserState",
+        "resume",
+        "The momentum is not saved.",
+        "common.training_engine:TrainingEngine.state",
+        _state_without_momentum,
+        "tests/common/experiment/test_resume.py::test_one_rank_resumes_bit_for_bit",
+        "metrics of the second epoch differ after a resume",
+    ),
+    Wrong(
+        "ResumeWithoutEpoch",
+        "resume",
+        "A resumed run counts its epochs from 1 again, so that the order repeats itself.",
+        "common.data.sharding:GlobalBatchSampler.set_epoch",
+        _epochs_counted_from_the_start,
+        "tests/common/experiment/test_resume.py::test_one_rank_resumes_bit_for_bit",
+        "metrics of the second epoch differ after a resume",
+    ),
+    Wrong(
+        "ClipBeforeAveraging",
+        "clipping",
+        "Each rank clips its own gradients, then they are averaged.",
+        "common.training_engine:TrainingEngine.train_step",
+        _clip_before_averaging,
+        "tests/common/sync/test_sync.py::test_other_cases_equal_one_process[clipping]",
+        rf"2 ranks, step 1: .*{_DIFFERS}",
+    ),
+    Wrong(
+        "ClipEachParameter",
+        "clipping",
+        "The norm of each parameter is limited, not that of all together.",
+        "common.training_engine.engine:clip_grad_norm_",
+        _clip_each_parameter,
+        "tests/common/sync/test_sync.py::test_other_cases_equal_one_process[clipping]",
+        rf"2 ranks, step 1: .*{_DIFFERS}",
+    ),
+    Wrong(
+        "CheckpointWithoutHash",
+        "checkpoint",
+        "Nothing tells whether the contents are those that were saved.",
+        "common.checkpoint:save_checkpoint",
+        _save_without_hash,
+        f"{_CHECKPOINT}::test_altered_with_the_digest_left_as_it_was",
+        "DID NOT RAISE",
+    ),
+    Wrong(
+        "HashOfTheWeightsAlone",
+        "checkpoint",
+        "An altered optimiser state or step is not noticed.",
+        "common.checkpoint:digest",
+        _hash_of_the_weights_alone,
+        f"{_CHECKPOINT}::test_altered_with_the_digest_left_as_it_was",
+        "DID NOT RAISE",
+    ),
+    Wrong(
+        "CommunicatesEachMicroBatch",
+        "accumulation",
+        "``no_sync`` does nothing: every micro-batch is exchanged.",
+        "common.sync.ddp:DDP.no_sync",
+        _no_sync_that_does_nothing,
+        f"{_ENGINE}::test_ranks_communicate_once_an_optimiser_step_however_many_micro_batches[ddp]",
+        "messages of a step with several micro-batches",
+    ),
+    Wrong(
+        "MicroBatchesAddedUp",
+        "accumulation",
+        "The micro-batches' gradients are added up, not averaged.",
+        "common.training_engine:TrainingEngine._sum_over_ranks",
+        _micro_batches_added_up,
+        "tests/common/sync/test_sync.py::test_other_cases_equal_one_process[accumulation]",
+        rf"2 ranks, step 1: .*{_DIFFERS}",
+    ),
     _strategy(wrong_strategies.NoInitialBroadcast, group="seeds"),
-    Wrong("UnseededOrder", "seeds", "Each rank draws an order of its own, so that the shards overlap.",
-          "common.data.sharding:epoch_order", _unseeded_order,
-          f"{_SHARDING}::test_each_sample_comes_exactly_once_an_epoch", "samples come never or twice"),
-    Wrong("UnseededAugmentation", "seeds", "Crops and flips depend on the process that draws them.",
-          "common.data.loaders:draw", _unseeded_draw,
-          f"{_SHARDING}::test_a_sample_is_augmented_alike_on_any_number_of_ranks", "another crop or flip on"),
+    Wrong(
+        "UnseededOrder",
+        "seeds",
+        "Each rank draws an order of its own, so that the shards overlap.",
+        "common.data.sharding:epoch_order",
+        _unseeded_order,
+        f"{_SHARDING}::test_each_sample_comes_exactly_once_an_epoch",
+        "samples come never or twice",
+    ),
+    Wrong(
+        "UnseededAugmentation",
+        "seeds",
+        "Crops and flips depend on the process that draws them.",
+        "common.data.loaders:draw",
+        _unseeded_draw,
+        f"{_SHARDING}::test_a_sample_is_augmented_alike_on_any_number_of_ranks",
+        "another crop or flip on",
+    ),
 )
 """Every wrong implementation; names are unique."""

@@ -23,18 +23,32 @@ def draw_scaling(block: Block, *, narrow: bool) -> Figure:
     """Draw each strategy's speed-up over nodes in a panel of its own, the others faint, the ideal dashed, efficiency in %."""
     one = block.baseline
     if one is None:
-        raise NothingToShowError("without the cell of one node there is nothing to relate the others to")
-    curves = {sync: [row for row in block.measured if row.sync == sync and row.nodes > 1 and row.speedup]
-              for sync in block.syncs}
+        raise NothingToShowError(
+            "without the cell of one node there is nothing to relate the others to"
+        )
+    curves = {
+        sync: [row for row in block.measured if row.sync == sync and row.nodes > 1 and row.speedup]
+        for sync in block.syncs
+    }
     curves = {sync: rows for sync, rows in curves.items() if rows}
     if not curves:
         raise NothingToShowError("no cell on more than one node has ended yet")
     columns = 2 if narrow else min((5, 4, 3), key=lambda width: (-len(curves) % width, -width))
-    figure, axes = grid(len(curves), narrow=narrow, columns=columns, height=1.75, extra=0.45, sharex=True, sharey=True)
+    figure, axes = grid(
+        len(curves),
+        narrow=narrow,
+        columns=columns,
+        height=1.75,
+        extra=0.45,
+        sharex=True,
+        sharey=True,
+    )
     counts = [1, *block.nodes]
     top = max([*counts, *(row.speedup for rows in curves.values() for row in rows)])
     for axis, (sync, rows) in zip(axes, curves.items(), strict=True):
-        _scaling_panel(axis, sync, rows, [others for name, others in curves.items() if name != sync], counts)
+        _scaling_panel(
+            axis, sync, rows, [others for name, others in curves.items() if name != sync], counts
+        )
         axis.set_xlim(counts[0] - 0.2, counts[-1] * 1.12 + 0.15)
         axis.set_ylim(0, top * 1.12)
         if counts[-1] > 8:
@@ -45,31 +59,73 @@ def draw_scaling(block: Block, *, narrow: bool) -> Figure:
         axis.yaxis.set_major_locator(MaxNLocator(4, integer=True))
         axis.tick_params(labelbottom=True)
     figure.supxlabel("nodes", fontsize=9)
-    figure.supylabel("speed-up, times" if block.scaling == "strong" else "throughput, times one node's", fontsize=9)
-    title(figure, "Speed-up over nodes, efficiency in %" if block.scaling == "strong"
-          else "Throughput over nodes (weak scaling), efficiency in %", emulated=block.emulated)
+    figure.supylabel(
+        "speed-up, times" if block.scaling == "strong" else "throughput, times one node's",
+        fontsize=9,
+    )
+    title(
+        figure,
+        "Speed-up over nodes, efficiency in %"
+        if block.scaling == "strong"
+        else "Throughput over nodes (weak scaling), efficiency in %",
+        emulated=block.emulated,
+    )
     return figure
 
 
-def _scaling_panel(axis: Axes, sync: str, rows: Sequence[Row], others: Sequence[Sequence[Row]], counts: Sequence[int]) -> None:
+def _scaling_panel(
+    axis: Axes,
+    sync: str,
+    rows: Sequence[Row],
+    others: Sequence[Sequence[Row]],
+    counts: Sequence[int],
+) -> None:
     axis.plot(counts, counts, color=INK, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
     for other in others:
-        axis.plot([1, *(row.nodes for row in other)], [1, *(row.speedup for row in other)], color=INK, linewidth=0.8, alpha=0.15)
-    axis.plot([1, *(row.nodes for row in rows)], [1, *(row.speedup for row in rows)], color=color(sync), linewidth=1.8,
-              marker=marker(sync), markersize=5)
+        axis.plot(
+            [1, *(row.nodes for row in other)],
+            [1, *(row.speedup for row in other)],
+            color=INK,
+            linewidth=0.8,
+            alpha=0.15,
+        )
+    axis.plot(
+        [1, *(row.nodes for row in rows)],
+        [1, *(row.speedup for row in rows)],
+        color=color(sync),
+        linewidth=1.8,
+        marker=marker(sync),
+        markersize=5,
+    )
     for row in rows:
-        interval = row.speedup_interval and (row.speedup_interval[0], min(row.speedup_interval[1], 2 * max(counts)))
+        interval = row.speedup_interval and (
+            row.speedup_interval[0],
+            min(row.speedup_interval[1], 2 * max(counts)),
+        )
         if interval:
             axis.plot([row.nodes] * 2, interval, color=color(sync), linewidth=1.2)
         above = row.speedup < 0.6 * row.nodes  # towards the free side of the ideal line
-        long = interval is not None and interval[1] - interval[0] > 0.2 * max(counts)  # then beside the whisker
+        long = interval is not None and interval[1] - interval[0] > 0.2 * max(
+            counts
+        )  # then beside the whisker
         end = row.speedup if not interval or long else interval[1] if above else interval[0]
         inner = row.nodes < counts[-1]
-        beside = "right" if long and not inner else "left" if long or (inner and not above) else "center"
-        axis.annotate(percent(row.efficiency), (row.nodes, end),
-                      xytext=({"left": 4, "center": 0, "right": -5}[beside], (12 if long else 5) if above else -4),
-                      textcoords="offset points", ha=beside, va="bottom" if above else "top", fontsize=8,
-                      bbox={"facecolor": PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.6})
+        beside = (
+            "right" if long and not inner else "left" if long or (inner and not above) else "center"
+        )
+        axis.annotate(
+            percent(row.efficiency),
+            (row.nodes, end),
+            xytext=(
+                {"left": 4, "center": 0, "right": -5}[beside],
+                (12 if long else 5) if above else -4,
+            ),
+            textcoords="offset points",
+            ha=beside,
+            va="bottom" if above else "top",
+            fontsize=8,
+            bbox={"facecolor": PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.6},
+        )
     axis.set_title(sync, fontsize=9)
     axis.grid(axis="y")
 
@@ -79,9 +135,17 @@ def draw_loss(block: Block, *, narrow: bool) -> Figure:
     panels = [nodes for nodes in block.nodes if any(by_seed(row) for row in block.at(nodes))]
     if not panels:
         emulated = block.emulated and block.settings.get("compute") not in (None, "real")
-        raise NothingToShowError("compute was emulated" if emulated else "no cell with losses has ended yet")
-    figure, axes = grid(len(panels), narrow=narrow, columns=1 if narrow else 2, height=2.6 if narrow else 2.9, extra=0.9,
-                        sharey=True)
+        raise NothingToShowError(
+            "compute was emulated" if emulated else "no cell with losses has ended yet"
+        )
+    figure, axes = grid(
+        len(panels),
+        narrow=narrow,
+        columns=1 if narrow else 2,
+        height=2.6 if narrow else 2.9,
+        extra=0.9,
+        sharey=True,
+    )
     handles: dict[str, Line2D] = {}
     for axis, nodes in zip(axes, panels, strict=True):
         for handle in _loss_panel(axis, block, nodes):
@@ -90,9 +154,14 @@ def draw_loss(block: Block, *, narrow: bool) -> Figure:
         axis.tick_params(labelleft=True)
         axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axis.grid()
-    for axis in axes[::1 if narrow else 2]:
+    for axis in axes[:: 1 if narrow else 2]:
         axis.set_ylabel("training loss (global batch)")
-    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=1 if narrow else 4, handlelength=3)
+    figure.legend(
+        handles=list(handles.values()),
+        loc="outside lower center",
+        ncols=1 if narrow else 4,
+        handlelength=3,
+    )
     title(figure, "Loss over steps", emulated=block.emulated)
     return figure
 
@@ -110,27 +179,49 @@ def _loss_panel(axis: Axes, block: Block, nodes: int) -> list[Line2D]:
     one = block.baseline
     handles = []
     if one and nodes > 1 and seed in by_seed(one) and block.scaling == "strong":
-        handles += _line(axis, by_seed(one)[seed], label="none (1 node)", color=color("none"), linewidth=1.2,
-                         linestyle=(0, (1, 1.5)))
+        handles += _line(
+            axis,
+            by_seed(one)[seed],
+            label="none (1 node)",
+            color=color("none"),
+            linewidth=1.2,
+            linestyle=(0, (1, 1.5)),
+        )
     exact = [row for row in rows if row.exact and row.sync in curves]
     difference = largest_difference(exact)
     values = [value for curve in curves.values() for value in curve.values()]
     height = max(values) - min(values)
     if difference and len(exact) > 2 and difference.value <= _ONE_LINE * height:
         longest = max((curves[row.sync] for row in exact), key=len)
-        handles += _line(axis, longest, label="exact strategies, on one another", color=INK, linewidth=1.8)
+        handles += _line(
+            axis, longest, label="exact strategies, on one another", color=INK, linewidth=1.8
+        )
     else:
         for index, row in enumerate(exact):
-            handles += _line(axis, curves[row.sync], label=row.sync, color=color(row.sync), linewidth=max(1.0, 3.2 - 0.5 * index))
+            handles += _line(
+                axis,
+                curves[row.sync],
+                label=row.sync,
+                color=color(row.sync),
+                linewidth=max(1.0, 3.2 - 0.5 * index),
+            )
     for index, row in enumerate(row for row in rows if not row.exact and row.sync in curves):
-        handles += _line(axis, curves[row.sync], label=f"{row.sync} (not exact)", color=color(row.sync), linewidth=1.6,
-                         linestyle=DASHES[index % len(DASHES)])
+        handles += _line(
+            axis,
+            curves[row.sync],
+            label=f"{row.sync} (not exact)",
+            color=color(row.sync),
+            linewidth=1.6,
+            linestyle=DASHES[index % len(DASHES)],
+        )
     return handles
 
 
 def _line(axis: Axes, curve: dict[int, float], **options: object) -> list[Line2D]:
     steps = sorted(curve)
-    return axis.plot(steps, [curve[step] for step in steps], marker="." if len(steps) == 1 else None, **options)
+    return axis.plot(
+        steps, [curve[step] for step in steps], marker="." if len(steps) == 1 else None, **options
+    )
 
 
 def draw_prediction(block: Block, *, narrow: bool) -> Figure:
@@ -139,14 +230,27 @@ def draw_prediction(block: Block, *, narrow: bool) -> Figure:
     if not rows:
         raise NothingToShowError("no cell has both a prediction and a measurement")
     panels = [nodes for nodes in block.nodes if any(row.nodes == nodes for row in rows)] or [1]
-    figure, axes = grid(len(panels), narrow=narrow, columns=1 if narrow else 2, height=3.4 if narrow else 3.6, extra=0.55)
+    figure, axes = grid(
+        len(panels),
+        narrow=narrow,
+        columns=1 if narrow else 2,
+        height=3.4 if narrow else 3.6,
+        extra=0.55,
+    )
     for axis, nodes in zip(axes, panels, strict=True):
         _prediction_panel(axis, [row for row in rows if row.nodes == nodes])
-        axis.set(xlabel="predicted, seconds a step", ylabel="measured, seconds a step",
-                 title=f"{nodes} node{'s' if nodes > 1 else ''}")
-    handles = [Line2D([], [], color=INK, linewidth=1, label="measured = predicted; band: within 20 %"),
-               Line2D([], [], color=INK, marker="o", linestyle="", label="in scope"),
-               Line2D([], [], color=INK, marker="o", markerfacecolor=PAPER, linestyle="", label="out of scope")]
+        axis.set(
+            xlabel="predicted, seconds a step",
+            ylabel="measured, seconds a step",
+            title=f"{nodes} node{'s' if nodes > 1 else ''}",
+        )
+    handles = [
+        Line2D([], [], color=INK, linewidth=1, label="measured = predicted; band: within 20 %"),
+        Line2D([], [], color=INK, marker="o", linestyle="", label="in scope"),
+        Line2D(
+            [], [], color=INK, marker="o", markerfacecolor=PAPER, linestyle="", label="out of scope"
+        ),
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=1 if narrow else 3)
     title(figure, "Predicted against measured", emulated=block.emulated)
     return figure
@@ -168,8 +272,17 @@ def _prediction_panel(axis: Axes, rows: Sequence[Row]) -> None:
     axis.plot(ends, ends, color=INK, linewidth=1)
     axis.fill_between(ends, ends / 1.2, ends / 0.8, color=INK, alpha=0.1, linewidth=0)
     for row in rows:
-        axis.plot(row.predicted, row.step, marker=marker(row.sync), markersize=7, linestyle="", color=color(row.sync),
-                  markerfacecolor=color(row.sync) if row.in_scope else PAPER, markeredgewidth=1.5, zorder=3)
+        axis.plot(
+            row.predicted,
+            row.step,
+            marker=marker(row.sync),
+            markersize=7,
+            linestyle="",
+            color=color(row.sync),
+            markerfacecolor=color(row.sync) if row.in_scope else PAPER,
+            markeredgewidth=1.5,
+            zorder=3,
+        )
     axis.set(xlim=(low, high), ylim=(low, high))
     _label(axis, rows, low, high)
     axis.grid()
@@ -177,17 +290,36 @@ def _prediction_panel(axis: Axes, rows: Sequence[Row]) -> None:
 
 def _label(axis: Axes, rows: Sequence[Row], low: float, high: float) -> None:
     """Name the points in a column at the right, spread so that no two names overlap, each with a line to its point."""
+
     def scale(value: float) -> float:
-        return float(np.log(value / low) / np.log(high / low)) if high / low > _LOG else (value - low) / (high - low)
+        return (
+            float(np.log(value / low) / np.log(high / low))
+            if high / low > _LOG
+            else (value - low) / (high - low)
+        )
 
     ordered = sorted(rows, key=lambda row: row.step)
     gap = min(0.056, 1 / max(len(ordered), 1))
     places = spread([scale(row.step) for row in ordered], gap)
     for row, place in zip(ordered, places, strict=True):
-        axis.annotate(row.sync + (" (1 node)" if row.nodes == 1 else ""), (row.predicted, row.step), xytext=(1.05, place),
-                      textcoords="axes fraction", va="center", fontsize=8, annotation_clip=False,
-                      arrowprops={"arrowstyle": "-", "color": color(row.sync), "linewidth": 0.7, "alpha": 0.7,
-                                  "shrinkA": 0, "shrinkB": 4, "relpos": (0, 0.5)})
+        axis.annotate(
+            row.sync + (" (1 node)" if row.nodes == 1 else ""),
+            (row.predicted, row.step),
+            xytext=(1.05, place),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8,
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": color(row.sync),
+                "linewidth": 0.7,
+                "alpha": 0.7,
+                "shrinkA": 0,
+                "shrinkB": 4,
+                "relpos": (0, 0.5),
+            },
+        )
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
@@ -200,7 +332,14 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
         blocks.append([value, 1])
         while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
             mean, count = blocks.pop()
-            blocks[-1] = [(blocks[-1][0] * blocks[-1][1] + mean * count) / (blocks[-1][1] + count), blocks[-1][1] + count]
-    moved = np.concatenate([np.full(int(count), mean) for mean, count in blocks]) + steps if blocks else spots
+            blocks[-1] = [
+                (blocks[-1][0] * blocks[-1][1] + mean * count) / (blocks[-1][1] + count),
+                blocks[-1][1] + count,
+            ]
+    moved = (
+        np.concatenate([np.full(int(count), mean) for mean, count in blocks]) + steps
+        if blocks
+        else spots
+    )
     limit = max(1 - steps[-1] if len(steps) else 1.0, 0)
     return list(np.clip(moved - steps, 0, limit) + steps)

@@ -28,12 +28,18 @@ Caption = Callable[[Block], str]
 
 
 def step_time_caption(block: Block) -> str:
-    text = ("Medians over the repeats of the mean over the ranks, one section after the other. Sync is what is exposed: waiting "
-            "for the slowest rank's last gradient (hatched), then the wire. The tick is the median of the whole step; ")
+    text = (
+        "Medians over the repeats of the mean over the ranks, one section after the other. Sync is what is exposed: waiting "
+        "for the slowest rank's last gradient (hatched), then the wire. The tick is the median of the whole step; "
+    )
     single = [row for row in block.measured if not row.interval("step")]
-    return text + ("one repeat, so there is no interval." if len(single) == len(block.measured) else
-                   "the whisker the 95 % interval over repeats" + (", where there is more than one." if single else ".")
-                   + (" Some whiskers are longer than the figure." if _cut(block) else ""))
+    return text + (
+        "one repeat, so there is no interval."
+        if len(single) == len(block.measured)
+        else "the whisker the 95 % interval over repeats"
+        + (", where there is more than one." if single else ".")
+        + (" Some whiskers are longer than the figure." if _cut(block) else "")
+    )
 
 
 def _cut(block: Block) -> bool:
@@ -42,18 +48,25 @@ def _cut(block: Block) -> bool:
 
 
 def scaling_caption(block: Block) -> str:
-    what = ("one node's step time over this one's, at the same global batch" if block.scaling == "strong" else
-            "samples a second over one node's, at the same batch a node")
+    what = (
+        "one node's step time over this one's, at the same global batch"
+        if block.scaling == "strong"
+        else "samples a second over one node's, at the same batch a node"
+    )
     one = block.baseline
     shown = f" (one node: {seconds_text(one.step, one.step)} s a step)" if one else ""
-    return (f"Each panel is a strategy: {what}{shown}. The dashed line is ideal, the faint ones are the others; the percentages "
-            "are the efficiency, that is the share of the ideal. Whiskers reach to the far ends of both 95 % intervals.")
+    return (
+        f"Each panel is a strategy: {what}{shown}. The dashed line is ideal, the faint ones are the others; the percentages "
+        "are the efficiency, that is the share of the ideal. Whiskers reach to the far ends of both 95 % intervals."
+    )
 
 
 def bytes_caption(block: Block) -> str:
-    return ("Payload counted where the strategies send, a step (periodic strategies: mean over their period), without the "
-            "headers of TCP and IP. The square is rank 0, the circle the mean of the others; a square within its circle sends "
-            "as much as they do.")
+    return (
+        "Payload counted where the strategies send, a step (periodic strategies: mean over their period), without the "
+        "headers of TCP and IP. The square is rank 0, the circle the mean of the others; a square within its circle sends "
+        "as much as they do."
+    )
 
 
 def loss_caption(block: Block) -> str:
@@ -63,15 +76,25 @@ def loss_caption(block: Block) -> str:
         if found and found.value == 0:
             parts.append(f"none on {nodes} nodes")
         elif found:
-            parts.append(f"{found.value:.2g} on {nodes} nodes (step {found.step}, {found.one} against {found.other})")
-    told = f" Largest difference between exact strategies at the same step and seed: {'; '.join(parts)}." if parts else ""
-    return ("Training loss over the global batch, of one seed. Exact strategies must lie on one another, and are drawn as one "
-            f"line where the eye could not tell them apart; those that are not exact are dashed.{told}")
+            parts.append(
+                f"{found.value:.2g} on {nodes} nodes (step {found.step}, {found.one} against {found.other})"
+            )
+    told = (
+        f" Largest difference between exact strategies at the same step and seed: {'; '.join(parts)}."
+        if parts
+        else ""
+    )
+    return (
+        "Training loss over the global batch, of one seed. Exact strategies must lie on one another, and are drawn as one "
+        f"line where the eye could not tell them apart; those that are not exact are dashed.{told}"
+    )
 
 
 def memory_caption(block: Block) -> str:
-    return ("Resident memory of a process at its peak, of all that it holds: interpreter, libraries, data, model. Bars are the "
-            "mean over the ranks, ticks the rank that took most.")
+    return (
+        "Resident memory of a process at its peak, of all that it holds: interpreter, libraries, data, model. Bars are the "
+        "mean over the ranks, ticks the rank that took most."
+    )
 
 
 def prediction_caption(block: Block) -> str:
@@ -80,8 +103,10 @@ def prediction_caption(block: Block) -> str:
     if one and one.predicted and block.nodes != [1]:
         predicted, measured = (seconds_text(value, one.step) for value in (one.predicted, one.step))
         alone = f" One node, not drawn: predicted {predicted} s, measured {measured} s."
-    return ("Each point is a cell; on the line the prediction was right, in the band within 20 % of the measured. Filled: in the "
-            f"scope of the model; hollow: out of it, shown all the same.{alone}")
+    return (
+        "Each point is a cell; on the line the prediction was right, in the band within 20 % of the measured. Filled: in the "
+        f"scope of the model; hollow: out of it, shown all the same.{alone}"
+    )
 
 
 FIGURES: tuple[tuple[str, str, Draw, Caption], ...] = (
@@ -96,10 +121,15 @@ FIGURES: tuple[tuple[str, str, Draw, Caption], ...] = (
 
 def draw_block(folder: Path, block: Block) -> dict[str, Drawing | Missing]:
     """Draw every figure of ``block`` into ``folder`` as PNG and SVG, and return them for the page by name."""
-    return {name: _drawn(folder, name + block.suffix, heading, block, draw, caption) for name, heading, draw, caption in FIGURES}
+    return {
+        name: _drawn(folder, name + block.suffix, heading, block, draw, caption)
+        for name, heading, draw, caption in FIGURES
+    }
 
 
-def _drawn(folder: Path, name: str, heading: str, block: Block, draw: Draw, caption: Caption) -> Drawing | Missing:
+def _drawn(
+    folder: Path, name: str, heading: str, block: Block, draw: Draw, caption: Caption
+) -> Drawing | Missing:
     try:
         with style():
             wide = save(draw(block, narrow=False), folder / name)
@@ -107,15 +137,22 @@ def _drawn(folder: Path, name: str, heading: str, block: Block, draw: Draw, capt
     except NothingToShowError as error:
         return Missing(name, heading, str(error))
     words = caption(block)
-    alt = f"{heading}{', ' + block.label if block.label else ''}: {words} The table has the numbers."
+    alt = (
+        f"{heading}{', ' + block.label if block.label else ''}: {words} The table has the numbers."
+    )
     return Drawing(name, heading, words, alt, wide, narrow)
 
 
 def draw_timelines(folder: Path, results: Mapping[str, Any]) -> Iterator[Drawing | Missing]:
     """Draw the recorded step of each cell that has one, in the cells' order, those of one node, without messages, last."""
     timelines, emulated = results.get("timelines") or {}, bool(results.get("emulated"))
-    cells = {cell["id"]: cell for cell in sorted(results.get("cells") or [], key=lambda cell: cell["nodes"] == 1)}
-    for key in [key for key in cells if key in timelines] + [key for key in timelines if key not in cells]:
+    cells = {
+        cell["id"]: cell
+        for cell in sorted(results.get("cells") or [], key=lambda cell: cell["nodes"] == 1)
+    }
+    for key in [key for key in cells if key in timelines] + [
+        key for key in timelines if key not in cells
+    ]:
         timeline, cell, name = timelines[key], cells.get(key), f"timeline-{safe_name(key)}"
         nodes = len(timeline.get("ranks") or [])
         label = f"{(cell or timeline).get('sync', key)} on {nodes} node{'s' if nodes != 1 else ''}"
@@ -123,21 +160,34 @@ def draw_timelines(folder: Path, results: Mapping[str, Any]) -> Iterator[Drawing
             label += f" at {rate_text(cell['rate'])}"
         try:
             with style():
-                wide, narrow = (draw_timeline(timeline, label=label, narrow=size, emulated=emulated) for size in (False, True))
+                wide, narrow = (
+                    draw_timeline(timeline, label=label, narrow=size, emulated=emulated)
+                    for size in (False, True)
+                )
                 wide, narrow = save(wide, folder / name), inline_only(narrow, f"{name}-narrow")
         except NothingToShowError as error:
             yield Missing(name, f"{key}: {label}", str(error))
             continue
         words = timeline_caption(timeline)
         share = mean_overlap(timeline)
-        heading = f"{key}: " + ("no messages" if share is None else f"{percent(share)} of message time under backward")
+        heading = f"{key}: " + (
+            "no messages" if share is None else f"{percent(share)} of message time under backward"
+        )
         yield Drawing(name, heading, words, f"One step of {label} as lanes. {words}", wide, narrow)
 
 
 def timeline_caption(timeline: Mapping[str, Any]) -> str:
     """Say which step it is, and the overlap of each rank."""
-    shares = [(rank["rank"], overlap(rank), len(rank.get("messages") or [])) for rank in timeline.get("ranks") or []]
-    told = "; ".join(f"rank {rank}: {percent(share)} ({count} messages)" for rank, share, count in shares[:8]
-                     if share is not None)
-    return (f"Step {timeline.get('step')}, recorded with extra instruments and left out of the medians. Share of the messages' "
-            f"time that lies under backward: {told or 'no messages'}{'; …' if told and len(shares) > 8 else ''}.")
+    shares = [
+        (rank["rank"], overlap(rank), len(rank.get("messages") or []))
+        for rank in timeline.get("ranks") or []
+    ]
+    told = "; ".join(
+        f"rank {rank}: {percent(share)} ({count} messages)"
+        for rank, share, count in shares[:8]
+        if share is not None
+    )
+    return (
+        f"Step {timeline.get('step')}, recorded with extra instruments and left out of the medians. Share of the messages' "
+        f"time that lies under backward: {told or 'no messages'}{'; …' if told and len(shares) > 8 else ''}."
+    )

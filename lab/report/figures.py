@@ -36,13 +36,30 @@ def draw_step_time(block: Block, *, narrow: bool) -> Figure:
     right = whisker_end(block)
     split = all(row.median("wait") is not None for row in block.measured)
     names = [name for name in SECTIONS if name not in (() if not split else ("sync",))]
-    figure, axes = row_panels(block, narrow=narrow, draw=partial(_stack, right=right), extra=0.75 if narrow else 0.55)
+    figure, axes = row_panels(
+        block, narrow=narrow, draw=partial(_stack, right=right), extra=0.75 if narrow else 0.55
+    )
     for axis in axes:
         axis.set(xlabel="seconds a step", xlim=(0, right * (1.2 if narrow else 1.25)))
         axis.xaxis.set_major_locator(MaxNLocator(5))
     handles = [section_patch(name) for name in names] + [
-        Line2D([], [], color=INK, linewidth=1.2, marker="|", markersize=6, label="median, 95 % interval")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2 if narrow else 4, handlelength=1.4, columnspacing=1.2)
+        Line2D(
+            [],
+            [],
+            color=INK,
+            linewidth=1.2,
+            marker="|",
+            markersize=6,
+            label="median, 95 % interval",
+        )
+    ]
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=2 if narrow else 4,
+        handlelength=1.4,
+        columnspacing=1.2,
+    )
     title(figure, "Time of a step, by section", emulated=block.emulated)
     return figure
 
@@ -50,7 +67,12 @@ def draw_step_time(block: Block, *, narrow: bool) -> Figure:
 def whisker_end(block: Block) -> float:
     """Where the axis of step times ends, in seconds: at the longest whisker, but at most 1.5 times the longest step."""
     longest = max(row.step for row in block.measured)
-    return min(1.5 * longest, max([longest, *(row.interval("step")[1] for row in block.measured if row.interval("step"))]))
+    return min(
+        1.5 * longest,
+        max(
+            [longest, *(row.interval("step")[1] for row in block.measured if row.interval("step"))]
+        ),
+    )
 
 
 def _stack(axis: Axes, y: float, row: Row, *, right: float) -> None:
@@ -59,27 +81,48 @@ def _stack(axis: Axes, y: float, row: Row, *, right: float) -> None:
     for name, fill in SECTIONS.items():
         seconds = row.median(name)
         if seconds and name not in (("sync",) if split else ("wait", "wire")):
-            bars: BarContainer = axis.barh(y, seconds, left=left, height=0.7, color=fill, edgecolor=PAPER, linewidth=0.5,
-                                           hatch="////" if name == "wait" else None)
+            bars: BarContainer = axis.barh(
+                y,
+                seconds,
+                left=left,
+                height=0.7,
+                color=fill,
+                edgecolor=PAPER,
+                linewidth=0.5,
+                hatch="////" if name == "wait" else None,
+            )
             assert len(bars) == 1
             left += seconds
     low, high = row.interval("step") or (row.step, row.step)
     axis.plot([row.step] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
     axis.plot([low, min(high, right)], [y, y], color=INK, linewidth=1.2)
-    axis.text(max(left, min(high, right), row.step) + right * 0.015, y, seconds_text(row.step, row.step), va="center", fontsize=8)
+    axis.text(
+        max(left, min(high, right), row.step) + right * 0.015,
+        y,
+        seconds_text(row.step, row.step),
+        va="center",
+        fontsize=8,
+    )
 
 
 def draw_bytes(block: Block, *, narrow: bool) -> Figure:
     """Draw what the root and what each other rank sends in a step, joined by a line where they differ."""
-    rows = [row for row in block.measured if row.nodes > 1 and row.median("root_bytes_sent") is not None]
+    rows = [
+        row for row in block.measured if row.nodes > 1 and row.median("root_bytes_sent") is not None
+    ]
     if not rows:
         raise NothingToShowError("no cell on more than one node has ended and counted its bytes")
     values = [value / MB for row in rows for value in _sent(row)]
     positive = [value for value in values if value > 0]
     log = bool(positive) and max(positive) / min(positive) > 15
     floor = min(positive) / 2 if log else 0.0
-    figure, axes = row_panels(block, narrow=narrow, draw=partial(_dumbbell, floor=floor), baseline=False,
-                              extra=0.5 if narrow else 0.35)
+    figure, axes = row_panels(
+        block,
+        narrow=narrow,
+        draw=partial(_dumbbell, floor=floor),
+        baseline=False,
+        extra=0.5 if narrow else 0.35,
+    )
     for axis in axes:
         axis.set(xlabel="MB sent a step" + (" (log scale)" if log else ""))
         if log:
@@ -88,9 +131,19 @@ def draw_bytes(block: Block, *, narrow: bool) -> Figure:
             axis.set_xlim(floor * 0.8, max(positive) * 1.7)
         else:
             axis.set_xlim(-0.04 * max(values), max(values) * 1.1 or 1)
-    handles = [Line2D([], [], color=INK, marker="s", linestyle="", markersize=5, label="root (rank 0)"),
-               Line2D([], [], color=INK, marker="o", linestyle="", markersize=9, markerfacecolor=PAPER,
-                      label="each of the others (mean)")]
+    handles = [
+        Line2D([], [], color=INK, marker="s", linestyle="", markersize=5, label="root (rank 0)"),
+        Line2D(
+            [],
+            [],
+            color=INK,
+            marker="o",
+            linestyle="",
+            markersize=9,
+            markerfacecolor=PAPER,
+            label="each of the others (mean)",
+        ),
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, handlelength=1)
     title(figure, "Bytes sent in a step", emulated=block.emulated)
     return figure
@@ -104,13 +157,30 @@ def _sent(row: Row) -> list[float]:
 def _dumbbell(axis: Axes, y: float, row: Row, *, floor: float) -> None:
     sent = [max(value / MB, floor) for value in _sent(row)]
     if not sent:
-        axis.annotate("  bytes not counted", (0, y), xycoords=("axes fraction", "data"), va="center", fontsize=8, style="italic")
+        axis.annotate(
+            "  bytes not counted",
+            (0, y),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontsize=8,
+            style="italic",
+        )
         return
     axis.plot(sent, [y] * len(sent), color=color(row.sync), linewidth=2, alpha=0.6, zorder=2)
     if len(sent) > 1:
-        axis.plot(sent[1], y, marker="o", markersize=9.5, markerfacecolor=PAPER, markeredgecolor=color(row.sync),
-                  markeredgewidth=1.4, zorder=3)
-    axis.plot(sent[0], y, marker="s", markersize=5, color=color(row.sync), zorder=4)  # within the circle where they are equal
+        axis.plot(
+            sent[1],
+            y,
+            marker="o",
+            markersize=9.5,
+            markerfacecolor=PAPER,
+            markeredgecolor=color(row.sync),
+            markeredgewidth=1.4,
+            zorder=3,
+        )
+    axis.plot(
+        sent[0], y, marker="s", markersize=5, color=color(row.sync), zorder=4
+    )  # within the circle where they are equal
 
 
 def draw_memory(block: Block, *, narrow: bool) -> Figure:
@@ -118,8 +188,13 @@ def draw_memory(block: Block, *, narrow: bool) -> Figure:
     rows = [row for row in block.measured if row.median("peak_memory_bytes")]
     if not rows:
         raise NothingToShowError("no cell has ended and recorded its memory")
-    largest = max(max([row.median("peak_memory_bytes"), *row.per_rank("peak_memory_bytes")]) / MB for row in rows)
-    figure, axes = row_panels(block, narrow=narrow, draw=partial(_memory_bar, right=largest), extra=0.25)
+    largest = max(
+        max([row.median("peak_memory_bytes"), *row.per_rank("peak_memory_bytes")]) / MB
+        for row in rows
+    )
+    figure, axes = row_panels(
+        block, narrow=narrow, draw=partial(_memory_bar, right=largest), extra=0.25
+    )
     for axis in axes:
         axis.set(xlabel="peak memory of a rank, MB", xlim=(0, largest * (1.2 if narrow else 1.25)))
         axis.xaxis.set_major_locator(MaxNLocator(5))
@@ -130,7 +205,14 @@ def draw_memory(block: Block, *, narrow: bool) -> Figure:
 def _memory_bar(axis: Axes, y: float, row: Row, *, right: float) -> None:
     peak = row.median("peak_memory_bytes")
     if not peak:
-        axis.annotate("  not recorded", (0, y), xycoords=("axes fraction", "data"), va="center", fontsize=8, style="italic")
+        axis.annotate(
+            "  not recorded",
+            (0, y),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontsize=8,
+            style="italic",
+        )
         return
     axis.barh(y, peak / MB, height=0.7, color=color(row.sync))
     most = max([peak, *row.per_rank("peak_memory_bytes")]) / MB
@@ -138,8 +220,14 @@ def _memory_bar(axis: Axes, y: float, row: Row, *, right: float) -> None:
     axis.text(max(most, peak / MB) + right * 0.015, y, f"{peak / MB:,.0f}", va="center", fontsize=8)
 
 
-def row_panels(block: Block, *, narrow: bool, draw: Callable[[Axes, float, Row], None], baseline: bool = True,
-               extra: float = 0.0) -> tuple[Figure, Sequence[Axes]]:
+def row_panels(
+    block: Block,
+    *,
+    narrow: bool,
+    draw: Callable[[Axes, float, Row], None],
+    baseline: bool = True,
+    extra: float = 0.0,
+) -> tuple[Figure, Sequence[Axes]]:
     """Return a figure with a panel a number of nodes and a row a strategy, each drawn by ``draw(axes, y, row)``.
 
     The one-node cell stands first in every panel. A cell without numbers says why in its row.
@@ -147,15 +235,31 @@ def row_panels(block: Block, *, narrow: bool, draw: Callable[[Axes, float, Row],
     one = block.find("none", 1) if baseline and block.nodes != [1] else None
     syncs = block.syncs
     labels = ([f"{one.sync} (1 node)"] if one else []) + syncs
-    figure, axes = grid(len(block.nodes), narrow=narrow, columns=1 if narrow else 3, height=len(labels) * _ROW + 0.75,
-                        extra=extra, sharex=not narrow, sharey=not narrow)
+    figure, axes = grid(
+        len(block.nodes),
+        narrow=narrow,
+        columns=1 if narrow else 3,
+        height=len(labels) * _ROW + 0.75,
+        extra=extra,
+        sharex=not narrow,
+        sharey=not narrow,
+    )
     for index, (axis, nodes) in enumerate(zip(axes, block.nodes, strict=True)):
-        for y, row in enumerate(([one] if one else []) + [block.find(sync, nodes) for sync in syncs]):
+        for y, row in enumerate(
+            ([one] if one else []) + [block.find(sync, nodes) for sync in syncs]
+        ):
             if row is not None and row.measured:
                 draw(axis, y, row)
             else:
                 text = "not run" if row is None else row.status
-                axis.annotate(f"  {text}", (0, y), xycoords=("axes fraction", "data"), va="center", fontsize=8, style="italic")
+                axis.annotate(
+                    f"  {text}",
+                    (0, y),
+                    xycoords=("axes fraction", "data"),
+                    va="center",
+                    fontsize=8,
+                    style="italic",
+                )
         axis.set(title=f"{nodes} node{'s' if nodes > 1 else ''}", ylim=(len(labels) - 0.4, -0.6))
         axis.set_yticks(range(len(labels)), labels)
         axis.tick_params(axis="y", length=0, labelleft=narrow or index % 3 == 0)

@@ -17,33 +17,70 @@ from lab.report.figure_pages import Missing
 from lab.report.findings import findings
 from lab.report.view import NOTHING, Block, percent, rate_text, seconds_text, what_is_emulated
 
-_LABELS = {"dataset": "data", "model": "model", "scaling": "scaling", "batch_size": "batch size", "steps": "measured steps",
-           "warmup": "warm-up steps, left out", "repeats": "repeats of each cell", "seeds": "seeds", "nodes": "numbers of nodes",
-           "sync": "strategies", "rates": "link rates", "until_accuracy": "until accuracy", "command": "command",
-           "alpha": "alpha, s a message", "beta": "beta, s a byte", "gamma": "gamma, s a byte summed"}
+_LABELS = {
+    "dataset": "data",
+    "model": "model",
+    "scaling": "scaling",
+    "batch_size": "batch size",
+    "steps": "measured steps",
+    "warmup": "warm-up steps, left out",
+    "repeats": "repeats of each cell",
+    "seeds": "seeds",
+    "nodes": "numbers of nodes",
+    "sync": "strategies",
+    "rates": "link rates",
+    "until_accuracy": "until accuracy",
+    "command": "command",
+    "alpha": "alpha, s a message",
+    "beta": "beta, s a byte",
+    "gamma": "gamma, s a byte summed",
+}
 _SHOWN_APART = ("command",)
 
 
-def render(results: Mapping[str, Any], drawings: Sequence[tuple[Block, Mapping[str, Drawing | Missing]]],
-           timelines: Sequence[Drawing | Missing]) -> str:
+def render(
+    results: Mapping[str, Any],
+    drawings: Sequence[tuple[Block, Mapping[str, Drawing | Missing]]],
+    timelines: Sequence[Drawing | Missing],
+) -> str:
     """Return the page for ``results`` with the figures of each block and the timelines."""
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
-                                     undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["tidy"] = tidy
     settings, cells = results.get("settings") or {}, results.get("cells") or []
     done = sum(cell.get("status") == "done" for cell in cells)
     many = len(drawings) > 1
     return environment.get_template("report.html.jinja").render(
-        compare=results.get("kind") != "report", created=str(results.get("created") or ""),
-        emulated=what_is_emulated(settings) if results.get("emulated") else "", finished=bool(results.get("finished")),
-        done=done, total=len(cells),
-        summary=_summary(settings), command=settings.get("command"),
-        warnings=results.get("warnings") or [], differences=results.get("differences") or [],
-        sections=[_section(block, figures, results, index, many) for index, (block, figures) in enumerate(drawings, start=1)],
-        many=many, weak=settings.get("scaling") == "weak", settings=_pairs(settings),
+        compare=results.get("kind") != "report",
+        created=str(results.get("created") or ""),
+        emulated=what_is_emulated(settings) if results.get("emulated") else "",
+        finished=bool(results.get("finished")),
+        done=done,
+        total=len(cells),
+        summary=_summary(settings),
+        command=settings.get("command"),
+        warnings=results.get("warnings") or [],
+        differences=results.get("differences") or [],
+        sections=[
+            _section(block, figures, results, index, many)
+            for index, (block, figures) in enumerate(drawings, start=1)
+        ],
+        many=many,
+        weak=settings.get("scaling") == "weak",
+        settings=_pairs(settings),
         environment=_pairs(results.get("environment") or {}),
-        timelines=[_figure(timeline) for timeline in timelines], failed=_failed(cells), prediction=_prediction(results),
-        warmup=settings.get("warmup"), steps=settings.get("steps"), repeats=settings.get("repeats"))
+        timelines=[_figure(timeline) for timeline in timelines],
+        failed=_failed(cells),
+        prediction=_prediction(results),
+        warmup=settings.get("warmup"),
+        steps=settings.get("steps"),
+        repeats=settings.get("repeats"),
+    )
 
 
 def tidy(text: str) -> str:
@@ -53,34 +90,71 @@ def tidy(text: str) -> str:
 
 def _summary(settings: Mapping[str, Any]) -> list[str]:
     """A line of what was run, of what is known."""
-    parts = [("model", "{}"), ("dataset", "on {}"), ("scaling", "{} scaling"), ("batch_size", "batch {}"), ("steps", "{} steps"),
-             ("repeats", "{} repeats")]
+    parts = [
+        ("model", "{}"),
+        ("dataset", "on {}"),
+        ("scaling", "{} scaling"),
+        ("batch_size", "batch {}"),
+        ("steps", "{} steps"),
+        ("repeats", "{} repeats"),
+    ]
     return [form.format(settings[name]) for name, form in parts if settings.get(name) is not None]
 
 
-def _section(block: Block, figures: Mapping[str, Drawing | Missing], results: Mapping[str, Any], index: int, many: bool
-             ) -> dict[str, Any]:
+def _section(
+    block: Block,
+    figures: Mapping[str, Drawing | Missing],
+    results: Mapping[str, Any],
+    index: int,
+    many: bool,
+) -> dict[str, Any]:
     found = findings(block, results.get("timelines"))
     topics = dict.fromkeys(finding.topic for finding in found)
-    return {"id": f"part{index}-" if many else "", "label": block.label,
-            "topics": [(topic, [finding for finding in found if finding.topic == topic]) for topic in topics],
-            "tables": [_table(block, "Times", tables.TIMES), _table(block, "Scaling, bytes, memory", tables.COSTS)],
-            "figures": [_figure(figure) for figure in figures.values()], "settings": _group_settings(block, results),
-            "predicted": _predicted_rows(block), "cautions": sum(finding.caution for finding in found)}
+    return {
+        "id": f"part{index}-" if many else "",
+        "label": block.label,
+        "topics": [
+            (topic, [finding for finding in found if finding.topic == topic]) for topic in topics
+        ],
+        "tables": [
+            _table(block, "Times", tables.TIMES),
+            _table(block, "Scaling, bytes, memory", tables.COSTS),
+        ],
+        "figures": [_figure(figure) for figure in figures.values()],
+        "settings": _group_settings(block, results),
+        "predicted": _predicted_rows(block),
+        "cautions": sum(finding.caution for finding in found),
+    }
 
 
 def _table(block: Block, name: str, keys: Sequence[str]) -> dict[str, Any]:
     columns = [column for key in keys for column in tables.COLUMNS if column.key == key]
-    return {"name": name, "columns": columns, "rows": [
-        {"status": row.status, "first": row.nodes != (block.rows[index - 1].nodes if index else None),
-         "cells": [(column.text(row), column.number) for column in columns]} for index, row in enumerate(block.rows)]}
+    return {
+        "name": name,
+        "columns": columns,
+        "rows": [
+            {
+                "status": row.status,
+                "first": row.nodes != (block.rows[index - 1].nodes if index else None),
+                "cells": [(column.text(row), column.number) for column in columns],
+            }
+            for index, row in enumerate(block.rows)
+        ],
+    }
 
 
 def _figure(figure: Drawing | Missing) -> dict[str, Any]:
     if isinstance(figure, Missing):
         return {"name": figure.name, "title": figure.title, "missing": figure.reason}
-    return {"name": figure.name, "title": figure.title, "caption": figure.caption, "alt": figure.alt, "missing": None,
-            "wide": Markup(figure.wide), "narrow": Markup(figure.narrow)}
+    return {
+        "name": figure.name,
+        "title": figure.title,
+        "caption": figure.caption,
+        "alt": figure.alt,
+        "missing": None,
+        "wide": Markup(figure.wide),
+        "narrow": Markup(figure.narrow),
+    }
 
 
 def _group_settings(block: Block, results: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -91,8 +165,14 @@ def _group_settings(block: Block, results: Mapping[str, Any]) -> list[tuple[str,
     folders = {str(repeat["folder"]): None for repeat in repeats if repeat.get("folder")}
     groups = results.get("groups") if isinstance(results.get("groups"), Mapping) else {}
     own = _pairs(groups.get(str(block.group)) or {})
-    read = [("link rate", rate_text(block.rate)), ("global batch size", _text(list(batches))), ("seeds", _text(list(seeds)))]
-    return own + read + ([("runs", _text(list(folders)))] if results.get("kind") == "report" else [])
+    read = [
+        ("link rate", rate_text(block.rate)),
+        ("global batch size", _text(list(batches))),
+        ("seeds", _text(list(seeds))),
+    ]
+    return (
+        own + read + ([("runs", _text(list(folders)))] if results.get("kind") == "report" else [])
+    )
 
 
 def _prediction(results: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -100,27 +180,56 @@ def _prediction(results: Mapping[str, Any]) -> dict[str, Any] | None:
     if not prediction:
         return None
     made, created = str(prediction.get("made") or ""), str(results.get("created") or "")
-    return {"made": made, "created": created, "calibration": _pairs(prediction.get("calibration") or {})}
+    return {
+        "made": made,
+        "created": created,
+        "calibration": _pairs(prediction.get("calibration") or {}),
+    }
 
 
 def _predicted_rows(block: Block) -> list[dict[str, Any]]:
-    return [{"id": row.id, "predicted": seconds_text(row.predicted, row.step or row.predicted),
-             "compute": seconds_text(row.prediction.get("compute_seconds"), row.step or row.predicted),
-             "sync": seconds_text(row.prediction.get("sync_seconds"), row.step or row.predicted),
-             "measured": seconds_text(row.step, row.step), "far": row.error is not None and abs(row.error) > 0.2,
-             "error": NOTHING if row.error is None else percent(row.error, 1, signed=True),
-             "scope": "in scope" if row.in_scope else f"out of scope: {row.prediction.get('why') or 'no reason given'}"}
-            for row in block.rows if row.prediction]
+    return [
+        {
+            "id": row.id,
+            "predicted": seconds_text(row.predicted, row.step or row.predicted),
+            "compute": seconds_text(
+                row.prediction.get("compute_seconds"), row.step or row.predicted
+            ),
+            "sync": seconds_text(row.prediction.get("sync_seconds"), row.step or row.predicted),
+            "measured": seconds_text(row.step, row.step),
+            "far": row.error is not None and abs(row.error) > 0.2,
+            "error": NOTHING if row.error is None else percent(row.error, 1, signed=True),
+            "scope": "in scope"
+            if row.in_scope
+            else f"out of scope: {row.prediction.get('why') or 'no reason given'}",
+        }
+        for row in block.rows
+        if row.prediction
+    ]
 
 
 def _failed(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    return [{"id": cell["id"], "status": cell["status"], "message": str(cell.get("message") or "no message")} for cell in cells
-            if cell.get("status") == "failed" or (cell.get("status") == "partial" and cell.get("message"))]
+    return [
+        {
+            "id": cell["id"],
+            "status": cell["status"],
+            "message": str(cell.get("message") or "no message"),
+        }
+        for cell in cells
+        if cell.get("status") == "failed"
+        or (cell.get("status") == "partial" and cell.get("message"))
+    ]
 
 
 def _pairs(content: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(_LABELS.get(name, str(name).replace("_", " ")), ", ".join(map(rate_text, value)) if name == "rates" and value
-             else _text(value)) for name, value in content.items() if name not in _SHOWN_APART]
+    return [
+        (
+            _LABELS.get(name, str(name).replace("_", " ")),
+            ", ".join(map(rate_text, value)) if name == "rates" and value else _text(value),
+        )
+        for name, value in content.items()
+        if name not in _SHOWN_APART
+    ]
 
 
 def _text(value: Any) -> str:
@@ -132,7 +241,7 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Mapping):
-        return "; ".join(f"{name.replace('_', ' ')} {_text(entry)}" for name, entry in value.items())
+        return "; ".join(
+            f"{name.replace('_', ' ')} {_text(entry)}" for name, entry in value.items()
+        )
     return ", ".join(map(_text, value)) if isinstance(value, list | tuple) else str(value)
-
-

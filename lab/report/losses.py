@@ -9,7 +9,11 @@ from lab.report.view import Row
 
 def losses(repeat: Mapping[str, Any]) -> dict[int, float]:
     """The finite losses of one repeat by step."""
-    return {int(step): loss for step, loss in repeat.get("losses") or [] if loss is not None and loss - loss == 0}
+    return {
+        int(step): loss
+        for step, loss in repeat.get("losses") or []
+        if loss is not None and loss - loss == 0
+    }
 
 
 def by_seed(row: Row) -> dict[int, dict[int, float]]:
@@ -30,7 +34,7 @@ class Difference:
     loss: float
     one: str
     other: str
-    first: float        # the distance at the first step that both have
+    first: float  # the distance at the first step that both have
     strategies: int
 
 
@@ -41,8 +45,15 @@ def largest_difference(rows: list[Row]) -> Difference | None:
         return None
     first_step = min(step for _, step, *_ in found)
     value, step, low, one, other = max(found, key=lambda entry: entry[0])
-    return Difference(value, step, low, one, other, max(entry[0] for entry in found if entry[1] == first_step),
-                      sum(bool(by_seed(row)) for row in rows))
+    return Difference(
+        value,
+        step,
+        low,
+        one,
+        other,
+        max(entry[0] for entry in found if entry[1] == first_step),
+        sum(bool(by_seed(row)) for row in rows),
+    )
 
 
 def _differences(rows: list[Row]) -> Iterator[tuple[float, int, float, str, str]]:

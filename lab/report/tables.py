@@ -30,7 +30,11 @@ def seconds(row: Row, name: str) -> str:
 def step(row: Row) -> str:
     """The step's median with its 95 % interval, if there is one: ``0.358 [0.351, 0.366]``."""
     interval = row.interval("step")
-    between = "" if interval is None else " [" + ", ".join(seconds_text(end, row.step) for end in interval) + "]"
+    between = (
+        ""
+        if interval is None
+        else " [" + ", ".join(seconds_text(end, row.step) for end in interval) + "]"
+    )
     return seconds(row, "step") + between
 
 
@@ -40,7 +44,9 @@ def _or_nothing(value: float | None, form: str, *, divide: float = 1.0) -> str:
 
 def _status(row: Row) -> str:
     message = " ".join(str(row.cell.get("message") or "").split())
-    return row.status + (f": {message if len(message) <= 80 else message[:79] + '…'}" if message else "")
+    return row.status + (
+        f": {message if len(message) <= 80 else message[:79] + '…'}" if message else ""
+    )
 
 
 COLUMNS = (
@@ -48,39 +54,108 @@ COLUMNS = (
     Column("nodes", "nodes", lambda row: str(row.nodes)),
     Column("exact", "exact", lambda row: "yes" if row.exact else "no", number=False),
     Column("step", "step, s [95 %]", step),
-    *(Column(name, f"{name}, s", lambda row, name=name: seconds(row, name)) for name in ("data", "forward", "backward", "sync")),
+    *(
+        Column(name, f"{name}, s", lambda row, name=name: seconds(row, name))
+        for name in ("data", "forward", "backward", "sync")
+    ),
     Column("wait", "of it wait, s", lambda row: seconds(row, "wait")),
     Column("update", "update, s", lambda row: seconds(row, "update")),
     Column("speedup", "speed-up", lambda row: _or_nothing(row.speedup, ".2f")),
-    Column("efficiency", "efficiency", lambda row: NOTHING if row.efficiency is None else percent(row.efficiency, 1)),
+    Column(
+        "efficiency",
+        "efficiency",
+        lambda row: NOTHING if row.efficiency is None else percent(row.efficiency, 1),
+    ),
     Column("samples", "samples/s", lambda row: _or_nothing(row.samples_per_second, ".0f")),
-    Column("root", "root sent, MB", lambda row: _or_nothing(row.median("root_bytes_sent"), ".2f", divide=1e6)),
-    Column("others", "others sent, MB", lambda row: NOTHING if row.nodes == 1 else
-           _or_nothing(row.median("others_bytes_sent"), ".2f", divide=1e6)),
-    Column("memory", "peak memory, MB", lambda row: _or_nothing(row.median("peak_memory_bytes"), ".0f", divide=1e6)),
-    Column("predicted", "predicted, s", lambda row: seconds_text(row.predicted, row.step or row.predicted)),
-    Column("error", "error", lambda row: NOTHING if row.error is None else percent(row.error, 1, signed=True)),
+    Column(
+        "root",
+        "root sent, MB",
+        lambda row: _or_nothing(row.median("root_bytes_sent"), ".2f", divide=1e6),
+    ),
+    Column(
+        "others",
+        "others sent, MB",
+        lambda row: (
+            NOTHING
+            if row.nodes == 1
+            else _or_nothing(row.median("others_bytes_sent"), ".2f", divide=1e6)
+        ),
+    ),
+    Column(
+        "memory",
+        "peak memory, MB",
+        lambda row: _or_nothing(row.median("peak_memory_bytes"), ".0f", divide=1e6),
+    ),
+    Column(
+        "predicted",
+        "predicted, s",
+        lambda row: seconds_text(row.predicted, row.step or row.predicted),
+    ),
+    Column(
+        "error",
+        "error",
+        lambda row: NOTHING if row.error is None else percent(row.error, 1, signed=True),
+    ),
     Column("status", "status", _status, number=False),
 )
-TIMES = ("strategy", "nodes", "exact", "step", "data", "forward", "backward", "sync", "wait", "update", "status")
-COSTS = ("strategy", "nodes", "speedup", "efficiency", "samples", "root", "others", "memory", "predicted", "error")
+TIMES = (
+    "strategy",
+    "nodes",
+    "exact",
+    "step",
+    "data",
+    "forward",
+    "backward",
+    "sync",
+    "wait",
+    "update",
+    "status",
+)
+COSTS = (
+    "strategy",
+    "nodes",
+    "speedup",
+    "efficiency",
+    "samples",
+    "root",
+    "others",
+    "memory",
+    "predicted",
+    "error",
+)
 
 
 def markdown(blocks: Sequence[Block]) -> str:
     """Return the tables of all blocks as Markdown, a heading before each where there is more than one."""
     parts = []
     for block in blocks:
-        lines = [[column.heading for column in COLUMNS], ["---:" if column.number else "---" for column in COLUMNS],
-                 *([column.text(row) for column in COLUMNS] for row in block.rows)]
+        lines = [
+            [column.heading for column in COLUMNS],
+            ["---:" if column.number else "---" for column in COLUMNS],
+            *([column.text(row) for column in COLUMNS] for row in block.rows),
+        ]
         heading = f"**{escape(block.label)}**\n\n" if len(blocks) > 1 else ""
         emulated = f"{escape(what_is_emulated(block.settings))}\n\n" if block.emulated else ""
-        parts.append(heading + emulated + "\n".join("| " + " | ".join(map(escape, line)) + " |" for line in lines) + "\n")
+        parts.append(
+            heading
+            + emulated
+            + "\n".join("| " + " | ".join(map(escape, line)) + " |" for line in lines)
+            + "\n"
+        )
     return "\n".join(parts) or "No cells.\n"
 
 
 def escape(text: str) -> str:
     """``text`` for a cell of a Markdown table: one line, no pipe, no markup of HTML."""
-    for mark, code in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("\\", "\\\\"), ("|", "\\|"), ("`", "\\`"), ("*", "\\*")):
+    for mark, code in (
+        ("&", "&amp;"),
+        ("<", "&lt;"),
+        (">", "&gt;"),
+        ("\\", "\\\\"),
+        ("|", "\\|"),
+        ("`", "\\`"),
+        ("*", "\\*"),
+    ):
         text = text.replace(mark, code)
     return " ".join(text.split())
 
@@ -96,20 +171,38 @@ def csv_text(blocks: Sequence[Block]) -> str:
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, names, lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: "" if value is None else value for name, value in row.items()} for row in rows)
+    writer.writerows(
+        {name: "" if value is None else value for name, value in row.items()} for row in rows
+    )
     return buffer.getvalue()
 
 
 def _csv_row(block: Block, row: Row) -> dict[str, Any]:
     low, high = _bounds(row, "step")
     return {
-        "strategy": row.sync, "nodes": row.nodes, "group": block.group, "rate": rate_text(row.cell.get("rate")),
-        "exact": int(row.exact), "emulated": int(block.emulated), "status": row.status, "repeats": len(row.repeats),
+        "strategy": row.sync,
+        "nodes": row.nodes,
+        "group": block.group,
+        "rate": rate_text(row.cell.get("rate")),
+        "exact": int(row.exact),
+        "emulated": int(block.emulated),
+        "status": row.status,
+        "repeats": len(row.repeats),
         "global_batch_size_samples": row.cell.get("batch_size"),
-        "step_seconds": row.step, "step_seconds_low95": low, "step_seconds_high95": high,
-        **{f"{name}_seconds": row.median(name) for name in ("data", "forward", "backward", "sync", "wait", "wire", "update")},
-        "speedup_ratio": row.speedup, "efficiency_ratio": row.efficiency, "samples_per_second": row.samples_per_second,
-        "root_sent_bytes": row.median("root_bytes_sent"), "others_sent_bytes": row.median("others_bytes_sent"),
-        "peak_memory_bytes": row.median("peak_memory_bytes"), "predicted_step_seconds": row.predicted,
-        "prediction_error_ratio": row.error, "prediction_in_scope": None if row.prediction is None else int(row.in_scope),
+        "step_seconds": row.step,
+        "step_seconds_low95": low,
+        "step_seconds_high95": high,
+        **{
+            f"{name}_seconds": row.median(name)
+            for name in ("data", "forward", "backward", "sync", "wait", "wire", "update")
+        },
+        "speedup_ratio": row.speedup,
+        "efficiency_ratio": row.efficiency,
+        "samples_per_second": row.samples_per_second,
+        "root_sent_bytes": row.median("root_bytes_sent"),
+        "others_sent_bytes": row.median("others_bytes_sent"),
+        "peak_memory_bytes": row.median("peak_memory_bytes"),
+        "predicted_step_seconds": row.predicted,
+        "prediction_error_ratio": row.error,
+        "prediction_in_scope": None if row.prediction is None else int(row.in_scope),
     }

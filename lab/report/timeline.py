@@ -41,7 +41,11 @@ def overlap(rank: Mapping[str, Any]) -> float | None:
     """The share of the time of a rank's messages (their union) that lies before the end of its backward."""
     spans = union([(message["begin"], message["end"]) for message in rank.get("messages") or []])
     end, total = backward_end(rank), sum(end - begin for begin, end in spans)
-    return None if end is None or total <= 0 else sum(max(0.0, min(e, end) - b) for b, e in spans) / total
+    return (
+        None
+        if end is None or total <= 0
+        else sum(max(0.0, min(e, end) - b) for b, e in spans) / total
+    )
 
 
 def mean_overlap(timeline: Mapping[str, Any]) -> float | None:
@@ -55,9 +59,14 @@ def sync_parts(timeline: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str
     ends = [end for other in timeline["ranks"] if (end := backward_end(other)) is not None]
     slowest = max(ends, default=float("-inf"))
     spans = [(begin, end) for begin, end in (rank.get("sections") or {}).get("sync") or []]
-    parts = {"wait": [(begin, min(end, slowest)) for begin, end in spans],
-             "wire": [(max(begin, slowest), end) for begin, end in spans]}
-    return {name: [(begin, end) for begin, end in pieces if end > begin] for name, pieces in parts.items()}
+    parts = {
+        "wait": [(begin, min(end, slowest)) for begin, end in spans],
+        "wire": [(max(begin, slowest), end) for begin, end in spans],
+    }
+    return {
+        name: [(begin, end) for begin, end in pieces if end > begin]
+        for name, pieces in parts.items()
+    }
 
 
 def lanes(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
@@ -80,51 +89,107 @@ def trace(timeline: Mapping[str, Any], name: str) -> dict[str, Any]:
         events.append(_named("thread_name", pid, 0, "sections"))
         parts = {f"sync: {part}": spans for part, spans in sync_parts(timeline, entry).items()}
         sections = {**(entry.get("sections") or {}), **parts}
-        events += [_event(section, "section", pid, 0, begin, end)
-                   for section, spans in sections.items() for begin, end in spans]
+        events += [
+            _event(section, "section", pid, 0, begin, end)
+            for section, spans in sections.items()
+            for begin, end in spans
+        ]
         for thread, lane in enumerate(lanes(entry.get("messages") or []), start=1):
-            events.append(_named("thread_name", pid, thread, "messages" + (f" ({thread})" if thread > 1 else "")))
-            events += [_event(message["kind"], "message", pid, thread, message["begin"], message["end"],
-                              bytes=message.get("bytes"), sent_bytes=message.get("sent_bytes")) for message in lane]
-    return {"traceEvents": events, "displayTimeUnit": "ms",
-            "otherData": {"cell": name, "sync": timeline.get("sync"), "step": timeline.get("step")}}
+            events.append(
+                _named(
+                    "thread_name", pid, thread, "messages" + (f" ({thread})" if thread > 1 else "")
+                )
+            )
+            events += [
+                _event(
+                    message["kind"],
+                    "message",
+                    pid,
+                    thread,
+                    message["begin"],
+                    message["end"],
+                    bytes=message.get("bytes"),
+                    sent_bytes=message.get("sent_bytes"),
+                )
+                for message in lane
+            ]
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"cell": name, "sync": timeline.get("sync"), "step": timeline.get("step")},
+    }
 
 
 def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _event(name: str, category: str, pid: int, tid: int, begin: float, end: float, **arguments: Any) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": begin * 1e6,
-            "dur": max(0.0, end - begin) * 1e6, "args": arguments}
+def _event(
+    name: str, category: str, pid: int, tid: int, begin: float, end: float, **arguments: Any
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": pid,
+        "tid": tid,
+        "ts": begin * 1e6,
+        "dur": max(0.0, end - begin) * 1e6,
+        "args": arguments,
+    }
 
 
-def draw_timeline(timeline: Mapping[str, Any], *, label: str, narrow: bool, emulated: bool) -> Figure:
+def draw_timeline(
+    timeline: Mapping[str, Any], *, label: str, narrow: bool, emulated: bool
+) -> Figure:
     """Draw a step: of each rank a bar of sections, and its messages below, one above the other where they overlap."""
     ranks = timeline.get("ranks") or []
     share = mean_overlap(timeline)
-    heading = (f"{label}: step {timeline.get('step')}, "
-               + ("no messages" if share is None else f"{percent(share)} of message time under backward"))
-    return _draw_lanes([(f"rank {rank['rank']}", timeline, rank) for rank in ranks], heading, narrow=narrow, emulated=emulated)
+    heading = f"{label}: step {timeline.get('step')}, " + (
+        "no messages" if share is None else f"{percent(share)} of message time under backward"
+    )
+    return _draw_lanes(
+        [(f"rank {rank['rank']}", timeline, rank) for rank in ranks],
+        heading,
+        narrow=narrow,
+        emulated=emulated,
+    )
 
 
-def draw_beside(timelines: Mapping[str, Mapping[str, Any]], *, rank: int, heading: str, emulated: bool) -> Figure:
+def draw_beside(
+    timelines: Mapping[str, Mapping[str, Any]], *, rank: int, heading: str, emulated: bool
+) -> Figure:
     """Draw one rank's step with several strategies, by their labels, one below the other on one axis of time."""
     entries = [(label, timeline, timeline["ranks"][rank]) for label, timeline in timelines.items()]
     return _draw_lanes(entries, heading, narrow=False, emulated=emulated)
 
 
-def _draw_lanes(entries: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]], heading: str, *, narrow: bool,
-                emulated: bool) -> Figure:
+def _draw_lanes(
+    entries: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]],
+    heading: str,
+    *,
+    narrow: bool,
+    emulated: bool,
+) -> Figure:
     """Draw ranks, each with its label and the timeline that it is of."""
     ranks = [rank for _, _, rank in entries]
     if not any(spans for rank in ranks for spans in (rank.get("sections") or {}).values()):
         raise NothingToShowError("the recorded step holds no sections")
-    depths = [1 + 0.55 * min(_DRAWN_LANES, len(lanes(rank.get("messages") or []))) for rank in ranks]
-    kinds = list(dict.fromkeys(message["kind"] for rank in ranks for message in rank.get("messages") or []))
+    depths = [
+        1 + 0.55 * min(_DRAWN_LANES, len(lanes(rank.get("messages") or []))) for rank in ranks
+    ]
+    kinds = list(
+        dict.fromkeys(message["kind"] for rank in ranks for message in rank.get("messages") or [])
+    )
     colors = {kind: _KINDS[index % len(_KINDS)] for index, kind in enumerate(kinds)}
     rows = 2 if narrow else 1
-    figure, (axis,) = grid(1, narrow=narrow, columns=1, height=0.34 * sum(depths) + 0.2 * len(ranks) + 0.75, extra=0.3 * rows)
+    figure, (axis,) = grid(
+        1,
+        narrow=narrow,
+        columns=1,
+        height=0.34 * sum(depths) + 0.2 * len(ranks) + 0.75,
+        extra=0.3 * rows,
+    )
     top, places = 0.0, []
     for (_, timeline, rank), depth in zip(entries, depths, strict=True):
         _draw_rank(axis, timeline, rank, top, colors)
@@ -139,25 +204,55 @@ def _draw_lanes(entries: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any
     axis.set_axisbelow(True)
     handles = [section_patch(name) for name in SECTIONS if name != "sync"]
     handles += [Patch(facecolor=fill, label=f"message: {kind}") for kind, fill in colors.items()]
-    handles.append(Line2D([], [], color=INK, linewidth=1, linestyle=(0, (3, 2)), label="last gradient"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=2 if narrow else 5, handlelength=1.4, columnspacing=1.2)
+    handles.append(
+        Line2D([], [], color=INK, linewidth=1, linestyle=(0, (3, 2)), label="last gradient")
+    )
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=2 if narrow else 5,
+        handlelength=1.4,
+        columnspacing=1.2,
+    )
     title(figure, heading, emulated=emulated)
     return figure
 
 
-def _draw_rank(axis: Any, timeline: Mapping[str, Any], rank: Mapping[str, Any], top: float, colors: Mapping[str, str]) -> None:
+def _draw_rank(
+    axis: Any,
+    timeline: Mapping[str, Any],
+    rank: Mapping[str, Any],
+    top: float,
+    colors: Mapping[str, str],
+) -> None:
     sections = {**(rank.get("sections") or {}), **sync_parts(timeline, rank)}
     for name, spans in sections.items():
         if name in SECTIONS and name != "sync":
-            axis.broken_barh([(begin * 1e3, (end - begin) * 1e3) for begin, end in spans], (top, 1), facecolor=SECTIONS[name],
-                             edgecolor=PAPER, linewidth=0.4, hatch="////" if name == "wait" else None)
+            axis.broken_barh(
+                [(begin * 1e3, (end - begin) * 1e3) for begin, end in spans],
+                (top, 1),
+                facecolor=SECTIONS[name],
+                edgecolor=PAPER,
+                linewidth=0.4,
+                hatch="////" if name == "wait" else None,
+            )
     found = lanes(rank.get("messages") or [])
     for index, lane in enumerate(found):
         height = top + 1.08 + 0.55 * min(index, _DRAWN_LANES - 1)
         for kind in dict.fromkeys(message["kind"] for message in lane):
-            axis.broken_barh([(message["begin"] * 1e3, (message["end"] - message["begin"]) * 1e3)
-                              for message in lane if message["kind"] == kind], (height, 0.45), facecolor=colors[kind],
-                             edgecolor=PAPER, linewidth=0.25)
+            axis.broken_barh(
+                [
+                    (message["begin"] * 1e3, (message["end"] - message["begin"]) * 1e3)
+                    for message in lane
+                    if message["kind"] == kind
+                ],
+                (height, 0.45),
+                facecolor=colors[kind],
+                edgecolor=PAPER,
+                linewidth=0.25,
+            )
     if (end := backward_end(rank)) is not None:
         bottom = top + 1.1 + 0.55 * min(_DRAWN_LANES, len(found))
-        axis.plot([end * 1e3] * 2, [top - 0.08, bottom], color=INK, linewidth=1, linestyle=(0, (3, 2)))
+        axis.plot(
+            [end * 1e3] * 2, [top - 0.08, bottom], color=INK, linewidth=1, linestyle=(0, (3, 2))
+        )

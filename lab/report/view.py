@@ -53,7 +53,9 @@ class Row:
     @property
     def repeats(self) -> list[Mapping[str, Any]]:
         """The repeats that ended well."""
-        return [repeat for repeat in self.cell.get("repeats") or [] if repeat.get("status") == "done"]
+        return [
+            repeat for repeat in self.cell.get("repeats") or [] if repeat.get("status") == "done"
+        ]
 
     def median(self, name: str) -> float | None:
         """The median over the repeats of ``name`` (step, data, ..., wait, wire, root_bytes_sent, ...)."""
@@ -83,7 +85,9 @@ class Row:
         one, own = _interval(self.baseline or {}, "step"), self.interval("step")
         if one is None or own is None:
             return None
-        return one[0] / own[1] * self._more_samples, one[1] / own[0] * self._more_samples if own[0] > 0 else math.inf
+        return one[0] / own[1] * self._more_samples, one[1] / own[0] * self._more_samples if own[
+            0
+        ] > 0 else math.inf
 
     @property
     def _more_samples(self) -> float:
@@ -161,12 +165,16 @@ class Block:
     @property
     def nodes(self) -> list[int]:
         """Numbers of nodes beyond one that have cells; [1] where there is no other."""
-        return sorted({row.nodes for row in self.rows if row.nodes > 1}) or sorted({row.nodes for row in self.rows})
+        return sorted({row.nodes for row in self.rows if row.nodes > 1}) or sorted(
+            {row.nodes for row in self.rows}
+        )
 
     @property
     def syncs(self) -> list[str]:
         """The strategies on more than one node, in the order in which they are shown everywhere."""
-        return sorted({row.sync for row in self.rows if row.nodes > 1 or self.nodes == [1]}, key=order)
+        return sorted(
+            {row.sync for row in self.rows if row.nodes > 1 or self.nodes == [1]}, key=order
+        )
 
     def at(self, nodes: int) -> list[Row]:
         """The measured cells on ``nodes`` nodes."""
@@ -199,43 +207,76 @@ def blocks(results: Mapping[str, Any]) -> list[Block]:
     return [_block(results, group, rate, groups > 1, many_rates) for group, rate in keys]
 
 
-def _block(results: Mapping[str, Any], group: int, rate: Any, many_groups: bool, many_rates: bool) -> Block:
-    mine = [cell for cell in results["cells"] if cell.get("group", 0) == group
-            and (cell["nodes"] == 1 or cell.get("rate") == rate)]
+def _block(
+    results: Mapping[str, Any], group: int, rate: Any, many_groups: bool, many_rates: bool
+) -> Block:
+    mine = [
+        cell
+        for cell in results["cells"]
+        if cell.get("group", 0) == group and (cell["nodes"] == 1 or cell.get("rate") == rate)
+    ]
     ones = [cell for cell in mine if cell["nodes"] == 1]
     one = next((cell for cell in ones if cell.get("rate") == rate), ones[0] if ones else None)
     mine = [cell for cell in mine if cell["nodes"] > 1 or cell is one]
     scaling = (results.get("settings") or {}).get("scaling") or "strong"
     predictions = (results.get("prediction") or {}).get("cells") or {}
     rows = [Row(cell, one, scaling, predictions.get(cell["id"])) for cell in mine]
-    names = [*([f"group {group}"] if many_groups else []), *([rate_text(rate)] if many_rates else [])]
-    parts = [*([f"group{group}"] if many_groups else []),
-             *([safe_name(rate if isinstance(rate, str) else rate_text(rate))] if many_rates else [])]
+    names = [
+        *([f"group {group}"] if many_groups else []),
+        *([rate_text(rate)] if many_rates else []),
+    ]
+    parts = [
+        *([f"group{group}"] if many_groups else []),
+        *([safe_name(rate if isinstance(rate, str) else rate_text(rate))] if many_rates else []),
+    ]
     settings = group_settings(results, group)
-    imitated = bool(results.get("emulated")) and (settings.get("compute") != "real" or rate is not None)
-    return Block(group, rate, ", ".join(names), "".join(f"-{part}" for part in parts),
-                 tuple(sorted(rows, key=lambda row: (row.nodes, order(row.sync)))), scaling,
-                 imitated, settings)
+    imitated = bool(results.get("emulated")) and (
+        settings.get("compute") != "real" or rate is not None
+    )
+    return Block(
+        group,
+        rate,
+        ", ".join(names),
+        "".join(f"-{part}" for part in parts),
+        tuple(sorted(rows, key=lambda row: (row.nodes, order(row.sync)))),
+        scaling,
+        imitated,
+        settings,
+    )
 
 
 def group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
     """The settings of one group: its own, where ``results["groups"]`` has them by number, and what all groups have in common."""
     groups = results.get("groups") or {}
     differing = {str(difference).split(":")[0] for difference in results.get("differences") or []}
-    common = {name: value for name, value in (results.get("settings") or {}).items() if name not in differing}
+    common = {
+        name: value
+        for name, value in (results.get("settings") or {}).items()
+        if name not in differing
+    }
     return {**common, **(groups.get(str(group)) or {})}
 
 
 def what_is_emulated(settings: Mapping[str, Any]) -> str:
     """What of an emulated comparison was imitated, as a sentence."""
-    compute, rates = settings.get("compute"), [rate for rate in settings.get("rates") or [] if rate is not None]
+    compute, rates = (
+        settings.get("compute"),
+        [rate for rate in settings.get("rates") or [] if rate is not None],
+    )
     parts = []
     if compute not in (None, "real"):
         name = str(compute).rpartition("/")[2].removesuffix(".json")
-        parts.append(f"layers and update slept as long as they take by profile {name}, and nothing was learned")
+        parts.append(
+            f"layers and update slept as long as they take by profile {name}, and nothing was learned"
+        )
     if rates:
-        parts.append("the nodes were namespaces of one machine, their links limited to " + " and ".join(map(rate_text, rates)))
-    return "EMULATED: " + ("; ".join(parts) or "network or compute were imitated on one machine") + "."
+        parts.append(
+            "the nodes were namespaces of one machine, their links limited to "
+            + " and ".join(map(rate_text, rates))
+        )
+    return (
+        "EMULATED: " + ("; ".join(parts) or "network or compute were imitated on one machine") + "."
+    )
 
 
 def rate_text(rate: Any) -> str:

@@ -15,22 +15,43 @@ _PASSED_ON = ("--dataset", "--data-dir", "--output-dir", "--timeout")
 _MOST_HOSTS = 8
 
 
-def doctors_find_nothing(nodes: Nodes, facts: Sequence[Facts], plan: Plan, master: str, echo: Echo) -> bool:
+def doctors_find_nothing(
+    nodes: Nodes, facts: Sequence[Facts], plan: Plan, master: str, echo: Echo
+) -> bool:
     """Run the doctors, show rank 0's findings and what each other host alone fails at; return whether no one found a failure."""
     nodes.on_line = lambda node, line: echo(node, line) if node == 0 else None
     flags = _flags(plan)
     for host, one in zip(nodes.hosts, facts, strict=True):
-        nodes.start(host.rank, [one["python"], "-m", "lab", "doctor", "--master-ip", master, "--master-port",
-                                str(plan.meeting_port), "--num-nodes", str(len(nodes.hosts)), "--rank", str(host.rank), *flags],
-                    environment={"PYTHONUNBUFFERED": "1"}, folder=one["folder"])
+        nodes.start(
+            host.rank,
+            [
+                one["python"],
+                "-m",
+                "lab",
+                "doctor",
+                "--master-ip",
+                master,
+                "--master-port",
+                str(plan.meeting_port),
+                "--num-nodes",
+                str(len(nodes.hosts)),
+                "--rank",
+                str(host.rank),
+                *flags,
+            ],
+            environment={"PYTHONUNBUFFERED": "1"},
+            folder=one["folder"],
+        )
     nodes.wait(lambda: not nodes.running, limit_seconds=_LIMIT_SECONDS)
     _show_others(nodes, echo)
     failed = [str(node.host) for node in nodes.nodes if node.status or node.running]
     nodes.ended.clear()
     if failed:
         more = f" and {len(failed) - _MOST_HOSTS} more" if len(failed) > _MOST_HOSTS else ""
-        print(f"error: lab doctor found failures on {', '.join(failed[:_MOST_HOSTS])}{more}: nothing was started",
-              file=sys.stderr)
+        print(
+            f"error: lab doctor found failures on {', '.join(failed[:_MOST_HOSTS])}{more}: nothing was started",
+            file=sys.stderr,
+        )
     return not failed
 
 
@@ -51,7 +72,9 @@ def _failures(lines: Sequence[str]) -> list[str]:
     """The lines of failures, each with its remedy."""
     found, before = [], ""
     for line in lines:
-        if line.startswith("failure ") or (line.lstrip().startswith("->") and before.startswith("failure ")):
+        if line.startswith("failure ") or (
+            line.lstrip().startswith("->") and before.startswith("failure ")
+        ):
             found.append(line)
         before = line
     return found
@@ -67,4 +90,6 @@ def _flags(plan: Plan) -> list[str]:
         except UserError:  # one of the hosts' own: they say what is wrong with it
             settings = {}
         given["--dataset"] = given["--dataset"] or settings.get("dataset")
-    return [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    return [
+        word for name, value in given.items() if value is not None for word in (name, str(value))
+    ]

@@ -67,14 +67,26 @@ def collect(args: argparse.Namespace) -> int:
         if len(unreached) == len(nodes.hosts):
             refuse(unreached, of=len(nodes.hosts), what="cannot be reached; nothing was brought")
         outcome, wanted = Outcome(unreached=unreached), set()
-        for node, listing in _listings(nodes, question, args.checkpoints, leave_out=unreached).items():
+        for node, listing in _listings(
+            nodes, question, args.checkpoints, leave_out=unreached
+        ).items():
             for run, files in listing["runs"].items():
                 outcome.runs.setdefault(run, []).append(node)
-                wanted_here = [path for path in (f"{run}/{name}" for name in files) if _is_safe(path) and path not in wanted]
+                wanted_here = [
+                    path
+                    for path in (f"{run}/{name}" for name in files)
+                    if _is_safe(path) and path not in wanted
+                ]
                 wanted |= set(wanted_here)
                 digests = {f"{run}/{name}": digest for name, (_, digest) in files.items()}
-                _take(nodes, node, listing["reports"], _differing(wanted_here, digests, args.output_dir, outcome),
-                      args.output_dir, outcome)
+                _take(
+                    nodes,
+                    node,
+                    listing["reports"],
+                    _differing(wanted_here, digests, args.output_dir, outcome),
+                    args.output_dir,
+                    outcome,
+                )
     return _tell(question, outcome, args.output_dir)
 
 
@@ -82,27 +94,52 @@ def _question(args: argparse.Namespace) -> Question:
     names = [name.rstrip("/") for name in args.things]
     if args.hosts is not None:
         if not names:
-            raise UserError("--hosts without runs: name them, <part>-<sync>/<time> or <part>-<sync>, or give the folder of a "
-                            "launch in place of --hosts")
+            raise UserError(
+                "--hosts without runs: name them, <part>-<sync>/<time> or <part>-<sync>, or give the folder of a "
+                "launch in place of --hosts"
+            )
         hosts, way = parse_hosts(args.hosts, shares_a_port=False), way_of(args)
-        return Question(hosts, way, [0.0] * len(hosts), [way.workdir] * len(hosts), args.remote_reports or "reports",
-                        [_run_name(name) for name in names])
+        return Question(
+            hosts,
+            way,
+            [0.0] * len(hosts),
+            [way.workdir] * len(hosts),
+            args.remote_reports or "reports",
+            [_run_name(name) for name in names],
+        )
     for flag in ("user", "workdir", "python", "remote_reports"):
         if getattr(args, flag) is not None:
-            raise UserError(f"--{flag.replace('_', '-')} goes with --hosts; a launch remembers its own")
+            raise UserError(
+                f"--{flag.replace('_', '-')} goes with --hosts; a launch remembers its own"
+            )
     folder = Path(names[0]) if names else _newest_launch(args.output_dir)
     told = read_launch(folder)
     hosts = [Host(rank, host["given"]) for rank, host in enumerate(told["hosts"])]
     config = args.ssh_config or (Path(told["ssh_config"]) if told["ssh_config"] else None)
-    way = Way(told["workdir"], told["user"], told["python"], config, (*args.ssh_option, *told["ssh_options"]), args.silence)
-    return Question(hosts, way, [host["clock"] for host in told["hosts"]], [host["folder"] for host in told["hosts"]],
-                    told["reports"], [_run_name(name) for name in names[1:]])
+    way = Way(
+        told["workdir"],
+        told["user"],
+        told["python"],
+        config,
+        (*args.ssh_option, *told["ssh_options"]),
+        args.silence,
+    )
+    return Question(
+        hosts,
+        way,
+        [host["clock"] for host in told["hosts"]],
+        [host["folder"] for host in told["hosts"]],
+        told["reports"],
+        [_run_name(name) for name in names[1:]],
+    )
 
 
 def _newest_launch(reports: Path) -> Path:
     launches = sorted(reports.glob("launch-*/launch.json"))
     if not launches:
-        raise UserError(f"{reports} has no folder of lab launch: give one, or --hosts and the runs' names")
+        raise UserError(
+            f"{reports} has no folder of lab launch: give one, or --hosts and the runs' names"
+        )
     return launches[-1].parent
 
 
@@ -111,23 +148,38 @@ def _run_name(name: str) -> str:
     return "/".join(part for part in PurePosixPath(name).parts[-2:] if part != "reports")
 
 
-def _listings(nodes: Nodes, question: Question, checkpoints: bool, *,
-              leave_out: Collection[Host]) -> dict[int, Mapping[str, Any]]:
+def _listings(
+    nodes: Nodes, question: Question, checkpoints: bool, *, leave_out: Collection[Host]
+) -> dict[int, Mapping[str, Any]]:
     """The runs of each host that is reached; UserError where one has no answer, and where no host has any of them."""
     listings = {}
     for node, (folder, clock) in enumerate(zip(question.folders, question.clocks, strict=True)):
         if nodes.hosts[node] in leave_out:
             continue
-        answer = nodes.ask("runs", nodes=[node], limit_seconds=_LIST_SECONDS, folder=folder, reports=question.reports,
-                           names=question.names, since=clock, checkpoints=checkpoints)[node]
+        answer = nodes.ask(
+            "runs",
+            nodes=[node],
+            limit_seconds=_LIST_SECONDS,
+            folder=folder,
+            reports=question.reports,
+            names=question.names,
+            since=clock,
+            checkpoints=checkpoints,
+        )[node]
         if "error" in answer:
-            refuse({nodes.hosts[node]: answer["error"]}, of=len(nodes.hosts), what="did not list its runs; nothing was brought")
+            refuse(
+                {nodes.hosts[node]: answer["error"]},
+                of=len(nodes.hosts),
+                what="did not list its runs; nothing was brought",
+            )
         listings[node] = answer["result"]
     if not any(listing["runs"] for listing in listings.values()):
         which = f"run {', '.join(question.names)}" if question.names else "run of that launch"
         places = ", ".join(dict.fromkeys(f"{listing['reports']}" for listing in listings.values()))
-        raise UserError(f"no {which} on any of {len(listings)} hosts in {places}: name others, or give --hosts, --workdir and "
-                        "--remote-reports")
+        raise UserError(
+            f"no {which} on any of {len(listings)} hosts in {places}: name others, or give --hosts, --workdir and "
+            "--remote-reports"
+        )
     return listings
 
 
@@ -137,7 +189,9 @@ def _is_safe(path: str) -> bool:
     return not path.startswith("/") and ".." not in parts and len(parts) >= 3
 
 
-def _differing(paths: Sequence[str], digests: Mapping[str, str], output_dir: Path, outcome: Outcome) -> list[str]:
+def _differing(
+    paths: Sequence[str], digests: Mapping[str, str], output_dir: Path, outcome: Outcome
+) -> list[str]:
     """Those that are not here already."""
     differing = []
     for path in paths:
@@ -149,7 +203,9 @@ def _differing(paths: Sequence[str], digests: Mapping[str, str], output_dir: Pat
     return differing
 
 
-def _take(nodes: Nodes, node: int, reports: str, paths: Sequence[str], output_dir: Path, outcome: Outcome) -> None:
+def _take(
+    nodes: Nodes, node: int, reports: str, paths: Sequence[str], output_dir: Path, outcome: Outcome
+) -> None:
     """Bring these files of one host here."""
     if not paths:
         return
@@ -159,11 +215,16 @@ def _take(nodes: Nodes, node: int, reports: str, paths: Sequence[str], output_di
         def take(piece: str) -> None:
             try:
                 file.write(base64.b64decode(piece))
-            except (OSError, ValueError) as error:  # a full disk must not end the thread that reads from the hosts
+            except (
+                OSError,
+                ValueError,
+            ) as error:  # a full disk must not end the thread that reads from the hosts
                 failures.append(error)
 
         nodes.on_piece = take
-        answer = nodes.ask("pack", nodes=[node], limit_seconds=_PACK_SECONDS, reports=reports, files=list(paths))[node]
+        answer = nodes.ask(
+            "pack", nodes=[node], limit_seconds=_PACK_SECONDS, reports=reports, files=list(paths)
+        )[node]
         why = answer.get("error") or (str(failures[0]) if failures else "")
         file.seek(0)
         try:
@@ -172,7 +233,9 @@ def _take(nodes: Nodes, node: int, reports: str, paths: Sequence[str], output_di
         except tarfile.TarError as error:
             why = str(error)
         if why:
-            raise UserError(f"{nodes.hosts[node]}: its files did not come whole ({why}): collect again")
+            raise UserError(
+                f"{nodes.hosts[node]}: its files did not come whole ({why}): collect again"
+            )
 
 
 def _unpack(file: IO[bytes], paths: Collection[str], output_dir: Path, outcome: Outcome) -> None:
@@ -195,13 +258,25 @@ def _keep(path: Path, content: bytes, outcome: Outcome) -> None:
 def _tell(question: Question, outcome: Outcome, output_dir: Path) -> int:
     folders = [output_dir / run for run in sorted(outcome.runs)]
     for run, folder in zip(sorted(outcome.runs), folders, strict=True):
-        _say(f"{folder}: from {', '.join(question.hosts[node].name for node in outcome.runs[run][:_MOST_NAMED])}"
-             + (f" and {len(outcome.runs[run]) - _MOST_NAMED} more" if len(outcome.runs[run]) > _MOST_NAMED else ""))
-    _say(f"{outcome.taken} files brought, {outcome.same} were here; next: lab report {' '.join(map(str, folders))}")
+        _say(
+            f"{folder}: from {', '.join(question.hosts[node].name for node in outcome.runs[run][:_MOST_NAMED])}"
+            + (
+                f" and {len(outcome.runs[run]) - _MOST_NAMED} more"
+                if len(outcome.runs[run]) > _MOST_NAMED
+                else ""
+            )
+        )
+    _say(
+        f"{outcome.taken} files brought, {outcome.same} were here; next: lab report {' '.join(map(str, folders))}"
+    )
     if outcome.kept:
-        named = ", ".join(map(str, outcome.kept[:_MOST_NAMED])) + (" …" if len(outcome.kept) > _MOST_NAMED else "")
-        _say(f"warning: other files of the same names are here, and were left alone ({len(outcome.kept)}): {named}; give another "
-             "--output-dir to have those of the hosts")
+        named = ", ".join(map(str, outcome.kept[:_MOST_NAMED])) + (
+            " …" if len(outcome.kept) > _MOST_NAMED else ""
+        )
+        _say(
+            f"warning: other files of the same names are here, and were left alone ({len(outcome.kept)}): {named}; give another "
+            "--output-dir to have those of the hosts"
+        )
     for host, why in list(outcome.unreached.items())[:_MOST_NAMED]:
         _say(f"warning: nothing came from {host}: {why}")
     return 1 if outcome.kept or outcome.unreached else 0

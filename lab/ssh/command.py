@@ -14,9 +14,19 @@ from lab.cluster.program import check_placeholders, fill_in
 _PART = re.compile(r"(?:^|/)(Part(?:One|Two|Three))/main\.py$")
 _PYTHON = ("python", "python3")
 _BEFORE = "give --master-ip and --master-port to lab launch, before --"
-_PLACES = {"-M": _BEFORE, "--master-ip": _BEFORE, "--master-port": _BEFORE, "--dist-url": _BEFORE, "-N": "", "--num-nodes": "",
-           "--world-size": "", "-R": "", "--rank": "", "--local-rank": "",
-           "--distributed": "for several ranks on each host: -- torchrun --nproc-per-node 2 PartThree/main.py"}
+_PLACES = {
+    "-M": _BEFORE,
+    "--master-ip": _BEFORE,
+    "--master-port": _BEFORE,
+    "--dist-url": _BEFORE,
+    "-N": "",
+    "--num-nodes": "",
+    "--world-size": "",
+    "-R": "",
+    "--rank": "",
+    "--local-rank": "",
+    "--distributed": "for several ranks on each host: -- torchrun --nproc-per-node 2 PartThree/main.py",
+}
 """Flags of the parts that say what lab launch says, and what to do instead."""
 
 _EXAMPLE = "lab launch --hosts node0,node1 -- python PartTwo/main.py --sync all_reduce"
@@ -47,11 +57,15 @@ class Plan:
         script = next((word for word in words if _PART.search(word)), None)
         part = _PART.search(script)[1] if script is not None else None
         if part == "PartOne" and nodes > 1:
-            raise UserError(f"PartOne trains on one process, and --hosts names {nodes}: give one host, or PartTwo or PartThree")
+            raise UserError(
+                f"PartOne trains on one process, and --hosts names {nodes}: give one host, or PartTwo or PartThree"
+            )
         if any(re.search(r"\{(master|nodes|rank|port)\}", word) for word in words):
             return cls(tuple(words), nodes, "filled", part, script, port)
         if _launcher_words(words):
-            return cls(tuple(words), nodes, "torchrun", part, script, port, _check_torchrun(words, nodes))
+            return cls(
+                tuple(words), nodes, "torchrun", part, script, port, _check_torchrun(words, nodes)
+            )
         if part is None or part == "PartOne":
             return cls(tuple(words), nodes, "plain", part, script, port)
         _refuse_places(words)
@@ -73,12 +87,25 @@ class Plan:
         words = [python, *self.words[1:]] if self.words[0] in _PYTHON else list(self.words)
         if self.way == "part":
             place = ["--master-ip", master, "--num-nodes", str(self.nodes), "--rank", str(rank)]
-            return [*words, *place, *(["--master-port", str(self.port)] if self.port is not None else [])]
+            return [
+                *words,
+                *place,
+                *(["--master-port", str(self.port)] if self.port is not None else []),
+            ]
         if self.way == "torchrun":
             start = _launcher_words(self.words)
-            given = {"--nnodes": self.nodes, "--node-rank": rank, "--master-addr": master, "--master-port": self.meeting_port}
+            given = {
+                "--nnodes": self.nodes,
+                "--node-rank": rank,
+                "--master-addr": master,
+                "--master-port": self.meeting_port,
+            }
             # As a module, so that no program torchrun need be in PATH.
-            first = [python, "-m", "torch.distributed.run"] if self.words[0] == "torchrun" else words[:start]
+            first = (
+                [python, "-m", "torch.distributed.run"]
+                if self.words[0] == "torchrun"
+                else words[:start]
+            )
             return [*first, *(f"{name}={given[name]}" for name in self._added), *words[start:]]
         return fill_in(words, master=master, nodes=self.nodes, rank=rank, port=self.meeting_port)
 
@@ -97,18 +124,24 @@ def _launcher_words(words: Sequence[str]) -> int:
     program = words[0].rpartition("/")[2]
     if program == "torchrun":
         return 1
-    return 3 if program.startswith("python") and tuple(words[1:3]) == ("-m", "torch.distributed.run") else 0
+    return (
+        3
+        if program.startswith("python") and tuple(words[1:3]) == ("-m", "torch.distributed.run")
+        else 0
+    )
 
 
 def _own_flags(words: Sequence[str]) -> dict[str, str | None]:
     """The flags of torchrun itself, which stand before the file that it runs, dashes as it takes them."""
     flags: dict[str, str | None] = {}
-    rest = list(words[_launcher_words(words):])
+    rest = list(words[_launcher_words(words) :])
     for index, word in enumerate(rest):
         if word.endswith(".py"):
             break
         if word.startswith("--"):
-            name, equals, value = word.replace("_", "-", word.partition("=")[0].count("_")).partition("=")
+            name, equals, value = word.replace(
+                "_", "-", word.partition("=")[0].count("_")
+            ).partition("=")
             flags[name] = value if equals else (rest[index + 1] if index + 1 < len(rest) else None)
     return flags
 
@@ -117,15 +150,27 @@ def _check_torchrun(words: Sequence[str], nodes: int) -> tuple[str, ...]:
     """Return the names of torchrun's flags that are to be added. UserError on a contradiction."""
     given = _own_flags(words)
     if "--standalone" in given:
-        raise UserError("--standalone is for one machine: leave it out, and lab launch gives torchrun the master's address")
+        raise UserError(
+            "--standalone is for one machine: leave it out, and lab launch gives torchrun the master's address"
+        )
     if "--node-rank" in given:
         raise UserError(f"--node-rank {given['--node-rank']}: each host gets its own; leave it out")
     if "--nnodes" in given:
         least, _, most = (given["--nnodes"] or "").partition(":")
-        if not least.isdecimal() or not (most or least).isdecimal() or not int(least) <= nodes <= int(most or least):
-            raise UserError(f"--nnodes {given['--nnodes']} in the command, but --hosts names {nodes}: leave it out, or make them "
-                            "agree")
-    meeting = ("--master-addr", "--master-port") if not {"--rdzv-endpoint", "--rdzv-backend"} & given.keys() else ()
+        if (
+            not least.isdecimal()
+            or not (most or least).isdecimal()
+            or not int(least) <= nodes <= int(most or least)
+        ):
+            raise UserError(
+                f"--nnodes {given['--nnodes']} in the command, but --hosts names {nodes}: leave it out, or make them "
+                "agree"
+            )
+    meeting = (
+        ("--master-addr", "--master-port")
+        if not {"--rdzv-endpoint", "--rdzv-backend"} & given.keys()
+        else ()
+    )
     return tuple(name for name in ("--nnodes", "--node-rank", *meeting) if name not in given)
 
 
@@ -135,5 +180,7 @@ def _refuse_places(words: Sequence[str]) -> None:
         name = name.replace("_", "-") if name.startswith("--") else name
         if name in _PLACES:
             instead = f"; {_PLACES[name]}" if _PLACES[name] else ""
-            raise UserError(f"{word.partition('=')[0]} in the command: lab launch gives each host its --master-ip, --num-nodes "
-                            f"and --rank; leave it out{instead}")
+            raise UserError(
+                f"{word.partition('=')[0]} in the command: lab launch gives each host its --master-ip, --num-nodes "
+                f"and --rank; leave it out{instead}"
+            )

@@ -47,10 +47,18 @@ class Node:
         """Start ``ssh``, and have it send ``first``. UserError where there is no ssh."""
         try:
             # A session of its own: Ctrl-C at the terminal is for lab alone, which lets the hosts say their last words.
-            ssh = subprocess.Popen(ssh_command(host, way), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                   start_new_session=True, preexec_fn=death_wish())
+            ssh = subprocess.Popen(
+                ssh_command(host, way),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=death_wish(),
+            )
         except FileNotFoundError:
-            raise UserError("there is no ssh on this machine: install it (package openssh-client)") from None
+            raise UserError(
+                "there is no ssh on this machine: install it (package openssh-client)"
+            ) from None
         with contextlib.suppress(OSError):  # it has ended already: its errors say why
             ssh.stdin.write(first)
             ssh.stdin.flush()
@@ -69,7 +77,11 @@ class Node:
     @property
     def complaints(self) -> list[str]:
         """What ssh and the login shell have said, its lines."""
-        return [line.strip() for line in self.errors.decode(errors="replace").splitlines() if line.strip()]
+        return [
+            line.strip()
+            for line in self.errors.decode(errors="replace").splitlines()
+            if line.strip()
+        ]
 
     def kill(self) -> None:
         """End ssh, with a ProxyCommand of its own; one that has ended may have left a master to others, which lives on."""

@@ -37,8 +37,14 @@ class Nodes:
     on_piece : called with each piece of an archive, see remote_handlers.pack.
     """
 
-    def __init__(self, hosts: Sequence[Host], way: Way, *, on_line: Callable[[int, str], object] = lambda node, line: None,
-                 on_piece: Callable[[str], object] = lambda piece: None) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        way: Way,
+        *,
+        on_line: Callable[[int, str], object] = lambda node, line: None,
+        on_piece: Callable[[str], object] = lambda piece: None,
+    ) -> None:
         self.hosts, self._way, self.on_line, self.on_piece = hosts, way, on_line, on_piece
         self.nodes: list[Node] = []
         self.ended: list[int] = []
@@ -47,7 +53,9 @@ class Nodes:
         self._new: deque[Node] = deque()  # not yet known to the reader, whose selector is its own
         self._hung_up: list[Node] = []
         self._token, self._requests, self._turned = secrets.token_hex(16), 0, time.monotonic()
-        self._threads = [threading.Thread(target=one, daemon=True) for one in (self._read, self._beat)]
+        self._threads = [
+            threading.Thread(target=one, daemon=True) for one in (self._read, self._beat)
+        ]
 
     @property
     def silence_seconds(self) -> float:
@@ -55,14 +63,23 @@ class Nodes:
         return self._way.silence_seconds
 
     def __enter__(self) -> "Nodes":
-        spec = json.dumps({"token": self._token, "silence_seconds": self._way.silence_seconds}).encode() + b"\n"
+        spec = (
+            json.dumps(
+                {"token": self._token, "silence_seconds": self._way.silence_seconds}
+            ).encode()
+            + b"\n"
+        )
         first = program() + spec
         for thread in self._threads:
             thread.start()
         try:
             for host in self.hosts:
-                self.wait(lambda: sum(not node.ready and not node.closed for node in self.nodes) < _AT_ONCE,
-                          limit_seconds=_TURN_SECONDS)
+                self.wait(
+                    lambda: (
+                        sum(not node.ready and not node.closed for node in self.nodes) < _AT_ONCE
+                    ),
+                    limit_seconds=_TURN_SECONDS,
+                )
                 self.nodes.append(Node.open(host, self._way, first))
                 self._new.append(self.nodes[-1])
         except BaseException:
@@ -94,20 +111,34 @@ class Nodes:
 
     def wait_until_ready(self, limit_seconds: float) -> None:
         """Wait until each keeper has answered or its connection has failed: ``Node.ready`` says which."""
-        self.wait(lambda: all(node.ready or node.closed for node in self.nodes), limit_seconds=limit_seconds)
+        self.wait(
+            lambda: all(node.ready or node.closed for node in self.nodes),
+            limit_seconds=limit_seconds,
+        )
 
-    def ask(self, what: str, *, nodes: Sequence[int], limit_seconds: float, **more: Any) -> dict[int, Mapping[str, Any]]:
+    def ask(
+        self, what: str, *, nodes: Sequence[int], limit_seconds: float, **more: Any
+    ) -> dict[int, Mapping[str, Any]]:
         """Ask several hosts the same at once; return by node {"result": …} or {"error": why}, also where no answer came."""
         self._requests += 1
         number, asked = self._requests, [self.nodes[node] for node in nodes]
         for node in asked:
             node.tell(do=what, id=number, **more)
-        self.wait(lambda: all(number in node.answers or node.closed for node in asked), limit_seconds=limit_seconds)
+        self.wait(
+            lambda: all(number in node.answers or node.closed for node in asked),
+            limit_seconds=limit_seconds,
+        )
         none = {"error": f"no answer within {limit_seconds:g} s"}
-        return {node.host.rank: node.answers.pop(number, {"error": "the connection broke"} if node.closed else none)
-                for node in asked}
+        return {
+            node.host.rank: node.answers.pop(
+                number, {"error": "the connection broke"} if node.closed else none
+            )
+            for node in asked
+        }
 
-    def start(self, node: int, command: Sequence[str], *, environment: Mapping[str, str], folder: str) -> None:
+    def start(
+        self, node: int, command: Sequence[str], *, environment: Mapping[str, str], folder: str
+    ) -> None:
         """Start a command on a host and return at once; ``environment`` counts where the host has no value of its own."""
         one = self.nodes[node]
         with self._changed:
@@ -153,7 +184,9 @@ class Nodes:
                 if not node.ready or node.closed:
                     continue
                 # Where the reader itself is held up, by a terminal that is stopped, silence says nothing of the host.
-                if now - node.heard > self.silence_seconds and now - self._turned < max(between, 1.0):
+                if now - node.heard > self.silence_seconds and now - self._turned < max(
+                    between, 1.0
+                ):
                     node.complain(f"no sign of life for {now - node.heard:.0f} s\n".encode())
                     node.kill()
                 node.tell(do="beat")
@@ -182,10 +215,16 @@ class Nodes:
     def _notice_closed(self) -> None:
         """A connection is closed when nothing comes from it any more; a master of ssh may keep its errors open for ever."""
         for node in list(self._hung_up):
-            still = [stream for stream in (node.ssh.stdout, node.ssh.stderr) if stream in self._selector.get_map()]
+            still = [
+                stream
+                for stream in (node.ssh.stdout, node.ssh.stderr)
+                if stream in self._selector.get_map()
+            ]
             if node.closed:
                 self._hung_up.remove(node)
-            elif not still or (still == [node.ssh.stderr] and time.monotonic() > node.hung_up + _ERRORS_SECONDS):
+            elif not still or (
+                still == [node.ssh.stderr] and time.monotonic() > node.hung_up + _ERRORS_SECONDS
+            ):
                 for stream in still:
                     self._selector.unregister(stream)
                 self._closed(node)
@@ -216,7 +255,9 @@ class Nodes:
         elif "ended" in message:
             self._ended(node, message["ended"])
         elif "killed" in message:
-            node.complain(f"lab's own process there was killed by signal {message['killed']}\n".encode())
+            node.complain(
+                f"lab's own process there was killed by signal {message['killed']}\n".encode()
+            )
         elif "answer" in message:
             with self._changed:
                 node.answers[message["answer"]] = message

@@ -50,7 +50,10 @@ def launch(args: argparse.Namespace) -> int:
     _allow_open_files(_FILES_A_HOST * len(hosts))
     with Nodes(hosts, way) as nodes:
         facts = ask_facts(nodes, way, script=plan.script)
-        refuse(problems_of(hosts, facts, plan, shares_a_port=args.master_port is not None), of=len(hosts))
+        refuse(
+            problems_of(hosts, facts, plan, shares_a_port=args.master_port is not None),
+            of=len(hosts),
+        )
         master = args.master_ip
         if master is None and (plan.meets or args.check):
             master = find_master(nodes, facts, port=plan.meeting_port)
@@ -78,7 +81,9 @@ def way_of(args: argparse.Namespace) -> Way:
     if args.ssh_config is not None and not args.ssh_config.is_file():
         raise UserError(f"--ssh-config: there is no file {args.ssh_config}")
     folder = str(REPOSITORY) if args.workdir is None else remote_folder(args.workdir)
-    return Way(folder, args.user, args.python, args.ssh_config, tuple(args.ssh_option), args.silence)
+    return Way(
+        folder, args.user, args.python, args.ssh_config, tuple(args.ssh_option), args.silence
+    )
 
 
 def _allow_open_files(wanted: int) -> None:
@@ -88,7 +93,9 @@ def _allow_open_files(wanted: int) -> None:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     if hard != resource.RLIM_INFINITY and hard < wanted:
-        raise UserError(f"so many hosts need {wanted} open files, and this machine allows {hard} a process: ulimit -Hn")
+        raise UserError(
+            f"so many hosts need {wanted} open files, and this machine allows {hard} a process: ulimit -Hn"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
@@ -96,7 +103,9 @@ def _introduction(hosts: Sequence[Host], plan: Plan, master: str | None, record:
     names = hosts[0].name if len(hosts) == 1 else f"{hosts[0].name} to {hosts[-1].name}"
     place = f"; rank 0 at {master}:{plan.meeting_port}" if master is not None else ""
     quiet = "; rank 0's output, and the first failure's" if len(hosts) > SHOWN_HOSTS else ""
-    return f"{len(hosts)} host{'s' * (len(hosts) > 1)}, {names}{place}; logs: {record.folder}{quiet}"
+    return (
+        f"{len(hosts)} host{'s' * (len(hosts) > 1)}, {names}{place}; logs: {record.folder}{quiet}"
+    )
 
 
 def _run(nodes: Nodes, facts: Sequence[Facts], plan: Plan, master: str, record: Record) -> int:
@@ -129,7 +138,9 @@ def _wait(nodes: Nodes, record: Record) -> None:
     if not _failed(nodes):  # those that were stopped and saved; rank 0 may still write
         nodes.wait(lambda: not nodes.running or bool(_failed(nodes)), limit_seconds=_SAVE_SECONDS)
     if len(nodes.hosts) > SHOWN_HOSTS and _failed(nodes) and _failed(nodes)[0] != 0:
-        record.show_failure(_failed(nodes)[0], list(nodes.nodes[_failed(nodes)[0]].lines)[-_FAILURE_LINES:])
+        record.show_failure(
+            _failed(nodes)[0], list(nodes.nodes[_failed(nodes)[0]].lines)[-_FAILURE_LINES:]
+        )
     nodes.wait(lambda: not nodes.running, limit_seconds=_GRACE_SECONDS)
 
 
@@ -151,14 +162,18 @@ def _failed(nodes: Nodes) -> list[int]:
 
 def _conclusion(nodes: Nodes, seconds: float, record: Record, interrupted: int) -> int:
     """Say how it ended, and return the exit status."""
-    lost = [node.host for node in nodes.nodes if node.running or (node.status == LOST and node.closed)]
+    lost = [
+        node.host for node in nodes.nodes if node.running or (node.status == LOST and node.closed)
+    ]
     failed = _failed(nodes)
     if lost:
         if interrupted:
             return _tell_interrupted(nodes, lost, record, interrupted)
         return _tell_lost(nodes, lost[0], seconds, record)
     if len(_ended_badly(nodes)) > len(failed) and (interrupted or not failed):
-        _say(f"stopped after {seconds:.1f} s, and saved: the same command with --resume auto goes on; output: {record.folder}")
+        _say(
+            f"stopped after {seconds:.1f} s, and saved: the same command with --resume auto goes on; output: {record.folder}"
+        )
         return TO_BE_CONTINUED
     if interrupted and _ended_badly(nodes):
         return _tell_interrupted(nodes, lost, record, interrupted)
@@ -168,13 +183,22 @@ def _conclusion(nodes: Nodes, seconds: float, record: Record, interrupted: int) 
     statuses = {node: nodes.nodes[node].status for node in failed}
     outputs = {node: "\n".join(nodes.nodes[node].lines) for node in failed}
     culprit, message = blame(failed, statuses, outputs, name="node")
-    print(f"error: {message} (host {nodes.hosts[culprit].name}; its output: {record.log(culprit)})", file=sys.stderr)
+    print(
+        f"error: {message} (host {nodes.hosts[culprit].name}; its output: {record.log(culprit)})",
+        file=sys.stderr,
+    )
     return statuses[culprit] if statuses[culprit] > 0 else 128 - statuses[culprit]
 
 
 def _tell_interrupted(nodes: Nodes, lost: Sequence[Host], record: Record, status: int) -> int:
-    left = "" if not lost else (f"; {', '.join(map(str, lost[:SHOWN_HOSTS]))} did not answer: what runs there ends by itself "
-                                f"{nodes.silence_seconds:g} s after the connection broke")
+    left = (
+        ""
+        if not lost
+        else (
+            f"; {', '.join(map(str, lost[:SHOWN_HOSTS]))} did not answer: what runs there ends by itself "
+            f"{nodes.silence_seconds:g} s after the connection broke"
+        )
+    )
     what = "interrupted" if status == INTERRUPTED else "ended by SIGTERM"
     _say(f"{what}: every process on every host is ended{left}; their output: {record.folder}")
     return status
@@ -182,15 +206,25 @@ def _tell_interrupted(nodes: Nodes, lost: Sequence[Host], record: Record, status
 
 def _tell_lost(nodes: Nodes, host: Host, seconds: float, record: Record) -> int:
     node = nodes.nodes[host.rank]
-    why = f" ({node.complaints[-1][:200]})" if node.closed and node.complaints else "" if node.closed else " (no answer)"
-    print(f"error: the connection to {host} broke after {seconds:.1f} s{why}; the others are ended, and what runs there ends by "
-          f"itself {nodes.silence_seconds:g} s after the break (its output: {record.log(host.rank)})", file=sys.stderr)
+    why = (
+        f" ({node.complaints[-1][:200]})"
+        if node.closed and node.complaints
+        else ""
+        if node.closed
+        else " (no answer)"
+    )
+    print(
+        f"error: the connection to {host} broke after {seconds:.1f} s{why}; the others are ended, and what runs there ends by "
+        f"itself {nodes.silence_seconds:g} s after the break (its output: {record.log(host.rank)})",
+        file=sys.stderr,
+    )
     return LOST
 
 
 @contextlib.contextmanager
 def _told_of_termination() -> Iterator[None]:
     """SIGTERM raises in here, so that it can be passed on."""
+
     def tell(_number: int, _frame: FrameType | None) -> None:
         raise _Terminated
 

@@ -24,8 +24,21 @@ Facts = Mapping[str, Any]
 def ask_facts(nodes: Nodes, way: Way, *, script: str | None) -> list[Facts]:
     """Return what each host says of itself, see remote_handlers.facts. UserError, with a line for each, where some do not answer."""
     refuse(unreached_hosts(nodes), of=len(nodes.nodes))
-    answers = nodes.ask("facts", nodes=range(len(nodes.nodes)), limit_seconds=_FACTS_SECONDS, folder=way.workdir, script=script)
-    refuse({nodes.hosts[node]: answer["error"] for node, answer in answers.items() if "error" in answer}, of=len(nodes.nodes))
+    answers = nodes.ask(
+        "facts",
+        nodes=range(len(nodes.nodes)),
+        limit_seconds=_FACTS_SECONDS,
+        folder=way.workdir,
+        script=script,
+    )
+    refuse(
+        {
+            nodes.hosts[node]: answer["error"]
+            for node, answer in answers.items()
+            if "error" in answer
+        },
+        of=len(nodes.nodes),
+    )
     return [answers[node]["result"] for node in sorted(answers)]
 
 
@@ -42,7 +55,9 @@ def _unreached(node: Node) -> str:
     return explain(node.complaints, name=host.name, given=host.given)
 
 
-def refuse(problems: Mapping[Host, str], *, of: int, what: str = "cannot take part; nothing was started") -> None:
+def refuse(
+    problems: Mapping[Host, str], *, of: int, what: str = "cannot take part; nothing was started"
+) -> None:
     """UserError with a line for each host that something stands in the way of; nothing where there are none."""
     if not problems:
         return
@@ -52,7 +67,9 @@ def refuse(problems: Mapping[Host, str], *, of: int, what: str = "cannot take pa
     raise UserError("\n".join([f"{len(problems)} of {of} host{'s' * (of > 1)} {what}", *lines]))
 
 
-def problems_of(hosts: Sequence[Host], facts: Sequence[Facts], plan: Plan, *, shares_a_port: bool) -> dict[Host, str]:
+def problems_of(
+    hosts: Sequence[Host], facts: Sequence[Facts], plan: Plan, *, shares_a_port: bool
+) -> dict[Host, str]:
     """Return by host what stands in the way of ``plan``: the first thing of each."""
     found = {}
     for host, mine in zip(hosts, facts, strict=True):
@@ -72,8 +89,10 @@ def _own_problem(mine: Facts, plan: Plan) -> str | None:
     if plan.part is None:
         return None
     if _numbers(mine["version"]) < OLDEST_PYTHON:
-        return (f"{mine['python']} is Python {mine['version']}, and the parts need {'.'.join(map(str, OLDEST_PYTHON))}: "
-                "make setup there, or give --python")
+        return (
+            f"{mine['python']} is Python {mine['version']}, and the parts need {'.'.join(map(str, OLDEST_PYTHON))}: "
+            "make setup there, or give --python"
+        )
     if mine["torch"] is None:
         return f"{mine['python']} has no torch: make setup in {mine['folder']}, or give --python, an interpreter that has it"
     return None
@@ -84,24 +103,32 @@ def _difference(first_host: Host, first: Facts, mine: Facts, plan: Plan) -> str 
     if plan.part is None:
         return None
     if _numbers(mine["version"]) != _numbers(first["version"]):
-        return (f"Python {mine['version']} ({mine['python']}), but {first_host} has {first['version']}: use the same on all "
-                "hosts, make setup with it, or --python")
+        return (
+            f"Python {mine['version']} ({mine['python']}), but {first_host} has {first['version']}: use the same on all "
+            "hosts, make setup with it, or --python"
+        )
     if first["torch"] and mine["torch"].split("+")[0] != first["torch"].split("+")[0]:
         return f"torch {mine['torch']}, but {first_host} has {first['torch']}: make setup on both, from one checkout"
     ours, theirs = mine["code"] or {}, first["code"] or {}
-    others = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    others = sorted(
+        name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
+    )
     if others:
         more = f" and {len(others) - 3} more files" if len(others) > 3 else ""
-        return (f"other code than {first_host}: {', '.join(others[:3])}{more}: check out the same commit on all hosts (git pull)")
+        return f"other code than {first_host}: {', '.join(others[:3])}{more}: check out the same commit on all hosts (git pull)"
     return None
 
 
-def _same_machine(host: Host, mine: Facts, hosts: Sequence[Host], facts: Sequence[Facts]) -> str | None:
+def _same_machine(
+    host: Host, mine: Facts, hosts: Sequence[Host], facts: Sequence[Facts]
+) -> str | None:
     """Two names of one host: no two machines have all their addresses in common."""
-    for other, theirs in zip(hosts[:host.rank], facts[:host.rank], strict=True):
+    for other, theirs in zip(hosts[: host.rank], facts[: host.rank], strict=True):
         if mine["addresses"] and sorted(mine["addresses"]) == sorted(theirs["addresses"]):
-            return (f"the same machine as {other}, so that two ranks would share it: give --master-port, if you mean it, or name "
-                    "it once")
+            return (
+                f"the same machine as {other}, so that two ranks would share it: give --master-port, if you mean it, or name "
+                "it once"
+            )
     return None
 
 

@@ -40,22 +40,51 @@ class Record:
         self._content: dict[str, Any] = {}
         self._began = time.monotonic()
 
-    def begin(self, hosts: Sequence[Host], facts: Sequence[Facts], way: Way, plan: Plan, *, master: str | None) -> None:
+    def begin(
+        self,
+        hosts: Sequence[Host],
+        facts: Sequence[Facts],
+        way: Way,
+        plan: Plan,
+        *,
+        master: str | None,
+    ) -> None:
         """Write launch.json and open the logs. UserError where the folder cannot be written."""
         self._content = {
-            "format": FORMAT, "what": "lab launch", "command": list(plan.words), "began": f"{datetime.now():%Y-%m-%dT%H:%M:%S}",
-            "hosts": [{"given": host.given, "folder": one["folder"], "python": one["python"], "clock": one["clock"]}
-                      for host, one in zip(hosts, facts, strict=True)],
-            "user": way.user, "workdir": way.workdir, "python": way.python, "ssh_options": list(way.options),
+            "format": FORMAT,
+            "what": "lab launch",
+            "command": list(plan.words),
+            "began": f"{datetime.now():%Y-%m-%dT%H:%M:%S}",
+            "hosts": [
+                {
+                    "given": host.given,
+                    "folder": one["folder"],
+                    "python": one["python"],
+                    "clock": one["clock"],
+                }
+                for host, one in zip(hosts, facts, strict=True)
+            ],
+            "user": way.user,
+            "workdir": way.workdir,
+            "python": way.python,
+            "ssh_options": list(way.options),
             "ssh_config": None if way.config is None else str(way.config.absolute()),
-            "master": master, "port": plan.meeting_port, "reports": plan.value("--output-dir") or "reports",
-            "status": None, "seconds": None}
+            "master": master,
+            "port": plan.meeting_port,
+            "reports": plan.value("--output-dir") or "reports",
+            "status": None,
+            "seconds": None,
+        }
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for host in hosts:
-                self._files[host.rank] = self.log(host.rank).open("a", encoding="utf-8", buffering=1)
+                self._files[host.rank] = self.log(host.rank).open(
+                    "a", encoding="utf-8", buffering=1
+                )
         except OSError as error:
-            raise UserError(f"{self.folder} cannot be written ({error.strerror}): give another --logs") from error
+            raise UserError(
+                f"{self.folder} cannot be written ({error.strerror}): give another --logs"
+            ) from error
         self._write()
 
     def log(self, node: int) -> Path:
@@ -64,7 +93,9 @@ class Record:
 
     def line(self, node: int, line: str) -> None:
         """Keep a line that a node wrote, and show it."""
-        with contextlib.suppress(ValueError, OSError):  # a full disk here must not end the run there
+        with contextlib.suppress(
+            ValueError, OSError
+        ):  # a full disk here must not end the run there
             self._files[node].write(line + "\n")
         self._echo(node, line)
 
@@ -94,5 +125,7 @@ def read_launch(folder: Path) -> dict[str, Any]:
             return content
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise UserError(f"{folder} is no folder of lab launch (no {_FILE} of format {FORMAT}): give one, reports/launch-<time>, or "
-                    "--hosts and the runs' names")
+    raise UserError(
+        f"{folder} is no folder of lab launch (no {_FILE} of format {FORMAT}): give one, reports/launch-<time>, or "
+        "--hosts and the runs' names"
+    )

@@ -7,25 +7,62 @@ import re
 from collections.abc import Sequence
 
 REFUSALS: tuple[tuple[str, str, str], ...] = (
-    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key is not the one that ssh knows",
-     "where it was installed anew: ssh-keygen -R {name}, then connect once by hand: ssh {given}"),
-    (r"Host key verification failed|No \S+ host key is known", "its host key is unknown here",
-     "connect once by hand and compare the fingerprint: ssh {given}"),
-    (r"Permission denied \(", "it refuses the key", "copy yours there: ssh-copy-id {given}; or give --user"),
-    ("Too many authentication failures", "it refuses the keys, and the agent offers many",
-     "name the one key in ~/.ssh/config: IdentityFile and IdentitiesOnly yes"),
-    ("Could not resolve hostname", "unknown host", "check the name, or give it an address in ~/.ssh/config or /etc/hosts"),
-    ("Connection refused", "it refuses connections on ssh's port", "start sshd there, or give the port: --ssh-option Port=2222"),
-    (r"timed out|No route to host|Network is unreachable|Host is down", "no answer",
-     "check that it is on, and reached from here: ssh {given}"),
-    (r"Bad owner or permissions|Bad configuration option|unknown option|Can't open user config|keyword .* extra arguments|"
-     "command-line line", "ssh does not take its settings", "correct the file or --ssh-option that it names"),
-    (r"python3?: (command )?not found|python3: No such file|\.venv/bin/python: ", "no Python there",
-     "make setup in the folder there, or give --python, an interpreter on the hosts"),
-    (r"not found|No such file or directory|Permission denied", "the interpreter cannot be started there",
-     "give --python, an interpreter on the hosts"),
-    (r"kex_exchange_identification|Connection (closed|reset)", "it closed the connection before the login",
-     "look at sshd's log there (its limits MaxStartups and MaxSessions, or a firewall)"),
+    (
+        "REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "its host key is not the one that ssh knows",
+        "where it was installed anew: ssh-keygen -R {name}, then connect once by hand: ssh {given}",
+    ),
+    (
+        r"Host key verification failed|No \S+ host key is known",
+        "its host key is unknown here",
+        "connect once by hand and compare the fingerprint: ssh {given}",
+    ),
+    (
+        r"Permission denied \(",
+        "it refuses the key",
+        "copy yours there: ssh-copy-id {given}; or give --user",
+    ),
+    (
+        "Too many authentication failures",
+        "it refuses the keys, and the agent offers many",
+        "name the one key in ~/.ssh/config: IdentityFile and IdentitiesOnly yes",
+    ),
+    (
+        "Could not resolve hostname",
+        "unknown host",
+        "check the name, or give it an address in ~/.ssh/config or /etc/hosts",
+    ),
+    (
+        "Connection refused",
+        "it refuses connections on ssh's port",
+        "start sshd there, or give the port: --ssh-option Port=2222",
+    ),
+    (
+        r"timed out|No route to host|Network is unreachable|Host is down",
+        "no answer",
+        "check that it is on, and reached from here: ssh {given}",
+    ),
+    (
+        r"Bad owner or permissions|Bad configuration option|unknown option|Can't open user config|keyword .* extra arguments|"
+        "command-line line",
+        "ssh does not take its settings",
+        "correct the file or --ssh-option that it names",
+    ),
+    (
+        r"python3?: (command )?not found|python3: No such file|\.venv/bin/python: ",
+        "no Python there",
+        "make setup in the folder there, or give --python, an interpreter on the hosts",
+    ),
+    (
+        r"not found|No such file or directory|Permission denied",
+        "the interpreter cannot be started there",
+        "give --python, an interpreter on the hosts",
+    ),
+    (
+        r"kex_exchange_identification|Connection (closed|reset)",
+        "it closed the connection before the login",
+        "look at sshd's log there (its limits MaxStartups and MaxSessions, or a firewall)",
+    ),
 )
 _NO_REASON = "Permanently added|Could not chdir to home directory"
 

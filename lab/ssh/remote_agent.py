@@ -49,7 +49,9 @@ class Keeper:
             try:
                 self._do(request)
             except Exception as error:  # whatever it is, the one who asks must not wait for ever
-                self.send({"answer": request.get("id"), "error": f"{type(error).__name__}: {error}"})
+                self.send(
+                    {"answer": request.get("id"), "error": f"{type(error).__name__}: {error}"}
+                )
 
     def _do(self, request):
         what = request["do"]
@@ -61,11 +63,17 @@ class Keeper:
         elif what == "kill":
             end_all(self._program)
         else:
+
             def answer():
                 try:
-                    self.send({"answer": request["id"], "result": self._answers[what](request, self.send)})
+                    self.send(
+                        {"answer": request["id"], "result": self._answers[what](request, self.send)}
+                    )
                 except Exception as error:
-                    self.send({"answer": request["id"], "error": str(error) or type(error).__name__})
+                    self.send(
+                        {"answer": request["id"], "error": str(error) or type(error).__name__}
+                    )
+
             threading.Thread(target=answer, daemon=True).start()
 
     def send(self, message):
@@ -76,7 +84,7 @@ class Keeper:
         with self._sending:
             while content:
                 try:
-                    content = content[os.write(1, content):]
+                    content = content[os.write(1, content) :]
                 except OSError:  # nobody listens any more: the input will say so, too
                     return
 
@@ -107,8 +115,15 @@ class Keeper:
         environment["PATH"] = here + os.pathsep + environment.get("PATH", os.defpath)
         try:
             self._program = subprocess.Popen(
-                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=lambda: _prctl(_DIE_WITH_PARENT, signal.SIGKILL))
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: _prctl(_DIE_WITH_PARENT, signal.SIGKILL),
+            )
         except OSError as error:
             self.send({"line": f"error: {command[0]}: {error.strerror}"})
             self.send({"ended": _NOT_FOUND, "left": 0})
@@ -136,7 +151,9 @@ def end_all(program):
     """Kill all that this process has started and they have started; return how many would not go."""
     deadline = time.time() + _KILL_SECONDS
     while True:
-        left = [pid for pid in _descendants(os.getpid(), program) if not _signal(pid, signal.SIGKILL)]
+        left = [
+            pid for pid in _descendants(os.getpid(), program) if not _signal(pid, signal.SIGKILL)
+        ]
         if not left or time.time() > deadline:
             return len(left)
         time.sleep(0.02)
@@ -162,9 +179,17 @@ def _descendants(root, program):
 def _processes():
     """Process, parent and state of all that run."""
     if not os.path.isdir("/proc/self"):
-        lines = subprocess.check_output(["ps", "-A", "-o", "pid=,ppid=,stat=,comm="]).decode("utf-8", "replace").splitlines()
+        lines = (
+            subprocess.check_output(["ps", "-A", "-o", "pid=,ppid=,stat=,comm="])
+            .decode("utf-8", "replace")
+            .splitlines()
+        )
         rows = [line.split(None, 3) for line in lines]
-        return [(int(row[0]), int(row[1]), row[2][0]) for row in rows if len(row) == 4 and os.path.basename(row[3]) != "ps"]
+        return [
+            (int(row[0]), int(row[1]), row[2][0])
+            for row in rows
+            if len(row) == 4 and os.path.basename(row[3]) != "ps"
+        ]
     rows = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():

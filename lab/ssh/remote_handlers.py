@@ -27,10 +27,18 @@ def facts(request, _send):
     folder = os.path.join(os.path.expanduser("~"), request["folder"])
     there = os.path.isdir(folder)
     script = request.get("script")
-    return {"folder": os.path.realpath(folder) if there else folder, "folder_there": there,
-            "script_there": script is None or os.path.isfile(os.path.join(folder, script)),
-            "python": sys.executable, "version": platform.python_version(), "torch": _torch(), "code": _code(folder),
-            "name": socket.gethostname(), "addresses": _addresses(), "clock": time.time()}
+    return {
+        "folder": os.path.realpath(folder) if there else folder,
+        "folder_there": there,
+        "script_there": script is None or os.path.isfile(os.path.join(folder, script)),
+        "python": sys.executable,
+        "version": platform.python_version(),
+        "torch": _torch(),
+        "code": _code(folder),
+        "name": socket.gethostname(),
+        "addresses": _addresses(),
+        "clock": time.time(),
+    }
 
 
 def _torch():
@@ -61,12 +69,18 @@ def _addresses():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
             for _, name in socket.if_nameindex():
                 try:
-                    answer = fcntl.ioctl(one.fileno(), _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15]))
+                    answer = fcntl.ioctl(
+                        one.fileno(), _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15])
+                    )
                 except OSError:  # it has none
                     continue
                 found.append(socket.inet_ntoa(answer[20:24]))
     reached = os.environ.get("SSH_CONNECTION", "").split()[2:3]
-    return [one for one in dict.fromkeys(found + reached) if not one.startswith("127.") and ":" not in one]
+    return [
+        one
+        for one in dict.fromkeys(found + reached)
+        if not one.startswith("127.") and ":" not in one
+    ]
 
 
 def resolve(request, _send):
@@ -74,7 +88,10 @@ def resolve(request, _send):
     found = []
     for name in request["names"]:
         try:
-            found += [entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
+            found += [
+                entry[4][0]
+                for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+            ]
         except (OSError, UnicodeError):
             continue
     return list(dict.fromkeys(found))
@@ -99,7 +116,9 @@ def listen(request, _send):
                     visitor = door.accept()[0]
                 except OSError:
                     continue
-                threading.Thread(target=_greet, args=[visitor, request["token"]], daemon=True).start()
+                threading.Thread(
+                    target=_greet, args=[visitor, request["token"]], daemon=True
+                ).start()
 
     _listeners.append(threading.Thread(target=answer, daemon=True))
     _listeners[-1].start()
@@ -128,14 +147,19 @@ def knock(request, _send):
 
     def try_one(address):
         try:
-            with socket.create_connection((address, request["port"]), timeout=request["seconds"]) as door:
+            with socket.create_connection(
+                (address, request["port"]), timeout=request["seconds"]
+            ) as door:
                 answer = door.recv(256).decode("utf-8", "replace")
             reasons[address] = "" if answer == request["token"] else "another program answers"
         except OSError as error:
             late = isinstance(error, socket.timeout)  # no TimeoutError before Python 3.10
             reasons[address] = "no answer" if late else (error.strerror or str(error)).lower()
 
-    threads = [threading.Thread(target=try_one, args=[address], daemon=True) for address in request["addresses"]]
+    threads = [
+        threading.Thread(target=try_one, args=[address], daemon=True)
+        for address in request["addresses"]
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -151,21 +175,30 @@ def runs(request, _send):
     for experiment in _folders(reports):
         for name in _folders(os.path.join(reports, experiment)):
             run = experiment + "/" + name
-            if request["names"] and run not in request["names"] and experiment not in request["names"]:
+            if (
+                request["names"]
+                and run not in request["names"]
+                and experiment not in request["names"]
+            ):
                 continue
             files = _files(os.path.join(reports, experiment, name), request["checkpoints"])
             if not any(path == "config.json" or path.startswith("logs_rank") for path in files):
                 continue
             if request["names"] or any(moment >= request["since"] for _, moment in files.values()):
-                found[run] = {path: [size, _digest(os.path.join(reports, experiment, name, path))]
-                              for path, (size, _) in files.items()}
+                found[run] = {
+                    path: [size, _digest(os.path.join(reports, experiment, name, path))]
+                    for path, (size, _) in files.items()
+                }
     return {"reports": reports, "runs": found}
 
 
 def _folders(parent):
     try:
-        return sorted(name for name in os.listdir(parent)
-                      if not name.startswith(".") and os.path.isdir(os.path.join(parent, name)))
+        return sorted(
+            name
+            for name in os.listdir(parent)
+            if not name.startswith(".") and os.path.isdir(os.path.join(parent, name))
+        )
     except OSError:
         return []
 
@@ -200,9 +233,19 @@ def pack(request, send):
             send({"piece": base64.b64encode(content).decode()})
             return len(content)
 
-    with tarfile.open(fileobj=Pieces(), mode="w|", bufsize=_PIECE_BYTES, format=tarfile.PAX_FORMAT) as archive:
+    with tarfile.open(
+        fileobj=Pieces(), mode="w|", bufsize=_PIECE_BYTES, format=tarfile.PAX_FORMAT
+    ) as archive:
         for path in request["files"]:
             archive.add(os.path.join(request["reports"], path), arcname=path, recursive=False)
 
 
-ANSWERS = {"facts": facts, "resolve": resolve, "listen": listen, "hush": hush, "knock": knock, "runs": runs, "pack": pack}
+ANSWERS = {
+    "facts": facts,
+    "resolve": resolve,
+    "listen": listen,
+    "hush": hush,
+    "knock": knock,
+    "runs": runs,
+    "pack": pack,
+}

@@ -36,8 +36,13 @@ _context = multiprocessing.get_context("forkserver")
 
 def _small_model(*, seed=0, channels=4):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv2d(3, channels, 3), nn.BatchNorm2d(channels), nn.ReLU(), nn.Flatten(),
-                          nn.Linear(channels * 4, 5))
+    model = nn.Sequential(
+        nn.Conv2d(3, channels, 3),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(channels * 4, 5),
+    )
     return model.to(memory_format=torch.channels_last)
 
 
@@ -53,9 +58,16 @@ def _trained(*, steps=3):
 
 
 def _entries(model, optimizer, *, epoch=3):
-    return {"epoch": epoch, "model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict(),
-            "loss": 1.2345678901234567, "schedule": {"steps": [1, 2, (3, 4.5)], "name": "onecycle", "none": None},
-            "bf16": torch.randn(3).bfloat16(), "empty": torch.empty(0), "flag": True}
+    return {
+        "epoch": epoch,
+        "model_state_dict": model.state_dict(),
+        "optimizer_state_dict": optimizer.state_dict(),
+        "loss": 1.2345678901234567,
+        "schedule": {"steps": [1, 2, (3, 4.5)], "name": "onecycle", "none": None},
+        "bf16": torch.randn(3).bfloat16(),
+        "empty": torch.empty(0),
+        "flag": True,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +82,21 @@ def saved(tmp_path_factory):
 def _same(one, other):
     """Equal in every bit, type, key and order; -0.0 is not 0.0, and a NaN is itself."""
     if isinstance(one, torch.Tensor):
-        return (isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.shape == other.shape
-                and one.contiguous().view(-1).view(torch.uint8).equal(other.contiguous().view(-1).view(torch.uint8)))
+        return (
+            isinstance(other, torch.Tensor)
+            and one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(other.contiguous().view(-1).view(torch.uint8))
+        )
     if isinstance(one, dict):
-        return (isinstance(other, dict) and list(one) == list(other)
-                and all(_same(one[key], other[key]) for key in one))
+        return (
+            isinstance(other, dict)
+            and list(one) == list(other)
+            and all(_same(one[key], other[key]) for key in one)
+        )
     if isinstance(one, list | tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(_same, one, other))
     return type(one) is type(other) and repr(one) == repr(other)
@@ -89,12 +111,17 @@ def _refused(source, **name):
 
 # --- exact ---
 
+
 def test_roundtrip_is_bit_exact(saved, tmp_path):
     """Weights, buffers, momentum, plain values: every bit and type comes back, from a file and from its bytes."""
     content, entries = saved
     path = tmp_path / "Epoch_3.pt"
     path.write_bytes(content)
-    for loaded in (load_checkpoint(path), load_checkpoint(str(path)), load_checkpoint(content, name="from rank 0")):
+    for loaded in (
+        load_checkpoint(path),
+        load_checkpoint(str(path)),
+        load_checkpoint(content, name="from rank 0"),
+    ):
         assert _same(dict(entries), loaded)
 
 
@@ -130,7 +157,9 @@ def test_prefix_of_a_wrapped_model_is_removed(tmp_path):
     model, optimizer = _trained()
     state = {f"module.{key}": value for key, value in model.state_dict().items()}
     state["inner.module.weight"] = torch.ones(1)
-    save_checkpoint(tmp_path / "Epoch_1.pt", _entries(model, optimizer) | {"model_state_dict": state})
+    save_checkpoint(
+        tmp_path / "Epoch_1.pt", _entries(model, optimizer) | {"model_state_dict": state}
+    )
     loaded = load_checkpoint(tmp_path / "Epoch_1.pt")
     assert loaded["model_state_dict"].pop("inner.module.weight") == 1
     other = _small_model(seed=9)
@@ -151,11 +180,17 @@ def test_digest_sees_every_kind_of_change():
     """Values, bits, types, shapes, names, nesting: each changes the digest; strides and devices do not."""
     base = {"a": torch.arange(6.0).view(2, 3), "b": [1, 2.0, "x", None, True]}
     changed = [
-        {"a": base["a"].view(3, 2), "b": base["b"]}, {"a": base["a"].double(), "b": base["b"]},
-        {"a": base["a"].int(), "b": base["b"]}, {"A": base["a"], "b": base["b"]}, {"a": base["a"]},
-        {"a": base["a"].nextafter(torch.tensor(9.0)), "b": base["b"]}, {"a": -base["a"], "b": base["b"]},
-        {"a": base["a"], "b": [1, 2, "x", None, True]}, {"a": base["a"], "b": [1, 2.0, "x", None, 1]},
-        {"a": base["a"], "b": [1, 2.0, "x", "None", True]}, {"a": base["a"], "b": [1, 2.0, ["x", None], True]},
+        {"a": base["a"].view(3, 2), "b": base["b"]},
+        {"a": base["a"].double(), "b": base["b"]},
+        {"a": base["a"].int(), "b": base["b"]},
+        {"A": base["a"], "b": base["b"]},
+        {"a": base["a"]},
+        {"a": base["a"].nextafter(torch.tensor(9.0)), "b": base["b"]},
+        {"a": -base["a"], "b": base["b"]},
+        {"a": base["a"], "b": [1, 2, "x", None, True]},
+        {"a": base["a"], "b": [1, 2.0, "x", None, 1]},
+        {"a": base["a"], "b": [1, 2.0, "x", "None", True]},
+        {"a": base["a"], "b": [1, 2.0, ["x", None], True]},
         {"a": base["a"], "b": [1, 2.0, "x", True, None]},
     ]
     digests = [digest(value) for value in (base, *changed)]
@@ -169,10 +204,22 @@ def test_digest_sees_every_kind_of_change():
 
 # --- damaged ---
 
+
 def test_cut_anywhere(saved):
     """Whatever part of the file is missing, the error is a UserError of one line that names the file."""
     content = saved[0]
-    places = {0, 1, 3, 4, 10, 100, len(content) - 1, len(content) - 2, len(content) - 22, len(content) - 23}
+    places = {
+        0,
+        1,
+        3,
+        4,
+        10,
+        100,
+        len(content) - 1,
+        len(content) - 2,
+        len(content) - 22,
+        len(content) - 23,
+    }
     places |= {len(content) * i // 60 for i in range(60)}
     for place in sorted(places):
         assert "Epoch_7" in _refused(content[:place], name="Epoch_7"), place
@@ -183,7 +230,7 @@ def test_holes_and_tails(saved):
     contents."""
     content, entries = saved
     for begin in range(0, len(content), 512):
-        hole = content[:begin] + bytes(min(512, len(content) - begin)) + content[begin + 512:]
+        hole = content[:begin] + bytes(min(512, len(content) - begin)) + content[begin + 512 :]
         _same_or_refused(hole, entries)
     for other in (content + b"tail", b"head" + content, content + content):
         _same_or_refused(other, entries)
@@ -200,15 +247,20 @@ def _same_or_refused(content, entries):
 
 
 def _flipped(content, place, bit):
-    return content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1:]
+    return content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
 
 
 def test_single_flipped_bits(saved):
     """One flipped bit anywhere: a UserError, or exactly what was saved (a flip in padding or an unused field)."""
     content, entries = saved
     random_places = random.Random(0)
-    refused = sum(_same_or_refused(_flipped(content, random_places.randrange(len(content)), random_places.randrange(8)),
-                                   entries) for _ in range(200))
+    refused = sum(
+        _same_or_refused(
+            _flipped(content, random_places.randrange(len(content)), random_places.randrange(8)),
+            entries,
+        )
+        for _ in range(200)
+    )
     assert refused > 60  # tensors and pickle are a good half of the file
 
 
@@ -249,13 +301,18 @@ def test_one_bit_of_each_byte_of_the_structure(saved):
     for place in pickled:
         _same_or_refused(_flipped(content, place, bits.randrange(8)), entries)
     directory = content.index(b"PK\x01\x02")
-    for place in (*range(pickled.start), *range(directory, directory + 62), *range(len(content) - 98, len(content))):
+    for place in (
+        *range(pickled.start),
+        *range(directory, directory + 62),
+        *range(len(content) - 98, len(content)),
+    ):
         for bit in range(8):
             _same_or_refused(_flipped(content, place, bit), entries)
 
 
 def test_altered_with_the_digest_left_as_it_was(saved, tmp_path):
     """A checkpoint unpacked, changed and packed again by torch itself (a valid file) fails its SHA-256, whatever changed."""
+
     def weight(entries):
         entries["model_state_dict"]["0.bias"][0] += 1e-6
 
@@ -273,6 +330,7 @@ def test_altered_with_the_digest_left_as_it_was(saved, tmp_path):
 
 
 # --- hostile and foreign ---
+
 
 class _Touch:
     """Pickles as a call that makes a file."""
@@ -325,6 +383,7 @@ def _foreign(kind, entries):
         return pickle.dumps({"epoch": 1})
     elif kind == "png":
         from PIL import Image
+
         Image.new("RGB", (8, 8)).save(buffer, "png")
     elif kind == "torchscript":
         torch.jit.save(torch.jit.script(nn.Linear(2, 2)), buffer)
@@ -337,7 +396,9 @@ def _foreign(kind, entries):
     elif kind == "list":
         torch.save([1, 2, 3], buffer)
     elif kind == "no optimizer":
-        torch.save({key: value for key, value in entries.items() if key != "optimizer_state_dict"}, buffer)
+        torch.save(
+            {key: value for key, value in entries.items() if key != "optimizer_state_dict"}, buffer
+        )
     elif kind == "weights are a list":
         torch.save({**entries, "model_state_dict": [1, 2]}, buffer)
     elif kind == "weights are None":
@@ -348,9 +409,26 @@ def _foreign(kind, entries):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["text", "empty", "zeroes", "zip", "pickle", "png", "torchscript", "whole model",
-                                  "bare state_dict", "tensor", "list", "no optimizer", "weights are a list",
-                                  "weights are None", "weights named by number"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "text",
+        "empty",
+        "zeroes",
+        "zip",
+        "pickle",
+        "png",
+        "torchscript",
+        "whole model",
+        "bare state_dict",
+        "tensor",
+        "list",
+        "no optimizer",
+        "weights are a list",
+        "weights are None",
+        "weights named by number",
+    ],
+)
 def test_foreign_files(kind, saved, tmp_path):
     """What is no training checkpoint is refused in one line that names the file."""
     path = tmp_path / "Epoch_1.pt"
@@ -371,6 +449,7 @@ def test_message_about_bytes_does_not_print_them(saved):
 
 
 # --- another architecture ---
+
 
 def test_other_architectures_weights(saved):
     """Another width, a missing or an added layer: UserError that names an entry, and the model is left as it was."""
@@ -395,6 +474,7 @@ def test_weights_that_are_no_tensors(value, saved):
 
 
 # --- whole or not at all ---
+
 
 def _in_child(function, *arguments):
     """Call the function in a process of its own (fork server) and return its result; its error fails the test."""
@@ -479,7 +559,11 @@ def test_folder_that_cannot_be(tmp_path):
     """Below a regular file, and over a folder of that name: UserError that names the path; both stay as they were."""
     (tmp_path / "file").write_text("precious")
     (tmp_path / "Epoch_1.pt").mkdir()
-    for path in (tmp_path / "file" / "Epoch_1.pt", tmp_path / "file" / "deep" / "Epoch_1.pt", tmp_path / "Epoch_1.pt"):
+    for path in (
+        tmp_path / "file" / "Epoch_1.pt",
+        tmp_path / "file" / "deep" / "Epoch_1.pt",
+        tmp_path / "Epoch_1.pt",
+    ):
         with pytest.raises(UserError) as error:
             save_checkpoint(path, _entries(*_trained(steps=1)))
         assert str(path) in str(error.value)
@@ -512,8 +596,15 @@ def _save_for_ever(path, floats):
     torch.set_num_threads(1)
     while True:
         for epoch in (1, 2):
-            save_checkpoint(Path(path), {"epoch": epoch, "model_state_dict": {"w": torch.full((floats,), float(epoch))},
-                                         "optimizer_state_dict": {}, "loss": 0.0})
+            save_checkpoint(
+                Path(path),
+                {
+                    "epoch": epoch,
+                    "model_state_dict": {"w": torch.full((floats,), float(epoch))},
+                    "optimizer_state_dict": {},
+                    "loss": 0.0,
+                },
+            )
 
 
 def test_killed_while_saving(tmp_path):
@@ -525,7 +616,10 @@ def test_killed_while_saving(tmp_path):
         child = _context.Process(target=_save_for_ever, args=(str(path), 500_000), daemon=True)
         child.start()
         try:
-            wait_until(lambda path=path, child=child: path.exists() or not child.is_alive(), "the first checkpoint")
+            wait_until(
+                lambda path=path, child=child: path.exists() or not child.is_alive(),
+                "the first checkpoint",
+            )
             assert child.is_alive()
             for _ in range(2):
                 _whole(path)
@@ -538,10 +632,13 @@ def test_killed_while_saving(tmp_path):
 
 def _whole(path):
     loaded = load_checkpoint(path)
-    assert torch.equal(loaded["model_state_dict"]["w"], torch.full((500_000,), float(loaded["epoch"])))
+    assert torch.equal(
+        loaded["model_state_dict"]["w"], torch.full((500_000,), float(loaded["epoch"]))
+    )
 
 
 # --- the newest good one ---
+
 
 def test_newest_passes_over_damaged_ones(saved, tmp_path):
     """The latest folder first, in it the highest epoch as a number; a damaged, cut or foreign one is passed over, and

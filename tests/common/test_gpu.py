@@ -18,18 +18,32 @@ from common.training_engine import (
 )
 from tests.helpers import free_port, only_run_folder, run_part
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
 
 QUICK = ("--dataset", "digits", "--batch-size", 64, "--epochs", 4, "--log-every", 5)
 
 
 def group(rank: int = 0, size: int = 1) -> list[object]:
-    return ["--master-ip", "127.0.0.1", "--master-port", free_port(), "--num-nodes", size, "--rank", rank]
+    return [
+        "--master-ip",
+        "127.0.0.1",
+        "--master-port",
+        free_port(),
+        "--num-nodes",
+        size,
+        "--rank",
+        rank,
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_ddp_with_nccl_and_amp_learns(tmp_path: Path, dtype: str) -> None:
-    [ended] = run_part("PartThree", *QUICK, *group(), "--amp-dtype", dtype, "--output-dir", tmp_path, cwd=tmp_path)
+    [ended] = run_part(
+        "PartThree", *QUICK, *group(), "--amp-dtype", dtype, "--output-dir", tmp_path, cwd=tmp_path
+    )
     assert ended.status == 0, ended.err
     assert ("float16" if dtype == "fp16" else "bfloat16") in ended.out
     folder = only_run_folder(tmp_path, "PartThree-ddp")
@@ -37,14 +51,20 @@ def test_ddp_with_nccl_and_amp_learns(tmp_path: Path, dtype: str) -> None:
     assert (summary["backend"], summary["device"]) == ("nccl", "cuda")
     assert summary["test_accuracy"] > 0.9
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert all(0 < step["forward_seconds"] < 60 and 0 < step["backward_seconds"] < 60 for step in steps)
+    assert all(
+        0 < step["forward_seconds"] < 60 and 0 < step["backward_seconds"] < 60 for step in steps
+    )
 
 
 @pytest.mark.parametrize("sync", ["gather_scatter", "all_reduce"])
 def test_by_hand_with_nccl_learns(tmp_path: Path, sync: str) -> None:
-    [ended] = run_part("PartTwo", "--sync", sync, *QUICK, *group(), "--output-dir", tmp_path, cwd=tmp_path)
+    [ended] = run_part(
+        "PartTwo", "--sync", sync, *QUICK, *group(), "--output-dir", tmp_path, cwd=tmp_path
+    )
     assert ended.status == 0, ended.err
-    summary = json.loads((only_run_folder(tmp_path, f"PartTwo-{sync}") / "summary.json").read_text())
+    summary = json.loads(
+        (only_run_folder(tmp_path, f"PartTwo-{sync}") / "summary.json").read_text()
+    )
     assert summary["backend"] == "nccl"
     assert summary["test_accuracy"] > 0.9
 
@@ -60,8 +80,10 @@ def test_amp_resumes_with_the_scalers_state(tmp_path: Path) -> None:
 
 def test_augmentation_is_the_same_on_the_gpu(tmp_path: Path) -> None:
     digits = load_dataset("digits", tmp_path)
-    loaders = [TrainLoader(digits, GlobalBatchSampler(len(digits.train), batch_size=100), device=device)
-               for device in ("cpu", "cuda")]
+    loaders = [
+        TrainLoader(digits, GlobalBatchSampler(len(digits.train), batch_size=100), device=device)
+        for device in ("cpu", "cuda")
+    ]
     for (images, labels), (gpu_images, gpu_labels) in zip(*loaders, strict=True):
         assert torch.equal(labels, gpu_labels.cpu())
         torch.testing.assert_close(images, gpu_images.cpu(), rtol=0, atol=1e-6)
@@ -75,11 +97,23 @@ def points() -> TensorDataset:
 
 def test_the_engine_trains_on_the_gpu_with_amp_ema_and_accumulation(tmp_path: Path) -> None:
     history = launch_distributed_training(
-        distributed_train_worker, torch.cuda.device_count(), model_fn=lambda: nn.Linear(8, 2), train_dataset=points(),
-        val_dataset=points(), batch_size=16, optimizer_fn=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        distributed_train_worker,
+        torch.cuda.device_count(),
+        model_fn=lambda: nn.Linear(8, 2),
+        train_dataset=points(),
+        val_dataset=points(),
+        batch_size=16,
+        optimizer_fn=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
         criterion_fn=nn.CrossEntropyLoss,
-        engine_kwargs={"use_amp": True, "use_ema": True, "accumulation_steps": 2, "clip_norm": 5.0, "output_dir": tmp_path},
-        train_kwargs={"num_epochs": 5})
+        engine_kwargs={
+            "use_amp": True,
+            "use_ema": True,
+            "accumulation_steps": 2,
+            "clip_norm": 5.0,
+            "output_dir": tmp_path,
+        },
+        train_kwargs={"num_epochs": 5},
+    )
     assert history["val_accuracy"][-1] > 0.95
     assert history["ema_val_accuracy"][-1] > 0.9
     assert (tmp_path / "experiment" / "best.pt").exists()
@@ -99,7 +133,15 @@ def test_an_overflow_of_fp16_skips_the_step_and_is_no_error() -> None:
 def test_deterministic_runs_are_equal_bit_for_bit_and_say_what_it_costs(tmp_path: Path) -> None:
     weights = []
     for name in ("first", "second"):
-        [ended] = run_part("PartThree", *QUICK, *group(), "--deterministic", "--output-dir", tmp_path / name, cwd=tmp_path)
+        [ended] = run_part(
+            "PartThree",
+            *QUICK,
+            *group(),
+            "--deterministic",
+            "--output-dir",
+            tmp_path / name,
+            cwd=tmp_path,
+        )
         assert ended.status == 0, ended.err
         assert "times as long as with the fastest algorithms" in ended.out
         [path] = (tmp_path / name).glob("PartThree-ddp/*/checkpoints/Epoch_4.pt")
@@ -107,9 +149,24 @@ def test_deterministic_runs_are_equal_bit_for_bit_and_say_what_it_costs(tmp_path
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
 
 
-@pytest.mark.parametrize("recipe", ["vgg11-cifar10-fast", "resnet-cifar10-ema", "wide-resnet-cifar100", "resnet50-cifar100"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["vgg11-cifar10-fast", "resnet-cifar10-ema", "wide-resnet-cifar100", "resnet50-cifar100"],
+)
 def test_recipes_run_on_the_gpu(tmp_path: Path, recipe: str) -> None:
-    [ended] = run_part("PartThree", "--recipe", recipe, "--dataset", "digits", "--max-steps", 5, "--batch-size", 64,
-                       "--output-dir", tmp_path, cwd=tmp_path)
+    [ended] = run_part(
+        "PartThree",
+        "--recipe",
+        recipe,
+        "--dataset",
+        "digits",
+        "--max-steps",
+        5,
+        "--batch-size",
+        64,
+        "--output-dir",
+        tmp_path,
+        cwd=tmp_path,
+    )
     assert ended.status == 0, ended.err
     assert "on cuda" in ended.out

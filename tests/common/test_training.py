@@ -18,8 +18,10 @@ from common.training import get_model_parameters, prepare_model_for_training, tr
 from common.training_engine.amp import choose_amp
 from tests.helpers import run_ranks
 
-LINE = re.compile(r"^(Rank: \d+, )?Epoch: \d+, Train Loss: \d+\.\d{3}, Train Accuracy: [01]\.\d{3}, "
-                  r"Avg Batch Duration: \d+\.\d{3} seconds, Epoch Duration: \d+\.\d{3} seconds$")
+LINE = re.compile(
+    r"^(Rank: \d+, )?Epoch: \d+, Train Loss: \d+\.\d{3}, Train Accuracy: [01]\.\d{3}, "
+    r"Avg Batch Duration: \d+\.\d{3} seconds, Epoch Duration: \d+\.\d{3} seconds$"
+)
 
 
 def points(count: int = 60) -> TensorDataset:
@@ -43,29 +45,50 @@ def test_vgg11_has_the_published_number_of_parameters() -> None:
 
 
 def test_alone_it_leaves_log_checkpoints_and_report(tmp_path: Path) -> None:
-    model, criterion, optimizer = prepare_model_for_training(new_model(), "cpu", 0.5, 0.9, 0.0, False)
+    model, criterion, optimizer = prepare_model_for_training(
+        new_model(), "cpu", 0.5, 0.9, 0.0, False
+    )
     loader = DataLoader(points(), batch_size=16, shuffle=True)
-    trained = train_model(model, "cpu", criterion, optimizer, 1, 3, loader, tmp_path / "log.txt", tmp_path, False)
-    train_model(trained, "cpu", criterion, optimizer, 4, 4, loader, tmp_path / "log.txt", tmp_path, False)
+    trained = train_model(
+        model, "cpu", criterion, optimizer, 1, 3, loader, tmp_path / "log.txt", tmp_path, False
+    )
+    train_model(
+        trained, "cpu", criterion, optimizer, 4, 4, loader, tmp_path / "log.txt", tmp_path, False
+    )
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [int(re.search(r"Epoch: (\d+)", line)[1]) for line in lines] == [1, 2, 3, 4]
     assert all(LINE.match(line) and not line.startswith("Rank") for line in lines), lines
-    assert sorted(path.name for path in tmp_path.glob("*.pt")) == [f"Epoch_{n}.pt" for n in (1, 2, 3, 4)]
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == [
+        f"Epoch_{n}.pt" for n in (1, 2, 3, 4)
+    ]
     entries = load_checkpoint(tmp_path / "Epoch_4.pt")
     assert entries["epoch"] == 4
     assert entries["loss"] < 0.3
 
     evaluated = prepare_model_for_evaluation(new_model(), "cpu", tmp_path / "Epoch_4.pt")
     assert not evaluated.training
-    result = evaluate_model(evaluated, "cpu", criterion, DataLoader(points(), batch_size=7), tmp_path / "report.txt",
-                            tmp_path / "Epoch_4.pt")
+    result = evaluate_model(
+        evaluated,
+        "cpu",
+        criterion,
+        DataLoader(points(), batch_size=7),
+        tmp_path / "report.txt",
+        tmp_path / "Epoch_4.pt",
+    )
     assert result.accuracy > 0.9
     with torch.no_grad():
         inputs, labels = points().tensors
-        assert result.mean_loss == pytest.approx(float(criterion(trained(inputs), labels)), rel=1e-5), "mean over samples"
+        assert result.mean_loss == pytest.approx(
+            float(criterion(trained(inputs), labels)), rel=1e-5
+        ), "mean over samples"
     report = (tmp_path / "report.txt").read_text()
     assert str(tmp_path / "Epoch_4.pt") in report
-    for words in ("Test loss (mean over samples)", "Test accuracy", "precision", "Confusion matrix"):
+    for words in (
+        "Test loss (mean over samples)",
+        "Test accuracy",
+        "precision",
+        "Confusion matrix",
+    ):
         assert words in report
 
 
@@ -82,8 +105,21 @@ class SlowFirst(DataLoader):
 
 
 def test_the_average_batch_duration_leaves_out_the_first_batch(tmp_path: Path) -> None:
-    model, criterion, optimizer = prepare_model_for_training(new_model(), "cpu", 0.5, 0.9, 0.0, False)
-    train_model(model, "cpu", criterion, optimizer, 1, 1, SlowFirst(points(), batch_size=16), tmp_path / "log", tmp_path, False)
+    model, criterion, optimizer = prepare_model_for_training(
+        new_model(), "cpu", 0.5, 0.9, 0.0, False
+    )
+    train_model(
+        model,
+        "cpu",
+        criterion,
+        optimizer,
+        1,
+        1,
+        SlowFirst(points(), batch_size=16),
+        tmp_path / "log",
+        tmp_path,
+        False,
+    )
     line = (tmp_path / "log").read_text()
     assert float(re.search(r"Avg Batch Duration: ([\d.]+)", line)[1]) < 0.5
     assert float(re.search(r"Epoch Duration: ([\d.]+)", line)[1]) >= 1
@@ -91,12 +127,18 @@ def test_the_average_batch_duration_leaves_out_the_first_batch(tmp_path: Path) -
 
 def test_continue_flag_goes_on_with_the_checkpoints_settings_and_says_so(tmp_path: Path) -> None:
     loader = DataLoader(points(), batch_size=16)
-    model, criterion, optimizer = prepare_model_for_training(new_model(), "cpu", 0.5, 0.9, 1e-3, False)
+    model, criterion, optimizer = prepare_model_for_training(
+        new_model(), "cpu", 0.5, 0.9, 1e-3, False
+    )
     train_model(model, "cpu", criterion, optimizer, 1, 2, loader, tmp_path / "log", tmp_path, False)
     straight = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.warns(UserWarning, match=r"lr 0\.5 \(not 0\.1\), momentum 0\.9 \(not 0\.8\), weight_decay 0\.001 \(not 0\.0\)"):
-        model, criterion, optimizer = prepare_model_for_training(new_model(), "cpu", 0.1, 0.8, 0.0, True,
-                                                                 tmp_path / "Epoch_1.pt")
+    with pytest.warns(
+        UserWarning,
+        match=r"lr 0\.5 \(not 0\.1\), momentum 0\.9 \(not 0\.8\), weight_decay 0\.001 \(not 0\.0\)",
+    ):
+        model, criterion, optimizer = prepare_model_for_training(
+            new_model(), "cpu", 0.1, 0.8, 0.0, True, tmp_path / "Epoch_1.pt"
+        )
     train_model(model, "cpu", criterion, optimizer, 2, 2, loader, tmp_path / "log", tmp_path, False)
     assert all(torch.equal(value, straight[key]) for key, value in model.state_dict().items())
 
@@ -104,37 +146,99 @@ def test_continue_flag_goes_on_with_the_checkpoints_settings_and_says_so(tmp_pat
 def test_distribute_flag_and_task_flag_without_a_group(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no process group is open"):
         prepare_model_for_training(new_model(), "cpu", 0.1, 0.9, 0.0, False, distribute_flag=True)
-    model, criterion, optimizer = prepare_model_for_training(new_model(), "cpu", 0.1, 0.9, 0.0, False)
-    for flag, words in (("PartTwo", "no process group is open"), ("PartFour", "task_flag: got 'PartFour'")):
+    model, criterion, optimizer = prepare_model_for_training(
+        new_model(), "cpu", 0.1, 0.9, 0.0, False
+    )
+    for flag, words in (
+        ("PartTwo", "no process group is open"),
+        ("PartFour", "task_flag: got 'PartFour'"),
+    ):
         with pytest.raises(UserError, match=words):
-            train_model(model, "cpu", criterion, optimizer, 1, 1, DataLoader(points()), tmp_path / "log", tmp_path, False, flag)
+            train_model(
+                model,
+                "cpu",
+                criterion,
+                optimizer,
+                1,
+                1,
+                DataLoader(points()),
+                tmp_path / "log",
+                tmp_path,
+                False,
+                flag,
+            )
 
 
 def train_in_a_group(rank: int, folder: str) -> dict:
     """Each kind of flags in turn; then evaluation of a DDP model on one rank alone, and the commonest mistake."""
     results = {}
-    for name, distribute, task in (("gather", False, "PartOne"), ("all_reduce", False, "PartTwo"), ("ddp", True, "")):
-        model, criterion, optimizer = prepare_model_for_training(new_model(), "cpu", 0.5, 0.9, 0.0, False,
-                                                                 distribute_flag=distribute)
+    for name, distribute, task in (
+        ("gather", False, "PartOne"),
+        ("all_reduce", False, "PartTwo"),
+        ("ddp", True, ""),
+    ):
+        model, criterion, optimizer = prepare_model_for_training(
+            new_model(), "cpu", 0.5, 0.9, 0.0, False, distribute_flag=distribute
+        )
         sampler = DistributedSampler(points(), seed=1)
         loader = DataLoader(points(), batch_size=10, sampler=sampler)
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # shares of their own: no warning
-            model = train_model(model, "cpu", criterion, optimizer, 1, 2, loader, f"{folder}/{name}{rank}.txt",
-                                f"{folder}/{name}", distribute, task)
+            model = train_model(
+                model,
+                "cpu",
+                criterion,
+                optimizer,
+                1,
+                2,
+                loader,
+                f"{folder}/{name}{rank}.txt",
+                f"{folder}/{name}",
+                distribute,
+                task,
+            )
         wraps = sum(isinstance(module, DistributedDataParallel) for module in model.modules())
-        state = {key.removeprefix("module."): value.numpy() for key, value in model.state_dict().items()}
+        state = {
+            key.removeprefix("module."): value.numpy() for key, value in model.state_dict().items()
+        }
         results[name] = (wraps, sampler.epoch, state)
     if rank == 1:  # one rank alone: it must not communicate
-        evaluate_model(model, "cpu", criterion, DataLoader(points(), batch_size=8), f"{folder}/by_rank1.txt", "none")
+        evaluate_model(
+            model,
+            "cpu",
+            criterion,
+            DataLoader(points(), batch_size=8),
+            f"{folder}/by_rank1.txt",
+            "none",
+        )
     if rank == 0:
-        evaluate_model(model, "cpu", criterion, DataLoader(points(), batch_size=8), f"{folder}/by_rank0.txt", "none")
+        evaluate_model(
+            model,
+            "cpu",
+            criterion,
+            DataLoader(points(), batch_size=8),
+            f"{folder}/by_rank0.txt",
+            "none",
+        )
 
-    model, criterion, optimizer = prepare_model_for_training(new_model(), "cpu", 0.5, 0.9, 0.0, False)
+    model, criterion, optimizer = prepare_model_for_training(
+        new_model(), "cpu", 0.5, 0.9, 0.0, False
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train_model(model, "cpu", criterion, optimizer, 1, 1, DataLoader(points(), batch_size=10), f"{folder}/same{rank}.txt",
-                    f"{folder}/same", False, "PartTwo")
+        train_model(
+            model,
+            "cpu",
+            criterion,
+            optimizer,
+            1,
+            1,
+            DataLoader(points(), batch_size=10),
+            f"{folder}/same{rank}.txt",
+            f"{folder}/same",
+            False,
+            "PartTwo",
+        )
     results["warnings"] = [str(warning.message) for warning in caught]
     return results
 
@@ -146,12 +250,17 @@ def test_in_a_group(tmp_path: Path) -> None:
         assert first[name][1] == 2, "set_epoch was called"
         for key, value in first[name][2].items():
             assert (value == second[name][2][key]).all()
-            assert abs(value - first["gather"][2][key]).max() < 1e-6, "all strategies train the same"
+            assert abs(value - first["gather"][2][key]).max() < 1e-6, (
+                "all strategies train the same"
+            )
         for rank in (0, 1):
             lines = (tmp_path / f"{name}{rank}.txt").read_text().splitlines()
             assert len(lines) == 2
             assert all(LINE.match(line) and line.startswith(f"Rank: {rank}, ") for line in lines)
-        assert not any(key.startswith("module.") for key in load_checkpoint(tmp_path / name / "Epoch_2.pt")["model_state_dict"])
+        assert not any(
+            key.startswith("module.")
+            for key in load_checkpoint(tmp_path / name / "Epoch_2.pt")["model_state_dict"]
+        )
     assert (tmp_path / "by_rank0.txt").exists()
     assert not (tmp_path / "by_rank1.txt").exists(), "only rank 0 writes"
     for one in (first, second):
@@ -165,20 +274,34 @@ def test_a_report_without_predictions_or_with_other_lengths_is_refused(tmp_path:
 
 
 def test_a_report_counts_every_class_also_those_never_predicted(tmp_path: Path) -> None:
-    result = generate_eval_report([0, 1, 2, 2], [0, 0, 2, 2], 1.25, tmp_path / "r.txt", "x.pt", class_names=["a", "b", "c", "d"])
+    result = generate_eval_report(
+        [0, 1, 2, 2],
+        [0, 0, 2, 2],
+        1.25,
+        tmp_path / "r.txt",
+        "x.pt",
+        class_names=["a", "b", "c", "d"],
+    )
     assert result["confusion_matrix"] == [[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 2, 0], [0, 0, 0, 0]]
     assert result["accuracy"] == 0.75
     assert "1.2500" in (tmp_path / "r.txt").read_text()
 
 
-def test_amp_on_a_cpu_without_fast_bf16_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amp_on_a_cpu_without_fast_bf16_falls_back_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("common.training_engine.amp.cpu_has_fast_bf16", lambda: False)
     dtype, notice = choose_amp(True, "fp16", default=True, device=torch.device("cpu"))
     assert dtype is None
     assert "runs in fp32" in notice
-    assert choose_amp(None, "fp16", default=True, device=torch.device("cpu")) == (None, ""), "off by default on a CPU"
+    assert choose_amp(None, "fp16", default=True, device=torch.device("cpu")) == (None, ""), (
+        "off by default on a CPU"
+    )
     monkeypatch.setattr("common.training_engine.amp.cpu_has_fast_bf16", lambda: True)
-    assert choose_amp(True, "bf16", default=True, device=torch.device("cpu")) == (torch.bfloat16, "")
+    assert choose_amp(True, "bf16", default=True, device=torch.device("cpu")) == (
+        torch.bfloat16,
+        "",
+    )
 
 
 class SlowGradient(torch.autograd.Function):
@@ -214,8 +337,12 @@ def timed_step(rank: int) -> dict:
     model = SlowBackward()
     engine = TrainingEngine(model, "cpu", distributed=True, sync="ddp")
     engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
-    for _ in range(2):  # DDP rearranges its buckets, with a message, at the start of the second step
-        engine.train_step([(torch.randn(4, 4), torch.zeros(4, dtype=torch.int64))], global_samples=8)
+    for _ in range(
+        2
+    ):  # DDP rearranges its buckets, with a message, at the start of the second step
+        engine.train_step(
+            [(torch.randn(4, 4), torch.zeros(4, dtype=torch.int64))], global_samples=8
+        )
     engine.timer.take()
     time.sleep(2 * rank)  # the lateness that rank 0 must see
     engine.train_step([(torch.randn(4, 4), torch.zeros(4, dtype=torch.int64))], global_samples=8)

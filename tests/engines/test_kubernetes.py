@@ -32,9 +32,30 @@ from tests.helpers.manifest import (
 from tests.helpers.pods import Pods, mounts, pod_patch
 
 STEPS = 12
-SMALL = ["--dataset", "digits", "--max-steps", STEPS, "--batch-size", 16, "--no-amp", "--no-ema", "--no-validate", "--threads", 1,
-         "--log-every", 1, "--learning-rate", 1e-3]
-RESERVED = {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
+SMALL = [
+    "--dataset",
+    "digits",
+    "--max-steps",
+    STEPS,
+    "--batch-size",
+    16,
+    "--no-amp",
+    "--no-ema",
+    "--no-validate",
+    "--threads",
+    1,
+    "--log-every",
+    1,
+    "--learning-rate",
+    1e-3,
+]
+RESERVED = {
+    "PET_NNODES",
+    "PET_NPROC_PER_NODE",
+    "PET_NODE_RANK",
+    "PET_MASTER_ADDR",
+    "PET_MASTER_PORT",
+}
 
 
 @pytest.mark.parametrize("name", ["trainjob.yaml", "volume.yaml"])
@@ -43,15 +64,26 @@ def test_the_api_knows_every_field_of_the_manifests(name: str) -> None:
         assert unread(document) == []
 
 
-@pytest.mark.parametrize(("place", "wrong"), [
-    ("spec", "podTemplateOverrides"),  # what Trainer had before runtimePatches
-    ("spec.trainer", "numProcsPerNode"),
-    ("spec.trainer.resourcesPerNode", "limit"),
-    ("spec.runtimePatches[0].trainingRuntimeSpec.template.spec.replicatedJobs[0].template.spec", "backoffLimit"),
-    ("spec.runtimePatches[0].trainingRuntimeSpec.template.spec.replicatedJobs[0].template.spec.template.spec", "restartPolicy"),
-    ("spec.runtimePatches[0].trainingRuntimeSpec.template.spec.replicatedJobs[0].template.spec.template.spec.containers[0]",
-     "resources"),
-])
+@pytest.mark.parametrize(
+    ("place", "wrong"),
+    [
+        ("spec", "podTemplateOverrides"),  # what Trainer had before runtimePatches
+        ("spec.trainer", "numProcsPerNode"),
+        ("spec.trainer.resourcesPerNode", "limit"),
+        (
+            "spec.runtimePatches[0].trainingRuntimeSpec.template.spec.replicatedJobs[0].template.spec",
+            "backoffLimit",
+        ),
+        (
+            "spec.runtimePatches[0].trainingRuntimeSpec.template.spec.replicatedJobs[0].template.spec.template.spec",
+            "restartPolicy",
+        ),
+        (
+            "spec.runtimePatches[0].trainingRuntimeSpec.template.spec.replicatedJobs[0].template.spec.template.spec.containers[0]",
+            "resources",
+        ),
+    ],
+)
 def test_a_field_that_the_api_does_not_know_is_found(place: str, wrong: str) -> None:
     job = train_job()
     at: Any = job
@@ -73,12 +105,20 @@ def test_what_the_controller_refuses_beyond_the_models_does_not_stand_there() ->
     assert job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
     assert job["spec"]["runtimeRef"] == {"name": "torch-distributed"}
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
-    assert len(job["metadata"]["name"]) + len("-node-0-9999-abcde") <= 63, "the pods' names are labels of DNS"
+    assert len(job["metadata"]["name"]) + len("-node-0-9999-abcde") <= 63, (
+        "the pods' names are labels of DNS"
+    )
     names = {entry["name"] for entry in job["spec"]["trainer"]["env"]}
     assert not names & RESERVED
-    assert [container["name"] for container in patch["containers"]] == ["node"], "the runtime has no other"
-    assert not any("env" in container for container in patch["containers"]), "that container's stand in trainer.env"
-    assert {mount["name"] for mount in mounts(job)} == {volume["name"] for volume in patch["volumes"]}
+    assert [container["name"] for container in patch["containers"]] == ["node"], (
+        "the runtime has no other"
+    )
+    assert not any("env" in container for container in patch["containers"]), (
+        "that container's stand in trainer.env"
+    )
+    assert {mount["name"] for mount in mounts(job)} == {
+        volume["name"] for volume in patch["volumes"]
+    }
 
 
 def settings(job: dict[str, Any]) -> Config:
@@ -95,36 +135,69 @@ def test_the_parts_of_the_manifests_belong_together() -> None:
     assert config.resume == "auto"
     assert config.checkpoint_every, "what a pod without a farewell loses is bounded"
     [mount] = (mount["mountPath"] for mount in mounts(job) if mount["name"] == "volume")
-    assert {config.data_dir.parent, config.output_dir.parent} == {Path(mount)}, "nothing that is to last lies in a container"
+    assert {config.data_dir.parent, config.output_dir.parent} == {Path(mount)}, (
+        "nothing that is to last lies in a container"
+    )
     [volume] = (volume for volume in patch["volumes"] if volume["name"] == "volume")
     assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     environment = {entry["name"]: entry.get("value") for entry in trainer["env"]}
     assert environment["PET_RDZV_ID"] == config.run_name
     to_save = int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
-    assert config.timeout < to_save < patch["terminationGracePeriodSeconds"], "ranks, torchrun, kubelet: in this order"
-    assert trainer["resourcesPerNode"]["requests"].keys() == trainer["resourcesPerNode"]["limits"].keys()
+    assert config.timeout < to_save < patch["terminationGracePeriodSeconds"], (
+        "ranks, torchrun, kubelet: in this order"
+    )
+    assert (
+        trainer["resourcesPerNode"]["requests"].keys()
+        == trainer["resourcesPerNode"]["limits"].keys()
+    )
 
 
 def test_the_image_is_built_as_the_manifest_needs_it() -> None:
     steps = instructions()
     assert steps[0][0] == "ARG"
     assert ("FROM", "${BASE}") in steps
-    assert {name for name, _ in steps} <= {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "USER", "CMD"}
+    assert {name for name, _ in steps} <= {
+        "ARG",
+        "FROM",
+        "ENV",
+        "WORKDIR",
+        "COPY",
+        "RUN",
+        "USER",
+        "CMD",
+    }
     for source in (words.split()[0] for name, words in steps if name == "COPY"):
         assert (ROOT / source).exists()
     user = str(pod_patch(train_job())["securityContext"]["runAsUser"])
     assert [words for name, words in steps if name == "USER"] == [user]
     assert any(f"useradd --uid {user} " in words for name, words in steps if name == "RUN")
     assert next(index for index, step in enumerate(steps) if step[0] == "USER") > max(
-        index for index, step in enumerate(steps) if step[0] in ("COPY", "RUN")), "what is installed is not the user's to change"
+        index for index, step in enumerate(steps) if step[0] in ("COPY", "RUN")
+    ), "what is installed is not the user's to change"
 
 
 def test_what_is_not_named_stays_out_of_the_image(tmp_path: Path) -> None:
     shutil.copy(ROOT / ".dockerignore", tmp_path)
-    let_in = ["PartThree/main.py", "common/data/cifar.py", "lab/report/report.html.jinja", "recipes/vgg11-cifar10-fast.toml",
-              "pyproject.toml", "README.md", "LICENSE"]
-    kept_out = ["data/cifar-10-batches-py/data_batch_1", ".git/config", ".venv/bin/python", "reports/run/checkpoints/Epoch_1.pt",
-                ".env", "id_rsa", "common/__pycache__/config.cpython-312.pyc", "tests/helpers.py", "notes/common/data.txt"]
+    let_in = [
+        "PartThree/main.py",
+        "common/data/cifar.py",
+        "lab/report/report.html.jinja",
+        "recipes/vgg11-cifar10-fast.toml",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+    ]
+    kept_out = [
+        "data/cifar-10-batches-py/data_batch_1",
+        ".git/config",
+        ".venv/bin/python",
+        "reports/run/checkpoints/Epoch_1.pt",
+        ".env",
+        "id_rsa",
+        "common/__pycache__/config.cpython-312.pyc",
+        "tests/helpers.py",
+        "notes/common/data.txt",
+    ]
     for name in [*let_in, *kept_out]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
@@ -149,23 +222,34 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_a_pod_that_goes_saves_first_and_its_replacement_goes_on_to_the_same_weights(
-        cluster: Cluster, tmp_path: Path, image: Path) -> None:
+    cluster: Cluster, tmp_path: Path, image: Path
+) -> None:
     job, volume = train_job(), tmp_path / "volume"
     pods = Pods(cluster, job, image=image, volume=volume, flags=SMALL)
     for pod in range(2):
         pods.start(pod)
     start_by_hand(cluster, tmp_path / "by-hand")
-    wait_until(lambda: pods.holds_the_meeting_place(0), "the meeting place, which must not wait for a name that nobody knows yet")
+    wait_until(
+        lambda: pods.holds_the_meeting_place(0),
+        "the meeting place, which must not wait for a name that nobody knows yet",
+    )
     pods.publish()
     wait_until(lambda: "step 2/" in cluster.output(0), "the second step")
 
     pods.terminate(1)
     wait_until(lambda: pods.first_process(1) is None, "the end of the pod that was told to")
-    [saved] = re.findall(r"stopped \(rank 1\): SIGTERM: stopped after step (\d+), saved as \S+; --resume auto", cluster.output(1))
-    assert pods.first_process(0) is not None, "the other's container is not started again, where backoffLimit would count"
+    [saved] = re.findall(
+        r"stopped \(rank 1\): SIGTERM: stopped after step (\d+), saved as \S+; --resume auto",
+        cluster.output(1),
+    )
+    assert pods.first_process(0) is not None, (
+        "the other's container is not started again, where backoffLimit would count"
+    )
     pods.start(1)
     ends = cluster.wait(limit_seconds=LONG)
-    assert {(end.node, end.status) for end in ends} == {(0, 0), (1, 1), (1, 0), (2, 0), (3, 0)}, cluster.output(0)
+    assert {(end.node, end.status) for end in ends} == {(0, 0), (1, 1), (1, 0), (2, 0), (3, 0)}, (
+        cluster.output(0)
+    )
     assert [end.status for end in ends if end.node == 1] == [1, 0], "the pod that went was not done"
     assert with_word(str(volume)) == []
 
@@ -173,17 +257,32 @@ def test_a_pod_that_goes_saves_first_and_its_replacement_goes_on_to_the_same_wei
     assert run.name == job["metadata"]["name"], "both wrote to the folder of the job's name"
     assert re.findall(r"going on from \S+, step (\d+)", cluster.output(0)) == [saved]
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1)), "no step twice, none left out"
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1)), (
+        "no step twice, none left out"
+    )
     assert json.loads((run / "summary.json").read_text())["ranks_hold_equal_weights"]
     disturbed, undisturbed = weights(run), weights(by_hand)
     assert disturbed.keys() == undisturbed.keys()
-    assert [name for name, value in disturbed.items() if not torch.equal(value, undisturbed[name])] == []
+    assert [
+        name for name, value in disturbed.items() if not torch.equal(value, undisturbed[name])
+    ] == []
 
 
 def start_by_hand(cluster: Cluster, folder: Path) -> None:
     """Start the manifest's training as the assignment does, on the nodes that have no pod; nothing will happen to it."""
-    recipe = next(word for word in train_job()["spec"]["trainer"]["args"] if word.startswith("--recipe="))
-    place = ["--num-nodes", 2, "--master-ip", cluster.address(2), "--master-port", free_port(), "--output-dir", folder]
+    recipe = next(
+        word for word in train_job()["spec"]["trainer"]["args"] if word.startswith("--recipe=")
+    )
+    place = [
+        "--num-nodes",
+        2,
+        "--master-ip",
+        cluster.address(2),
+        "--master-port",
+        free_port(),
+        "--output-dir",
+        folder,
+    ]
     for rank in range(2):
         words = [sys.executable, "PartThree/main.py", recipe, *SMALL, *place, "--rank", rank]
         cluster.start([str(word) for word in words], nodes=[2 + rank], cwd=ROOT)
@@ -200,4 +299,6 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     path, _ = newest_checkpoint([run / "checkpoints"])
     entries = load_checkpoint(path)
     assert entries["step"] == STEPS
-    return {name: value for name, value in entries["model_state_dict"].items() if "running" not in name}
+    return {
+        name: value for name, value in entries["model_state_dict"].items() if "running" not in name
+    }

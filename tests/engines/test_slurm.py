@@ -19,12 +19,28 @@ from tests.helpers import ROOT, make_image_folder, slurm_cluster, wait_until
 from tests.helpers.cluster import with_word
 from tests.helpers.slurm_cluster import SlurmCluster
 
-pytestmark = pytest.mark.skipif(slurm_cluster.refused() is not None, reason=f"no Slurm here: {slurm_cluster.refused()}")
+pytestmark = pytest.mark.skipif(
+    slurm_cluster.refused() is not None, reason=f"no Slurm here: {slurm_cluster.refused()}"
+)
 
 STEPS = 8
 # A checkpoint a step leaves something to go on from wherever a run is cut, and time enough to cut it.
-SETTINGS = ("--dataset", "digits", "--batch-size", 16, "--max-steps", STEPS, "--threads", 1, "--log-every", 1,
-            "--checkpoint-every", 1, "--keep-checkpoints", 2)
+SETTINGS = (
+    "--dataset",
+    "digits",
+    "--batch-size",
+    16,
+    "--max-steps",
+    STEPS,
+    "--threads",
+    1,
+    "--log-every",
+    1,
+    "--checkpoint-every",
+    1,
+    "--keep-checkpoints",
+    2,
+)
 SHORT = ("--max-steps", 3)
 ALL_REDUCE, DDP = ("PartTwo/main.py", "--sync", "all_reduce"), ("PartThree/main.py",)
 TORCHRUN, ASSIGNMENT = "launch/slurm.sbatch", "launch/slurm-assignment.sbatch"
@@ -41,10 +57,27 @@ class Jobs:
     def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
         self.slurm, self.folder = slurm, folder
 
-    def submit(self, options: str, script: str, command: tuple, *more: object, environment: dict | None = None) -> str:
+    def submit(
+        self,
+        options: str,
+        script: str,
+        command: tuple,
+        *more: object,
+        environment: dict | None = None,
+    ) -> str:
         """Submit a job of the tests' settings; return its number."""
-        return self.slurm.sbatch("--output", self.folder / "%j.out", *options.split(), script, *command, *SETTINGS,
-                                 "--output-dir", self.folder, *more, environment=environment)
+        return self.slurm.sbatch(
+            "--output",
+            self.folder / "%j.out",
+            *options.split(),
+            script,
+            *command,
+            *SETTINGS,
+            "--output-dir",
+            self.folder,
+            *more,
+            environment=environment,
+        )
 
     def run(self, job: str) -> Path:
         """The folder of a job's run."""
@@ -82,14 +115,44 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Pa
     """Runs the same training without Slurm, on loopback; each once."""
     folder = tmp_path_factory.mktemp("alone")
     with Cluster(4, loopback=True, logs=folder) as cluster:
+
         def run(command: tuple, ranks: int, *more: object) -> Path:
             name = f"{ranks}-ranks"
             found = list(folder.glob(f"{Path(command[0]).parent}*/{name}"))
             if not found:
-                place = ("--master-ip", "{master}", "--master-port", "{port}", "--num-nodes", ranks, "--rank", "{rank}")
-                cluster.start(["python", *map(str, (*command, *SETTINGS, *more, *place, "--output-dir", folder, "--run-name",
-                                                            name))], nodes=range(ranks), cwd=ROOT)
-                assert [end.status for end in cluster.wait(limit_seconds=180)] == [0] * ranks, cluster.output(0)
+                place = (
+                    "--master-ip",
+                    "{master}",
+                    "--master-port",
+                    "{port}",
+                    "--num-nodes",
+                    ranks,
+                    "--rank",
+                    "{rank}",
+                )
+                cluster.start(
+                    [
+                        "python",
+                        *map(
+                            str,
+                            (
+                                *command,
+                                *SETTINGS,
+                                *more,
+                                *place,
+                                "--output-dir",
+                                folder,
+                                "--run-name",
+                                name,
+                            ),
+                        ),
+                    ],
+                    nodes=range(ranks),
+                    cwd=ROOT,
+                )
+                assert [end.status for end in cluster.wait(limit_seconds=180)] == [0] * ranks, (
+                    cluster.output(0)
+                )
                 found = list(folder.glob(f"{Path(command[0]).parent}*/{name}"))
             return found[0]
 
@@ -117,23 +180,41 @@ def on_four_nodes(jobs: Jobs) -> tuple[str, str]:
     """
     for node in range(4):
         jobs.slurm.power_on(node)
-    return (jobs.submit("--nodes=4", TORCHRUN, DDP, *SHORT),
-            jobs.submit("--nodes=4", ASSIGNMENT, ALL_REDUCE, *SHORT, "--dataset", "folder", "--data-dir",
-                        make_image_folder(jobs.folder / "images"),
-                        environment={"STAGE_DATA": "1", "TMPDIR": str(jobs.slurm.own)}))
+    return (
+        jobs.submit("--nodes=4", TORCHRUN, DDP, *SHORT),
+        jobs.submit(
+            "--nodes=4",
+            ASSIGNMENT,
+            ALL_REDUCE,
+            *SHORT,
+            "--dataset",
+            "folder",
+            "--data-dir",
+            make_image_folder(jobs.folder / "images"),
+            environment={"STAGE_DATA": "1", "TMPDIR": str(jobs.slurm.own)},
+        ),
+    )
 
 
 def assert_same_training(run: Path, reference: Path) -> None:
     """Weights, momentum, every step's numbers and the evaluation are the same, bit for bit."""
-    one, other = (load_checkpoint(checkpoints_by_age(folder / "checkpoints")[0]) for folder in (run, reference))
+    one, other = (
+        load_checkpoint(checkpoints_by_age(folder / "checkpoints")[0])
+        for folder in (run, reference)
+    )
     assert one["step"] == other["step"]
     for name, tensor in other["model_state_dict"].items():
         assert torch.equal(one["model_state_dict"][name], tensor), name
     for index, state in other["optimizer_state_dict"]["state"].items():
-        assert torch.equal(one["optimizer_state_dict"]["state"][index]["momentum_buffer"], state["momentum_buffer"]), index
+        assert torch.equal(
+            one["optimizer_state_dict"]["state"][index]["momentum_buffer"], state["momentum_buffer"]
+        ), index
     assert [line["step"] for line in steps(run)] == list(range(1, one["step"] + 1))
     assert steps(run) == steps(reference)
-    reports = [json.loads((folder / "report.json").read_text()) | {"checkpoint": ""} for folder in (run, reference)]
+    reports = [
+        json.loads((folder / "report.json").read_text()) | {"checkpoint": ""}
+        for folder in (run, reference)
+    ]
     assert reports[0] == reports[1]
     assert json.loads((run / "summary.json").read_text())["ranks_hold_equal_weights"] is True
 
@@ -141,11 +222,15 @@ def assert_same_training(run: Path, reference: Path) -> None:
 def steps(run: Path) -> list[dict]:
     """The lines of a run's steps, without times."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if "seconds" not in name} for line in lines]
+    return [
+        {name: value for name, value in line.items() if "seconds" not in name} for line in lines
+    ]
 
 
 @pytest.mark.usefixtures("lost_node")
-def test_torchrun_restarts_a_killed_worker_and_sigterm_saves_for_the_next_start(jobs: Jobs, alone: Callable) -> None:
+def test_torchrun_restarts_a_killed_worker_and_sigterm_saves_for_the_next_start(
+    jobs: Jobs, alone: Callable
+) -> None:
     """One job under both; the signal comes to its shell, as before the time limit."""
     job = jobs.submit("--nodes=2 --nodelist=node[2-3]", TORCHRUN, DDP)
     jobs.slurm.wait_for(job, f"step 2/{STEPS}")
@@ -162,7 +247,9 @@ def test_torchrun_restarts_a_killed_worker_and_sigterm_saves_for_the_next_start(
     assert_same_training(jobs.run(job), alone(DDP, 2))
 
 
-def test_a_lost_batch_node_leads_to_a_start_on_others(jobs: Jobs, lost_node: tuple[str, int], alone: Callable) -> None:
+def test_a_lost_batch_node_leads_to_a_start_on_others(
+    jobs: Jobs, lost_node: tuple[str, int], alone: Callable
+) -> None:
     job, node = lost_node
     try:
         jobs.go_on(job)
@@ -178,29 +265,55 @@ def test_a_lost_batch_node_leads_to_a_start_on_others(jobs: Jobs, lost_node: tup
 def test_torchrun_starts_a_rank_a_card_and_counts_them_by_node(jobs: Jobs, tmp_path: Path) -> None:
     program = tmp_path / "says.py"
     # One write a line: the ranks of a node share a file, and Python writes unbuffered here.
-    program.write_text("import os\nnames = 'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'GROUP_RANK'\n"
-                       "os.write(1, f'{\" \".join(os.environ[name] for name in names)}\\n'.encode())\n")
-    job = jobs.slurm.sbatch("--output", tmp_path / "out", "--nodes=2", "--gpus-per-node=2", TORCHRUN, program,
-                            environment={"LAB_OUTPUT": str(tmp_path)})
+    program.write_text(
+        "import os\nnames = 'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'GROUP_RANK'\n"
+        "os.write(1, f'{\" \".join(os.environ[name] for name in names)}\\n'.encode())\n"
+    )
+    job = jobs.slurm.sbatch(
+        "--output",
+        tmp_path / "out",
+        "--nodes=2",
+        "--gpus-per-node=2",
+        TORCHRUN,
+        program,
+        environment={"LAB_OUTPUT": str(tmp_path)},
+    )
     jobs.finish(job)
-    said = [[line for line in (tmp_path / f"slurm-{job}" / f"task{task}.log").read_text().splitlines() if line[:1].isdigit()]
-            for task in range(2)]
+    said = [
+        [
+            line
+            for line in (tmp_path / f"slurm-{job}" / f"task{task}.log").read_text().splitlines()
+            if line[:1].isdigit()
+        ]
+        for task in range(2)
+    ]
     assert [sorted(lines) for lines in said] == [["0 4 0 0", "1 4 1 0"], ["2 4 0 1", "3 4 1 1"]]
 
 
 @pytest.mark.usefixtures("on_four_nodes")
-def test_the_first_failure_is_shown_and_the_others_lie_in_their_files(jobs: Jobs, tmp_path: Path) -> None:
+def test_the_first_failure_is_shown_and_the_others_lie_in_their_files(
+    jobs: Jobs, tmp_path: Path
+) -> None:
     program = tmp_path / "fails.py"
-    program.write_text("import sys, time\nrank = int(sys.argv[-1])\nprint('line of', rank)\ntime.sleep(0 if rank == 2 else 2)\n"
-                       "sys.exit(f'error: {rank} broke')\n")
-    job = jobs.slurm.sbatch("--output", tmp_path / "out", "--nodes=4", ASSIGNMENT, program,
-                            environment={"LAB_OUTPUT": str(tmp_path)})
+    program.write_text(
+        "import sys, time\nrank = int(sys.argv[-1])\nprint('line of', rank)\ntime.sleep(0 if rank == 2 else 2)\n"
+        "sys.exit(f'error: {rank} broke')\n"
+    )
+    job = jobs.slurm.sbatch(
+        "--output",
+        tmp_path / "out",
+        "--nodes=4",
+        ASSIGNMENT,
+        program,
+        environment={"LAB_OUTPUT": str(tmp_path)},
+    )
     assert jobs.slurm.wait(job) == "FAILED"
     output = jobs.slurm.output(job)
     assert "task 2, which ended first, wrote:\nline of 2\nerror: 2 broke\n" in output
     assert [output.count(f"line of {rank}\n") for rank in range(4)] == [1, 0, 1, 0]
     assert [(tmp_path / f"slurm-{job}" / f"task{rank}.log").read_text() for rank in range(4)] == [
-        f"line of {rank}\nerror: {rank} broke\n" for rank in range(4)]
+        f"line of {rank}\nerror: {rank} broke\n" for rank in range(4)
+    ]
 
 
 @pytest.mark.usefixtures("on_four_nodes")
@@ -208,14 +321,22 @@ def test_a_killed_rank_ends_the_job_with_its_status(jobs: Jobs, tmp_path: Path) 
     """As when memory runs out; no one has asked the job to stop."""
     program = tmp_path / "dies.py"
     program.write_text("import os\nos.kill(os.getpid(), 9)\n")
-    job = jobs.slurm.sbatch("--output", tmp_path / "out", "--nodes=1", ASSIGNMENT, program,
-                            environment={"LAB_OUTPUT": str(tmp_path)})
+    job = jobs.slurm.sbatch(
+        "--output",
+        tmp_path / "out",
+        "--nodes=1",
+        ASSIGNMENT,
+        program,
+        environment={"LAB_OUTPUT": str(tmp_path)},
+    )
     assert jobs.slurm.wait(job, limit_seconds=60) == "FAILED"
     logs = tmp_path / f"slurm-{job}"
     told = f"error: the job failed with status 137; all tasks' output: {logs}; the likely cause: lab explain {logs}/*.log"
     assert told in jobs.slurm.output(job).splitlines()
     for log in logs.glob("*.log"):
-        assert [one.error.name for one in explain(read_lines(str(log)))] == ["killed"], log.read_text()
+        assert [one.error.name for one in explain(read_lines(str(log)))] == ["killed"], (
+            log.read_text()
+        )
 
 
 @pytest.mark.usefixtures("on_four_nodes")
@@ -223,22 +344,38 @@ def test_a_job_that_has_gone_back_often_enough_stays(jobs: Jobs, tmp_path: Path)
     """The program asks for its own end as a scheduler would; REQUEUES counts the starts."""
     program = tmp_path / "stops.py"
     program.write_text("import sys\nsys.exit(75)\n")
-    job = jobs.slurm.sbatch("--output", tmp_path / "out", "--nodes=1", ASSIGNMENT, program,
-                            environment={"LAB_OUTPUT": str(tmp_path), "REQUEUES": "1"})
+    job = jobs.slurm.sbatch(
+        "--output",
+        tmp_path / "out",
+        "--nodes=1",
+        ASSIGNMENT,
+        program,
+        environment={"LAB_OUTPUT": str(tmp_path), "REQUEUES": "1"},
+    )
     jobs.go_on(job)
     assert jobs.slurm.wait(job) == "FAILED"
     assert jobs.slurm.job(job)["Restarts"] == "1"
     last = jobs.slurm.output(job).splitlines()[-1]
-    assert last.startswith("error: stopped and saved; the job has gone back to the queue 1 times (REQUEUES)")
+    assert last.startswith(
+        "error: stopped and saved; the job has gone back to the queue 1 times (REQUEUES)"
+    )
 
 
 @pytest.mark.usefixtures("on_four_nodes")
 def test_a_cancelled_job_does_not_come_back(jobs: Jobs, tmp_path: Path) -> None:
     program = tmp_path / "waits.py"
-    program.write_text("import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
-                       "print('waits', flush=True)\ntime.sleep(600)\n")
-    job = jobs.slurm.sbatch("--output", tmp_path / "out", "--nodes=2", ASSIGNMENT, program,
-                            environment={"LAB_OUTPUT": str(tmp_path)})
+    program.write_text(
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        "print('waits', flush=True)\ntime.sleep(600)\n"
+    )
+    job = jobs.slurm.sbatch(
+        "--output",
+        tmp_path / "out",
+        "--nodes=2",
+        ASSIGNMENT,
+        program,
+        environment={"LAB_OUTPUT": str(tmp_path)},
+    )
     jobs.slurm.wait_for(job, "waits")
     jobs.slurm.run("scancel", job)
     assert jobs.slurm.wait(job) == "CANCELLED"
@@ -253,42 +390,104 @@ def test_bad_input_is_one_clear_message(jobs: Jobs) -> None:
     own = jobs.slurm.own
     cases = {
         ("--nodes=1", ASSIGNMENT): "no command: give it behind the script",
-        ("--nodes=2", TORCHRUN, "--nnodes", "4", *DDP): "--nnodes in the command: leave it out; this job's 2 nodes are filled in",
-        ("--nodes=2", ASSIGNMENT, *ALL_REDUCE, "--num-nodes=4"): "--num-nodes=4 in the command: leave it out",
-        ("--ntasks-per-node=2", TORCHRUN, *DDP): "2 tasks a node, and each would take a whole node's place",
+        (
+            "--nodes=2",
+            TORCHRUN,
+            "--nnodes",
+            "4",
+            *DDP,
+        ): "--nnodes in the command: leave it out; this job's 2 nodes are filled in",
+        (
+            "--nodes=2",
+            ASSIGNMENT,
+            *ALL_REDUCE,
+            "--num-nodes=4",
+        ): "--num-nodes=4 in the command: leave it out",
+        (
+            "--ntasks-per-node=2",
+            TORCHRUN,
+            *DDP,
+        ): "2 tasks a node, and each would take a whole node's place",
         ("--nodes=2", TORCHRUN, *DDP, "--epochs", "none"): "PartThree/main.py: argument --epochs: ",
-        ("--nodes=2", TORCHRUN, *DDP, "--dataset", "digits", "--output-dir", own): f"{own} is another folder here than on the",
-        ("--nodes=2", TORCHRUN, *DDP, "--data-dir", own, "--mirror", "http://127.0.0.1:9/", "--output-dir", jobs.folder):
-            f"cifar10 is not in {own} (",
+        (
+            "--nodes=2",
+            TORCHRUN,
+            *DDP,
+            "--dataset",
+            "digits",
+            "--output-dir",
+            own,
+        ): f"{own} is another folder here than on the",
+        (
+            "--nodes=2",
+            TORCHRUN,
+            *DDP,
+            "--data-dir",
+            own,
+            "--mirror",
+            "http://127.0.0.1:9/",
+            "--output-dir",
+            jobs.folder,
+        ): f"cifar10 is not in {own} (",
     }
-    submitted = {jobs.slurm.sbatch("--output", jobs.folder / "%j.out", *case): message for case, message in cases.items()}
-    nowhere = jobs.slurm.sbatch("--output", jobs.folder / "%j.out", ASSIGNMENT, *ALL_REDUCE, environment={"PYTHON": "/no/python"})
-    elsewhere = jobs.slurm.sbatch("--output", jobs.folder / "%j.out", ROOT / TORCHRUN, *DDP, cwd=jobs.folder)
-    submitted |= {nowhere: "/no/python is not on node", elsewhere: f"no launch/slurm-common.sh in {jobs.folder}: submit from the"}
+    submitted = {
+        jobs.slurm.sbatch("--output", jobs.folder / "%j.out", *case): message
+        for case, message in cases.items()
+    }
+    nowhere = jobs.slurm.sbatch(
+        "--output",
+        jobs.folder / "%j.out",
+        ASSIGNMENT,
+        *ALL_REDUCE,
+        environment={"PYTHON": "/no/python"},
+    )
+    elsewhere = jobs.slurm.sbatch(
+        "--output", jobs.folder / "%j.out", ROOT / TORCHRUN, *DDP, cwd=jobs.folder
+    )
+    submitted |= {
+        nowhere: "/no/python is not on node",
+        elsewhere: f"no launch/slurm-common.sh in {jobs.folder}: submit from the",
+    }
     for job, message in submitted.items():
         assert jobs.slurm.wait(job) == "FAILED"
         output = jobs.slurm.output(job)
-        assert any(line.startswith("error: ") and message in line for line in output.splitlines()), f"{message!r}: {output}"
+        assert any(
+            line.startswith("error: ") and message in line for line in output.splitlines()
+        ), f"{message!r}: {output}"
         assert "Traceback" not in output
     assert list(jobs.slurm.folder.glob("disk-node*/*.token")) == []
     assert "start it with sbatch" in jobs.slurm.run("bash", TORCHRUN, *DDP, check=False)
 
 
 @pytest.mark.usefixtures("on_four_nodes")
-def test_a_folder_of_each_node_is_good_enough_where_the_job_never_goes_back(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_folder_of_each_node_is_good_enough_where_the_job_never_goes_back(
+    jobs: Jobs, tmp_path: Path
+) -> None:
     program = tmp_path / "says.py"
     program.write_text("print('said')\n")
-    job = jobs.slurm.sbatch("--output", tmp_path / "out", "--nodes=2", "--no-requeue", ASSIGNMENT, program,
-                            environment={"LAB_OUTPUT": str(jobs.slurm.own)})
+    job = jobs.slurm.sbatch(
+        "--output",
+        tmp_path / "out",
+        "--nodes=2",
+        "--no-requeue",
+        ASSIGNMENT,
+        program,
+        environment={"LAB_OUTPUT": str(jobs.slurm.own)},
+    )
     assert jobs.finish(job) == "said\n"
     assert len(list(jobs.slurm.folder.glob(f"disk-node*/slurm-{job}/task*.log"))) == 2
 
 
-def test_both_scripts_train_on_four_nodes(jobs: Jobs, on_four_nodes: tuple[str, str], alone: Callable) -> None:
+def test_both_scripts_train_on_four_nodes(
+    jobs: Jobs, on_four_nodes: tuple[str, str], alone: Callable
+) -> None:
     """No node knows another's name. The dataset is staged once a node, and taken away again."""
     torchrun, assignment = on_four_nodes
     images = ("--dataset", "folder", "--data-dir", jobs.folder / "images")
-    for job, reference in ((torchrun, alone(DDP, 4, *SHORT)), (assignment, alone(ALL_REDUCE, 4, *SHORT, *images))):
+    for job, reference in (
+        (torchrun, alone(DDP, 4, *SHORT)),
+        (assignment, alone(ALL_REDUCE, 4, *SHORT, *images)),
+    ):
         output = jobs.finish(job)
         assert "batch: 4 a rank x 4 ranks = 16 global" in output
         assert output.count("step 3/3") == 1, "rank 0's lines alone"
@@ -303,11 +502,26 @@ def test_nothing_is_left_when_the_cluster_ends(tmp_path: Path) -> None:
     word = f"{os.getpid()}.5"
     mounts = Path("/proc/self/mounts").read_text()
     with SlurmCluster(tmp_path / "slurm", nodes=1) as slurm:
-        job = slurm.sbatch("--output", tmp_path / "out", "--wrap", f"setsid sleep {word} & echo started; wait")
+        job = slurm.sbatch(
+            "--output", tmp_path / "out", "--wrap", f"setsid sleep {word} & echo started; wait"
+        )
         slurm.wait_for(job, "started")
         wait_until(lambda: with_word(word), "the sleeper")
-        assert with_word(str(tmp_path / "slurm" / "slurm.conf")), "the daemons have it in their environment"
-        before = {path.name for path in Path("/etc/slurm").iterdir()} if Path("/etc/slurm").exists() else set()
-    wait_until(lambda: not with_word(word) and not with_word(str(tmp_path / "slurm" / "slurm.conf")), "all end")
+        assert with_word(str(tmp_path / "slurm" / "slurm.conf")), (
+            "the daemons have it in their environment"
+        )
+        before = (
+            {path.name for path in Path("/etc/slurm").iterdir()}
+            if Path("/etc/slurm").exists()
+            else set()
+        )
+    wait_until(
+        lambda: not with_word(word) and not with_word(str(tmp_path / "slurm" / "slurm.conf")),
+        "all end",
+    )
     assert Path("/proc/self/mounts").read_text() == mounts
-    assert ({path.name for path in Path("/etc/slurm").iterdir()} if Path("/etc/slurm").exists() else set()) == before
+    assert (
+        {path.name for path in Path("/etc/slurm").iterdir()}
+        if Path("/etc/slurm").exists()
+        else set()
+    ) == before

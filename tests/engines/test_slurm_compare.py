@@ -14,7 +14,9 @@ from tests.helpers import ROOT, slurm_cluster
 from tests.helpers.slurm_cluster import SlurmCluster
 
 SCRIPT = ROOT / "launch" / "slurm-compare.sbatch"
-pytestmark = pytest.mark.skipif(slurm_cluster.refused() is not None, reason=f"no Slurm here: {slurm_cluster.refused()}")
+pytestmark = pytest.mark.skipif(
+    slurm_cluster.refused() is not None, reason=f"no Slurm here: {slurm_cluster.refused()}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +28,19 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan of two runs: none on 1 node, all_reduce on 2."""
-    settings = Settings(nodes=(1, 2), sync=("all_reduce",), steps=2, warmup=1, repeats=1, dataset="digits", batch_size=16,
-                        flags=("--threads", "1"))
-    return plan_comparison(settings, reports=tmp_path_factory.mktemp("reports"), anew=False, command="", predicts=False)[0]
+    settings = Settings(
+        nodes=(1, 2),
+        sync=("all_reduce",),
+        steps=2,
+        warmup=1,
+        repeats=1,
+        dataset="digits",
+        batch_size=16,
+        flags=("--threads", "1"),
+    )
+    return plan_comparison(
+        settings, reports=tmp_path_factory.mktemp("reports"), anew=False, command="", predicts=False
+    )[0]
 
 
 def report(folder: Path) -> dict[str, Any]:
@@ -37,23 +49,44 @@ def report(folder: Path) -> dict[str, Any]:
 
 def submit(slurm: SlurmCluster, *arguments: object) -> str:
     """Submit, with these options and arguments of the script, and return the job's number."""
-    cut = [index for index, argument in enumerate(arguments) if not str(argument).startswith("--")] or [len(arguments)]
-    return slurm.sbatch("--output", slurm.folder / "%A_%a.out", *arguments[:cut[0]], SCRIPT, *arguments[cut[0]:])
+    cut = [
+        index for index, argument in enumerate(arguments) if not str(argument).startswith("--")
+    ] or [len(arguments)]
+    return slurm.sbatch(
+        "--output", slurm.folder / "%A_%a.out", *arguments[: cut[0]], SCRIPT, *arguments[cut[0] :]
+    )
 
 
-def test_what_cannot_run_says_so_once_and_the_report_names_it(slurm: SlurmCluster, folder: Path) -> None:
-    small, alone = submit(slurm, "--nodes=1", "--array=1,7", folder), submit(slurm, "--nodes=1", folder)
-    bare, wrong = submit(slurm, "--nodes=1", "--array=0"), submit(slurm, "--nodes=1", "--array=0", "nowhere")
-    for job, message in ((f"{small}_1", "run 1 (all_reduce on 2 nodes, repeat 1) needs 2 nodes, and there is 1"),
-                         (f"{small}_7", "--run: got 7, the plan in"), (alone, "no job array: add --array"),
-                         (f"{bare}_0", "give the folder of a lab compare --plan"), (f"{wrong}_0", "nowhere, seen from ")):
+def test_what_cannot_run_says_so_once_and_the_report_names_it(
+    slurm: SlurmCluster, folder: Path
+) -> None:
+    small, alone = (
+        submit(slurm, "--nodes=1", "--array=1,7", folder),
+        submit(slurm, "--nodes=1", folder),
+    )
+    bare, wrong = (
+        submit(slurm, "--nodes=1", "--array=0"),
+        submit(slurm, "--nodes=1", "--array=0", "nowhere"),
+    )
+    for job, message in (
+        (f"{small}_1", "run 1 (all_reduce on 2 nodes, repeat 1) needs 2 nodes, and there is 1"),
+        (f"{small}_7", "--run: got 7, the plan in"),
+        (alone, "no job array: add --array"),
+        (f"{bare}_0", "give the folder of a lab compare --plan"),
+        (f"{wrong}_0", "nowhere, seen from "),
+    ):
         assert slurm.wait(job) == "FAILED"
         first = next(line for line in slurm.output(job).splitlines() if line.startswith("error: "))
         assert first.startswith(f"error: {message}")
-    assert {cell["id"]: cell["status"] for cell in report(folder)["cells"]} == {"none-n1": "pending", "all_reduce-n2": "failed"}
+    assert {cell["id"]: cell["status"] for cell in report(folder)["cells"]} == {
+        "none-n1": "pending",
+        "all_reduce-n2": "failed",
+    }
 
 
-def test_an_array_does_the_plan_and_again_what_is_missing(slurm: SlurmCluster, folder: Path) -> None:
+def test_an_array_does_the_plan_and_again_what_is_missing(
+    slurm: SlurmCluster, folder: Path
+) -> None:
     line = how_to_run(planned_runs(folder, read_results(folder / "results.json"))).split()
     assert line[1:3] == ["--nodes=2", "--array=0-1%1"]
     array = submit(slurm, *line[1:3], folder)
@@ -65,9 +98,13 @@ def test_an_array_does_the_plan_and_again_what_is_missing(slurm: SlurmCluster, f
     assert results["warnings"] == []
     cells = {cell["id"]: cell["repeats"][0] for cell in results["cells"]}
     assert [rank["host"] for rank in cells["all_reduce-n2"]["ranks"]] == ["node0", "node1"]
-    assert [rank["host"] for rank in cells["none-n1"]["ranks"]] == ["node0"], "the first of the job's two nodes"
+    assert [rank["host"] for rank in cells["none-n1"]["ranks"]] == ["node0"], (
+        "the first of the job's two nodes"
+    )
     first = [cell["losses"][0][1] for cell in cells.values()]
-    assert first[0] == pytest.approx(first[1], rel=0.05), "the same weights and images, in two shards"
+    assert first[0] == pytest.approx(first[1], rel=0.05), (
+        "the same weights and images, in two shards"
+    )
     measured = {path: path.stat().st_mtime_ns for path in folder.glob("runs/**/*")}
     again = submit(slurm, "--nodes=2", "--array=1", folder)
     assert slurm.wait(f"{again}_1") == "COMPLETED"

@@ -16,7 +16,9 @@ import pytest
 from tests.helpers import LONG, ROOT, make_image_folder, only_run_folder, wait_until
 from tests.helpers.sshd import HOSTS, Machines, missing
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no hosts with sshd here: {missing()}")
+pytestmark = pytest.mark.skipif(
+    missing() is not None, reason=f"no hosts with sshd here: {missing()}"
+)
 
 ALL = ("--hosts", ",".join(HOSTS))
 TRAINING = ("--dataset", "digits", "--batch-size", "48", "--threads", "1")
@@ -33,7 +35,10 @@ def _nothing_on_the_hosts(machines: Machines) -> Iterator[None]:
     """After every test no host runs more than the sshd that listens, and the terminal nothing at all."""
     yield
     machines.end_commands()
-    wait_until(lambda: not any(machines.running(node) for node in range(4)), f"all is gone: {machines.running(1)}")
+    wait_until(
+        lambda: not any(machines.running(node) for node in range(4)),
+        f"all is gone: {machines.running(1)}",
+    )
 
 
 def mark() -> str:
@@ -47,8 +52,21 @@ def sleepers(machines: Machines, node: int, seconds: str) -> int:
 
 def test_training_is_launched_collected_and_reported(machines: Machines, tmp_path: Path) -> None:
     """Each host writes to a disk of its own; what comes together here is one run that lab report reads."""
-    status, output = machines.run("launch", *ALL, "--output-dir", tmp_path, "--", "python", "PartTwo/main.py", "--sync",
-                                  "all_reduce", "--max-steps", "2", "--measure-only", *TRAINING)
+    status, output = machines.run(
+        "launch",
+        *ALL,
+        "--output-dir",
+        tmp_path,
+        "--",
+        "python",
+        "PartTwo/main.py",
+        "--sync",
+        "all_reduce",
+        "--max-steps",
+        "2",
+        "--measure-only",
+        *TRAINING,
+    )
     assert status == 0, output
     lines = output.splitlines()
     launch = next(tmp_path.glob("launch-*"))
@@ -57,150 +75,318 @@ def test_training_is_launched_collected_and_reported(machines: Machines, tmp_pat
     assert lines[-1].startswith("all nodes ended well after ")
     assert "equal weights   yes, on all ranks" in (launch / "node0.log").read_text()
 
-    there = [only_run_folder(machines.own_checkout(node) / "reports", "PartTwo-all_reduce") for node in (1, 2, 3)]
-    assert [(folder / f"logs_rank{rank}.txt").exists() for rank, folder in enumerate(there)] == [True] * 3
-    assert not (there[0] / "logs_rank1.txt").exists(), "the disks are not the hosts' own: the test would prove nothing"
+    there = [
+        only_run_folder(machines.own_checkout(node) / "reports", "PartTwo-all_reduce")
+        for node in (1, 2, 3)
+    ]
+    assert [(folder / f"logs_rank{rank}.txt").exists() for rank, folder in enumerate(there)] == [
+        True
+    ] * 3
+    assert not (there[0] / "logs_rank1.txt").exists(), (
+        "the disks are not the hosts' own: the test would prove nothing"
+    )
     summary = json.loads((there[0] / "summary.json").read_text())
-    assert (summary["nodes"], summary["ranks_hold_equal_weights"], summary["last_step"]) == (3, True, 2)
+    assert (summary["nodes"], summary["ranks_hold_equal_weights"], summary["last_step"]) == (
+        3,
+        True,
+        2,
+    )
 
     status, output = machines.run("collect", launch, "--output-dir", tmp_path)
     assert status == 0, output
     here = only_run_folder(tmp_path, "PartTwo-all_reduce")
     assert f"{here}: from node1, node2, node3" in output
-    assert {path.name for path in here.iterdir()} == {path.name for path in there[0].iterdir() if path.is_file()} | {
-        "logs_rank1.txt", "logs_rank2.txt"}
-    assert all((here / path.name).read_bytes() == path.read_bytes() for path in there[0].iterdir() if path.is_file())
-    report = subprocess.run([sys.executable, "-m", "lab", "report", str(here), "--output-dir", str(tmp_path)], cwd=ROOT,
-                            text=True, capture_output=True, timeout=LONG)
+    assert {path.name for path in here.iterdir()} == {
+        path.name for path in there[0].iterdir() if path.is_file()
+    } | {"logs_rank1.txt", "logs_rank2.txt"}
+    assert all(
+        (here / path.name).read_bytes() == path.read_bytes()
+        for path in there[0].iterdir()
+        if path.is_file()
+    )
+    report = subprocess.run(
+        [sys.executable, "-m", "lab", "report", str(here), "--output-dir", str(tmp_path)],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=LONG,
+    )
     assert report.returncode == 0, report.stderr
     assert "all_reduce" in next(tmp_path.glob("report-*/table.md")).read_text()
 
     (here / "logs_rank1.txt").write_text("my own notes\n")
     full = (here / "metrics.jsonl").read_text()
-    (here / "metrics.jsonl").write_text(full.splitlines(keepends=True)[0])  # as if collected while the run was going on
+    (here / "metrics.jsonl").write_text(
+        full.splitlines(keepends=True)[0]
+    )  # as if collected while the run was going on
     status, output = machines.run("collect", launch, "--output-dir", tmp_path)
     assert status == 1, output
-    assert f"other files of the same names are here, and were left alone (1): {here / 'logs_rank1.txt'}; give" in output
+    assert (
+        f"other files of the same names are here, and were left alone (1): {here / 'logs_rank1.txt'}; give"
+        in output
+    )
     assert (here / "logs_rank1.txt").read_text() == "my own notes\n"
     assert (here / "metrics.jsonl").read_text() == full
 
 
-def test_a_checked_launch_passes_sigterm_on_to_the_parts_which_save(machines: Machines, tmp_path: Path) -> None:
-    process = machines.start("launch", "--hosts", "node1,node2", "--check", "--logs", tmp_path, "--", "python",
-                             "PartThree/main.py", "--max-steps", "4000", "--log-every", "1", *TRAINING)
+def test_a_checked_launch_passes_sigterm_on_to_the_parts_which_save(
+    machines: Machines, tmp_path: Path
+) -> None:
+    process = machines.start(
+        "launch",
+        "--hosts",
+        "node1,node2",
+        "--check",
+        "--logs",
+        tmp_path,
+        "--",
+        "python",
+        "PartThree/main.py",
+        "--max-steps",
+        "4000",
+        "--log-every",
+        "1",
+        *TRAINING,
+    )
     log = tmp_path / "node0.log"
     wait_until(lambda: log.exists() and "step 2/4000" in log.read_text(), "training goes on")
     psutil.Process(machines.lab_pid(process)).send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=LONG)
     assert process.returncode == 75, output
-    assert "node 0 | ok       nodes         2 of 2 nodes met at 10.9.0.2:29500" in output.splitlines()
-    assert re.search(r"stopped after [\d.]+ s, and saved: the same command with --resume auto goes on", output), output
+    assert (
+        "node 0 | ok       nodes         2 of 2 nodes met at 10.9.0.2:29500" in output.splitlines()
+    )
+    assert re.search(
+        r"stopped after [\d.]+ s, and saved: the same command with --resume auto goes on", output
+    ), output
     run = only_run_folder(machines.own_checkout(1) / "reports", "PartThree-ddp")
     assert list((run / "checkpoints").glob("*.pt"))
     assert json.loads((tmp_path / "launch.json").read_text())["status"] == 75
 
 
-@pytest.mark.parametrize("end", ["failure", "interrupt", "terminate", "kill", "cut", "keeper", "connection"])
+@pytest.mark.parametrize(
+    "end", ["failure", "interrupt", "terminate", "kill", "cut", "keeper", "connection"]
+)
 def test_nothing_is_left_on_any_host(machines: Machines, tmp_path: Path, end: str) -> None:
     """Counted on each host, also what runs in a session of its own, after every way in which a launch can end."""
     seconds, two = mark(), end == "failure"
     last = "test {rank} = 0 || exit 7; " if end == "failure" else ""
-    process = machines.start("launch", "--hosts", "node1,node2" if two else "node1", "--silence", "3", "--logs", tmp_path, "--",
-                             "sh", "-c", f"setsid sleep {seconds} & echo up; {last}sleep {seconds}")
+    process = machines.start(
+        "launch",
+        "--hosts",
+        "node1,node2" if two else "node1",
+        "--silence",
+        "3",
+        "--logs",
+        tmp_path,
+        "--",
+        "sh",
+        "-c",
+        f"setsid sleep {seconds} & echo up; {last}sleep {seconds}",
+    )
     hurt = 2 if two else 1
     nodes = [node for node in (1, 2) if node <= hurt]
     if end != "failure":
-        wait_until(lambda: all(sleepers(machines, node, seconds) == 2 for node in nodes), "the command runs on all hosts")
+        wait_until(
+            lambda: all(sleepers(machines, node, seconds) == 2 for node in nodes),
+            "the command runs on all hosts",
+        )
     lab = psutil.Process(machines.lab_pid(process)) if end != "failure" else None
     match end:
         case "interrupt" | "terminate" | "kill":
-            lab.send_signal({"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}[end])
+            lab.send_signal(
+                {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}[
+                    end
+                ]
+            )
         case "cut":
             machines.cluster.fault(hurt, "cut")
         case "keeper":  # a child of the one that waits for it
-            os.kill(max(pid for pid, command in machines.running(hurt).items() if "python -c" in command), signal.SIGKILL)
+            os.kill(
+                max(
+                    pid for pid, command in machines.running(hurt).items() if "python -c" in command
+                ),
+                signal.SIGKILL,
+            )
         case "connection":
             next(child for child in lab.children() if child.name() == "ssh").kill()
     output, _ = process.communicate(timeout=LONG)
-    assert process.returncode == {"failure": 7, "interrupt": 130, "terminate": 143, "kill": 137, "cut": 255, "keeper": 255,
-                                  "connection": 255}[end], output
-    told = {"failure": "error: node 1 ended with status 7: up (host node2; its output: ", "kill": "",
-            "interrupt": "interrupted: every process on every host is ended", "terminate": "ended by SIGTERM: every process",
-            "cut": "error: the connection to node 0 (node1) broke after ",
-            "keeper": "(lab's own process there was killed by signal 9)", "connection": "error: the connection to node 0 (node1)"}
+    assert (
+        process.returncode
+        == {
+            "failure": 7,
+            "interrupt": 130,
+            "terminate": 143,
+            "kill": 137,
+            "cut": 255,
+            "keeper": 255,
+            "connection": 255,
+        }[end]
+    ), output
+    told = {
+        "failure": "error: node 1 ended with status 7: up (host node2; its output: ",
+        "kill": "",
+        "interrupt": "interrupted: every process on every host is ended",
+        "terminate": "ended by SIGTERM: every process",
+        "cut": "error: the connection to node 0 (node1) broke after ",
+        "keeper": "(lab's own process there was killed by signal 9)",
+        "connection": "error: the connection to node 0 (node1)",
+    }
     assert told[end] in output
-    wait_until(lambda: not any(sleepers(machines, node, seconds) for node in nodes), "every process is gone, the link cut or not")
+    wait_until(
+        lambda: not any(sleepers(machines, node, seconds) for node in nodes),
+        "every process is gone, the link cut or not",
+    )
     if end == "cut":  # sshd itself learns of it when the link is back
         machines.cluster.fault(hurt, "restore")
 
 
-def test_of_many_hosts_the_terminal_shows_rank_0_and_the_first_failure(machines: Machines, tmp_path: Path) -> None:
+def test_of_many_hosts_the_terminal_shows_rank_0_and_the_first_failure(
+    machines: Machines, tmp_path: Path
+) -> None:
     """Nine, so that some stand there twice and share the port that is given for it."""
-    status, output = machines.run("launch", "--hosts", ",".join(HOSTS * 3), "--master-port", "29600", "--logs", tmp_path, "--",
-                                  "sh", "-c", "echo from {rank} of {nodes} at {master}:{port}; test {rank} = 5 || { sleep 2; "
-                                  "exit; }; echo 'ValueError: five'; exit 9")
+    status, output = machines.run(
+        "launch",
+        "--hosts",
+        ",".join(HOSTS * 3),
+        "--master-port",
+        "29600",
+        "--logs",
+        tmp_path,
+        "--",
+        "sh",
+        "-c",
+        "echo from {rank} of {nodes} at {master}:{port}; test {rank} = 5 || { sleep 2; "
+        "exit; }; echo 'ValueError: five'; exit 9",
+    )
     assert status == 9, output
     log = tmp_path / "node5.log"
     first, *lines, last = output.splitlines()
-    assert first == (f"9 hosts, node1 to node3; rank 0 at 10.9.0.2:29600; logs: {tmp_path}; rank 0's output, and the first "
-                     "failure's")
-    assert sorted(lines) == ["node 0 | from 0 of 9 at 10.9.0.2:29600", "node 5 | ValueError: five",
-                             "node 5 | from 5 of 9 at 10.9.0.2:29600"]
-    assert last == f"error: node 5 ended with status 9: ValueError: five (host node3; its output: {log})"
+    assert first == (
+        f"9 hosts, node1 to node3; rank 0 at 10.9.0.2:29600; logs: {tmp_path}; rank 0's output, and the first "
+        "failure's"
+    )
+    assert sorted(lines) == [
+        "node 0 | from 0 of 9 at 10.9.0.2:29600",
+        "node 5 | ValueError: five",
+        "node 5 | from 5 of 9 at 10.9.0.2:29600",
+    ]
+    assert (
+        last
+        == f"error: node 5 ended with status 9: ValueError: five (host node3; its output: {log})"
+    )
     assert [(tmp_path / f"node{node}.log").read_text().splitlines()[0] for node in range(9)] == [
-        f"from {node} of 9 at 10.9.0.2:29600" for node in range(9)]
+        f"from {node} of 9 at 10.9.0.2:29600" for node in range(9)
+    ]
 
 
-def test_the_masters_address_is_one_that_the_others_reach(machines: Machines, tmp_path: Path) -> None:
+def test_the_masters_address_is_one_that_the_others_reach(
+    machines: Machines, tmp_path: Path
+) -> None:
     """Where the first host's name stands for an address that every host has, as that of a bridge of containers; and where one
     host does not reach the first, it is named."""
+
     def on_hosts(command: str, hosts: str = ",".join(HOSTS)) -> tuple[int, str]:
-        return machines.run("launch", "--hosts", hosts, "--logs", tmp_path / "logs", "--", "sh", "-c", command)
+        return machines.run(
+            "launch", "--hosts", hosts, "--logs", tmp_path / "logs", "--", "sh", "-c", command
+        )
 
     try:
-        status, output = on_hosts("ip link add a0 type veth peer name a1 && ip address add 172.17.0.1/16 dev a0 && "
-                                  "ip link set a0 up && ip link set a1 up && echo 172.17.0.1 node1 > hosts && "
-                                  "mount --bind hosts /etc/hosts && getent hosts node1")
+        status, output = on_hosts(
+            "ip link add a0 type veth peer name a1 && ip address add 172.17.0.1/16 dev a0 && "
+            "ip link set a0 up && ip link set a1 up && echo 172.17.0.1 node1 > hosts && "
+            "mount --bind hosts /etc/hosts && getent hosts node1"
+        )
         assert output.count("| 172.17.0.1      node1") == 3, output
         status, output = on_hosts("echo {master}")
-        assert (status, output.splitlines()[0].split("; ")[1]) == (0, "rank 0 at 10.9.0.2:29500"), output
+        assert (status, output.splitlines()[0].split("; ")[1]) == (0, "rank 0 at 10.9.0.2:29500"), (
+            output
+        )
         assert on_hosts("ip route add unreachable 10.9.0.2", "node2")[0] == 0
         status, output = on_hosts("echo {master}")
-        assert (status, output.splitlines()[:1]) == (2, ["error: 1 of 3 hosts cannot take part; nothing was started"])
-        assert output.splitlines()[1].startswith("  node 1 (node2): does not reach node 0 (node1) at 10.9.0.2:29500 (no route to "
-                                                 "host): open the port there, or give --master-ip, another "), output
+        assert (status, output.splitlines()[:1]) == (
+            2,
+            ["error: 1 of 3 hosts cannot take part; nothing was started"],
+        )
+        assert output.splitlines()[1].startswith(
+            "  node 1 (node2): does not reach node 0 (node1) at 10.9.0.2:29500 (no route to "
+            "host): open the port there, or give --master-ip, another "
+        ), output
     finally:
         on_hosts("umount /etc/hosts; ip link delete a0; ip route delete unreachable 10.9.0.2; true")
 
 
-def refused(machines: Machines, folder: Path, *arguments: object, config: Path | None = None) -> list[str]:
+def refused(
+    machines: Machines, folder: Path, *arguments: object, config: Path | None = None
+) -> list[str]:
     """What a launch says that starts nothing, its lines."""
     hosts = () if "--hosts" in arguments else ALL
-    status, output = machines.run("launch", *hosts, "--output-dir", folder / "reports", *arguments, "--", "python",
-                                  "PartTwo/main.py", *TRAINING, config=config)
+    status, output = machines.run(
+        "launch",
+        *hosts,
+        "--output-dir",
+        folder / "reports",
+        *arguments,
+        "--",
+        "python",
+        "PartTwo/main.py",
+        *TRAINING,
+        config=config,
+    )
     assert status == 2, output
     assert not (folder / "reports").exists()
     return output.splitlines()
 
 
-def test_hosts_that_ssh_does_not_reach_are_named_all_at_once(machines: Machines, tmp_path: Path) -> None:
-    lines = refused(machines, tmp_path, "--hosts", "node1,nowhere,10.9.0.77", "--ssh-option", "ConnectTimeout=2")
+def test_hosts_that_ssh_does_not_reach_are_named_all_at_once(
+    machines: Machines, tmp_path: Path
+) -> None:
+    lines = refused(
+        machines, tmp_path, "--hosts", "node1,nowhere,10.9.0.77", "--ssh-option", "ConnectTimeout=2"
+    )
     assert lines[0] == "error: 2 of 3 hosts cannot take part; nothing was started"
-    assert re.match(r"  node 1 \(nowhere\): unknown host \(ssh: Could not resolve hostname nowhere: .*\): check the", lines[1])
-    assert re.match(r"  node 2 \(10\.9\.0\.77\): no answer \(ssh: connect to host .*\): check that it is on", lines[2])
+    assert re.match(
+        r"  node 1 \(nowhere\): unknown host \(ssh: Could not resolve hostname nowhere: .*\): check the",
+        lines[1],
+    )
+    assert re.match(
+        r"  node 2 \(10\.9\.0\.77\): no answer \(ssh: connect to host .*\): check that it is on",
+        lines[2],
+    )
     assert len(lines) == 3
-    assert "it refuses connections on ssh's port" in refused(machines, tmp_path, "--ssh-option", "Port=2299")[3]
+    assert (
+        "it refuses connections on ssh's port"
+        in refused(machines, tmp_path, "--ssh-option", "Port=2299")[3]
+    )
 
 
-@pytest.mark.parametrize(("entry", "other", "told"), [
-    ("keys/user\n", "keys/stranger\n", "it refuses the key (ssh: root@node2: Permission denied (publickey).): copy yours there: "
-     "ssh-copy-id node2; or give --user"),
-    ("known_hosts", "none", "its host key is unknown here (ssh: Host key verification failed.): connect once by hand and compare "
-     "the fingerprint: ssh node2"),
-    ("known_hosts", "swapped", "its host key is not the one that ssh knows: where it was installed anew: ssh-keygen -R node2, "
-     "then connect once by hand: ssh node2"),
-], ids=["stranger", "unknown", "changed"])
-def test_keys_that_are_refused(machines: Machines, tmp_path: Path, entry: str, other: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("entry", "other", "told"),
+    [
+        (
+            "keys/user\n",
+            "keys/stranger\n",
+            "it refuses the key (ssh: root@node2: Permission denied (publickey).): copy yours there: "
+            "ssh-copy-id node2; or give --user",
+        ),
+        (
+            "known_hosts",
+            "none",
+            "its host key is unknown here (ssh: Host key verification failed.): connect once by hand and compare "
+            "the fingerprint: ssh node2",
+        ),
+        (
+            "known_hosts",
+            "swapped",
+            "its host key is not the one that ssh knows: where it was installed anew: ssh-keygen -R node2, "
+            "then connect once by hand: ssh node2",
+        ),
+    ],
+    ids=["stranger", "unknown", "changed"],
+)
+def test_keys_that_are_refused(
+    machines: Machines, tmp_path: Path, entry: str, other: str, told: str
+) -> None:
     config = tmp_path / "config"
     config.write_text(machines.config.read_text().replace(entry, other))
     keys = [(machines.keys / f"host{node}.pub").read_text() for node in (1, 2, 3)]
@@ -208,8 +394,13 @@ def test_keys_that_are_refused(machines: Machines, tmp_path: Path, entry: str, o
     assert f"  node 1 (node2): {told}" in refused(machines, tmp_path, config=config)
 
 
-def test_other_code_or_folders_or_pythons_are_found_before_anything_starts(machines: Machines, tmp_path: Path) -> None:
-    code, part = machines.own_checkout(2) / "common" / "config.py", machines.own_checkout(3) / "PartTwo"
+def test_other_code_or_folders_or_pythons_are_found_before_anything_starts(
+    machines: Machines, tmp_path: Path
+) -> None:
+    code, part = (
+        machines.own_checkout(2) / "common" / "config.py",
+        machines.own_checkout(3) / "PartTwo",
+    )
     before = code.read_text()
     (machines.own_checkout(1) / "only-here").mkdir()
     try:
@@ -219,33 +410,65 @@ def test_other_code_or_folders_or_pythons_are_found_before_anything_starts(machi
             "error: 2 of 3 hosts cannot take part; nothing was started",
             "  node 1 (node2): other code than node 0 (node1): common/config/schema.py: check out the same commit on all hosts (git "
             "pull)",
-            f"  node 2 (node3): {machines.checkout} has no PartTwo/main.py: give --workdir, the project's folder on the hosts"]
+            f"  node 2 (node3): {machines.checkout} has no PartTwo/main.py: give --workdir, the project's folder on the hosts",
+        ]
     finally:
         code.write_text(before)
         part.with_name("Gone").rename(part)
     lines = refused(machines, tmp_path, "--workdir", machines.checkout / "only-here")
-    assert lines[1].startswith(f"  node 0 (node1): {machines.checkout}/only-here has no PartTwo/main.py")
-    assert lines[2].startswith(f"  node 1 (node2): there is no folder {machines.checkout}/only-here: clone the project to it")
+    assert lines[1].startswith(
+        f"  node 0 (node1): {machines.checkout}/only-here has no PartTwo/main.py"
+    )
+    assert lines[2].startswith(
+        f"  node 1 (node2): there is no folder {machines.checkout}/only-here: clone the project to it"
+    )
     assert "no Python there" in refused(machines, tmp_path, "--python", "/no/such/python3")[3]
 
 
-def test_one_machine_by_two_names_and_a_port_that_is_taken(machines: Machines, tmp_path: Path) -> None:
+def test_one_machine_by_two_names_and_a_port_that_is_taken(
+    machines: Machines, tmp_path: Path
+) -> None:
     lines = refused(machines, tmp_path, "--hosts", "node1,10.9.0.2")
-    assert lines[1].startswith("  node 1 (10.9.0.2): the same machine as node 0 (node1), so that two ranks would share it")
+    assert lines[1].startswith(
+        "  node 1 (10.9.0.2): the same machine as node 0 (node1), so that two ranks would share it"
+    )
     lines = refused(machines, tmp_path, "--master-port", "22")
-    assert lines == ["error: node 0 (node1): its port 22 cannot be used (address already in use): end what listens there, or "
-                     "give another --master-port"]
+    assert lines == [
+        "error: node 0 (node1): its port 22 cannot be used (address already in use): end what listens there, or "
+        "give another --master-port"
+    ]
 
 
 def test_check_finds_a_dataset_that_one_host_lacks(machines: Machines, tmp_path: Path) -> None:
     make_image_folder(machines.own_checkout(1) / "pictures")
-    status, output = machines.run("launch", "--hosts", "node1,node2", "--check", "--logs", tmp_path, "--", "python",
-                                  "PartTwo/main.py", "--dataset", "folder", "--data-dir", machines.checkout / "pictures")
+    status, output = machines.run(
+        "launch",
+        "--hosts",
+        "node1,node2",
+        "--check",
+        "--logs",
+        tmp_path,
+        "--",
+        "python",
+        "PartTwo/main.py",
+        "--dataset",
+        "folder",
+        "--data-dir",
+        machines.checkout / "pictures",
+    )
     assert status == 1, output
     assert "node 0 | ok       dataset       2 classes in" in output
     assert "node 0 | failure  same dataset  the nodes differ:" in output
     told = [line for line in output.splitlines() if line.startswith("node 1 |")]
-    assert re.match(r"node 1 \| failure  dataset +\S+/pictures has no train/<class>/ and no test/<class>/", told[0]), output
-    assert len(told) == 2, "the failure that rank 0 has not, and its remedy: what all hosts say is shown once"
-    assert output.splitlines()[-1] == "error: lab doctor found failures on node 0 (node1), node 1 (node2): nothing was started"
+    assert re.match(
+        r"node 1 \| failure  dataset +\S+/pictures has no train/<class>/ and no test/<class>/",
+        told[0],
+    ), output
+    assert len(told) == 2, (
+        "the failure that rank 0 has not, and its remedy: what all hosts say is shown once"
+    )
+    assert (
+        output.splitlines()[-1]
+        == "error: lab doctor found failures on node 0 (node1), node 1 (node2): nothing was started"
+    )
     assert "writing to" not in output

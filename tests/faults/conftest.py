@@ -13,7 +13,9 @@ from tests.helpers.stage import NODES, Stage
 
 
 @pytest.fixture(scope="session")
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """One cluster for all tests, since its start imports torch, and here what draws the reports."""
     refused = tools.namespaces_refused()
     where = f"on loopback ({refused})" if refused else f"on an emulated cluster of {NODES} nodes"
@@ -29,7 +31,12 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     """Flags of 24 images of two classes."""
-    return ["--dataset", "folder", "--data-dir", make_image_folder(tmp_path_factory.mktemp("images"))]
+    return [
+        "--dataset",
+        "folder",
+        "--data-dir",
+        make_image_folder(tmp_path_factory.mktemp("images")),
+    ]
 
 
 @pytest.fixture
@@ -48,8 +55,11 @@ def links(cluster: Cluster) -> None:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(cluster: Cluster, images: list[object], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def undisturbed(
+    cluster: Cluster, images: list[object], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """Gives the folder of a run of that way to which nothing happened; trained when first asked for."""
+
     @functools.cache
     def trained(way: str) -> Path:
         return Stage(cluster, images, tmp_path_factory.mktemp("undisturbed")).finish(way)

@@ -29,8 +29,13 @@ def test_a_rank_whose_data_raises_is_named_with_the_cause_by_all(stage: Stage, v
     assert ends[victim].status == 1, ends[victim]
     assert "OSError: [Errno 5] Input/output error: 'images/cat/003.png'" in ends[victim].text
     for rank in set(range(NODES)) - {victim}:
-        assert_told(ends[rank], rf"error \(rank {rank}\): rank {victim} stopped: OSError: .*error: 'images/cat/003.png'")
-    slowest = max(ended.seconds for ended in ends.values()) - min(ended.seconds for ended in ends.values())
+        assert_told(
+            ends[rank],
+            rf"error \(rank {rank}\): rank {victim} stopped: OSError: .*error: 'images/cat/003.png'",
+        )
+    slowest = max(ended.seconds for ended in ends.values()) - min(
+        ended.seconds for ended in ends.values()
+    )
     print(f"the last ended {slowest:.1f} s after the first")
     assert slowest < TIMEOUT + GRACE
     assert_no_result(stage.run("gather_scatter"))
@@ -38,6 +43,7 @@ def test_a_rank_whose_data_raises_is_named_with_the_cause_by_all(stage: Stage, v
 
 def test_images_removed_or_altered_between_runs_are_noticed(stage: Stage) -> None:
     """One image is enough: the run that goes on would be neither the old training nor a new one."""
+
     def run(*flags: object) -> Ended:
         stage.start("all_reduce", "--data-dir", data, *flags, size=1, nodes=[0])
         return stage.end()[0]
@@ -47,10 +53,14 @@ def test_images_removed_or_altered_between_runs_are_noticed(stage: Stage) -> Non
     image, other = data / "train" / "cat" / "003.png", data / "train" / "cat" / "004.png"
     whole = image.read_bytes()
     image.write_bytes(other.read_bytes())
-    assert_told(run("--resume", "auto"),
-                r"the images or labels of folder have changed since checkpoint \S+Epoch_1\.pt was written: bring back the same")
+    assert_told(
+        run("--resume", "auto"),
+        r"the images or labels of folder have changed since checkpoint \S+Epoch_1\.pt was written: bring back the same",
+    )
     image.unlink()
-    assert_told(run("--resume", "auto"), r"belongs to another training: training_images 24 there, 23 here\.")
+    assert_told(
+        run("--resume", "auto"), r"belongs to another training: training_images 24 there, 23 here\."
+    )
     image.write_bytes(whole)
     assert run("--resume", "auto").status == 0
     assert (stage.run() / "summary.json").exists()
@@ -59,28 +69,78 @@ def test_images_removed_or_altered_between_runs_are_noticed(stage: Stage) -> Non
 def test_a_dataset_missing_on_one_node_is_told_on_all(tmp_path: Path) -> None:
     make_image_folder(tmp_path / "data")
     port = free_port()
-    ranks = [start_part("PartTwo", *QUICK, "--dataset", "folder", "--data-dir", tmp_path / folder, "-M", "127.0.0.1", "-N", 2,
-                        "-R", rank, "--master-port", port, "--output-dir", tmp_path / "out", cwd=tmp_path)
-             for rank, folder in enumerate(("data", "elsewhere"))]
+    ranks = [
+        start_part(
+            "PartTwo",
+            *QUICK,
+            "--dataset",
+            "folder",
+            "--data-dir",
+            tmp_path / folder,
+            "-M",
+            "127.0.0.1",
+            "-N",
+            2,
+            "-R",
+            rank,
+            "--master-port",
+            port,
+            "--output-dir",
+            tmp_path / "out",
+            cwd=tmp_path,
+        )
+        for rank, folder in enumerate(("data", "elsewhere"))
+    ]
     healthy, broken = (rank.end() for rank in ranks)
     assert_told(broken, r"error \(rank 1\): --dataset folder: .*elsewhere/train is missing")
-    assert_told(healthy, r"error \(rank 0\): rank 1 stopped: --dataset folder: .*elsewhere/train is missing")
+    assert_told(
+        healthy, r"error \(rank 0\): rank 1 stopped: --dataset folder: .*elsewhere/train is missing"
+    )
 
 
 def test_other_images_on_one_node_are_noticed(tmp_path: Path) -> None:
     make_image_folder(tmp_path / "one", seed=1)
     make_image_folder(tmp_path / "two", seed=2)
     port = free_port()
-    ranks = [start_part("PartTwo", *QUICK, "--dataset", "folder", "--data-dir", tmp_path / folder, "-M", "127.0.0.1", "-N", 2,
-                        "-R", rank, "--master-port", port, "--output-dir", tmp_path / "out", cwd=tmp_path)
-             for rank, folder in enumerate(("one", "two"))]
+    ranks = [
+        start_part(
+            "PartTwo",
+            *QUICK,
+            "--dataset",
+            "folder",
+            "--data-dir",
+            tmp_path / folder,
+            "-M",
+            "127.0.0.1",
+            "-N",
+            2,
+            "-R",
+            rank,
+            "--master-port",
+            port,
+            "--output-dir",
+            tmp_path / "out",
+            cwd=tmp_path,
+        )
+        for rank, folder in enumerate(("one", "two"))
+    ]
     for rank in ranks:
         assert_told(rank.end(), r"the ranks differ in their dataset\. contents")
 
 
 def test_a_diverging_run_stops_with_advice(tmp_path: Path) -> None:
-    for ended in run_part("PartThree", *QUICK, "--lr", "1e30", "--schedule", "constant", "--output-dir", tmp_path, cwd=tmp_path,
-                          ranks=2):
+    for ended in run_part(
+        "PartThree",
+        *QUICK,
+        "--lr",
+        "1e30",
+        "--schedule",
+        "constant",
+        "--output-dir",
+        tmp_path,
+        cwd=tmp_path,
+        ranks=2,
+    ):
         assert_told(ended, r"not finite in epoch 1, step \d+: .*Lower --learning-rate")
 
 
@@ -106,19 +166,39 @@ class Poisoned:
 
 
 def train_poisoned(rank: int, folder: str, flags: tuple[bool, str]) -> str:
-    model, criterion, optimizer = prepare_model_for_training(nn.Linear(4, 2), "cpu", 0.1, 0.9, 0.0, False,
-                                                             distribute_flag=flags[0])
+    model, criterion, optimizer = prepare_model_for_training(
+        nn.Linear(4, 2), "cpu", 0.1, 0.9, 0.0, False, distribute_flag=flags[0]
+    )
     try:
-        train_model(model, "cpu", criterion, optimizer, 1, 3, Poisoned(rank), f"{folder}/log{rank}", folder, *flags)
+        train_model(
+            model,
+            "cpu",
+            criterion,
+            optimizer,
+            1,
+            3,
+            Poisoned(rank),
+            f"{folder}/log{rank}",
+            folder,
+            *flags,
+        )
     except RuntimeError as error:
         return str(error)
     return "trained on"
 
 
-@pytest.mark.parametrize("flags", [(False, "PartOne"), (False, "PartTwo"), (True, "")], ids=["gather", "all_reduce", "ddp"])
-def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_says_where(tmp_path: Path, flags: tuple[bool, str]) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [(False, "PartOne"), (False, "PartTwo"), (True, "")],
+    ids=["gather", "all_reduce", "ddp"],
+)
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_says_where(
+    tmp_path: Path, flags: tuple[bool, str]
+) -> None:
     for message in run_ranks(2, train_poisoned, str(tmp_path), flags):
-        assert re.search(r"not finite in epoch 2, step 6: loss (inf|nan) on rank 1\. All ranks stop", message), message
+        assert re.search(
+            r"not finite in epoch 2, step 6: loss (inf|nan) on rank 1\. All ranks stop", message
+        ), message
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["Epoch_1.pt"]
     entries = load_checkpoint(tmp_path / "Epoch_1.pt")
     assert all(bool(tensor.isfinite().all()) for tensor in entries["model_state_dict"].values())
@@ -130,10 +210,26 @@ class Uneven(Poisoned):
 
 
 def train_uneven(rank: int, folder: str) -> None:
-    model, criterion, optimizer = prepare_model_for_training(nn.Linear(4, 2), "cpu", 0.1, 0.9, 0.0, False)
-    train_model(model, "cpu", criterion, optimizer, 1, 1, Uneven(rank), f"{folder}/log{rank}", folder, False, "PartTwo")
+    model, criterion, optimizer = prepare_model_for_training(
+        nn.Linear(4, 2), "cpu", 0.1, 0.9, 0.0, False
+    )
+    train_model(
+        model,
+        "cpu",
+        criterion,
+        optimizer,
+        1,
+        1,
+        Uneven(rank),
+        f"{folder}/log{rank}",
+        folder,
+        False,
+        "PartTwo",
+    )
 
 
 def test_loaders_of_other_lengths_are_an_error_not_a_hang(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"number of batches in train_loader: 4 on rank 0, 5 on rank 1"):
+    with pytest.raises(
+        RankError, match=r"number of batches in train_loader: 4 on rank 0, 5 on rank 1"
+    ):
         run_ranks(2, train_uneven, str(tmp_path))

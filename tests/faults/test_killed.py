@@ -23,7 +23,9 @@ BROKEN = r"error \(rank {rank}\): .* broke: another rank has ended"
 Reference = Callable[[str], Path]
 
 
-def killed(stage: Stage, undisturbed: Reference, victim: int, moment: str, *, way: str = "all_reduce") -> list[str]:
+def killed(
+    stage: Stage, undisturbed: Reference, victim: int, moment: str, *, way: str = "all_reduce"
+) -> list[str]:
     """Run until ``victim`` is killed, hold what must hold of every kill, and return the checkpoints that are left."""
     stage.start(way, hurt=(victim, moment, "kill"), timeout=TIMEOUT)
     ends = stage.end()
@@ -47,9 +49,22 @@ def goes_on(stage: Stage, undisturbed: Reference, *, step: int) -> None:
     assert_same_training(run, undisturbed("all_reduce"))
 
 
-@pytest.mark.parametrize(("way", "victim"), [("all_reduce", 0), *(
-    pytest.param(way, victim, marks=pytest.mark.slow) for way, victim in (
-        ("all_reduce", 2), ("gather_scatter", 0), ("gather_scatter", 2), ("ddp", 0), ("ddp", 2)))])
+@pytest.mark.parametrize(
+    ("way", "victim"),
+    [
+        ("all_reduce", 0),
+        *(
+            pytest.param(way, victim, marks=pytest.mark.slow)
+            for way, victim in (
+                ("all_reduce", 2),
+                ("gather_scatter", 0),
+                ("gather_scatter", 2),
+                ("ddp", 0),
+                ("ddp", 2),
+            )
+        ),
+    ],
+)
 def test_in_a_collective(stage: Stage, undisturbed: Reference, way: str, victim: int) -> None:
     assert killed(stage, undisturbed, victim, "collective", way=way) == ["Epoch_1.pt"]
 
@@ -76,15 +91,21 @@ def test_another_in_evaluation_and_gone_on_with(stage: Stage, undisturbed: Refer
     goes_on(stage, undisturbed, step=4)
 
 
-def test_the_writer_with_half_a_checkpoint_and_gone_on_with(stage: Stage, undisturbed: Reference) -> None:
+def test_the_writer_with_half_a_checkpoint_and_gone_on_with(
+    stage: Stage, undisturbed: Reference
+) -> None:
     assert killed(stage, undisturbed, 0, "writing") == ["Epoch_1.pt"]
     assert len(list((stage.run() / "checkpoints").glob(".Epoch_2.pt.*.unfinished"))) == 1
     goes_on(stage, undisturbed, step=2)  # which sees, too, that nothing of it is left
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("moment", "left"), [("renaming", ["Epoch_1.pt"]), ("renamed", ["Epoch_2.pt", "Epoch_1.pt"])])
-def test_the_writer_around_the_rename(stage: Stage, undisturbed: Reference, moment: str, left: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("moment", "left"), [("renaming", ["Epoch_1.pt"]), ("renamed", ["Epoch_2.pt", "Epoch_1.pt"])]
+)
+def test_the_writer_around_the_rename(
+    stage: Stage, undisturbed: Reference, moment: str, left: list[str]
+) -> None:
     assert killed(stage, undisturbed, 0, moment) == left
 
 

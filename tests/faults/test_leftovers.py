@@ -27,8 +27,13 @@ def end_it(stage: Stage, how: str) -> None:
         stage.cluster.fault(1, "kill")
 
 
-EXPECTED = {"come to its end": {0}, "kill": {-signal.SIGKILL}, "terminate": {75}, "interrupt": {130, 1},
-            "lose one": {-signal.SIGKILL, 1}}
+EXPECTED = {
+    "come to its end": {0},
+    "kill": {-signal.SIGKILL},
+    "terminate": {75},
+    "interrupt": {130, 1},
+    "lose one": {-signal.SIGKILL, 1},
+}
 
 
 @pytest.mark.slow
@@ -38,7 +43,12 @@ def test_20_runs_in_a_row_leave_no_process_socket_or_file(stage: Stage) -> None:
     for turn in range(20):
         how = list(EXPECTED)[turn % len(EXPECTED)]
         disturbed = how != "come to its end"
-        stage.start(size=2, nodes=[0, 1], name=f"run{turn}", hurt=(1, "forward", "hold") if disturbed else None)
+        stage.start(
+            size=2,
+            nodes=[0, 1],
+            name=f"run{turn}",
+            hurt=(1, "forward", "hold") if disturbed else None,
+        )
         ports.append(f"{stage.port:04X}")
         if disturbed:
             stage.wait_for("held now", node=1)
@@ -46,16 +56,29 @@ def test_20_runs_in_a_row_leave_no_process_socket_or_file(stage: Stage) -> None:
             stage.let_go()
         for ended in stage.end().values():
             assert ended.status in EXPECTED[how], (how, ended)
-        wait_until(lambda: processes(lambda process: process.cwd() == str(stage.folder)) == [], "the end of all processes")
+        wait_until(
+            lambda: processes(lambda process: process.cwd() == str(stage.folder)) == [],
+            "the end of all processes",
+        )
         (stage.folder / "go").unlink(missing_ok=True)
         assert list(stage.temporary.iterdir()) == []
         assert hidden_files(stage.run().parent) == []
     stage.cluster.start(["cat", "/proc/net/tcp", "/proc/net/tcp6"], nodes=[0])
     stage.cluster.wait(limit_seconds=GRACE)
-    sockets = [line.split()[1:4] for line in stage.text(0).splitlines() if line.strip()[:1].isdigit() and ": " in line]
-    left = [one for one in sockets if one[2] in _OPEN and (not stage.cluster.loopback or one[0].split(":")[1] in ports)]
+    sockets = [
+        line.split()[1:4]
+        for line in stage.text(0).splitlines()
+        if line.strip()[:1].isdigit() and ": " in line
+    ]
+    left = [
+        one
+        for one in sockets
+        if one[2] in _OPEN and (not stage.cluster.loopback or one[0].split(":")[1] in ports)
+    ]
     assert left == []
-    assert sorted(path.name for path in stage.run().parent.iterdir()) == sorted(f"run{turn}" for turn in range(20))
+    assert sorted(path.name for path in stage.run().parent.iterdir()) == sorted(
+        f"run{turn}" for turn in range(20)
+    )
 
 
 def processes(matches: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
@@ -73,28 +96,41 @@ def processes(matches: Callable[[psutil.Process], bool]) -> list[psutil.Process]
 def machine() -> dict[str, object]:
     """What a cluster might leave behind: network interfaces, mounts, named namespaces, sockets that listen."""
     names = Path("/run/netns")
-    return {"interfaces": sorted(psutil.net_if_addrs()), "mounts": Path("/proc/self/mounts").read_text(),
-            "names": sorted(names.iterdir()) if names.is_dir() else []}
+    return {
+        "interfaces": sorted(psutil.net_if_addrs()),
+        "mounts": Path("/proc/self/mounts").read_text(),
+        "names": sorted(names.iterdir()) if names.is_dir() else [],
+    }
 
 
 def namespaces(*, with_environment: str) -> set[str]:
     """Network and mount namespaces of the other processes that have this word in their environment."""
-    return {os.readlink(f"/proc/{process.pid}/ns/{kind}") for kind in ("net", "mnt")
-            for process in processes(lambda process: with_environment in process.environ())}
+    return {
+        os.readlink(f"/proc/{process.pid}/ns/{kind}")
+        for kind in ("net", "mnt")
+        for process in processes(lambda process: with_environment in process.environ())
+    }
 
 
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize("turns", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_clusters_in_a_row_leave_no_process_namespace_or_interface(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
     """Half of them are closed, half lose the process that holds them to SIGKILL."""
     monkeypatch.setenv("FAULTS_OF", str(tmp_path))
     before = machine()
     for turn in range(turns):
         with Cluster(2, logs=tmp_path, fresh=True) as cluster:
             cluster.start(["sleep", "600"])
-            wait_until(lambda: len(namespaces(with_environment="FAULTS_OF")) >= 3, "a mount namespace, and two networks")
+            wait_until(
+                lambda: len(namespaces(with_environment="FAULTS_OF")) >= 3,
+                "a mount namespace, and two networks",
+            )
             if turn % 2:
                 psutil.Process(cluster.host_pid).parent().kill()
-        wait_until(lambda: processes(lambda process: "FAULTS_OF" in process.environ()) == [], "the end of all processes")
+        wait_until(
+            lambda: processes(lambda process: "FAULTS_OF" in process.environ()) == [],
+            "the end of all processes",
+        )
         assert machine() == before

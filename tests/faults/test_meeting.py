@@ -19,14 +19,33 @@ from tests.helpers import (
 from tests.helpers.stage import PACED, QUICK, Stage, assert_told, set_pace
 
 
-def start_rank(rank: int, size: int, port: int, *arguments: object, cwd: Path, part: str = "PartTwo") -> Started:
-    return start_part(part, *QUICK, "--master-ip", "127.0.0.1", "--master-port", port, "--num-nodes", size, "--rank", rank,
-                      "--threads", 1, *arguments, cwd=cwd)
+def start_rank(
+    rank: int, size: int, port: int, *arguments: object, cwd: Path, part: str = "PartTwo"
+) -> Started:
+    return start_part(
+        part,
+        *QUICK,
+        "--master-ip",
+        "127.0.0.1",
+        "--master-port",
+        port,
+        "--num-nodes",
+        size,
+        "--rank",
+        rank,
+        "--threads",
+        1,
+        *arguments,
+        cwd=cwd,
+    )
 
 
 def test_a_rank_that_never_comes_is_named_by_all_that_came(tmp_path: Path) -> None:
     port = free_port()
-    ranks = [start_rank(rank, 4, port, "--timeout", 5, "--output-dir", tmp_path, cwd=tmp_path) for rank in (0, 2)]
+    ranks = [
+        start_rank(rank, 4, port, "--timeout", 5, "--output-dir", tmp_path, cwd=tmp_path)
+        for rank in (0, 2)
+    ]
     for rank in ranks:
         ended = rank.end()
         assert_told(ended, r"2 of 4 ranks came to 127\.0\.0\.1:\d+ within 5 s; missing: ranks 1, 3")
@@ -34,27 +53,43 @@ def test_a_rank_that_never_comes_is_named_by_all_that_came(tmp_path: Path) -> No
 
 def test_a_rank_started_twice_is_told_to_all(tmp_path: Path) -> None:
     port = free_port()
-    ranks = [start_rank(rank, 3, port, "--timeout", 40, "--output-dir", tmp_path, cwd=tmp_path) for rank in (0, 1, 1)]
+    ranks = [
+        start_rank(rank, 3, port, "--timeout", 40, "--output-dir", tmp_path, cwd=tmp_path)
+        for rank in (0, 1, 1)
+    ]
     for rank in ranks:
         ended = rank.end()
-        assert_told(ended, r"rank 1 was started twice: on .* \(process \d+\) and on .* \(process \d+\)")
+        assert_told(
+            ended, r"rank 1 was started twice: on .* \(process \d+\) and on .* \(process \d+\)"
+        )
         assert ended.seconds < 35, "they waited for the timeout"
 
 
 def test_other_number_of_nodes(tmp_path: Path) -> None:
     port = free_port()
-    ranks = [start_rank(0, 2, port, "--timeout", 40, cwd=tmp_path), start_rank(1, 3, port, "--timeout", 40, cwd=tmp_path)]
+    ranks = [
+        start_rank(0, 2, port, "--timeout", 40, cwd=tmp_path),
+        start_rank(1, 3, port, "--timeout", 40, cwd=tmp_path),
+    ]
     for rank in ranks:
-        assert_told(rank.end(), r"with --num-nodes 3, but others with 2|with --num-nodes 2, but others with 3")
+        assert_told(
+            rank.end(),
+            r"with --num-nodes 3, but others with 2|with --num-nodes 2, but others with 3",
+        )
 
 
 def test_settings_that_differ_are_named_with_both_values(tmp_path: Path) -> None:
     port = free_port()
-    ranks = [start_rank(rank, 2, port, "--lr", rate, "--output-dir", tmp_path, cwd=tmp_path)
-             for rank, rate in ((0, 0.1), (1, 0.2))]
+    ranks = [
+        start_rank(rank, 2, port, "--lr", rate, "--output-dir", tmp_path, cwd=tmp_path)
+        for rank, rate in ((0, 0.1), (1, 0.2))
+    ]
     for rank in ranks:
-        assert_told(rank.end(), r"the ranks differ in their settings\. --learning-rate: 0\.1 on rank 0, "
-                    r"0\.2 on rank 1")
+        assert_told(
+            rank.end(),
+            r"the ranks differ in their settings\. --learning-rate: 0\.1 on rank 0, "
+            r"0\.2 on rank 1",
+        )
 
 
 def test_a_taken_port_says_which_one_to_use(tmp_path: Path) -> None:
@@ -63,15 +98,31 @@ def test_a_taken_port_says_which_one_to_use(tmp_path: Path) -> None:
         other.listen()
         port = other.getsockname()[1]
         ended = start_rank(0, 2, port, cwd=tmp_path).end()
-    assert_told(ended, rf"port {port} is taken on this machine.*add --master-port \d+ on every node")
+    assert_told(
+        ended, rf"port {port} is taken on this machine.*add --master-port \d+ on every node"
+    )
 
 
 def test_an_unreachable_master_says_why(tmp_path: Path) -> None:
     port = free_port()
     alone = start_rank(1, 2, port, "--timeout", 2, cwd=tmp_path)
-    named = start_part("PartTwo", *QUICK, "-M", "no-such-host.invalid", "-N", 2, "-R", 1, "--timeout", 60, cwd=tmp_path)
-    assert_told(alone.end(),
-                rf"could not reach rank 0 at 127\.0\.0\.1:{port} within 2 s \(connection refused\)")
+    named = start_part(
+        "PartTwo",
+        *QUICK,
+        "-M",
+        "no-such-host.invalid",
+        "-N",
+        2,
+        "-R",
+        1,
+        "--timeout",
+        60,
+        cwd=tmp_path,
+    )
+    assert_told(
+        alone.end(),
+        rf"could not reach rank 0 at 127\.0\.0\.1:{port} within 2 s \(connection refused\)",
+    )
     assert_told(named.end(), r"--master-ip no-such-host\.invalid is not an address")
 
 
@@ -87,20 +138,53 @@ def test_other_code_on_one_node_is_named_with_the_file(stage: Stage) -> None:
     stage.start(nodes=[0, 1])
     stage.start(nodes=[2], root=other, port=stage.port)
     for ended in stage.end().values():
-        assert_told(ended, r"the ranks differ in their code\. common/sync/all_reduce\.py: \w{12} on ranks 0, 1, "
-                    r"\w{12} on rank 2\. Start every rank with the same")
+        assert_told(
+            ended,
+            r"the ranks differ in their code\. common/sync/all_reduce\.py: \w{12} on ranks 0, 1, "
+            r"\w{12} on rank 2\. Start every rank with the same",
+        )
     assert not stage.run().exists()
 
 
 @pytest.mark.slow
 def test_a_second_cluster_on_one_port_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     port, length = free_port(), ("--max-steps", 40, "--timeout", 30)
-    flags = [*PACED, *QUICK, *length, "-M", "127.0.0.1", "-N", 2, "--master-port", port, "--output-dir", tmp_path / "first"]
+    flags = [
+        *PACED,
+        *QUICK,
+        *length,
+        "-M",
+        "127.0.0.1",
+        "-N",
+        2,
+        "--master-port",
+        port,
+        "--output-dir",
+        tmp_path / "first",
+    ]
     environment = user_environment(**set_pace(tmp_path, 2))
-    first = [Started([sys.executable, *map(str, flags), "--rank", str(rank)], cwd=tmp_path, env=environment, forked=True)
-             for rank in range(2)]
+    first = [
+        Started(
+            [sys.executable, *map(str, flags), "--rank", str(rank)],
+            cwd=tmp_path,
+            env=environment,
+            forked=True,
+        )
+        for rank in range(2)
+    ]
     first[0].wait_for("step 2/")
-    second = start_ranks("PartTwo", 2, *QUICK, *length, "--seed", 1, "--output-dir", tmp_path / "second", cwd=tmp_path, port=port)
+    second = start_ranks(
+        "PartTwo",
+        2,
+        *QUICK,
+        *length,
+        "--seed",
+        1,
+        "--output-dir",
+        tmp_path / "second",
+        cwd=tmp_path,
+        port=port,
+    )
     root, other = (rank.end(timeout_seconds=90) for rank in second)
     assert_told(root, rf"port {port} is taken on this machine, by another run")
     assert_told(other, r"rank 1 was started twice: on .* \(process \d+\) and on")

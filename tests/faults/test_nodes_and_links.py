@@ -27,7 +27,11 @@ def test_a_pause_within_the_timeout_costs_time_alone(stage: Stage, undisturbed: 
     stage.start(hurt=(2, "collective", "stop"))
     stage.wait_for("stopped now", node=2)
     time.sleep(5)  # the pause
-    assert stage.text(0).count("step ") == stage.text(0).count("step 1/") + stage.text(0).count("step 2/") > 0
+    assert (
+        stage.text(0).count("step ")
+        == stage.text(0).count("step 1/") + stage.text(0).count("step 2/")
+        > 0
+    )
     stage.cluster.fault(2, "restore")
     assert [ended.status for ended in stage.end().values()] == [0] * NODES
     assert_same_training(stage.run(), undisturbed("all_reduce"))
@@ -35,7 +39,9 @@ def test_a_pause_within_the_timeout_costs_time_alone(stage: Stage, undisturbed: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_pause_beyond_the_timeout_ends_the_others_and_then_the_node(stage: Stage, victim: int) -> None:
+def test_a_pause_beyond_the_timeout_ends_the_others_and_then_the_node(
+    stage: Stage, victim: int
+) -> None:
     stage.start(hurt=(victim, "forward", "stop"), timeout=TIMEOUT)
     stage.wait_for("stopped now", node=victim)
     began = time.monotonic()
@@ -50,7 +56,9 @@ def test_a_pause_beyond_the_timeout_ends_the_others_and_then_the_node(stage: Sta
 
 
 @pytest.mark.usefixtures("links")
-def test_a_link_cut_and_restored_within_the_timeout_costs_time_alone(stage: Stage, undisturbed: Reference) -> None:
+def test_a_link_cut_and_restored_within_the_timeout_costs_time_alone(
+    stage: Stage, undisturbed: Reference
+) -> None:
     stage.start(hurt=(1, "forward", "hold"))
     stage.wait_for("held now", node=1)
     stage.cluster.fault(1, "cut")
@@ -81,7 +89,9 @@ def test_a_link_cut_for_good_ends_all_within_the_timeout(stage: Stage, victim: i
 @pytest.mark.slow
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize("moment", ["meeting", "loading"])
-def test_a_link_cut_before_the_training_ends_all_within_the_timeout(stage: Stage, moment: str) -> None:
+def test_a_link_cut_before_the_training_ends_all_within_the_timeout(
+    stage: Stage, moment: str
+) -> None:
     """While the ranks still meet, and while they read the dataset, where a rank may take long, but must answer."""
     if moment == "meeting":
         stage.start(nodes=[0, 1], timeout=TIMEOUT)
@@ -92,7 +102,12 @@ def test_a_link_cut_before_the_training_ends_all_within_the_timeout(stage: Stage
     stage.cluster.fault(1, "cut")
     ends = stage.end(TIMEOUT * 2 + GRACE)
     print("ended after", {rank: round(ended.seconds, 1) for rank, ended in ends.items()})
-    told = {rank: r"missing: rank 2" if rank == 0 else r"lost rank 0 at \S+ while the ranks were meeting" for rank in ends}
+    told = {
+        rank: r"missing: rank 2"
+        if rank == 0
+        else r"lost rank 0 at \S+ while the ranks were meeting"
+        for rank in ends
+    }
     for rank, ended in ends.items():
         assert_told(ended, LOST if moment == "loading" else told[rank])
 
@@ -100,7 +115,8 @@ def test_a_link_cut_before_the_training_ends_all_within_the_timeout(stage: Stage
 @pytest.mark.slow
 @pytest.mark.usefixtures("links")
 def test_a_link_at_a_tenth_of_its_rate_gives_the_same_result(
-        images: list[object], tmp_path: Path, undisturbed: Reference) -> None:
+    images: list[object], tmp_path: Path, undisturbed: Reference
+) -> None:
     with Cluster(NODES, rate="1gbit", logs=tmp_path) as cluster:
         stage = Stage(cluster, images, tmp_path)
         stage.start(hurt=(2, "forward", "hold"))
@@ -115,7 +131,9 @@ def test_a_link_at_a_tenth_of_its_rate_gives_the_same_result(
 
 
 @pytest.mark.slow
-def test_a_node_that_comes_late_but_in_time_takes_part(stage: Stage, undisturbed: Reference) -> None:
+def test_a_node_that_comes_late_but_in_time_takes_part(
+    stage: Stage, undisturbed: Reference
+) -> None:
     stage.start(nodes=[0, 1])
     time.sleep(8)  # late
     stage.start(nodes=[2], port=stage.port)
@@ -130,5 +148,7 @@ def test_a_node_that_comes_too_late_is_named_and_told(stage: Stage) -> None:
     for ended in ends.values():
         assert_told(ended, r"2 of 3 ranks came to \S+ within 6 s; missing: rank 2")
     stage.start(nodes=[2], timeout=3, port=stage.port)
-    assert_told(stage.end()[2], r"rank 2 could not reach rank 0 at \S+ within 3 s \(connection refused\)")
+    assert_told(
+        stage.end()[2], r"rank 2 could not reach rank 0 at \S+ within 3 s \(connection refused\)"
+    )
     assert not stage.run().exists()

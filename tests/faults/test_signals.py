@@ -14,29 +14,75 @@ MANY = 100_000
 """Steps or epochs that no test waits for."""
 
 
-@pytest.mark.parametrize(("way", "victim"), [("gather_scatter", 1), *(
-    pytest.param(way, victim, marks=pytest.mark.slow) for way, victim in (
-        ("gather_scatter", 0), ("ddp", 0), ("all_reduce", 0), ("all_reduce", 1), ("ddp", 1)))])
-def test_a_killed_rank_ends_the_others_within_the_timeout(tmp_path: Path, way: str, victim: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "victim"),
+    [
+        ("gather_scatter", 1),
+        *(
+            pytest.param(way, victim, marks=pytest.mark.slow)
+            for way, victim in (
+                ("gather_scatter", 0),
+                ("ddp", 0),
+                ("all_reduce", 0),
+                ("all_reduce", 1),
+                ("ddp", 1),
+            )
+        ),
+    ],
+)
+def test_a_killed_rank_ends_the_others_within_the_timeout(
+    tmp_path: Path, way: str, victim: int
+) -> None:
     part, *flags = WAYS[way]
-    ranks = start_ranks(part, 2, *flags, *QUICK, "--timeout", 4, "--max-steps", MANY, "--output-dir", tmp_path, cwd=tmp_path)
+    ranks = start_ranks(
+        part,
+        2,
+        *flags,
+        *QUICK,
+        "--timeout",
+        4,
+        "--max-steps",
+        MANY,
+        "--output-dir",
+        tmp_path,
+        cwd=tmp_path,
+    )
     ranks[0].wait_for("step 3/")
     ranks[victim].send(signal.SIGKILL)
     killed = time.monotonic()
     survivor = ranks[1 - victim].end()
     assert time.monotonic() - killed < 20
-    collective = {"gather_scatter": "gather|scatter|all_reduce", "all_reduce": "all_reduce",
-                  "ddp": "DistributedDataParallel's all_reduce in backward|all_reduce"}[way]
-    assert_told(survivor, rf"error \(rank {1 - victim}\): ({collective}) broke: another rank has ended")
+    collective = {
+        "gather_scatter": "gather|scatter|all_reduce",
+        "all_reduce": "all_reduce",
+        "ddp": "DistributedDataParallel's all_reduce in backward|all_reduce",
+    }[way]
+    assert_told(
+        survivor, rf"error \(rank {1 - victim}\): ({collective}) broke: another rank has ended"
+    )
     assert ranks[victim].end().status == -signal.SIGKILL
     folder = only_run_folder(tmp_path, f"{part}-{way}")
-    assert (folder / "metrics.jsonl").read_text().count("\n") >= 3, "the steps that were done are recorded"
+    assert (folder / "metrics.jsonl").read_text().count("\n") >= 3, (
+        "the steps that were done are recorded"
+    )
 
 
 def test_interrupt_ends_all_and_keeps_what_is_done(tmp_path: Path) -> None:
     make_image_folder(tmp_path / "data")
-    ranks = start_ranks("PartTwo", 2, *QUICK, "--dataset", "folder", "--data-dir", tmp_path / "data", "--epochs", MANY,
-                        "--output-dir", tmp_path / "out", cwd=tmp_path)
+    ranks = start_ranks(
+        "PartTwo",
+        2,
+        *QUICK,
+        "--dataset",
+        "folder",
+        "--data-dir",
+        tmp_path / "data",
+        "--epochs",
+        MANY,
+        "--output-dir",
+        tmp_path / "out",
+        cwd=tmp_path,
+    )
     ranks[0].wait_for("Epoch 3: train loss")  # the second one is saved then
     for rank in ranks:
         rank.send(signal.SIGINT)
@@ -52,7 +98,18 @@ def test_interrupt_ends_all_and_keeps_what_is_done(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_interrupt_of_one_rank_that_waits_for_the_other(tmp_path: Path) -> None:
     """A rank inside a collective sees no signal; it must end all the same."""
-    ranks = start_ranks("PartTwo", 2, *QUICK, "--timeout", 60, "--max-steps", MANY, "--output-dir", tmp_path, cwd=tmp_path)
+    ranks = start_ranks(
+        "PartTwo",
+        2,
+        *QUICK,
+        "--timeout",
+        60,
+        "--max-steps",
+        MANY,
+        "--output-dir",
+        tmp_path,
+        cwd=tmp_path,
+    )
     ranks[0].wait_for("step 3/")
     ranks[1].send(signal.SIGSTOP)
     time.sleep(1)  # by now the other one waits in its collective

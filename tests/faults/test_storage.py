@@ -35,30 +35,40 @@ def test_a_full_disk_stops_all_ranks_and_keeps_earlier_files(stage: Stage) -> No
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    for ended in run_part("PartTwo", *QUICK, "--output-dir", tmp_path / "file" / "reports", cwd=tmp_path, ranks=2):
+    for ended in run_part(
+        "PartTwo", *QUICK, "--output-dir", tmp_path / "file" / "reports", cwd=tmp_path, ranks=2
+    ):
         assert_told(ended, r"Not a directory \(.*file/reports")
 
 
 @pytest.fixture(scope="module")
 def small_disks() -> None:
     """Skips where this user may mount nothing, not even in a namespace of its own."""
-    tried = subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "-o", "size=1m", "none", "/mnt"], capture_output=True,
-                           text=True, timeout=30)
+    tried = subprocess.run(
+        ["unshare", "-Urm", "mount", "-t", "tmpfs", "-o", "size=1m", "none", "/mnt"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
     if tried.returncode:
         pytest.skip(f"no small disk can be mounted here: {tried.stderr.strip()}")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_disks")
-def test_a_full_disk_keeps_the_first_checkpoint_and_the_run_goes_on_with_room(stage: Stage, undisturbed: Reference) -> None:
+def test_a_full_disk_keeps_the_first_checkpoint_and_the_run_goes_on_with_room(
+    stage: Stage, undisturbed: Reference
+) -> None:
     """Rank 0 writes to a disk of 14 MB, in which one checkpoint of 9 MB has room."""
     out, saved = stage.folder / "out", stage.folder / "saved"
     out.mkdir()
-    disk = (f"mount -t tmpfs -o size=14m none {out} && {{ \"$@\"; status=$?; cp -r {out} {saved}; exit $status; }}")
+    disk = f'mount -t tmpfs -o size=14m none {out} && {{ "$@"; status=$?; cp -r {out} {saved}; exit $status; }}'
     stage.start(nodes=[0], shell=f"exec unshare -Urm bash -c '{disk}' bash \"$@\"")
     stage.start(nodes=[1, 2], port=stage.port)
     for ended in stage.end().values():
-        assert_told(ended, r"Epoch_2\.pt could not be written \(No space left on device\): make room")
+        assert_told(
+            ended, r"Epoch_2\.pt could not be written \(No space left on device\): make room"
+        )
     shutil.rmtree(out)
     saved.rename(out)
     assert [path.name for path in (stage.run() / "checkpoints").iterdir()] == ["Epoch_1.pt"]
@@ -69,9 +79,20 @@ def test_a_full_disk_keeps_the_first_checkpoint_and_the_run_goes_on_with_room(st
 
 @pytest.mark.slow
 def test_metrics_on_a_full_disk_name_the_file_on_all_ranks(stage: Stage) -> None:
-    stage.start("all_reduce", "--epochs", 40, "--measure-only", nodes=[0, 1], size=2, hurt=(0, "loading", "limit"))
+    stage.start(
+        "all_reduce",
+        "--epochs",
+        40,
+        "--measure-only",
+        nodes=[0, 1],
+        size=2,
+        hurt=(0, "loading", "limit"),
+    )
     for rank, ended in stage.end().items():
-        assert_told(ended, rf"error \(rank {rank}\): .*metrics\.jsonl could not be written \(File too large\)")
+        assert_told(
+            ended,
+            rf"error \(rank {rank}\): .*metrics\.jsonl could not be written \(File too large\)",
+        )
 
 
 def test_a_checkpoint_cut_at_100_random_places_is_never_trusted(tmp_path: Path) -> None:
@@ -84,19 +105,34 @@ def test_a_checkpoint_cut_at_100_random_places_is_never_trusted(tmp_path: Path) 
     print(f"seed {seed}")
     places = random.Random(seed)
     for epoch in (1, 2, 3):
-        save_checkpoint(tmp_path / f"Epoch_{epoch}.pt", {
-            "epoch": epoch, "model_state_dict": {"weight": torch.randn(64, 32), "bias": torch.zeros(64)},
-            "optimizer_state_dict": {"state": {0: {"momentum_buffer": torch.randn(64, 32)}}}, "loss": 0.5})
-    whole, entries = (tmp_path / "Epoch_3.pt").read_bytes(), digest(load_checkpoint(tmp_path / "Epoch_3.pt"))
+        save_checkpoint(
+            tmp_path / f"Epoch_{epoch}.pt",
+            {
+                "epoch": epoch,
+                "model_state_dict": {"weight": torch.randn(64, 32), "bias": torch.zeros(64)},
+                "optimizer_state_dict": {"state": {0: {"momentum_buffer": torch.randn(64, 32)}}},
+                "loss": 0.5,
+            },
+        )
+    whole, entries = (
+        (tmp_path / "Epoch_3.pt").read_bytes(),
+        digest(load_checkpoint(tmp_path / "Epoch_3.pt")),
+    )
     in_last_record = range(len(whole) - LAST_RECORD_BYTES, len(whole))
     for place in [*(places.randrange(len(whole)) for _ in range(PLACES)), *in_last_record]:
         for damaged in (whole[:place], whole[:place] + bytes(len(whole) - place)):
             (tmp_path / "Epoch_3.pt").write_bytes(damaged)
             found, passed_over = newest_checkpoint([tmp_path])
-            if found == tmp_path / "Epoch_3.pt" and len(damaged) == len(whole) and place in in_last_record:
+            if (
+                found == tmp_path / "Epoch_3.pt"
+                and len(damaged) == len(whole)
+                and place in in_last_record
+            ):
                 assert digest(load_checkpoint(found)) == entries
             elif damaged != whole:
-                assert found == tmp_path / "Epoch_2.pt", f"seed {seed}, cut at {place} of {len(whole)}"
+                assert found == tmp_path / "Epoch_2.pt", (
+                    f"seed {seed}, cut at {place} of {len(whole)}"
+                )
                 assert len(passed_over) == 1
                 assert "Epoch_3.pt" in passed_over[0]
 
@@ -112,7 +148,9 @@ class Hostile:
 
 
 @pytest.mark.slow
-def test_a_run_passes_over_a_hostile_and_a_cut_checkpoint(stage: Stage, undisturbed: Reference) -> None:
+def test_a_run_passes_over_a_hostile_and_a_cut_checkpoint(
+    stage: Stage, undisturbed: Reference
+) -> None:
     run, mark = stage.run(), stage.folder / "mark"
     shutil.copytree(undisturbed("all_reduce"), run)
     for result in ("summary.json", "report.json", "report.txt"):
@@ -120,8 +158,11 @@ def test_a_run_passes_over_a_hostile_and_a_cut_checkpoint(stage: Stage, undistur
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"epoch": 2, "st')  # as a full disk cuts a line
     second = run / "checkpoints" / "Epoch_2.pt"
-    second.write_bytes(second.read_bytes()[:-random.randrange(1, 1_000_000)])
-    torch.save(load_checkpoint(run / "checkpoints" / "Epoch_1.pt") | {"loss": Hostile(mark)}, run / "checkpoints" / "Epoch_3.pt")
+    second.write_bytes(second.read_bytes()[: -random.randrange(1, 1_000_000)])
+    torch.save(
+        load_checkpoint(run / "checkpoints" / "Epoch_1.pt") | {"loss": Hostile(mark)},
+        run / "checkpoints" / "Epoch_3.pt",
+    )
     (run / "checkpoints" / "Epoch_4.pt").write_bytes(pickle.dumps(Hostile(mark)))
     stage.finish("all_reduce", "--resume", "auto")
     assert not mark.exists(), "code from a checkpoint ran"
@@ -145,10 +186,17 @@ sys.stdin.read()
 """
 
 
-def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(tmp_path: Path) -> None:
+def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(
+    tmp_path: Path,
+) -> None:
     def start(name: str) -> subprocess.Popen:
-        writer = subprocess.Popen([sys.executable, "-c", WRITE_HALF, tmp_path / name], stdin=subprocess.PIPE,
-                                  stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITE_HALF, tmp_path / name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
         assert writer.stdout.readline() == "written\n"
         return writer
 
@@ -163,4 +211,7 @@ def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(t
         living.kill()
         living.wait(30)
     write_atomically(tmp_path / "Epoch_3.pt", b"whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".Epoch_5.pt.of-somebody-else", "Epoch_3.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".Epoch_5.pt.of-somebody-else",
+        "Epoch_3.pt",
+    ]

@@ -10,14 +10,24 @@ PAGE = ROOT / "docs" / "reliability.md"
 
 def functions_in(path: Path) -> set[str]:
     """Its test functions, as pytest names them from the folder of the tests."""
-    return {f"{path.relative_to(ROOT / 'tests')}::{name}" for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)}
+    return {
+        f"{path.relative_to(ROOT / 'tests')}::{name}"
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
 
 
 def test_the_table_and_the_tests_are_the_same() -> None:
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|") and "::" in line]
     named = {name for row in rows for name in re.findall(r"`([\w/]+\.py::test_\w+)`", row)}
-    here = {name for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__) for name in functions_in(path)}
+    here = {
+        name
+        for path in Path(__file__).parent.glob("test_*.py")
+        if path != Path(__file__)
+        for name in functions_in(path)
+    }
     assert here - named == set(), "not in the table"
-    known = here | {name for path in (ROOT / "tests").rglob("test_*.py") for name in functions_in(path)}
+    known = here | {
+        name for path in (ROOT / "tests").rglob("test_*.py") for name in functions_in(path)
+    }
     assert named - known == set(), "not among the tests"
     assert all(len(row.split("|")) == 6 for row in rows), "fault, expected, observed, test"

@@ -18,8 +18,34 @@ from tests.helpers.processes import (
 )
 from tests.helpers.waiting import LONG, wait_until
 
-PRELOADED[:] = ["tests", *PRELOADED, "common.experiment.run", "common.reporting.plots", "sklearn.datasets", "tests.helpers.tiny_model"]
+PRELOADED[:] = [
+    "tests",
+    *PRELOADED,
+    "common.experiment.run",
+    "common.reporting.plots",
+    "sklearn.datasets",
+    "tests.helpers.tiny_model",
+]
 
-__all__ = ["CIFAR", "LONG", "ROOT", "TINY", "Ended", "RankError", "Started", "free_port", "kill_started",
-           "make_image_folder", "needs_cifar10", "needs_cifar100", "only_run_folder", "run_part", "run_ranks",
-           "start_lab", "start_part", "start_ranks", "user_environment", "wait_until"]
+__all__ = [
+    "CIFAR",
+    "LONG",
+    "ROOT",
+    "TINY",
+    "Ended",
+    "RankError",
+    "Started",
+    "free_port",
+    "kill_started",
+    "make_image_folder",
+    "needs_cifar10",
+    "needs_cifar100",
+    "only_run_folder",
+    "run_part",
+    "run_ranks",
+    "start_lab",
+    "start_part",
+    "start_ranks",
+    "user_environment",
+    "wait_until",
+]

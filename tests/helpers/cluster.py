@@ -16,7 +16,9 @@ from tests.helpers.paths import ROOT
 from tests.helpers.waiting import LONG
 
 REFUSED = tools.namespaces_refused()
-needs_namespaces = pytest.mark.skipif(REFUSED is not None, reason=f"no emulated cluster here: {REFUSED}")
+needs_namespaces = pytest.mark.skipif(
+    REFUSED is not None, reason=f"no emulated cluster here: {REFUSED}"
+)
 
 
 @dataclass
@@ -28,9 +30,15 @@ class Lab:
 
     def start(self, *arguments: str) -> subprocess.Popen:
         """Start ``lab cluster`` with these arguments and return at once."""
-        process = subprocess.Popen([sys.executable, "-m", "lab", "cluster", *arguments], cwd=ROOT, text=True,
-                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                   env=os.environ | {"TMPDIR": str(self.temporary)})
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lab", "cluster", *arguments],
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"TMPDIR": str(self.temporary)},
+        )
         self.started.append(process)
         return process
 

@@ -55,9 +55,14 @@ class Deaf:
 def find(told: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return what a node found, by name."""
     ahead = told.get("clock_ahead", 0.0)
-    meeting = meet(Place("127.0.0.1", told["master_port"], told["num_nodes"], told["rank"]), told.get("facts", {}),
-                   timeout_seconds=told["timeout"], host=told.get("host"), clock=lambda: time.time() + ahead,
-                   door={"open": listen, "closed": closed, "deaf": Deaf}[told.get("door", "open")])
+    meeting = meet(
+        Place("127.0.0.1", told["master_port"], told["num_nodes"], told["rank"]),
+        told.get("facts", {}),
+        timeout_seconds=told["timeout"],
+        host=told.get("host"),
+        clock=lambda: time.time() + ahead,
+        door={"open": listen, "closed": closed, "deaf": Deaf}[told.get("door", "open")],
+    )
     return {finding.name: asdict(finding) for finding in findings_of(meeting)}
 
 

@@ -31,8 +31,34 @@ CHECKPOINT = FOLDER / "Epoch_1.pt"
 """Written once, by the commit that recorded the first expectations, and never again: old checkpoints must stay readable."""
 
 PARTS = ("PartOne", "PartTwo", "PartThree")
-SHORT = (*TINY, "--dataset", "digits", "--batch-size", 32, "--epochs", 1, "--max-steps", 3, "--log-every", 1, "--run-name", "run")
-RESUMABLE = (*TINY, "--dataset", "digits", "--batch-size", 512, "--epochs", 2, "--threads", 1, "--run-name", "run")
+SHORT = (
+    *TINY,
+    "--dataset",
+    "digits",
+    "--batch-size",
+    32,
+    "--epochs",
+    1,
+    "--max-steps",
+    3,
+    "--log-every",
+    1,
+    "--run-name",
+    "run",
+)
+RESUMABLE = (
+    *TINY,
+    "--dataset",
+    "digits",
+    "--batch-size",
+    512,
+    "--epochs",
+    2,
+    "--threads",
+    1,
+    "--run-name",
+    "run",
+)
 """Two epochs of three steps; the checkpoint is that of the first."""
 
 VERSION = f"Python {sys.version_info.major}.{sys.version_info.minor}\n\n"
@@ -43,7 +69,15 @@ WRONG_USAGES = {
     "an unknown dataset": ("PartOne", "--dataset", "mnist"),
     "both batch sizes": ("PartOne", "--batch-size", 8, "--local-batch-size", 4),
     "no rank": ("PartTwo",),
-    "a rank beyond the group": ("PartTwo", "--master-ip", "127.0.0.1", "--num-nodes", 2, "--rank", 2),
+    "a rank beyond the group": (
+        "PartTwo",
+        "--master-ip",
+        "127.0.0.1",
+        "--num-nodes",
+        2,
+        "--rank",
+        2,
+    ),
     "a strategy of another part": ("PartThree", "--sync", "ring"),
     "a recipe that is not there": ("PartOne", "--recipe", "nosuch"),
     "images that are not there": ("PartOne", "--dataset", "folder", "--data-dir", "nowhere"),
@@ -59,7 +93,9 @@ def help_texts() -> str:
     """Return ``--help`` of the parts and of every command of lab."""
     commands = [(part,) for part in PARTS] + [("lab", *words) for words in _lab_commands()]
     started = [(command, _start(*command, "--help", cwd=ROOT)) for command in commands]
-    return VERSION + _sections((" ".join(command), _printed(process)) for command, process in started)
+    return VERSION + _sections(
+        (" ".join(command), _printed(process)) for command, process in started
+    )
 
 
 def _lab_commands() -> Iterator[tuple[str, ...]]:
@@ -81,7 +117,10 @@ def _lab_commands() -> Iterator[tuple[str, ...]]:
 def recipe_settings() -> str:
     """Return ``--print-config`` of every recipe."""
     names = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
-    started = [(name, start_part("PartThree", "--recipe", name, "--print-config", cwd=ROOT)) for name in names]
+    started = [
+        (name, start_part("PartThree", "--recipe", name, "--print-config", cwd=ROOT))
+        for name in names
+    ]
     return _sections((name, _printed(process)) for name, process in started)
 
 
@@ -94,10 +133,14 @@ def _printed(process: Started) -> str:
 def exit_codes() -> str:
     """Return the exit status of wrong usages and the line that says what is wrong."""
     with tempfile.TemporaryDirectory() as folder:
-        started = [(what, usage, _start(*usage, cwd=Path(folder))) for what, usage in WRONG_USAGES.items()]
+        started = [
+            (what, usage, _start(*usage, cwd=Path(folder))) for what, usage in WRONG_USAGES.items()
+        ]
         ends = [(what, usage, process.end()) for what, usage, process in started]
-    return VERSION + "".join(f"{what}: {' '.join(map(str, usage))}\n    status {end.status}\n    {_said(end, folder)}\n"
-                   for what, usage, end in ends)
+    return VERSION + "".join(
+        f"{what}: {' '.join(map(str, usage))}\n    status {end.status}\n    {_said(end, folder)}\n"
+        for what, usage, end in ends
+    )
 
 
 def _said(end: Ended, folder: str) -> str:
@@ -110,8 +153,18 @@ def run_folder() -> str:
     """Return the files of a run on two ranks, with the keys of what is JSON or a checkpoint."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for ended in run_part("PartTwo", "--sync", "all_reduce", *SHORT, "--timeline", "--ema", "--output-dir", folder,
-                              cwd=folder, ranks=2):
+        for ended in run_part(
+            "PartTwo",
+            "--sync",
+            "all_reduce",
+            *SHORT,
+            "--timeline",
+            "--ema",
+            "--output-dir",
+            folder,
+            cwd=folder,
+            ranks=2,
+        ):
             assert ended.status == 0, ended.err
         run = only_run_folder(folder, "PartTwo-all_reduce")
         paths = sorted(path for path in run.rglob("*") if path.is_file())
@@ -135,10 +188,22 @@ def _keys_of(path: Path) -> str:
 def _keys(value: Any, above: str = "") -> list[str]:
     """Return the dotted keys of nested dicts; of a list those of its first entry, under ``[]``."""
     if isinstance(value, list):
-        return _keys(value[0], f"{above}[]") if value and isinstance(value[0], dict | list) else [above]
-    if not isinstance(value, dict) or not value or any(re.search(r"[^a-z_0-9-]", key) for key in value):
+        return (
+            _keys(value[0], f"{above}[]")
+            if value and isinstance(value[0], dict | list)
+            else [above]
+        )
+    if (
+        not isinstance(value, dict)
+        or not value
+        or any(re.search(r"[^a-z_0-9-]", key) for key in value)
+    ):
         return [above]  # a leaf, or a dict whose keys are data
-    return sorted(key for name, entry in value.items() for key in _keys(entry, f"{above}.{name}" if above else name))
+    return sorted(
+        key
+        for name, entry in value.items()
+        for key in _keys(entry, f"{above}.{name}" if above else name)
+    )
 
 
 def hashed_sources() -> str:
@@ -151,9 +216,16 @@ def hashed_sources() -> str:
 def public_names() -> str:
     """Return every ``from ... import ...`` of this project that the docs show, if it can be imported."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    lines = {" ".join(match.split()) for page in pages
-             for match in re.findall(r"^\s*(from (?:common|lab)[\w.]* import [^\n#]+)", page.read_text(), re.MULTILINE)}
-    lines |= {f"from {module} import {name}" for module, names in CONTRACT.items() for name in names}
+    lines = {
+        " ".join(match.split())
+        for page in pages
+        for match in re.findall(
+            r"^\s*(from (?:common|lab)[\w.]* import [^\n#]+)", page.read_text(), re.MULTILINE
+        )
+    }
+    lines |= {
+        f"from {module} import {name}" for module, names in CONTRACT.items() for name in names
+    }
     for line in sorted(lines):
         module, names = re.fullmatch(r"from (\S+) import (.+)", line).groups()
         for name in names.split(","):
@@ -164,7 +236,11 @@ def public_names() -> str:
 CONTRACT = {
     "common.training": ("get_model_parameters", "prepare_model_for_training", "train_model"),
     "common.evaluation": ("prepare_model_for_evaluation", "evaluate_model", "generate_eval_report"),
-    "common.training_engine": ("TrainingEngine", "distributed_train_worker", "launch_distributed_training"),
+    "common.training_engine": (
+        "TrainingEngine",
+        "distributed_train_worker",
+        "launch_distributed_training",
+    ),
     "common.sync.base": ("GradientSync",),
     "common.sync": ("STRATEGIES", "build_sync"),
     "common.models": ("MODELS", "build_model"),
@@ -175,11 +251,20 @@ CONTRACT = {
 
 def _start(part: str, *arguments: object, cwd: Path) -> Started:
     env = {"COLUMNS": "100", "NO_COLOR": "1"}
-    return start_lab(*arguments, cwd=cwd, env=env) if part == "lab" else start_part(part, *arguments, cwd=cwd, env=env)
+    return (
+        start_lab(*arguments, cwd=cwd, env=env)
+        if part == "lab"
+        else start_part(part, *arguments, cwd=cwd, env=env)
+    )
 
 
 def _as_users_see(text: str) -> str:
-    return text.replace(str(ROOT), "ROOT").replace(", tiny, wide", "").replace(",tiny,wide", "").rstrip()
+    return (
+        text.replace(str(ROOT), "ROOT")
+        .replace(", tiny, wide", "")
+        .replace(",tiny,wide", "")
+        .rstrip()
+    )
 
 
 def _sections(texts: Any) -> str:
@@ -187,17 +272,25 @@ def _sections(texts: Any) -> str:
 
 
 KINDS: dict[str, Callable[[], str]] = {
-    "help.txt": help_texts, "recipes.txt": recipe_settings, "exit_codes.txt": exit_codes, "run_folder.txt": run_folder,
-    "hashed_sources.txt": hashed_sources, "public_names.txt": public_names,
+    "help.txt": help_texts,
+    "recipes.txt": recipe_settings,
+    "exit_codes.txt": exit_codes,
+    "run_folder.txt": run_folder,
+    "hashed_sources.txt": hashed_sources,
+    "public_names.txt": public_names,
 }
 
 
 def write_checkpoint(path: Path) -> None:
     """Write the checkpoint after the first of two epochs; for the first recording alone."""
     with tempfile.TemporaryDirectory() as name:
-        [ended] = run_part("PartOne", *RESUMABLE, "--stop-after-epoch", 1, "--output-dir", name, cwd=Path(name))
+        [ended] = run_part(
+            "PartOne", *RESUMABLE, "--stop-after-epoch", 1, "--output-dir", name, cwd=Path(name)
+        )
         assert ended.status == 0, ended.err
-        path.write_bytes((Path(name) / "PartOne-none" / "run" / "checkpoints" / "Epoch_1.pt").read_bytes())
+        path.write_bytes(
+            (Path(name) / "PartOne-none" / "run" / "checkpoints" / "Epoch_1.pt").read_bytes()
+        )
 
 
 def main(kinds: list[str]) -> None:

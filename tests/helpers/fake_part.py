@@ -1,8 +1,8 @@
 """Stands for PartX/main.py where a test is about what starts it: writes a run's files in a moment, or fails as it is told.
 
-    fake_part.py ... --output-dir D --run-name R [--rank K] [--fail SYNC] [--wait-for FILE]
-    FLAGS="--fail SYNC ..." fake_part.py lab ...    `lab ...` that starts this file, with FLAGS, in place of the parts; its page
-                                                    is nothing but the names of the cells that are done
+fake_part.py ... --output-dir D --run-name R [--rank K] [--fail SYNC] [--wait-for FILE]
+FLAGS="--fail SYNC ..." fake_part.py lab ...    `lab ...` that starts this file, with FLAGS, in place of the parts; its page
+                                                is nothing but the names of the cells that are done
 """
 
 import json
@@ -12,13 +12,26 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-SECTIONS = {"data": 0.01, "forward": 0.2, "backward": 0.5, "sync": 0.1, "update": 0.02, "step": 0.83, "wait": 0.04, "wire": 0.06}
+SECTIONS = {
+    "data": 0.01,
+    "forward": 0.2,
+    "backward": 0.5,
+    "sync": 0.1,
+    "update": 0.02,
+    "step": 0.83,
+    "wait": 0.04,
+    "wire": 0.06,
+}
 
 
 def main(arguments: list[str]) -> int:
     """Do as the flags say."""
     given = dict(pairwise(arguments))
-    sync, rank, size = given.get("--sync", "none"), int(given.get("--rank", 0)), int(given.get("--num-nodes", 1))
+    sync, rank, size = (
+        given.get("--sync", "none"),
+        int(given.get("--rank", 0)),
+        int(given.get("--num-nodes", 1)),
+    )
     folder = Path(given["--output-dir"]) / f"Part-{sync}" / given["--run-name"]
     if marker := given.get("--wait-for"):
         Path(f"{marker}-{os.getpid()}").touch()
@@ -50,7 +63,9 @@ def lab(arguments: list[str]) -> int:
         return [__file__, *real(*given)[1:], *os.environ.get("FLAGS", "").split()]
 
     def write_page(folder: Path, results: dict) -> None:
-        (folder / "report.html").write_text(" ".join(cell["id"] for cell in results["cells"] if cell["status"] == "done"))
+        (folder / "report.html").write_text(
+            " ".join(cell["id"] for cell in results["cells"] if cell["status"] == "done")
+        )
         (folder / "table.md").touch()
 
     compare.node_command = one_run.node_command = command
@@ -61,15 +76,35 @@ def lab(arguments: list[str]) -> int:
 
 def _write(folder: Path, given: dict[str, str], size: int) -> None:
     folder.mkdir(parents=True)
-    ranks = [{"rank": rank, "host": "here", "threads": 1, "seconds": SECTIONS, "peak_memory_bytes": 1_000_000_000,
-              "bytes_sent": 10.0 + rank, "messages": 3.0} for rank in range(size)]
-    files = {"ranks.json": {"format": 1, "sync": given.get("--sync", "none"), "world_size": size, "first_step": 2, "steps": 4,
-                            "ranks": ranks},
-             "summary.json": {"test_accuracy": None, "ranks_hold_equal_weights": True}, "timeline.json": {"format": 1, "step": 6,
-             "sync": given.get("--sync", "none"), "ranks": []}}
+    ranks = [
+        {
+            "rank": rank,
+            "host": "here",
+            "threads": 1,
+            "seconds": SECTIONS,
+            "peak_memory_bytes": 1_000_000_000,
+            "bytes_sent": 10.0 + rank,
+            "messages": 3.0,
+        }
+        for rank in range(size)
+    ]
+    files = {
+        "ranks.json": {
+            "format": 1,
+            "sync": given.get("--sync", "none"),
+            "world_size": size,
+            "first_step": 2,
+            "steps": 4,
+            "ranks": ranks,
+        },
+        "summary.json": {"test_accuracy": None, "ranks_hold_equal_weights": True},
+        "timeline.json": {"format": 1, "step": 6, "sync": given.get("--sync", "none"), "ranks": []},
+    }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "loss": 2.0 / step}) + "\n" for step in range(1, 7)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "loss": 2.0 / step}) + "\n" for step in range(1, 7))
+    )
 
 
 if __name__ == "__main__":

@@ -122,6 +122,7 @@ def in_a_collective(act: Act) -> None:
                 act()
                 return work.wait()
             return collective(tensor, *arguments, **more)
+
         return begun
 
     TrainingEngine.train_step = hurt
@@ -216,10 +217,27 @@ def in_its_data(act: Act) -> None:
     TrainLoader.__iter__ = hurt
 
 
-MOMENTS = {"forward": in_forward, "collective": in_a_collective, "evaluation": in_evaluation, "writing": while_writing,
-           "renaming": before_the_rename, "renamed": after_the_rename, "waiting": while_another_writes, "data": in_its_data,
-           "loading": while_loading, "steps": at_each_step}
-DEEDS = {"kill": _kill, "stop": _stop, "raise": _raise, "sleep": _sleep, "hold": _hold, "limit": _limit, "pace": _pace}
+MOMENTS = {
+    "forward": in_forward,
+    "collective": in_a_collective,
+    "evaluation": in_evaluation,
+    "writing": while_writing,
+    "renaming": before_the_rename,
+    "renamed": after_the_rename,
+    "waiting": while_another_writes,
+    "data": in_its_data,
+    "loading": while_loading,
+    "steps": at_each_step,
+}
+DEEDS = {
+    "kill": _kill,
+    "stop": _stop,
+    "raise": _raise,
+    "sleep": _sleep,
+    "hold": _hold,
+    "limit": _limit,
+    "pace": _pace,
+}
 
 
 def main(rank: str, moment: str, deed: str, part: str, *arguments: str) -> None:
@@ -229,7 +247,9 @@ def main(rank: str, moment: str, deed: str, part: str, *arguments: str) -> None:
     sys.path.insert(0, str(Path(part).resolve().parents[1]))
     from common import models
 
-    models.MODELS |= {name: f"tiny_model:{name}" for name in ("tiny", "wide")}  # before flags are read; beside this file
+    models.MODELS |= {
+        name: f"tiny_model:{name}" for name in ("tiny", "wide")
+    }  # before flags are read; beside this file
     mine = arguments[arguments.index("--rank") + 1] if "--rank" in arguments else os.environ["RANK"]
     if mine == rank:
         MOMENTS[moment](DEEDS[deed])

@@ -14,10 +14,16 @@ import pytest
 from tests.helpers import ROOT
 
 yaml = pytest.importorskip("yaml", reason="pyyaml is not installed: pip install -e .[dev]")
-models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed: pip install -e .[dev]")
+models = pytest.importorskip(
+    "kubeflow_trainer_api.models",
+    reason="kubeflow-trainer-api is not installed: pip install -e .[dev]",
+)
 ValidationError = pytest.importorskip("pydantic").ValidationError
 
-KINDS = {"TrainJob": "TrainerV1alpha1TrainJob", "PersistentVolumeClaim": "IoK8sApiCoreV1PersistentVolumeClaim"}
+KINDS = {
+    "TrainJob": "TrainerV1alpha1TrainJob",
+    "PersistentVolumeClaim": "IoK8sApiCoreV1PersistentVolumeClaim",
+}
 LAUNCH = ROOT / "launch"
 
 
@@ -41,28 +47,51 @@ def unread(document: Mapping[str, Any]) -> list[str]:
 
 def _differences(written: Any, read: Any, path: str) -> list[str]:
     if isinstance(written, Mapping) and isinstance(read, Mapping):
-        return [line for key, value in written.items() for line in _differences(value, read.get(key), f"{path}.{key}")]
+        return [
+            line
+            for key, value in written.items()
+            for line in _differences(value, read.get(key), f"{path}.{key}")
+        ]
     if isinstance(written, list) and isinstance(read, list) and len(written) == len(read):
-        return [line for index, pair in enumerate(zip(written, read, strict=True))
-                for line in _differences(*pair, f"{path}[{index}]")]
+        return [
+            line
+            for index, pair in enumerate(zip(written, read, strict=True))
+            for line in _differences(*pair, f"{path}[{index}]")
+        ]
     return [] if written == read else [path]
 
 
 def instructions() -> list[tuple[str, str]]:
     """Return the Dockerfile's instructions: name and the rest of the line, continued lines joined."""
-    text = "\n".join(line for line in (LAUNCH / "Dockerfile").read_text(encoding="utf-8").splitlines()
-                     if not line.lstrip().startswith("#"))
+    text = "\n".join(
+        line
+        for line in (LAUNCH / "Dockerfile").read_text(encoding="utf-8").splitlines()
+        if not line.lstrip().startswith("#")
+    )
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
-    return [(name, " ".join(rest.split())) for name, rest in (line.split(maxsplit=1) for line in lines)]
+    return [
+        (name, " ".join(rest.split())) for name, rest in (line.split(maxsplit=1) for line in lines)
+    ]
 
 
 def build_context(root: Path) -> list[Path]:
     """Return the files below ``root`` that .dockerignore lets through, relative to it: a later pattern wins, and a folder's holds
     for what is in it. Patterns are names of the first level, or any level's after ``**/``."""
-    patterns = [line for line in (root / ".dockerignore").read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
+    patterns = [
+        line
+        for line in (root / ".dockerignore").read_text(encoding="utf-8").splitlines()
+        if line and line[0] != "#"
+    ]
     let_in = [place for place in root.iterdir() if not _ignored(place.relative_to(root), patterns)]
-    files = [path for place in let_in for path in ([place] if place.is_file() else place.rglob("*")) if path.is_file()]
-    return sorted(path for path in (file.relative_to(root) for file in files) if not _ignored(path, patterns))
+    files = [
+        path
+        for place in let_in
+        for path in ([place] if place.is_file() else place.rglob("*"))
+        if path.is_file()
+    ]
+    return sorted(
+        path for path in (file.relative_to(root) for file in files) if not _ignored(path, patterns)
+    )
 
 
 def _ignored(path: Path, patterns: list[str]) -> bool:

@@ -20,8 +20,19 @@ from tests.helpers import free_port, wait_until
 
 _NAMED = re.compile(r"\$\((\w+)\)")
 # As the kernel has it for a container: torchrun takes the place of the shell, and is number 1.
-_AS_A_POD = ["unshare", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc", "sh", "-c",
-             'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"', "pod"]
+_AS_A_POD = [
+    "unshare",
+    "--uts",
+    "--pid",
+    "--mount",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+    "sh",
+    "-c",
+    'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"',
+    "pod",
+]
 
 
 class Pods:
@@ -34,7 +45,15 @@ class Pods:
     flags : added to the manifest's own; the last of a flag counts.
     """
 
-    def __init__(self, cluster: Cluster, job: Mapping[str, Any], *, image: Path, volume: Path, flags: Sequence[object]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        job: Mapping[str, Any],
+        *,
+        image: Path,
+        volume: Path,
+        flags: Sequence[object],
+    ) -> None:
         self._cluster, self._image, self._volume = cluster, image, volume
         self._name, self._trainer = job["metadata"]["name"], job["spec"]["trainer"]
         [self._mount] = (mount["mountPath"] for mount in mounts(job) if mount["name"] == "volume")
@@ -46,7 +65,10 @@ class Pods:
     def start(self, pod: int) -> None:
         """Start a pod, once its predecessor is gone; until ``publish`` it knows no name but its own."""
         environment = self._environment(pod)
-        words = [self._fill_in(word, environment) for word in [*self._trainer["command"], *self._trainer["args"]]] + self._flags
+        words = [
+            self._fill_in(word, environment)
+            for word in [*self._trainer["command"], *self._trainer["args"]]
+        ] + self._flags
         if not self._cluster.loopback:
             words = [*_AS_A_POD, self._host(pod), str(self._write_names(pod)), *words]
 
@@ -71,8 +93,12 @@ class Pods:
         process = self.first_process(pod)
         if process is None:
             return False
-        listening = re.compile(rf":{self._master_port:04X} \S+ 0A ")  # as its own network's tables have it
-        return any(listening.search(_read(f"/proc/{process.pid}/net/{table}")) for table in ("tcp", "tcp6"))
+        listening = re.compile(
+            rf":{self._master_port:04X} \S+ 0A "
+        )  # as its own network's tables have it
+        return any(
+            listening.search(_read(f"/proc/{process.pid}/net/{table}")) for table in ("tcp", "tcp6")
+        )
 
     def terminate(self, pod: int) -> None:
         """Send SIGTERM to a container's first process, as a kubelet does."""
@@ -97,18 +123,29 @@ class Pods:
             return next((one for one in candidates if _is_torchrun(one, pod)), None)
         for pid in self._cluster.pids(pod):
             numbers = re.search(r"NSpid:\s+(.*)", _read(f"/proc/{pid}/status"))
-            if numbers and numbers[1].split()[-1] == "1" and "torchrun" in _command(psutil.Process(pid)):
+            if (
+                numbers
+                and numbers[1].split()[-1] == "1"
+                and "torchrun" in _command(psutil.Process(pid))
+            ):
                 return psutil.Process(pid)
         return None
 
     def _environment(self, pod: int) -> dict[str, str]:
         limits = self._trainer["resourcesPerNode"]["limits"]
-        own = {entry["name"]: entry["value"] if "value" in entry
-               else limits[entry["valueFrom"]["resourceFieldRef"]["resource"].removeprefix("limits.")]
-               for entry in self._trainer["env"]}
-        places = {"PET_NNODES": str(self._trainer["numNodes"]), "PET_NPROC_PER_NODE": str(self._trainer["numProcPerNode"]),
-                  "PET_NODE_RANK": str(pod), "PET_MASTER_ADDR": f"{self._host(0)}.{self._name}",
-                  "PET_MASTER_PORT": str(self._master_port)}
+        own = {
+            entry["name"]: entry["value"]
+            if "value" in entry
+            else limits[entry["valueFrom"]["resourceFieldRef"]["resource"].removeprefix("limits.")]
+            for entry in self._trainer["env"]
+        }
+        places = {
+            "PET_NNODES": str(self._trainer["numNodes"]),
+            "PET_NPROC_PER_NODE": str(self._trainer["numProcPerNode"]),
+            "PET_NODE_RANK": str(pod),
+            "PET_MASTER_ADDR": f"{self._host(0)}.{self._name}",
+            "PET_MASTER_PORT": str(self._master_port),
+        }
         if self._cluster.loopback:
             places |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_LOCAL_ADDR": "127.0.0.1"}
         return own | places
@@ -124,10 +161,15 @@ class Pods:
     def _write_names(self, pod: int) -> Path:
         """Write a pod's /etc/hosts: its own line as a kubelet writes it, and the names of the headless service if published."""
         domain = f"{self._name}.default.svc.cluster.local"
-        lines = ["127.0.0.1 localhost", f"{self._cluster.address(pod)} {self._host(pod)}.{domain} {self._host(pod)}"]
+        lines = [
+            "127.0.0.1 localhost",
+            f"{self._cluster.address(pod)} {self._host(pod)}.{domain} {self._host(pod)}",
+        ]
         if self._published:
-            lines += [f"{self._cluster.address(node)} {self._host(node)}.{self._name} {self._host(node)}.{domain}"
-                      for node in range(self._trainer["numNodes"])]
+            lines += [
+                f"{self._cluster.address(node)} {self._host(node)}.{self._name} {self._host(node)}.{domain}"
+                for node in range(self._trainer["numNodes"])
+            ]
         path = self._volume.parent / f"hosts{pod}"
         path.write_text("\n".join(lines) + "\n")
         return path
@@ -135,7 +177,9 @@ class Pods:
 
 def mounts(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the volumes that the job's container mounts."""
-    return [mount for container in pod_patch(job)["containers"] for mount in container["volumeMounts"]]
+    return [
+        mount for container in pod_patch(job)["containers"] for mount in container["volumeMounts"]
+    ]
 
 
 def pod_patch(job: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -148,7 +192,11 @@ def pod_patch(job: Mapping[str, Any]) -> Mapping[str, Any]:
 def _is_torchrun(process: psutil.Process, pod: int) -> bool:
     try:
         found = process.environ()
-        return found.get("PET_NODE_RANK") == str(pod) and "RANK" not in found and "torchrun" in _command(process)
+        return (
+            found.get("PET_NODE_RANK") == str(pod)
+            and "RANK" not in found
+            and "torchrun" in _command(process)
+        )
     except psutil.Error:
         return False
 

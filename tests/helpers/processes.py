@@ -63,7 +63,9 @@ class Started:
     forked : take the interpreter that has torch imported.
     """
 
-    def __init__(self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], forked: bool = False) -> None:
+    def __init__(
+        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], forked: bool = False
+    ) -> None:
         self._began = time.monotonic()
         self.folder = Path(tempfile.mkdtemp())
         self._out, self._err = self.folder / "out", self.folder / "err"
@@ -73,8 +75,15 @@ class Started:
             self.process: Any = _Forked(command, cwd, env, self._out, self._err)
         else:
             with self._out.open("w") as out, self._err.open("w") as err:
-                self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=cwd,
-                                                env=env, start_new_session=True)
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    cwd=cwd,
+                    env=env,
+                    start_new_session=True,
+                )
         _started.append(self)
 
     def kill(self) -> None:
@@ -92,6 +101,7 @@ class Started:
 
     def wait_for(self, text: str, *, timeout_seconds: float = 60) -> None:
         """Return once ``text`` stands in the output; AssertionError if it ends or the time passes before."""
+
         def there() -> bool:
             running = self.process.poll() is None
             if text in self.read_out():
@@ -111,20 +121,35 @@ class Started:
             status = self.process.wait(timeout=timeout_seconds)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise AssertionError(f"still running after {timeout_seconds} s:\n{self.read_out()}\n"
-                                 f"{self._err.read_text()}") from None
-        return Ended(status, self._out.read_text(), self._err.read_text(), time.monotonic() - self._began)
+            raise AssertionError(
+                f"still running after {timeout_seconds} s:\n{self.read_out()}\n"
+                f"{self._err.read_text()}"
+            ) from None
+        return Ended(
+            status, self._out.read_text(), self._err.read_text(), time.monotonic() - self._began
+        )
 
 
 class _Forked:
     """A process forked from the server, with what ``Started`` uses of subprocess.Popen."""
 
-    def __init__(self, command: Sequence[str], cwd: Path, env: Mapping[str, str], out: Path, err: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], cwd: Path, env: Mapping[str, str], out: Path, err: Path
+    ) -> None:
         words = list(command[1:])
         module = words[0] == "-m"
         target, *arguments = words[module:]
-        self._process = ranks.context().Process(target=_become, daemon=True, args=(
-            PythonProgram(target, tuple(arguments), module=module), str(cwd), dict(env), str(out), str(err)))
+        self._process = ranks.context().Process(
+            target=_become,
+            daemon=True,
+            args=(
+                PythonProgram(target, tuple(arguments), module=module),
+                str(cwd),
+                dict(env),
+                str(out),
+                str(err),
+            ),
+        )
         self._process.start()
         self.pid = self._process.pid
 
@@ -153,7 +178,11 @@ def _become(program: PythonProgram, cwd: str, env: dict[str, str], out: str, err
     multiprocessing.current_process()._config["daemon"] = False  # it may start processes itself
     for path, number in ((os.devnull, 0), (out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
-    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0, closefd=False), os.fdopen(1, "w"), os.fdopen(2, "w")
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(0, closefd=False),
+        os.fdopen(1, "w"),
+        os.fdopen(2, "w"),
+    )
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update({"OMP_NUM_THREADS": str(os.cpu_count())} | env)
@@ -166,36 +195,82 @@ def _become(program: PythonProgram, cwd: str, env: dict[str, str], out: str, err
 
 def user_environment(**more: str) -> dict[str, str]:
     """Return this process's environment, outside any torchrun's, with ``more``."""
-    outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    outside = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     return outside | more
 
 
-def start_part(part: str, *arguments: object, cwd: Path, env: Mapping[str, str] | None = None,
-               cold: bool = False) -> Started:
+def start_part(
+    part: str,
+    *arguments: object,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    cold: bool = False,
+) -> Started:
     """Start ``PartX/main.py`` with these arguments from the folder ``cwd``."""
     command = [sys.executable, str(ROOT / part / "main.py"), *map(str, arguments)]
     return Started(command, cwd=cwd, env=user_environment(**(env or {})), forked=not cold)
 
 
-def start_lab(*arguments: object, cwd: Path = ROOT, env: Mapping[str, str] | None = None, cold: bool = False) -> Started:
+def start_lab(
+    *arguments: object, cwd: Path = ROOT, env: Mapping[str, str] | None = None, cold: bool = False
+) -> Started:
     """Start ``python -m lab`` with these arguments."""
     command = [sys.executable, "-m", "lab", *map(str, arguments)]
     return Started(command, cwd=cwd, env=user_environment(**(env or {})), forked=not cold)
 
 
-def start_ranks(part: str, size: int, *arguments: object, cwd: Path, port: int | None = None,
-                env: Mapping[str, str] | None = None, cold: bool = False) -> list[Started]:
+def start_ranks(
+    part: str,
+    size: int,
+    *arguments: object,
+    cwd: Path,
+    port: int | None = None,
+    env: Mapping[str, str] | None = None,
+    cold: bool = False,
+) -> list[Started]:
     """Start ``size`` ranks of a part on loopback as the assignment does, one thread each."""
     port = port or free_port()
-    return [start_part(part, *arguments, "--master-ip", "127.0.0.1", "--master-port", port, "--num-nodes", size,
-                       "--rank", rank, "--threads", 1, cwd=cwd, env=env, cold=cold) for rank in range(size)]
+    return [
+        start_part(
+            part,
+            *arguments,
+            "--master-ip",
+            "127.0.0.1",
+            "--master-port",
+            port,
+            "--num-nodes",
+            size,
+            "--rank",
+            rank,
+            "--threads",
+            1,
+            cwd=cwd,
+            env=env,
+            cold=cold,
+        )
+        for rank in range(size)
+    ]
 
 
-def run_part(part: str, *arguments: object, cwd: Path, ranks: int = 0, timeout_seconds: float = 120,
-             env: Mapping[str, str] | None = None, cold: bool = False) -> list[Ended]:
+def run_part(
+    part: str,
+    *arguments: object,
+    cwd: Path,
+    ranks: int = 0,
+    timeout_seconds: float = 120,
+    env: Mapping[str, str] | None = None,
+    cold: bool = False,
+) -> list[Ended]:
     """Run a part to its end, on ``ranks`` ranks (0: one process without flags for the group); one result a process."""
-    started = (start_ranks(part, ranks, *arguments, cwd=cwd, env=env, cold=cold) if ranks
-               else [start_part(part, *arguments, cwd=cwd, env=env, cold=cold)])
+    started = (
+        start_ranks(part, ranks, *arguments, cwd=cwd, env=env, cold=cold)
+        if ranks
+        else [start_part(part, *arguments, cwd=cwd, env=env, cold=cold)]
+    )
     return [one.end(timeout_seconds=timeout_seconds) for one in started]
 
 

@@ -20,12 +20,28 @@ from pathlib import Path
 from lab.cluster import Cluster, tools
 from tests.helpers import ROOT, wait_until
 
-_PROGRAMS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge", "nsenter": "util-linux"}
+_PROGRAMS = {
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "sbatch": "slurm-wlm",
+    "munged": "munge",
+    "nsenter": "util-linux",
+}
 _UP_SECONDS = 90.0
 _POLL_SECONDS = 0.5
 _COMMAND_SECONDS = 60.0
 _STATE = "/run/slurm"  # on the emulated cluster's own tmpfs: gone with it, and short enough for a socket's name
-_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL", "PREEMPTED"}
+_ENDED = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "DEADLINE",
+    "BOOT_FAIL",
+    "PREEMPTED",
+}
 
 _SLURM_CONF = """\
 ClusterName=lab
@@ -76,7 +92,15 @@ mount --bind {folder}/nsswitch.conf /etc/nsswitch.conf || exit 1
 mount --bind {folder}/disk-{name} {folder}/own && mkdir -p {state}/{name} || exit 1
 exec slurmd -D -N {name}
 """
-_OWN_NAMESPACES = ("unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc")
+_OWN_NAMESPACES = (
+    "unshare",
+    "--uts",
+    "--mount",
+    "--pid",
+    "--fork",
+    "--kill-child=KILL",
+    "--mount-proc",
+)
 
 
 def refused() -> str | None:
@@ -86,7 +110,11 @@ def refused() -> str | None:
     for program, package in _PROGRAMS.items():
         if shutil.which(program, path=tools.search_path()) is None:
             return f"{program} is not installed: install the package {package}"
-    return None if os.geteuid() == 0 else "slurmd must run as root, since it starts jobs in their users' names"
+    return (
+        None
+        if os.geteuid() == 0
+        else "slurmd must run as root, since it starts jobs in their users' names"
+    )
 
 
 class SlurmCluster:
@@ -100,8 +128,15 @@ class SlurmCluster:
     settings : more lines of slurm.conf.
     """
 
-    def __init__(self, folder: Path, *, nodes: int = 4, names_resolve: bool = False, cpus: int = 4,
-                 settings: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        nodes: int = 4,
+        names_resolve: bool = False,
+        cpus: int = 4,
+        settings: Sequence[str] = (),
+    ) -> None:
         self.folder, self.nodes = folder, nodes
         self.own = folder / "own"
         self._booted: dict[int, int] = {}
@@ -113,9 +148,19 @@ class SlurmCluster:
         self._write_files()
         self._cluster.__enter__()
         try:
-            self._boot(self.nodes, _LOGIN.format(name=self.name(self.nodes), state=_STATE, key=secrets.token_hex(64),
-                                                 folder=self.folder))
-            self._until(lambda: "is UP" in self.run("scontrol", "ping", check=False), what="slurmctld answers")
+            self._boot(
+                self.nodes,
+                _LOGIN.format(
+                    name=self.name(self.nodes),
+                    state=_STATE,
+                    key=secrets.token_hex(64),
+                    folder=self.folder,
+                ),
+            )
+            self._until(
+                lambda: "is UP" in self.run("scontrol", "ping", check=False),
+                what="slurmctld answers",
+            )
             for node in range(self.nodes):
                 self.power_on(node, wait=False)
             for node in range(self.nodes):
@@ -145,24 +190,55 @@ class SlurmCluster:
         """Return a node's host name, which is its name in Slurm, too."""
         return f"node{node}"
 
-    def run(self, *command: str, node: int | None = None, cwd: Path = ROOT, environment: Mapping[str, str] | None = None,
-            check: bool = True) -> str:
+    def run(
+        self,
+        *command: str,
+        node: int | None = None,
+        cwd: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
+        check: bool = True,
+    ) -> str:
         """Run a command on the login node, or another, and return what it writes; AssertionError with it where it fails.
 
         The environment is this process's own, without what Slurm or torchrun would have set, and ``environment``.
         """
         target = self._booted[self.nodes if node is None else node]
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_", "RANK", "WORLD_"))}
-        way = ["nsenter", f"--target={target}", "--mount", "--uts", "--net", "--pid", f"--wd={cwd}", "--"]
-        done = subprocess.run([*way, *command],
-                              env=clean | self._environment | dict(environment or {}), stdin=subprocess.DEVNULL, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_COMMAND_SECONDS)
-        assert not check or done.returncode == 0, f"{' '.join(command)}: status {done.returncode}: {done.stdout}"
+        clean = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("SLURM_", "SBATCH_", "RANK", "WORLD_"))
+        }
+        way = [
+            "nsenter",
+            f"--target={target}",
+            "--mount",
+            "--uts",
+            "--net",
+            "--pid",
+            f"--wd={cwd}",
+            "--",
+        ]
+        done = subprocess.run(
+            [*way, *command],
+            env=clean | self._environment | dict(environment or {}),
+            stdin=subprocess.DEVNULL,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_COMMAND_SECONDS,
+        )
+        assert not check or done.returncode == 0, (
+            f"{' '.join(command)}: status {done.returncode}: {done.stdout}"
+        )
         return done.stdout
 
-    def sbatch(self, *arguments: object, cwd: Path = ROOT, environment: Mapping[str, str] | None = None) -> str:
+    def sbatch(
+        self, *arguments: object, cwd: Path = ROOT, environment: Mapping[str, str] | None = None
+    ) -> str:
         """Submit a job as a user does and return its id; AssertionError with sbatch's words where it is refused."""
-        return self.run("sbatch", "--parsable", *map(str, arguments), cwd=cwd, environment=environment).splitlines()[-1]
+        return self.run(
+            "sbatch", "--parsable", *map(str, arguments), cwd=cwd, environment=environment
+        ).splitlines()[-1]
 
     def job(self, job: str) -> dict[str, str]:
         """Return what Slurm knows of a job (``12``) or of one of an array (``12_3``): JobState, Restarts, BatchHost, ..."""
@@ -180,8 +256,12 @@ class SlurmCluster:
 
     def wait(self, job: str, *, limit_seconds: float = 180.0) -> str:
         """Wait until a job has come to its end and return the state; a requeued one is waited for, too (see ``start_now``)."""
-        self._until(lambda: self.state(job) in _ENDED, what=f"job {job} ends", limit_seconds=limit_seconds,
-                    tell=lambda: f"it is {self.state(job)}:\n{self.output(job)}")
+        self._until(
+            lambda: self.state(job) in _ENDED,
+            what=f"job {job} ends",
+            limit_seconds=limit_seconds,
+            tell=lambda: f"it is {self.state(job)}:\n{self.output(job)}",
+        )
         return self.state(job)
 
     def wait_for(self, job: str, words: str, *, limit_seconds: float = 120.0) -> None:
@@ -189,19 +269,32 @@ class SlurmCluster:
         path, looks = Path(self.job(job)["StdOut"]), itertools.count(1)
 
         def written() -> bool:
-            ended = next(looks) % 40 == 0 and self.state(job) in _ENDED  # asked before the file is read, and not at every look
+            ended = (
+                next(looks) % 40 == 0 and self.state(job) in _ENDED
+            )  # asked before the file is read, and not at every look
             if path.exists() and words in path.read_text(errors="replace"):
                 return True
             assert not ended, f"job {job} ended without {words!r}:\n{self.output(job)}"
             return False
 
-        wait_until(written, f"{words!r}", timeout_seconds=limit_seconds, look_seconds=0.05,
-                   tell=lambda: f"{self.job(job)}\n{self.output(job)}")
+        wait_until(
+            written,
+            f"{words!r}",
+            timeout_seconds=limit_seconds,
+            look_seconds=0.05,
+            tell=lambda: f"{self.job(job)}\n{self.output(job)}",
+        )
 
-    def wait_until_requeued(self, job: str, *, restarts: int = 1, limit_seconds: float = 120.0) -> None:
+    def wait_until_requeued(
+        self, job: str, *, restarts: int = 1, limit_seconds: float = 120.0
+    ) -> None:
         """Return once Slurm has requeued a job ``restarts`` times."""
-        self._until(lambda: int(self.job(job)["Restarts"]) >= restarts, what=f"job {job} is requeued",
-                    limit_seconds=limit_seconds, tell=lambda: f"it is {self.state(job)}:\n{self.output(job)}")
+        self._until(
+            lambda: int(self.job(job)["Restarts"]) >= restarts,
+            what=f"job {job} is requeued",
+            limit_seconds=limit_seconds,
+            tell=lambda: f"it is {self.state(job)}:\n{self.output(job)}",
+        )
 
     def start_now(self, job: str) -> None:
         """Let a requeued job start at once; Slurm has it wait while credentials live, 15 s here and two minutes elsewhere."""
@@ -211,23 +304,33 @@ class SlurmCluster:
         self.wait_until_gone(number)
         self._until(lambda: self.state(job) != "COMPLETING", what=f"job {job} is in the queue")
         time.sleep(1.1)  # until that second is over
-        self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)  # refused where it has just started
+        self.run(
+            "scontrol", "update", f"JobId={job}", "StartTime=now", check=False
+        )  # refused where it has just started
 
     def wait_until_gone(self, number: str) -> None:
         """Return once nothing of a job runs on any node: Slurm names its end before that, and its shell may still write."""
-        self._until(lambda: not self._is_running(number), what=f"the last start of job {number} has ended")
+        self._until(
+            lambda: not self._is_running(number), what=f"the last start of job {number} has ended"
+        )
 
     def _is_running(self, number: str) -> bool:
         """Whether a step of a job still has its daemon on a node."""
         for pid in (pid for node in range(self.nodes) for pid in self.pids(node)):
             with contextlib.suppress(OSError):  # it has just ended
-                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"slurmstepd: [{number}.".encode()):
+                if (
+                    Path(f"/proc/{pid}/cmdline")
+                    .read_bytes()
+                    .startswith(f"slurmstepd: [{number}.".encode())
+                ):
                     return True
         return False
 
     def power_off(self, node: int) -> None:
         """End everything on a node at once, without a word to anyone; Slurm finds out after ten seconds or more."""
-        self._cluster.fault(node, "cut")  # else its daemon tells of the processes that are killed before itself
+        self._cluster.fault(
+            node, "cut"
+        )  # else its daemon tells of the processes that are killed before itself
         self._cluster.fault(node, "kill")
         self._until(lambda: not self._cluster.pids(node), what=f"node {node} is off")
 
@@ -241,7 +344,12 @@ class SlurmCluster:
             self._until_idle(node)
 
     def _boot(self, node: int, script: str) -> None:
-        self._cluster.start([*_OWN_NAMESPACES, "sh", "-c", script], nodes=[node], environment=self._environment, cwd=Path("/"))
+        self._cluster.start(
+            [*_OWN_NAMESPACES, "sh", "-c", script],
+            nodes=[node],
+            environment=self._environment,
+            cwd=Path("/"),
+        )
         self._until(lambda: self._first_process(node) is not None, what=f"node {node} boots")
         self._booted[node] = self._first_process(node)
 
@@ -249,31 +357,60 @@ class SlurmCluster:
         """The process of a node that is number 1 there; None where it is off."""
         for pid in self._cluster.pids(node):
             with contextlib.suppress(OSError):  # it has just ended
-                if re.search(r"^NSpid:.*\s1$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE):
+                if re.search(
+                    r"^NSpid:.*\s1$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+                ):
                     return pid
         return None
 
     def _until_idle(self, node: int) -> None:
         command = ("sinfo", "--noheader", "--nodes", self.name(node), "--format", "%t")
-        self._until(lambda: self.run(*command).strip() in ("idle", "mix", "alloc"),
-                    what=f"{self.name(node)} is idle", tell=lambda: self._cluster.output(node) + self.run("sinfo"))
+        self._until(
+            lambda: self.run(*command).strip() in ("idle", "mix", "alloc"),
+            what=f"{self.name(node)} is idle",
+            tell=lambda: self._cluster.output(node) + self.run("sinfo"),
+        )
 
-    def _until(self, condition: Callable[[], bool], *, what: str, limit_seconds: float = _UP_SECONDS,
-               tell: Callable[[], str] = lambda: "") -> None:
-        wait_until(condition, what, timeout_seconds=limit_seconds, look_seconds=_POLL_SECONDS, tell=tell)
+    def _until(
+        self,
+        condition: Callable[[], bool],
+        *,
+        what: str,
+        limit_seconds: float = _UP_SECONDS,
+        tell: Callable[[], str] = lambda: "",
+    ) -> None:
+        wait_until(
+            condition, what, timeout_seconds=limit_seconds, look_seconds=_POLL_SECONDS, tell=tell
+        )
 
     def _write_files(self) -> None:
         names = [self.name(node) for node in range(self.nodes + 1)]
-        nodes = "\n".join(f"NodeName={name} NodeAddr={self._cluster.address(node)} CPUs={self._cpus} Gres=gpu:2"
-                          for node, name in enumerate(names[:-1]))
+        nodes = "\n".join(
+            f"NodeName={name} NodeAddr={self._cluster.address(node)} CPUs={self._cpus} Gres=gpu:2"
+            for node, name in enumerate(names[:-1])
+        )
         self.own.mkdir(parents=True)
-        conf = _SLURM_CONF.format(login=names[-1], login_address=self._cluster.address(self.nodes), state=_STATE,
-                                  folder=self.folder, nodes=nodes, more="\n".join(self._settings))
-        for name, text in (("slurm.conf", conf), ("cgroup.conf", _CGROUP_CONF), ("gres.conf", _GRES_CONF),
-                           ("nsswitch.conf", _NSSWITCH)):
+        conf = _SLURM_CONF.format(
+            login=names[-1],
+            login_address=self._cluster.address(self.nodes),
+            state=_STATE,
+            folder=self.folder,
+            nodes=nodes,
+            more="\n".join(self._settings),
+        )
+        for name, text in (
+            ("slurm.conf", conf),
+            ("cgroup.conf", _CGROUP_CONF),
+            ("gres.conf", _GRES_CONF),
+            ("nsswitch.conf", _NSSWITCH),
+        ):
             (self.folder / name).write_text(text)
-        everyone = "".join(f"{self._cluster.address(node)} {name}\n" for node, name in enumerate(names))
+        everyone = "".join(
+            f"{self._cluster.address(node)} {name}\n" for node, name in enumerate(names)
+        )
         for name in names[:-1]:
             (self.folder / f"disk-{name}").mkdir()
             (self.folder / f"hosts-{name}").write_text(
-                "127.0.0.1 localhost\n" + (everyone if self._names_resolve else f"127.0.1.1 {name}\n"))
+                "127.0.0.1 localhost\n"
+                + (everyone if self._names_resolve else f"127.0.1.1 {name}\n")
+            )

@@ -41,8 +41,10 @@ Host *
   GlobalKnownHostsFile none
   UpdateHostKeys no
 """
-_ENTER = "import json, os, sys; from lab.cluster.control import enter; sys.exit(enter(*json.loads(sys.argv[1])[:2], " \
-         "json.loads(sys.argv[1])[2], environment=os.environ))"
+_ENTER = (
+    "import json, os, sys; from lab.cluster.control import enter; sys.exit(enter(*json.loads(sys.argv[1])[:2], "
+    "json.loads(sys.argv[1])[2], environment=os.environ))"
+)
 
 
 def missing() -> str | None:
@@ -59,7 +61,11 @@ class Machines:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.keys, self.checkout, self.config = folder / "keys", folder / "checkout", folder / "ssh_config"
+        self.keys, self.checkout, self.config = (
+            folder / "keys",
+            folder / "checkout",
+            folder / "ssh_config",
+        )
         self.cluster = Cluster(1 + len(HOSTS), logs=folder / "nodes", fresh=True)
         self.started: list[subprocess.Popen] = []
 
@@ -86,10 +92,27 @@ class Machines:
 
     def _make_keys(self) -> None:
         for name in ("user", "stranger", *(f"host{node}" for node in range(1, len(HOSTS) + 1))):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(self.keys / name)], check=True,
-                           timeout=LONG, stdin=subprocess.DEVNULL)
-        known = [f"{name},{self.cluster.address(node)} {(self.keys / f'host{node}.pub').read_text()}"
-                 for node, name in enumerate(HOSTS, start=1)]
+            subprocess.run(
+                [
+                    "ssh-keygen",
+                    "-q",
+                    "-t",
+                    "ed25519",
+                    "-N",
+                    "",
+                    "-C",
+                    name,
+                    "-f",
+                    str(self.keys / name),
+                ],
+                check=True,
+                timeout=LONG,
+                stdin=subprocess.DEVNULL,
+            )
+        known = [
+            f"{name},{self.cluster.address(node)} {(self.keys / f'host{node}.pub').read_text()}"
+            for node, name in enumerate(HOSTS, start=1)
+        ]
         (self.keys / "known_hosts").write_text("".join(known))
         self.config.write_text(_CLIENT.format(keys=self.keys))
 
@@ -105,12 +128,24 @@ class Machines:
 
     def start_sshd(self, node: int) -> None:
         """Start a host's sshd, with its own disk bound to the one path that all hosts have."""
-        self.cluster.start(["unshare", "--mount", "sh", "-c", f"mkdir -p /run/sshd && mount --bind {self.own_checkout(node)} "
-                            f"{self.checkout} && exec {SSHD} -D -e -f {self.folder}/sshd{node}"], nodes=[node])
+        self.cluster.start(
+            [
+                "unshare",
+                "--mount",
+                "sh",
+                "-c",
+                f"mkdir -p /run/sshd && mount --bind {self.own_checkout(node)} "
+                f"{self.checkout} && exec {SSHD} -D -e -f {self.folder}/sshd{node}",
+            ],
+            nodes=[node],
+        )
 
     def _wait_until_open(self) -> None:
         for node, _ in enumerate(HOSTS, start=1):
-            wait_until(lambda node=node: "Server listening" in self.cluster.output(node), f"sshd of node {node} listens")
+            wait_until(
+                lambda node=node: "Server listening" in self.cluster.output(node),
+                f"sshd of node {node} listens",
+            )
 
     def start(self, *arguments: object, config: Path | None = None) -> subprocess.Popen:
         """Start a ``lab`` subcommand at the terminal, with the flags that find the hosts, and return at once."""
@@ -122,9 +157,16 @@ class Machines:
 
     def enter(self, command: Sequence[str]) -> subprocess.Popen:
         """Start a command at the terminal."""
-        process = subprocess.Popen([sys.executable, "-c", _ENTER, json.dumps([self.cluster.host_pid, 0, list(command)])],
-                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                   cwd=ROOT, env=os.environ | {"PATH": tools.search_path()}, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", _ENTER, json.dumps([self.cluster.host_pid, 0, list(command)])],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PATH": tools.search_path()},
+            start_new_session=True,
+        )
         self.started.append(process)
         return process
 

@@ -25,8 +25,11 @@ GRACE = 20
 
 QUICK = (*TINY, "--dataset", "digits", "--batch-size", 8, "--log-every", 1)
 
-WAYS = {"gather_scatter": ("PartTwo", "--sync", "gather_scatter"), "all_reduce": ("PartTwo", "--sync", "all_reduce"),
-        "ddp": ("PartThree",)}
+WAYS = {
+    "gather_scatter": ("PartTwo", "--sync", "gather_scatter"),
+    "all_reduce": ("PartTwo", "--sync", "all_reduce"),
+    "ddp": ("PartThree",),
+}
 HURT = ROOT / "tests" / "helpers" / "hurt.py"
 NOBODY = -1
 PACED = [str(HURT), "0", "steps", "pace", str(ROOT / "PartTwo" / "main.py")]
@@ -59,18 +62,61 @@ class Stage:
         self.temporary.mkdir()
         self._seen: dict[int, int] = {}
 
-    def command(self, way: str, *flags: object, size: int = NODES, hurt: tuple[int, str, str] | None = None,
-                timeout: float = PATIENT, name: str = "run", root: Path = ROOT) -> list[str]:
+    def command(
+        self,
+        way: str,
+        *flags: object,
+        size: int = NODES,
+        hurt: tuple[int, str, str] | None = None,
+        timeout: float = PATIENT,
+        name: str = "run",
+        root: Path = ROOT,
+    ) -> list[str]:
         """The command of each rank, the interpreter left out; later ``flags`` win."""
         part, *sync = WAYS[way]
-        words = [HURT, *(hurt or (NOBODY, "", "")), root / part / "main.py", *sync,
-                 "--master-ip", "{master}", "--master-port", self.port, "--num-nodes", size, "--rank", "{rank}", "--threads", 1,
-                 "--model", "wide", "--batch-size", 24 // STEPS_AN_EPOCH, "--epochs", EPOCHS, "--log-every", 1,
-                 "--timeout", timeout, "--output-dir", self.folder / "out", "--run-name", name, *self._images, *flags]
+        words = [
+            HURT,
+            *(hurt or (NOBODY, "", "")),
+            root / part / "main.py",
+            *sync,
+            "--master-ip",
+            "{master}",
+            "--master-port",
+            self.port,
+            "--num-nodes",
+            size,
+            "--rank",
+            "{rank}",
+            "--threads",
+            1,
+            "--model",
+            "wide",
+            "--batch-size",
+            24 // STEPS_AN_EPOCH,
+            "--epochs",
+            EPOCHS,
+            "--log-every",
+            1,
+            "--timeout",
+            timeout,
+            "--output-dir",
+            self.folder / "out",
+            "--run-name",
+            name,
+            *self._images,
+            *flags,
+        ]
         return [str(word) for word in words]
 
-    def start(self, way: str = "all_reduce", *flags: object, nodes: Sequence[int] = tuple(range(NODES)),
-              port: int | None = None, shell: str = "", **more: Any) -> None:
+    def start(
+        self,
+        way: str = "all_reduce",
+        *flags: object,
+        nodes: Sequence[int] = tuple(range(NODES)),
+        port: int | None = None,
+        shell: str = "",
+        **more: Any,
+    ) -> None:
         """Start ranks of a group; ``more`` is as ``command`` has it.
 
         shell : a script that runs the command as ``"$@"``.
@@ -86,7 +132,7 @@ class Stage:
 
     def text(self, node: int) -> str:
         """What the node's rank has written in this run."""
-        return self.cluster.output(node)[self._seen.get(node, 0):]
+        return self.cluster.output(node)[self._seen.get(node, 0) :]
 
     def wait_for(self, words: str, *, node: int = 0, limit: float = _START) -> None:
         """Return once a rank has written ``words``."""
@@ -104,7 +150,9 @@ class Stage:
         try:
             ends = self.cluster.wait(limit_seconds=limit)
         except TimeoutError as error:
-            raise AssertionError(f"{error}:\n" + "\n".join(self.text(node) for node in self._seen)) from None
+            raise AssertionError(
+                f"{error}:\n" + "\n".join(self.text(node) for node in self._seen)
+            ) from None
         return {end.node: Ended(end.status, end.seconds, self.text(end.node)) for end in ends}
 
     def kill_all(self) -> None:
@@ -119,7 +167,9 @@ class Stage:
         part = WAYS[way][0]
         return self.folder / "out" / f"{part}-{way}" / name
 
-    def finish(self, way: str = "all_reduce", *flags: object, name: str = "run", **more: Any) -> Path:
+    def finish(
+        self, way: str = "all_reduce", *flags: object, name: str = "run", **more: Any
+    ) -> Path:
         """Train to the end without a disturbance; return the run's folder."""
         self.start(way, *flags, name=name, **more)
         for rank, ended in self.end().items():
@@ -145,8 +195,13 @@ def assert_told(ended: Ended | Finished, pattern: str, *, status: int = 1) -> No
 
 def assert_in_time(ends: dict[int, Ended], victim: int, *, timeout: float = TIMEOUT) -> None:
     """All ended within the timeout after the victim."""
-    late = {rank: ended.seconds - ends[victim].seconds for rank, ended in ends.items() if rank != victim}
-    print("ended after the fault:", ", ".join(f"rank {rank} {seconds:.1f} s" for rank, seconds in late.items()))
+    late = {
+        rank: ended.seconds - ends[victim].seconds for rank, ended in ends.items() if rank != victim
+    }
+    print(
+        "ended after the fault:",
+        ", ".join(f"rank {rank} {seconds:.1f} s" for rank, seconds in late.items()),
+    )
     assert all(seconds < timeout + GRACE for seconds in late.values()), late
 
 
@@ -163,12 +218,17 @@ def assert_no_result(run: Path) -> None:
 def assert_same_training(run: Path, reference: Path) -> None:
     """Weights, momentum, every step's loss and the evaluation are those of the undisturbed run, bit for bit, nothing is left
     over."""
-    one, other = (load_checkpoint(folder / "checkpoints" / f"Epoch_{EPOCHS}.pt") for folder in (run, reference))
+    one, other = (
+        load_checkpoint(folder / "checkpoints" / f"Epoch_{EPOCHS}.pt")
+        for folder in (run, reference)
+    )
     assert one["step"] == other["step"] == EPOCHS * STEPS_AN_EPOCH
     for name, tensor in other["model_state_dict"].items():
         assert torch.equal(one["model_state_dict"][name], tensor), name
     for index, state in other["optimizer_state_dict"]["state"].items():
-        assert torch.equal(one["optimizer_state_dict"]["state"][index]["momentum_buffer"], state["momentum_buffer"]), index
+        assert torch.equal(
+            one["optimizer_state_dict"]["state"][index]["momentum_buffer"], state["momentum_buffer"]
+        ), index
     assert _steps(run) == _steps(reference)
     reports = [json.loads((folder / "report.json").read_text()) for folder in (run, reference)]
     assert reports[0] | {"checkpoint": ""} == reports[1] | {"checkpoint": ""}
@@ -183,4 +243,6 @@ def hidden_files(run: Path) -> list[str]:
 
 def _steps(run: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if "seconds" not in name} for line in lines]
+    return [
+        {name: value for name, value in line.items() if "seconds" not in name} for line in lines
+    ]

@@ -16,7 +16,14 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(3, 31), nn.Linear(31, 29).double(), nn.Linear(29, 17), nn.Linear(17, 2).double()])
+        self.layers = nn.ModuleList(
+            [
+                nn.Linear(3, 31),
+                nn.Linear(31, 29).double(),
+                nn.Linear(29, 17),
+                nn.Linear(17, 2).double(),
+            ]
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         hidden = images.mean(dim=(2, 3))

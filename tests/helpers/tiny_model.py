@@ -17,4 +17,10 @@ def wide(num_classes: int) -> nn.Module:
 
 
 def _stem() -> list[nn.Module]:
-    return [nn.Conv2d(3, 8, 3, stride=4, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.AvgPool2d(2), nn.Flatten()]
+    return [
+        nn.Conv2d(3, 8, 3, stride=4, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+    ]

@@ -7,8 +7,14 @@ LONG = 120.0
 """Seconds after which a wait fails: more than a busy machine needs."""
 
 
-def wait_until(condition: Callable[[], object], what: str, *, timeout_seconds: float = LONG, look_seconds: float = 0.02,
-               tell: Callable[[], str] = str) -> None:
+def wait_until(
+    condition: Callable[[], object],
+    what: str,
+    *,
+    timeout_seconds: float = LONG,
+    look_seconds: float = 0.02,
+    tell: Callable[[], str] = str,
+) -> None:
     """Return once ``condition()`` holds; AssertionError that says ``what`` did not come in time, with the words of ``tell``."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():

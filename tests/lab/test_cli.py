@@ -6,28 +6,56 @@ from pathlib import Path
 from lab.cli import build_parser
 from tests.helpers import ROOT, start_lab
 
-STARTED_COLD_ELSEWHERE = {"cluster": "tests/lab/cluster/test_commands.py", "doctor": "tests/lab/doctor/test_doctor.py", "explain": "tests/lab/explain/test_explain.py",
-                          "launch": "tests/lab/ssh/test_remote_agent.py"}
+STARTED_COLD_ELSEWHERE = {
+    "cluster": "tests/lab/cluster/test_commands.py",
+    "doctor": "tests/lab/doctor/test_doctor.py",
+    "explain": "tests/lab/explain/test_explain.py",
+    "launch": "tests/lab/ssh/test_remote_agent.py",
+}
 HERE = {
     "predict": (["--nodes", 4], 0, "gather_scatter"),
-    "compare": (["--nodes", 1, "--sync", "none", "--dataset", "digits", "--no-predict", "--plan", "--output-dir", "out"], 0,
-                "lab run-cell"),
+    "compare": (
+        [
+            "--nodes",
+            1,
+            "--sync",
+            "none",
+            "--dataset",
+            "digits",
+            "--no-predict",
+            "--plan",
+            "--output-dir",
+            "out",
+        ],
+        0,
+        "lab run-cell",
+    ),
     "report": (["nowhere"], 2, "nowhere is no folder of a run"),
     "calibrate": (["--ranks", 2, "--num-nodes", 2], 2, "error: "),
     "collect": (["nowhere"], 2, "error: "),
-    "run-cell": (["nowhere", "--run", 1], 2, "the folder of a plan belongs on a file system that all nodes share"),
+    "run-cell": (
+        ["nowhere", "--run", 1],
+        2,
+        "the folder of a plan belongs on a file system that all nodes share",
+    ),
 }
 
 
 def test_every_command_has_a_cold_start() -> None:
-    [commands] = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    [commands] = [
+        action
+        for action in build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
     assert set(commands.choices) == {*STARTED_COLD_ELSEWHERE, *HERE}
 
 
 def test_commands_start_cold(tmp_path: Path) -> None:
     """All at once, to save time."""
-    started = {name: start_lab(name, *arguments, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, cold=True)
-               for name, (arguments, _, _) in HERE.items()}
+    started = {
+        name: start_lab(name, *arguments, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, cold=True)
+        for name, (arguments, _, _) in HERE.items()
+    }
     for name, process in started.items():
         ended, (_, status, words) = process.end(), HERE[name]
         assert ended.status == status, (name, ended)

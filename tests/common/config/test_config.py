@@ -27,17 +27,31 @@ CLUSTER = ("-M", "10.0.0.1", "-N", "2", "-R", "0")
 
 
 def _parse(*arguments, part="PartTwo", defaults=None):
-    return parse_arguments(part, "a description", defaults or {}, SYNCS[part], [str(one) for one in arguments])
+    return parse_arguments(
+        part, "a description", defaults or {}, SYNCS[part], [str(one) for one in arguments]
+    )
 
 
 def _main(*arguments, part="PartTwo"):
-    return main(part, path=f"{part}/main.py", description="a description", sync_choices=SYNCS[part],
-                arguments=[str(one) for one in arguments])
+    return main(
+        part,
+        path=f"{part}/main.py",
+        description="a description",
+        sync_choices=SYNCS[part],
+        arguments=[str(one) for one in arguments],
+    )
 
 
 @pytest.fixture(autouse=True)
 def _no_torchrun(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -102,14 +116,22 @@ def _as_shown(text):
     return shown
 
 
-_CASES = [pytest.param(flag, value, id=f"{flag}={value[:12]}") for flag, values in NONSENSE.items() for value in values]
+_CASES = [
+    pytest.param(flag, value, id=f"{flag}={value[:12]}")
+    for flag, values in NONSENSE.items()
+    for value in values
+]
 
 
 @pytest.mark.parametrize(("flag", "value"), _CASES)
 def test_nonsense_value_is_one_line_and_status_2(flag, value, capsys):
     """One line on stderr that names the flag and the value got; status 2; no usage page, no traceback, no run."""
-    cluster = [one for pair in zip(CLUSTER[::2], CLUSTER[1::2], strict=True) for one in pair
-               if pair[0] not in {"--num-nodes": "-N", "--rank": "-R"}.get(flag, "")]
+    cluster = [
+        one
+        for pair in zip(CLUSTER[::2], CLUSTER[1::2], strict=True)
+        for one in pair
+        if pair[0] not in {"--num-nodes": "-N", "--rank": "-R"}.get(flag, "")
+    ]
     status = _main(*cluster, f"{flag}={value}")
     out, err = capsys.readouterr()
     assert status == 2
@@ -122,12 +144,17 @@ def test_nonsense_value_is_one_line_and_status_2(flag, value, capsys):
 
 def test_every_number_and_every_choice_has_nonsense_above():
     """A new flag with a type or choices must be added to the table, or this fails."""
-    checked = {"--" + spec.name.replace("_", "-") for spec in dataclasses.fields(Config)
-               if spec.metadata and (spec.metadata["type"] in (int, float) or spec.metadata["choices"])}
+    checked = {
+        "--" + spec.name.replace("_", "-")
+        for spec in dataclasses.fields(Config)
+        if spec.metadata and (spec.metadata["type"] in (int, float) or spec.metadata["choices"])
+    }
     assert set(NONSENSE) == checked
 
 
-@pytest.mark.parametrize("flag", ["--master-ip", "--data-dir", "--mirror", "--resume", "--output-dir"])
+@pytest.mark.parametrize(
+    "flag", ["--master-ip", "--data-dir", "--mirror", "--resume", "--output-dir"]
+)
 def test_empty_text_is_refused(flag):
     """An empty path or address (an unset shell variable in quotes) is an error that names the flag, not the current
     folder."""
@@ -135,8 +162,18 @@ def test_empty_text_is_refused(flag):
         _parse(f"{flag}=")
 
 
-@pytest.mark.parametrize("arguments", [["--nonsense"], ["--bach-size", "3"], ["stray"], ["--batch", "8"], ["-x"],
-                                       ["--batch-size"], ["--debug=maybe"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--nonsense"],
+        ["--bach-size", "3"],
+        ["stray"],
+        ["--batch", "8"],
+        ["-x"],
+        ["--batch-size"],
+        ["--debug=maybe"],
+    ],
+)
 def test_unknown_or_incomplete_flags(arguments, capsys):
     """Misspelt, abbreviated, stray and valueless arguments: one line that names them, status 2."""
     assert _main(*CLUSTER, *arguments) == 2
@@ -154,46 +191,70 @@ def test_config_checks_types_without_the_parser(value):
 
 def test_limits_themselves_are_allowed():
     """The bounds are inclusive where they say so."""
-    config = _parse("-N", 5, "-R", 4, "--master-port", 65535, "--timeout", 86400, "--seed", 2**31 - 1, "--momentum", 0,
-                    "--weight-decay", 0, "--warmup-epochs", 0, "--stop-after-epoch", 1, "--threads", 4096)
+    config = _parse(
+        "-N",
+        5,
+        "-R",
+        4,
+        "--master-port",
+        65535,
+        "--timeout",
+        86400,
+        "--seed",
+        2**31 - 1,
+        "--momentum",
+        0,
+        "--weight-decay",
+        0,
+        "--warmup-epochs",
+        0,
+        "--stop-after-epoch",
+        1,
+        "--threads",
+        4096,
+    )
     assert (config.rank, config.master_port, config.seed) == (4, 65535, 2**31 - 1)
     assert _parse("--master-port", 1).master_port == 1
 
 
 # --- meanings ---
 
-@pytest.mark.parametrize(("arguments", "setting", "expected"), [
-    (["--lr", "0.5"], "learning_rate", 0.5),
-    (["--base-lr", "0.5"], "learning_rate", 0.5),
-    (["--base_lr=0.5"], "learning_rate", 0.5),
-    (["--learning_rate", "0.5"], "learning_rate", 0.5),
-    (["-b", "16"], "local_batch_size", 16),
-    (["--local_batch_size", "16"], "local_batch_size", 16),
-    (["--batch_size=64"], "batch_size", 64),
-    (["--global-batch-size", "64"], "batch_size", 64),
-    (["--world-size", "4"], "num_nodes", 4),
-    (["--world_size", "4"], "num_nodes", 4),
-    (["--num_nodes=4"], "num_nodes", 4),
-    (["-N", "4"], "num_nodes", 4),
-    (["-R", "3"], "rank", 3),
-    (["-M", "10.0.0.9"], "master_ip", "10.0.0.9"),
-    (["--master_ip", "10.0.0.9"], "master_ip", "10.0.0.9"),
-    (["--use-amp"], "amp", True),
-    (["--use_amp"], "amp", True),
-    (["--amp"], "amp", True),
-    (["--no-amp"], "amp", False),
-    (["--no_amp"], "amp", False),
-    (["--no-use-amp"], "amp", False),
-    (["--debug"], "debug", True),
-    (["--output_dir=/tmp/a_b"], "output_dir", Path("/tmp/a_b")),
-    (["--output-dir", "/tmp/a_b"], "output_dir", Path("/tmp/a_b")),
-    (["--resume", "my_runs/Epoch_1.pt"], "resume", "my_runs/Epoch_1.pt"),
-    (["--sync", "all_reduce"], "sync", "all_reduce"),
-    (["--sync=all_reduce"], "sync", "all_reduce"),
-    ([], "sync", "gather_scatter"),
-    ([], "amp", None),
-    ([], "debug", False),
-])
+
+@pytest.mark.parametrize(
+    ("arguments", "setting", "expected"),
+    [
+        (["--lr", "0.5"], "learning_rate", 0.5),
+        (["--base-lr", "0.5"], "learning_rate", 0.5),
+        (["--base_lr=0.5"], "learning_rate", 0.5),
+        (["--learning_rate", "0.5"], "learning_rate", 0.5),
+        (["-b", "16"], "local_batch_size", 16),
+        (["--local_batch_size", "16"], "local_batch_size", 16),
+        (["--batch_size=64"], "batch_size", 64),
+        (["--global-batch-size", "64"], "batch_size", 64),
+        (["--world-size", "4"], "num_nodes", 4),
+        (["--world_size", "4"], "num_nodes", 4),
+        (["--num_nodes=4"], "num_nodes", 4),
+        (["-N", "4"], "num_nodes", 4),
+        (["-R", "3"], "rank", 3),
+        (["-M", "10.0.0.9"], "master_ip", "10.0.0.9"),
+        (["--master_ip", "10.0.0.9"], "master_ip", "10.0.0.9"),
+        (["--use-amp"], "amp", True),
+        (["--use_amp"], "amp", True),
+        (["--amp"], "amp", True),
+        (["--no-amp"], "amp", False),
+        (["--no_amp"], "amp", False),
+        (["--no-use-amp"], "amp", False),
+        (["--debug"], "debug", True),
+        (["--output_dir=/tmp/a_b"], "output_dir", Path("/tmp/a_b")),
+        (["--output-dir", "/tmp/a_b"], "output_dir", Path("/tmp/a_b")),
+        (["--resume", "my_runs/Epoch_1.pt"], "resume", "my_runs/Epoch_1.pt"),
+        (["--sync", "all_reduce"], "sync", "all_reduce"),
+        (["--sync=all_reduce"], "sync", "all_reduce"),
+        ([], "sync", "gather_scatter"),
+        ([], "amp", None),
+        ([], "debug", False),
+    ],
+)
 def test_flags_and_synonyms(arguments, setting, expected):
     """Synonyms set one and the same setting; an underscore in a flag equals a dash, and one in a value stays."""
     got = getattr(_parse(*arguments), setting)
@@ -205,7 +266,11 @@ def test_part_one_has_no_cluster_flags_and_part_two_no_other_sync():
     """PartOne refuses --rank; parts with one strategy have no --sync to set."""
     assert _parse(part="PartOne").sync == "none"
     assert _parse(part="PartThree").sync == "ddp"
-    for part, flag in (("PartOne", "--rank=0"), ("PartOne", "--sync=none"), ("PartThree", "--sync=ddp")):
+    for part, flag in (
+        ("PartOne", "--rank=0"),
+        ("PartOne", "--sync=none"),
+        ("PartThree", "--sync=ddp"),
+    ):
         with pytest.raises(UserError, match=flag.partition("=")[0]):
             _parse(flag, part=part)
 
@@ -216,14 +281,17 @@ def test_a_parts_defaults_give_way_to_flags():
     assert _parse("--dataset", "cifar100", defaults={"dataset": "digits"}).dataset == "cifar100"
 
 
-@pytest.mark.parametrize(("arguments", "named"), [
-    (["--batch-size", 64, "--local-batch-size", 16], ("--batch-size", "--local-batch-size")),
-    (["-b", 16, "--batch-size", 64], ("--batch-size", "--local-batch-size")),
-    (["--warmup-steps", 5, "--warmup-epochs", 1], ("--warmup-steps", "--warmup-epochs")),
-    (["--stop-after-epoch", 3, "--epochs", 2], ("--stop-after-epoch", "3", "--epochs", "2")),
-    (["--rank", 2, "--num-nodes", 2], ("--rank", "2", "--num-nodes", "0 to 1")),
-    (["--rank", 0, "--num-nodes", 0], ("--num-nodes", "0")),
-])
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--batch-size", 64, "--local-batch-size", 16], ("--batch-size", "--local-batch-size")),
+        (["-b", 16, "--batch-size", 64], ("--batch-size", "--local-batch-size")),
+        (["--warmup-steps", 5, "--warmup-epochs", 1], ("--warmup-steps", "--warmup-epochs")),
+        (["--stop-after-epoch", 3, "--epochs", 2], ("--stop-after-epoch", "3", "--epochs", "2")),
+        (["--rank", 2, "--num-nodes", 2], ("--rank", "2", "--num-nodes", "0 to 1")),
+        (["--rank", 0, "--num-nodes", 0], ("--num-nodes", "0")),
+    ],
+)
 def test_flags_that_contradict_each_other(arguments, named, capsys):
     """Both ways of giving one thing, or a place outside the range: one line, status 2, both flags named."""
     assert _main("--master-ip", "10.0.0.1", *arguments) == 2
@@ -235,7 +303,11 @@ def test_flags_that_contradict_each_other(arguments, named, capsys):
 def test_global_batch_size():
     """--batch-size is global, whatever the number of ranks; --local-batch-size is per rank; 256 without either."""
     assert [_parse().global_batch_size(world) for world in (1, 3, 4)] == [256, 256, 256]
-    assert [_parse("--batch-size", 100).global_batch_size(world) for world in (1, 3, 4)] == [100, 100, 100]
+    assert [_parse("--batch-size", 100).global_batch_size(world) for world in (1, 3, 4)] == [
+        100,
+        100,
+        100,
+    ]
     assert [_parse("-b", 100).global_batch_size(world) for world in (1, 3, 4)] == [100, 300, 400]
 
 
@@ -268,40 +340,86 @@ def test_shared_settings():
     """What must agree between ranks has what changes the training, and nothing that may differ: place, paths,
     threads."""
     shared = _parse(*CLUSTER, "--data-dir", "/d", "--threads", 2).shared_settings()
-    for flag in ("--rank", "--master-ip", "--master-port", "--num-nodes", "--data-dir", "--output-dir", "--threads",
-                 "--resume", "--mirror", "--debug"):
+    for flag in (
+        "--rank",
+        "--master-ip",
+        "--master-port",
+        "--num-nodes",
+        "--data-dir",
+        "--output-dir",
+        "--threads",
+        "--resume",
+        "--mirror",
+        "--debug",
+    ):
         assert flag not in shared
-    for flag in ("--sync", "--model", "--dataset", "--batch-size", "--local-batch-size", "--epochs", "--max-steps",
-                 "--stop-after-epoch", "--seed", "--amp", "--amp-dtype", "--learning-rate", "--opt", "--schedule",
-                 "--warmup-steps", "--warmup-epochs", "--momentum", "--weight-decay", "--timeout", "--backend"):
+    for flag in (
+        "--sync",
+        "--model",
+        "--dataset",
+        "--batch-size",
+        "--local-batch-size",
+        "--epochs",
+        "--max-steps",
+        "--stop-after-epoch",
+        "--seed",
+        "--amp",
+        "--amp-dtype",
+        "--learning-rate",
+        "--opt",
+        "--schedule",
+        "--warmup-steps",
+        "--warmup-epochs",
+        "--momentum",
+        "--weight-decay",
+        "--timeout",
+        "--backend",
+    ):
         assert flag in shared
-    assert _parse(*CLUSTER).shared_settings() == _parse("-M", "x", "-N", 2, "-R", 1, "--threads", 3).shared_settings()
+    assert (
+        _parse(*CLUSTER).shared_settings()
+        == _parse("-M", "x", "-N", 2, "-R", 1, "--threads", 3).shared_settings()
+    )
     assert _parse("--seed", 1).shared_settings() != _parse("--seed", 2).shared_settings()
     assert _parse("--opt", "adamw").shared_settings()["--opt"] == "adamw"
 
 
 # --- where this process stands ---
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000", "LOCAL_RANK": "1",
-            "LOCAL_WORLD_SIZE": "3"}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "3",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "4000",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "3",
+}
 
 
 def test_launch_from_flags():
     """The three flags, with the default port or one given; what only the ranks' meeting can tell stays None."""
-    assert resolve_launch(_parse(*CLUSTER).launch_flags, {}) == Launch(0, 2, "10.0.0.1", DEFAULT_MASTER_PORT, None, None, False)
-    launch = resolve_launch(_parse("-M", "h", "-N", 4, "-R", 3, "--master-port", 1234).launch_flags, {"PATH": "/bin"})
+    assert resolve_launch(_parse(*CLUSTER).launch_flags, {}) == Launch(
+        0, 2, "10.0.0.1", DEFAULT_MASTER_PORT, None, None, False
+    )
+    launch = resolve_launch(
+        _parse("-M", "h", "-N", 4, "-R", 3, "--master-port", 1234).launch_flags, {"PATH": "/bin"}
+    )
     assert (launch.rank, launch.size, launch.master_ip, launch.master_port) == (3, 4, "h", 1234)
 
 
 def test_launch_from_torchrun():
     """Everything from the environment."""
-    assert resolve_launch(_parse().launch_flags, TORCHRUN) == Launch(1, 3, "127.0.0.1", 4000, 1, 3, True, largest_size=3)
+    assert resolve_launch(_parse().launch_flags, TORCHRUN) == Launch(
+        1, 3, "127.0.0.1", 4000, 1, 3, True, largest_size=3
+    )
 
 
 def test_flags_that_repeat_torchrun_are_fine():
     """Flags that say what the environment says are no contradiction, also by another name of the same host."""
     flags = ["-N", 3, "-R", 1, "-M", "localhost", "--master-port", 4000]
-    assert resolve_launch(_parse(*flags).launch_flags, TORCHRUN) == resolve_launch(_parse().launch_flags, TORCHRUN)
+    assert resolve_launch(_parse(*flags).launch_flags, TORCHRUN) == resolve_launch(
+        _parse().launch_flags, TORCHRUN
+    )
 
 
 def test_no_launch_without_flags_and_environment():
@@ -312,13 +430,16 @@ def test_no_launch_without_flags_and_environment():
     assert resolve_launch(_parse(*CLUSTER).launch_flags, {"WORLD_SIZE": "7"}).size == 2
 
 
-@pytest.mark.parametrize(("flags", "named"), [
-    (["-R", 0], ("--rank 0", "RANK=1")),
-    (["-N", 2], ("--num-nodes 2", "WORLD_SIZE=3")),
-    (["-M", "10.9.9.9"], ("--master-ip 10.9.9.9", "MASTER_ADDR=127.0.0.1")),
-    (["--master-port", 5000], ("--master-port 5000", "MASTER_PORT=4000")),
-    (["-N", 3, "-R", 2], ("--rank 2", "RANK=1")),
-])
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["-R", 0], ("--rank 0", "RANK=1")),
+        (["-N", 2], ("--num-nodes 2", "WORLD_SIZE=3")),
+        (["-M", "10.9.9.9"], ("--master-ip 10.9.9.9", "MASTER_ADDR=127.0.0.1")),
+        (["--master-port", 5000], ("--master-port 5000", "MASTER_PORT=4000")),
+        (["-N", 3, "-R", 2], ("--rank 2", "RANK=1")),
+    ],
+)
 def test_flags_that_contradict_torchrun(flags, named):
     """Each kind of contradiction names the flag, the variable and both values."""
     with pytest.raises(UserError) as error:
@@ -327,11 +448,17 @@ def test_flags_that_contradict_torchrun(flags, named):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("flags", "missing"), [
-    (["-M", "h"], ("--num-nodes", "--rank")), (["-N", 2], ("--master-ip", "--rank")),
-    (["-R", 0], ("--master-ip", "--num-nodes")), (["-N", 2, "-R", 0], ("--master-ip",)),
-    (["-M", "h", "-R", 0], ("--num-nodes",)), (["-M", "h", "-N", 2], ("--rank",)),
-])
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        (["-M", "h"], ("--num-nodes", "--rank")),
+        (["-N", 2], ("--master-ip", "--rank")),
+        (["-R", 0], ("--master-ip", "--num-nodes")),
+        (["-N", 2, "-R", 0], ("--master-ip",)),
+        (["-M", "h", "-R", 0], ("--num-nodes",)),
+        (["-M", "h", "-N", 2], ("--rank",)),
+    ],
+)
 def test_part_of_the_three_flags(flags, missing, capsys):
     """One or two of the three: status 2, and the message says exactly which are missing; rank 0 counts as given."""
     assert _main(*flags) == 2
@@ -341,10 +468,26 @@ def test_part_of_the_three_flags(flags, missing, capsys):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("RANK", "one"), ("RANK", ""), ("RANK", "-1"), ("RANK", "1.0"), ("WORLD_SIZE", "three"), ("WORLD_SIZE", " "),
-    ("MASTER_PORT", "http"), ("LOCAL_RANK", "x"), ("LOCAL_WORLD_SIZE", "x"), ("RANK", "²"),
-    ("RANK", "3"), ("RANK", "7"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "0"), ("MASTER_PORT", "70000")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RANK", "one"),
+        ("RANK", ""),
+        ("RANK", "-1"),
+        ("RANK", "1.0"),
+        ("WORLD_SIZE", "three"),
+        ("WORLD_SIZE", " "),
+        ("MASTER_PORT", "http"),
+        ("LOCAL_RANK", "x"),
+        ("LOCAL_WORLD_SIZE", "x"),
+        ("RANK", "²"),
+        ("RANK", "3"),
+        ("RANK", "7"),
+        ("WORLD_SIZE", "0"),
+        ("MASTER_PORT", "0"),
+        ("MASTER_PORT", "70000"),
+    ],
+)
 def test_environment_that_makes_no_sense(name, value):
     """Text, a negative, a rank beyond the size, a port that is none: UserError that names the variable and the
     value."""
@@ -357,12 +500,15 @@ def test_environment_that_makes_no_sense(name, value):
 
 # --- as a user starts it ---
 
+
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
     """The entry points started from another folder, at once: without anything, with --help, with nonsense."""
     cwd = tmp_path_factory.mktemp("elsewhere")
-    running = {(part, flag): start_part(part, *([flag] if flag else []), cwd=cwd)
-               for part, flag in (("PartTwo", ""), ("PartThree", ""), ("PartTwo", "--epochs=0"))}
+    running = {
+        (part, flag): start_part(part, *([flag] if flag else []), cwd=cwd)
+        for part, flag in (("PartTwo", ""), ("PartThree", ""), ("PartTwo", "--epochs=0"))
+    }
     ended = {key: one.end(timeout_seconds=60) for key, one in running.items()}
     assert list(cwd.iterdir()) == []
     return ended
@@ -377,7 +523,11 @@ def test_started_without_a_place(part, started):
     assert ended.out == ""
     assert "Traceback" not in ended.err
     lines = [line.strip() for line in ended.err.splitlines()]
-    commands = [shlex.split(line.removesuffix("&"), comments=True) for line in lines if line.startswith("python ")]
+    commands = [
+        shlex.split(line.removesuffix("&"), comments=True)
+        for line in lines
+        if line.startswith("python ")
+    ]
     assert len(commands) == 4
     places = []
     for command in commands:
@@ -388,7 +538,7 @@ def test_started_without_a_place(part, started):
     for first, second in (places[:2], places[2:]):
         assert first[:2] == second[:2]
         assert (first[1], first[2], second[2]) == (2, 0, 1)
-    torchrun, = [shlex.split(line) for line in lines if line.startswith("torchrun ")]
+    (torchrun,) = [shlex.split(line) for line in lines if line.startswith("torchrun ")]
     assert torchrun[1:3] == ["--nproc-per-node", "2"]
     assert Path(torchrun[3]).resolve() == ROOT / part / "main.py"
 
@@ -404,15 +554,34 @@ def test_nonsense_on_a_real_command_line(started):
 @pytest.mark.parametrize("part", SYNCS)
 def test_help_lists_the_flags_without_torch(part, tmp_path):
     """--help from another folder: status 0, every flag and choice in it, and neither torch nor numpy is imported."""
-    ended = subprocess.run([sys.executable, "-X", "importtime", str(ROOT / part / "main.py"), "--help"], cwd=tmp_path,
-                           capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-X", "importtime", str(ROOT / part / "main.py"), "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert ended.returncode == 0
-    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()
-                if line.startswith("import time:")}
+    imported = {
+        line.rpartition("|")[2].strip()
+        for line in ended.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     assert "common.config.schema" in imported
-    assert not {name for name in imported if name.partition(".")[0] in ("torch", "torchvision", "numpy", "sklearn")}
+    assert not {
+        name
+        for name in imported
+        if name.partition(".")[0] in ("torch", "torchvision", "numpy", "sklearn")
+    }
     parser = build_parser(part, "", {}, SYNCS[part])
     for action in parser._actions:
         assert all(flag in ended.stdout for flag in action.option_strings)
-    assert all(model in ended.stdout for model in set(MODELS) - {"tiny", "wide"}), "but for those of tests"
-    assert all(strategy in ended.stdout for strategy in STRATEGIES if strategy in BY_HAND and part == "PartTwo")
+    assert all(model in ended.stdout for model in set(MODELS) - {"tiny", "wide"}), (
+        "but for those of tests"
+    )
+    assert all(
+        strategy in ended.stdout
+        for strategy in STRATEGIES
+        if strategy in BY_HAND and part == "PartTwo"
+    )

@@ -22,8 +22,21 @@ from lab.predict.torchless import plans
 
 ALPHA, BETA, GAMMA = 3e-4, 8e-9, 2e-10
 NETWORK = Network(ALPHA, BETA, GAMMA)
-VGG11_LAYERS = ((64, 3), (128, 64), (256, 128), (256, 256), (512, 256), (512, 512), (512, 512), (512, 512))
-VGG11 = [GradientSize(shape) for out, into in VGG11_LAYERS for shape in ((out, into, 3, 3), (out,), (out,), (out,))]
+VGG11_LAYERS = (
+    (64, 3),
+    (128, 64),
+    (256, 128),
+    (256, 256),
+    (512, 256),
+    (512, 512),
+    (512, 512),
+    (512, 512),
+)
+VGG11 = [
+    GradientSize(shape)
+    for out, into in VGG11_LAYERS
+    for shape in ((out, into, 3, 3), (out,), (out,), (out,))
+]
 VGG11 += [GradientSize((10, 512)), GradientSize((10,))]
 NO_COMPUTE = StepCompute(0.0, 0.0, 0.0)
 
@@ -33,7 +46,13 @@ def simulate(messages):
     arrival). A link carries one message at a time in each direction, in this order; alpha passes beside the link."""
     arrived, sending, receiving = [], {}, {}
     for sender, receiver, nbytes, after, summed in messages:
-        begin = max([sending.get(sender, 0.0), receiving.get(receiver, 0.0), *(arrived[index] for index in after)])
+        begin = max(
+            [
+                sending.get(sender, 0.0),
+                receiving.get(receiver, 0.0),
+                *(arrived[index] for index in after),
+            ]
+        )
         sending[sender] = receiving[receiver] = begin + nbytes * BETA
         arrived.append(begin + nbytes * BETA + ALPHA + summed * GAMMA)
     return max(arrived)
@@ -43,8 +62,16 @@ def ring_rounds(ranks, rounds, nbytes, summing_rounds, messages=()):
     messages = list(messages)
     for turn in range(rounds):
         before = len(messages) - ranks
-        messages += [(rank, (rank + 1) % ranks, nbytes, [before + (rank - 1) % ranks] if turn else [],
-                      nbytes if turn < summing_rounds else 0) for rank in range(ranks)]
+        messages += [
+            (
+                rank,
+                (rank + 1) % ranks,
+                nbytes,
+                [before + (rank - 1) % ranks] if turn else [],
+                nbytes if turn < summing_rounds else 0,
+            )
+            for rank in range(ranks)
+        ]
     return messages
 
 
@@ -54,7 +81,9 @@ def binomial(ranks, nbytes):
     while distance := distance // 2:
         for rank in sorted(got):
             if rank % (2 * distance) == 0 and rank + distance < ranks:
-                messages.append((rank, rank + distance, nbytes, [] if got[rank] is None else [got[rank]], 0))
+                messages.append(
+                    (rank, rank + distance, nbytes, [] if got[rank] is None else [got[rank]], 0)
+                )
                 got[rank + distance] = len(messages) - 1
     return messages
 
@@ -64,12 +93,19 @@ def messages_of(kind, ranks, nbytes):
     reduce_scatter = ring_rounds(ranks, ranks - 1, part, ranks - 1)
     return {
         "all_reduce": ring_rounds(ranks, 2 * (ranks - 1), part, ranks - 1),
-        "reduce": reduce_scatter + [(rank, 0, part, [len(reduce_scatter) - ranks + (rank - 1) % ranks], 0)
-                                    for rank in range(1, ranks)],
+        "reduce": reduce_scatter
+        + [
+            (rank, 0, part, [len(reduce_scatter) - ranks + (rank - 1) % ranks], 0)
+            for rank in range(1, ranks)
+        ],
         "all_gather": ring_rounds(ranks, ranks - 1, nbytes, 0),
         "broadcast": binomial(ranks, nbytes),
-        "gather": [(rank, 0, nbytes + (PACKET_BYTES if rank > 1 else 0), [], 0) for rank in range(1, ranks)],
-        "scatter": [(0, rank, nbytes + (PACKET_BYTES if rank > 1 else 0), [], 0) for rank in range(1, ranks)],
+        "gather": [
+            (rank, 0, nbytes + (PACKET_BYTES if rank > 1 else 0), [], 0) for rank in range(1, ranks)
+        ],
+        "scatter": [
+            (0, rank, nbytes + (PACKET_BYTES if rank > 1 else 0), [], 0) for rank in range(1, ranks)
+        ],
         "exchange": ring_rounds(ranks, 1, nbytes, 0),
     }[kind]
 
@@ -80,7 +116,9 @@ def test_formulas_equal_a_simulation_of_the_messages(kind, ranks):
     for nbytes in (40, 1_000_000, 36_924_456):
         formula = operation_terms(Operation(kind, nbytes), ranks, NETWORK).seconds
         simulated = simulate(messages_of(kind, ranks, nbytes))
-        if kind == "broadcast" and ranks & (ranks - 1):  # some ranks are nearer to the root than others
+        if kind == "broadcast" and ranks & (
+            ranks - 1
+        ):  # some ranks are nearer to the root than others
             assert formula - 2 * ALPHA <= simulated <= formula + 1e-12
         else:
             assert formula == pytest.approx(simulated, rel=1e-12)
@@ -88,7 +126,9 @@ def test_formulas_equal_a_simulation_of_the_messages(kind, ranks):
 
 def test_counts_sums_and_copies_add_up():
     network = Network(1.0, 0.25, 0.5, 0.125)
-    one = operation_terms(Operation("exchange", 8, count=3, summed_bytes=4, copied_bytes=16), 5, network)
+    one = operation_terms(
+        Operation("exchange", 8, count=3, summed_bytes=4, copied_bytes=16), 5, network
+    )
     assert (one.latency, one.bandwidth, one.root, one.summation) == (3.0, 6.0, 0.0, 12.0)
     assert operation_terms(Operation("gather", 8), 5, network).root == 8.0 + 3 * PACKET_BYTES * 0.25
     assert loads("all_reduce", 10, 1) == (0, 0.0, 0.0)
@@ -97,17 +137,26 @@ def test_counts_sums_and_copies_add_up():
 def test_an_operation_takes_no_less_than_its_floor_and_nothing_more():
     """max(alpha1, ideal + alpha0): what the floor adds is latency, and large messages do not know of it."""
     network = Network(ALPHA, BETA, kinds={"all_reduce": Rate(ALPHA, BETA, 0.02)})
-    small, large = (operation_terms(Operation("all_reduce", nbytes, count=3), 4, network) for nbytes in (1_000, 8_000_000))
+    small, large = (
+        operation_terms(Operation("all_reduce", nbytes, count=3), 4, network)
+        for nbytes in (1_000, 8_000_000)
+    )
     assert small.seconds == pytest.approx(3 * 0.02)
     assert small.bandwidth == pytest.approx(3 * 1.5 * 1_000 * BETA)
     assert large.seconds == pytest.approx(3 * (6 * ALPHA + 1.5 * 8_000_000 * BETA))
-    assert network.over(rate_bits=1e8, latency_seconds=None).rate("all_reduce").floor_seconds == 0.02
+    assert (
+        network.over(rate_bits=1e8, latency_seconds=None).rate("all_reduce").floor_seconds == 0.02
+    )
 
 
 def test_four_nodes_at_one_gigabit():
     network = Network(0.0, 8 / 1e9)
-    seconds = {name: predict_step(strategy, VGG11, 4, network=network, compute=NO_COMPUTE).step_seconds
-               for name, strategy in plans(["gather_scatter", "gather_scatter_flat", "all_reduce", "ring"]).items()}
+    seconds = {
+        name: predict_step(strategy, VGG11, 4, network=network, compute=NO_COMPUTE).step_seconds
+        for name, strategy in plans(
+            ["gather_scatter", "gather_scatter_flat", "all_reduce", "ring"]
+        ).items()
+    }
     assert sum(VGG11) == 36_924_456
     assert seconds["gather_scatter"] == pytest.approx(1.77, abs=0.005)
     assert seconds["gather_scatter_flat"] == pytest.approx(1.77, abs=0.005)
@@ -117,8 +166,13 @@ def test_four_nodes_at_one_gigabit():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_bytes_and_more_ranks_never_take_less(kind):
-    times = [[operation_terms(Operation(kind, nbytes), ranks, NETWORK).seconds for nbytes in (0, 100, 10_000, 10**8)]
-             for ranks in (2, 3, 4, 7, 8, 9, 64, 1000, 100_000)]
+    times = [
+        [
+            operation_terms(Operation(kind, nbytes), ranks, NETWORK).seconds
+            for nbytes in (0, 100, 10_000, 10**8)
+        ]
+        for ranks in (2, 3, 4, 7, 8, 9, 64, 1000, 100_000)
+    ]
     assert all(row == sorted(row) for row in times)
     assert all(list(column) == sorted(column) for column in zip(*times, strict=True))
 
@@ -127,14 +181,20 @@ TENSORS, PAYLOAD, K = len(VGG11), sum(VGG11), 4 * -(-sum(VGG11) // 400)  # K: of
 
 # As docs/strategies.md has them: messages one after the other, and the payloads that pass the busiest link, of N ranks.
 CLOSED_FORMS = {
-    "gather_scatter": lambda n: (2 * TENSORS, 2 * (n - 1) * PAYLOAD + 2 * TENSORS * (n - 2) * PACKET_BYTES),
+    "gather_scatter": lambda n: (
+        2 * TENSORS,
+        2 * (n - 1) * PAYLOAD + 2 * TENSORS * (n - 2) * PACKET_BYTES,
+    ),
     "gather_scatter_flat": lambda n: (2, 2 * (n - 1) * PAYLOAD + 2 * (n - 2) * PACKET_BYTES),
     "reduce_broadcast": lambda n: ((n + 17) * TENSORS, (2 * (n - 1) / n + 17) * PAYLOAD),
     "all_reduce": lambda n: (2 * (n - 1) * TENSORS, 2 * (n - 1) / n * PAYLOAD),
     "all_reduce_flat": lambda n: (2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
     "tree": lambda n: (2 * 17, 2 * 17 * PAYLOAD),
     "ring": lambda n: (2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
-    "halving_doubling": lambda n: (2 * 16 + 2, (2 + 2) * PAYLOAD),  # 100,000 is no power of two: two more, of all bytes
+    "halving_doubling": lambda n: (
+        2 * 16 + 2,
+        (2 + 2) * PAYLOAD,
+    ),  # 100,000 is no power of two: two more, of all bytes
     "overlapped": lambda n: (3 * 2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
     "ddp": lambda n: (3 * 2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
     "ddp_fp16": lambda n: (3 * 2 * (n - 1), (n - 1) / n * PAYLOAD),
@@ -149,14 +209,21 @@ def test_closed_formulas_hold_at_100_000_nodes(name):
     strategy, (messages, link_bytes) = plans([name])[name], CLOSED_FORMS[name](100_000)
     terms = message_terms(strategy, VGG11, 100_000, network=Network(1.0, 1.0))
     assert terms.latency == pytest.approx(messages)
-    assert terms.bandwidth + terms.root == pytest.approx(link_bytes, rel=0.02)  # a ring's chunks are whole entries
+    assert terms.bandwidth + terms.root == pytest.approx(
+        link_bytes, rel=0.02
+    )  # a ring's chunks are whole entries
 
 
 def test_a_root_takes_its_messages_one_after_the_other():
     """Else a gather of next to nothing would cost two messages however many send it, and be the best on 100,000 nodes."""
     small, strategies = [GradientSize((10,))], plans(["gather_scatter_flat", "tree", "ring"])
-    seconds = {name: [message_terms(one, small, ranks, network=Network(5e-5, 8e-10)).seconds for ranks in (4, 100_000)]
-               for name, one in strategies.items()}
+    seconds = {
+        name: [
+            message_terms(one, small, ranks, network=Network(5e-5, 8e-10)).seconds
+            for ranks in (4, 100_000)
+        ]
+        for name, one in strategies.items()
+    }
     assert seconds["gather_scatter_flat"][0] < seconds["tree"][0]
     assert seconds["tree"][1] < seconds["gather_scatter_flat"][1] < seconds["ring"][1]
 
@@ -173,17 +240,24 @@ def test_every_strategy_for_100_000_nodes_within_a_second():
 
 
 # Backward takes 10 s; what each line of messages (ready, seconds) costs beyond it.
-@pytest.mark.parametrize(("messages", "cost", "expected"), [
-    ([], 0.0, (0, 0)),
-    ([(2, 3), (6, 3)], 0.0, (0, 0)),  # all hidden
-    ([(None, 3), (None, 4)], 0.0, (0, 7)),  # nothing hidden
-    ([(10, 3), (10, 4)], 0.0, (0, 7)),  # ready at the end: the same
-    ([(9, 3), (10, 4)], 0.0, (0, 6)),  # the first bucket comes late and holds the second up
-    ([(1, 20), (10, 1)], 0.0, (0, 12)),  # the first takes longer than backward
-    ([(2, 3), (10, 1)], 1.0, (3, 1)),  # backward stands still while the first is under way
-    ([(2, 4), (10, 1)], 0.5, (2, 1)),  # it goes on at half speed
-    ([(8, 6), (None, 1)], 0.5, (2, 3)),  # and at full speed when it has ended: 2 s of work took 4, 2 and 1 s are left
-])
+@pytest.mark.parametrize(
+    ("messages", "cost", "expected"),
+    [
+        ([], 0.0, (0, 0)),
+        ([(2, 3), (6, 3)], 0.0, (0, 0)),  # all hidden
+        ([(None, 3), (None, 4)], 0.0, (0, 7)),  # nothing hidden
+        ([(10, 3), (10, 4)], 0.0, (0, 7)),  # ready at the end: the same
+        ([(9, 3), (10, 4)], 0.0, (0, 6)),  # the first bucket comes late and holds the second up
+        ([(1, 20), (10, 1)], 0.0, (0, 12)),  # the first takes longer than backward
+        ([(2, 3), (10, 1)], 1.0, (3, 1)),  # backward stands still while the first is under way
+        ([(2, 4), (10, 1)], 0.5, (2, 1)),  # it goes on at half speed
+        (
+            [(8, 6), (None, 1)],
+            0.5,
+            (2, 3),
+        ),  # and at full speed when it has ended: 2 s of work took 4, 2 and 1 s are left
+    ],
+)
 def test_event_model_by_hand(messages, cost, expected):
     assert exposed_seconds(messages, 10.0, cost) == pytest.approx(expected)
 
@@ -193,19 +267,26 @@ def test_buckets_wait_for_the_gradients_that_they_hold():
         period = 1
 
         def operations(self, sizes, ranks):
-            return [Operation("exchange", 100, ready_bytes=100), Operation("exchange", 300, ready_bytes=400)]
+            return [
+                Operation("exchange", 100, ready_bytes=100),
+                Operation("exchange", 300, ready_bytes=400),
+            ]
 
         def bytes_sent(self, sizes, rank, ranks):
             return 400
 
     compute = StepCompute(1.0, 4.0, 0.5, ready_bytes=(100, 400), ready_shares=(0.25, 1.0))
     one = predict_step(Buckets(), [300, 100], 2, network=Network(0.0, 0.02), compute=compute)
-    assert (one.compute_seconds, one.sync_seconds) == pytest.approx((5.5, 6.0))  # 2 s hidden, from 1 to 3 of 4
+    assert (one.compute_seconds, one.sync_seconds) == pytest.approx(
+        (5.5, 6.0)
+    )  # 2 s hidden, from 1 to 3 of 4
     assert (one.bound, one.bytes_sent_root) == ("bandwidth", 400)
 
 
 def test_a_periodic_strategy_is_predicted_by_its_mean_step():
-    every = predict_step(plans(["all_reduce_flat"])["all_reduce_flat"], VGG11, 4, network=NETWORK, compute=NO_COMPUTE)
+    every = predict_step(
+        plans(["all_reduce_flat"])["all_reduce_flat"], VGG11, 4, network=NETWORK, compute=NO_COMPUTE
+    )
     for period in (1, 8):
         strategy = plans(["local_sgd"], {"averaging_period": period})["local_sgd"]
         one = predict_step(strategy, VGG11, 4, network=Network(ALPHA, BETA), compute=NO_COMPUTE)
@@ -213,13 +294,21 @@ def test_a_periodic_strategy_is_predicted_by_its_mean_step():
         assert one.sync_seconds * period >= 6 * ALPHA + 1.5 * sum(VGG11) * BETA
 
 
-@pytest.mark.parametrize(("name", "network", "bound"), [
-    ("all_reduce", Network(1.0, 1e-12), "latency"), ("ring", Network(1e-9, 1e-6), "bandwidth"),
-    ("gather_scatter", Network(1e-9, 1e-6), "root's link"), ("tree", Network(1e-9, 1e-12, 1e-6), "summation"),
-    ("ring", Network(1e-9, 1e-12), "compute")])
+@pytest.mark.parametrize(
+    ("name", "network", "bound"),
+    [
+        ("all_reduce", Network(1.0, 1e-12), "latency"),
+        ("ring", Network(1e-9, 1e-6), "bandwidth"),
+        ("gather_scatter", Network(1e-9, 1e-6), "root's link"),
+        ("tree", Network(1e-9, 1e-12, 1e-6), "summation"),
+        ("ring", Network(1e-9, 1e-12), "compute"),
+    ],
+)
 def test_what_bounds_a_step_is_what_takes_longest(name, network, bound):
     compute = StepCompute(0.1, 0.2, 0.01)
-    assert predict_step(plans([name])[name], VGG11, 8, network=network, compute=compute).bound == bound
+    assert (
+        predict_step(plans([name])[name], VGG11, 8, network=network, compute=compute).bound == bound
+    )
 
 
 def test_other_links_keep_the_software():
@@ -240,10 +329,18 @@ def test_compute_time_by_samples_and_by_ranks_on_the_machine():
     model = ComputeModel((alone, four), (8, 16), (0.5, 1.0))
     assert model.at(10).seconds == pytest.approx(0.1 + 0.1 + 0.2 + 0.2 + 0.05)
     assert model.at(10, ranks_here=4).seconds == pytest.approx(0.1 + 0.5 + 0.2 + 1.0 + 0.3)
-    assert model.at(10, ranks_here=8).seconds == pytest.approx(2 * model.at(10, ranks_here=4).seconds)
+    assert model.at(10, ranks_here=8).seconds == pytest.approx(
+        2 * model.at(10, ranks_here=4).seconds
+    )
     between = [model.at(10, ranks_here=ranks).seconds for ranks in (1, 2, 3, 4)]
     assert between == sorted(between)
     step = model.at(10)
-    assert [step.ready_seconds(nbytes) / step.backward_seconds for nbytes in (1, 8, 9, 16, 99)] == [0.5, 0.5, 1.0, 1.0, 1.0]
+    assert [step.ready_seconds(nbytes) / step.backward_seconds for nbytes in (1, 8, 9, 16, 99)] == [
+        0.5,
+        0.5,
+        1.0,
+        1.0,
+        1.0,
+    ]
     assert [local_samples(256, nodes, scaling="strong") for nodes in (1, 3, 1000)] == [256, 86, 2]
     assert local_samples(64, 1000, scaling="weak") == 64

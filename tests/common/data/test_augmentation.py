@@ -20,8 +20,12 @@ def _pictures(n, *, seed=0, size=32):
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(n, 3, 6, 6, generator=generator)
     smooth = torch.nn.functional.interpolate(coarse, size=(size, size), mode="bilinear")
-    images = (smooth * 1.4 - 0.2 + 0.03 * torch.randn(n, 3, size, size, generator=generator)).clamp(0, 1)
-    images[:, :, size // 3:size // 2, size // 4:size // 2] = torch.rand(n, 3, 1, 1, generator=generator)
+    images = (smooth * 1.4 - 0.2 + 0.03 * torch.randn(n, 3, size, size, generator=generator)).clamp(
+        0, 1
+    )
+    images[:, :, size // 3 : size // 2, size // 4 : size // 2] = torch.rand(
+        n, 3, 1, 1, generator=generator
+    )
     return (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
@@ -42,7 +46,9 @@ def test_equals_torchvision_for_every_offset_and_flip():
     draws = Draws(places % 9, places // 9 % 9, places >= 81)
     batch = Normaliser(MEAN, STD, width=32)(RandomCropFlip(images)(places, draws))
     for i in range(162):
-        expected = _torchvision(images[i], int(draws.top[i]), int(draws.left[i]), bool(draws.flip[i]))
+        expected = _torchvision(
+            images[i], int(draws.top[i]), int(draws.left[i]), bool(draws.flip[i])
+        )
         torch.testing.assert_close(batch[i], expected, rtol=0, atol=1e-6)
 
 
@@ -53,7 +59,9 @@ def test_ids_choose_the_images_and_their_draws():
     ids = torch.tensor([49, 0, 17, 17, 3, 31])
     batch = Normaliser(MEAN, STD, width=32)(RandomCropFlip(images)(ids, draws))
     for row, i in zip(batch, ids.tolist(), strict=True):
-        expected = _torchvision(images[i], int(draws.top[i]), int(draws.left[i]), bool(draws.flip[i]))
+        expected = _torchvision(
+            images[i], int(draws.top[i]), int(draws.left[i]), bool(draws.flip[i])
+        )
         torch.testing.assert_close(row, expected, rtol=0, atol=1e-6)
 
 
@@ -67,19 +75,27 @@ def test_loader_equals_torchvision_for_the_drawn_offsets():
     draws = draw(40, seed=7, epoch=2, flip=True)
     for (batch, _), ids in zip(TrainLoader(dataset, sampler), sampler, strict=True):
         for row, i in zip(batch, ids.tolist(), strict=True):
-            expected = _torchvision(images.images[i], int(draws.top[i]), int(draws.left[i]), bool(draws.flip[i]))
+            expected = _torchvision(
+                images.images[i], int(draws.top[i]), int(draws.left[i]), bool(draws.flip[i])
+            )
             torch.testing.assert_close(row, expected, rtol=0, atol=1e-6)
     batch, _ = next(iter(EvaluationLoader(images, mean=MEAN, std=STD)))
     for row, image in zip(batch, images.images, strict=True):
-        expected = transforms.Normalize(MEAN, STD)(transforms.ToTensor()(Image.fromarray(image.numpy())))
+        expected = transforms.Normalize(MEAN, STD)(
+            transforms.ToTensor()(Image.fromarray(image.numpy()))
+        )
         torch.testing.assert_close(row, expected, rtol=0, atol=1e-6)
 
 
 def test_normaliser_on_every_byte_value():
     """Each of the 256 values in each channel is what ToTensor and Normalize make of it, within 1e-6."""
     images = torch.arange(256, dtype=torch.uint8).view(1, 8, 32, 1).repeat(1, 1, 1, 3)
-    expected = transforms.Normalize(MEAN, STD)(transforms.ToTensor()(Image.fromarray(images[0].numpy())))
-    torch.testing.assert_close(Normaliser(MEAN, STD, width=32)(images)[0], expected, rtol=0, atol=1e-6)
+    expected = transforms.Normalize(MEAN, STD)(
+        transforms.ToTensor()(Image.fromarray(images[0].numpy()))
+    )
+    torch.testing.assert_close(
+        Normaliser(MEAN, STD, width=32)(images)[0], expected, rtol=0, atol=1e-6
+    )
 
 
 def test_images_need_not_be_square():
@@ -89,8 +105,13 @@ def test_images_need_not_be_square():
     batch = Normaliser(MEAN, STD, width=48)(RandomCropFlip(images)(torch.arange(8), draws))
     assert batch.shape == (8, 3, 24, 48)
     for i in range(8):
-        picture = functional.crop(transforms.Pad(4)(Image.fromarray(images[i].numpy())), int(draws.top[i]),
-                                  int(draws.left[i]), 24, 48)
+        picture = functional.crop(
+            transforms.Pad(4)(Image.fromarray(images[i].numpy())),
+            int(draws.top[i]),
+            int(draws.left[i]),
+            24,
+            48,
+        )
         picture = functional.hflip(picture) if draws.flip[i] else picture
         expected = transforms.Normalize(MEAN, STD)(transforms.ToTensor()(picture))
         torch.testing.assert_close(batch[i], expected, rtol=0, atol=1e-6)
@@ -130,8 +151,10 @@ def test_result_is_float32_channels_last():
     """What the model gets has channels_last strides, no copy needed, also for a batch of one epoch's last step."""
     images = ImageSet(_pictures(21, seed=5), torch.arange(21) % 3)
     dataset = Dataset("pictures", images, images, ("a", "b", "c"), MEAN, STD)
-    for loader in (TrainLoader(dataset, GlobalBatchSampler(21, batch_size=8)),
-                   EvaluationLoader(images, mean=MEAN, std=STD, batch_size=8)):
+    for loader in (
+        TrainLoader(dataset, GlobalBatchSampler(21, batch_size=8)),
+        EvaluationLoader(images, mean=MEAN, std=STD, batch_size=8),
+    ):
         for batch, labels in loader:
             assert batch.dtype == torch.float32
             assert batch.shape == (len(labels), 3, 32, 32)
@@ -163,8 +186,11 @@ def test_axes_and_flips_are_independent():
     test of each pair; the same number for both axes would fail."""
     draws = draw(SAMPLES, seed=0, epoch=1, flip=True)
     assert _chi_square((draws.top * 9 + draws.left) * 2 + draws.flip.long(), 162) > 0.01
-    for one, other, kinds in ((draws.top, draws.left, 9), (draws.top, draws.flip.long(), 2),
-                              (draws.left, draws.flip.long(), 2)):
+    for one, other, kinds in (
+        (draws.top, draws.left, 9),
+        (draws.top, draws.flip.long(), 2),
+        (draws.left, draws.flip.long(), 2),
+    ):
         table = torch.bincount(one * kinds + other, minlength=9 * kinds).view(9, kinds)
         assert stats.chi2_contingency(table.numpy()).pvalue > 0.01
 
@@ -172,8 +198,11 @@ def test_axes_and_flips_are_independent():
 def test_a_sample_gets_unrelated_draws_in_neighbouring_epochs_and_seeds():
     """What a sample gets in an epoch says nothing about the next epoch, the next seed or the next sample."""
     first = draw(SAMPLES, seed=0, epoch=1, flip=True).top
-    for other in (draw(SAMPLES, seed=0, epoch=2, flip=True).top, draw(SAMPLES, seed=1, epoch=1, flip=True).top,
-                  first.roll(1)):
+    for other in (
+        draw(SAMPLES, seed=0, epoch=2, flip=True).top,
+        draw(SAMPLES, seed=1, epoch=1, flip=True).top,
+        first.roll(1),
+    ):
         table = torch.bincount(first * 9 + other, minlength=81).view(9, 9)
         assert stats.chi2_contingency(table.numpy()).pvalue > 0.01
 
@@ -202,15 +231,25 @@ def test_the_loader_never_flips_digits():
 
     digits = load_dataset("digits", "unused")
     assert digits.flip is False
-    digits = Dataset("digits", digits.train, digits.test, digits.class_names, (0.0,) * 3, (1 / 255,) * 3,
-                     flip=digits.flip)
+    digits = Dataset(
+        "digits",
+        digits.train,
+        digits.test,
+        digits.class_names,
+        (0.0,) * 3,
+        (1 / 255,) * 3,
+        flip=digits.flip,
+    )
     sampler = GlobalBatchSampler(len(digits.train), batch_size=300)
     draws = draw(len(digits.train), seed=0, epoch=1, flip=False)
     padded = torch.nn.functional.pad(digits.train.images, (0, 0, 4, 4, 4, 4))
     batch, _ = next(iter(TrainLoader(digits, sampler)))
     for row, i in zip(batch, next(iter(sampler)).tolist(), strict=True):
         top, left = int(draws.top[i]), int(draws.left[i])
-        assert torch.equal(row.round().to(torch.uint8).permute(1, 2, 0), padded[i, top:top + 32, left:left + 32])
+        assert torch.equal(
+            row.round().to(torch.uint8).permute(1, 2, 0),
+            padded[i, top : top + 32, left : left + 32],
+        )
 
 
 def test_draws_do_not_touch_the_global_stream():

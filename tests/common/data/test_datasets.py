@@ -43,6 +43,7 @@ def _checked(dataset, train, test, classes):
 
 # --- digits ---
 
+
 @pytest.fixture(scope="module")
 def digits():
     return load_dataset("digits", Path("/nonexistent"))
@@ -68,13 +69,18 @@ def test_digits_values_are_scikit_learns(digits):
     from sklearn.datasets import load_digits
 
     source = load_digits()
-    expected = sorted((np.rint(image * 255 / 16).astype(int).tolist(), int(label))
-                      for image, label in zip(source.images, source.target, strict=True))
+    expected = sorted(
+        (np.rint(image * 255 / 16).astype(int).tolist(), int(label))
+        for image, label in zip(source.images, source.target, strict=True)
+    )
     found = []
     for images in (digits.train, digits.test):
         for image, label in zip(images.images, images.labels, strict=True):
             grey = image[::4, ::4, 0]
-            assert torch.equal(image, grey.repeat_interleave(4, 0).repeat_interleave(4, 1)[..., None].expand(32, 32, 3))
+            assert torch.equal(
+                image,
+                grey.repeat_interleave(4, 0).repeat_interleave(4, 1)[..., None].expand(32, 32, 3),
+            )
             found.append((grey.int().tolist(), int(label)))
     assert sorted(found) == expected
     assert (int(digits.train.images.min()), int(digits.train.images.max())) == (0, 255)
@@ -121,11 +127,16 @@ def test_unknown_dataset_names_the_choices():
     assert all(name in str(error.value) for name in ("mnist", *DATASETS))
 
 
-@pytest.mark.parametrize(("labels", "message"), [([], "no images"), ([0, 2], "2 classes"), ([-1, 0], "-1")])
+@pytest.mark.parametrize(
+    ("labels", "message"), [([], "no images"), ([0, 2], "2 classes"), ([-1, 0], "-1")]
+)
 def test_a_dataset_checks_itself(labels, message):
     """An empty set and labels outside the classes are refused with a message that says which set."""
     good = ImageSet(torch.zeros(2, 32, 32, 3, dtype=torch.uint8), torch.tensor([0, 1]))
-    bad = ImageSet(torch.zeros(len(labels), 32, 32, 3, dtype=torch.uint8), torch.tensor(labels, dtype=torch.int64))
+    bad = ImageSet(
+        torch.zeros(len(labels), 32, 32, 3, dtype=torch.uint8),
+        torch.tensor(labels, dtype=torch.int64),
+    )
     for train, test, which in ((bad, good, "training set"), (good, bad, "test set")):
         with pytest.raises(UserError, match=message) as error:
             Dataset("mine", train, test, ("a", "b"), (0.5,) * 3, (0.5,) * 3)
@@ -179,7 +190,9 @@ def test_folder_scales_the_middle_square(tmp_path):
         (tmp_path / split / "a").mkdir(parents=True)
         Image.fromarray(wide).save(tmp_path / split / "a" / "wide.png")
     image = load_dataset("folder", tmp_path).train.images[0]
-    assert (image[:, 1:31, 1] == 255).all()  # the outermost columns take in a little of their neighbours
+    assert (
+        image[:, 1:31, 1] == 255
+    ).all()  # the outermost columns take in a little of their neighbours
     assert (image[:15, 1:31, 0] == 255).all()
     assert (image[17:, :, 0] == 0).all()
 
@@ -188,9 +201,13 @@ def test_folder_scales_the_middle_square(tmp_path):
 def test_folder_modes(mode, tmp_path):
     """Grey, palette, bilevel, print colours and 16 bits a pixel: the same picture as 8-bit RGB, nothing clipped."""
     grey = np.tile(np.linspace(20, 235, 32).astype(np.uint8), (32, 1))
-    picture = (Image.fromarray(grey.astype(np.uint16) * 257) if mode == "I;16"
-               else Image.fromarray(grey).convert("RGB").convert(mode) if mode == "CMYK"
-               else Image.fromarray(grey).convert(mode))
+    picture = (
+        Image.fromarray(grey.astype(np.uint16) * 257)
+        if mode == "I;16"
+        else Image.fromarray(grey).convert("RGB").convert(mode)
+        if mode == "CMYK"
+        else Image.fromarray(grey).convert(mode)
+    )
     for split in ("train", "test"):
         (tmp_path / split / "a").mkdir(parents=True)
         picture.save(tmp_path / split / "a" / ("x.tif" if mode == "CMYK" else "x.png"))
@@ -240,21 +257,52 @@ def _break(pictures, how):
     path = train / "green" / "broken.png"
     picture = io.BytesIO()
     Image.effect_noise((64, 64), 50).save(picture, "png")
-    path.write_bytes({"text": b"no image", "empty": b"", "cut": picture.getvalue()[:900], "bomb": _bomb(),
-                      "head": picture.getvalue()[:20]}[how])
+    path.write_bytes(
+        {
+            "text": b"no image",
+            "empty": b"",
+            "cut": picture.getvalue()[:900],
+            "bomb": _bomb(),
+            "head": picture.getvalue()[:20],
+        }[how]
+    )
     return [str(path)]
 
 
 def _bomb():
     """A PNG of some bytes that says it has 40,000 x 40,000 pixels."""
+
     def chunk(kind, body):
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0))
-            + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b""))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
+
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0))
+        + chunk(b"IDAT", zlib.compress(bytes(100)))
+        + chunk(b"IEND", b"")
+    )
 
 
-@pytest.mark.parametrize("how", ["no train", "no test", "nothing at all", "train is a file", "no classes",
-                                 "empty class", "empty test", "unknown class", "text", "empty", "cut", "head", "bomb"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "no train",
+        "no test",
+        "nothing at all",
+        "train is a file",
+        "no classes",
+        "empty class",
+        "empty test",
+        "unknown class",
+        "text",
+        "empty",
+        "cut",
+        "head",
+        "bomb",
+    ],
+)
 def test_folder_errors(how, pictures):
     """Whatever is wrong with a folder: one line that names the folder or file concerned."""
     words = _break(pictures, how)
@@ -295,6 +343,7 @@ def test_folder_with_damaged_images(tmp_path):
 
 
 # --- the real CIFAR ---
+
 
 def _like_torchvision(dataset, kind):
     """All labels, some images and the names are those of torchvision's own dataset."""
@@ -354,13 +403,20 @@ class _Fake:
     """A small CIFAR-10: the archive, its files, their MD5 and a digest of the images in them."""
 
     def __init__(self):
-        random_bytes, md5 = np.random.default_rng(0), lambda content: hashlib.md5(content).hexdigest()
+        random_bytes, md5 = (
+            np.random.default_rng(0),
+            lambda content: hashlib.md5(content).hexdigest(),
+        )
         self.files, images = {}, []
         for name in BATCHES:
             data = random_bytes.integers(0, 256, (PER_BATCH, 3072), dtype=np.uint8)
             images.append(data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-            self.files[name] = pickle.dumps({"data": data, "labels": [i % 10 for i in range(PER_BATCH)]})
-        self.files["batches.meta"] = pickle.dumps({"label_names": [f"class {i}" for i in range(10)]})
+            self.files[name] = pickle.dumps(
+                {"data": data, "labels": [i % 10 for i in range(PER_BATCH)]}
+            )
+        self.files["batches.meta"] = pickle.dumps(
+            {"label_names": [f"class {i}" for i in range(10)]}
+        )
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
             for name, content in self.files.items():
@@ -368,14 +424,18 @@ class _Fake:
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
         self.archive = buffer.getvalue()
-        self.md5 = {name: md5(content) for name, content in self.files.items()} | {ARCHIVE: md5(self.archive)}
+        self.md5 = {name: md5(content) for name, content in self.files.items()} | {
+            ARCHIVE: md5(self.archive)
+        }
         self.digest = _digest(np.concatenate(images))
 
     def unpack(self, data_dir, *, without=(), damaged=()):
         (data_dir / BASE).mkdir(parents=True)
         for name, content in self.files.items():
             if name not in without:
-                (data_dir / BASE / name).write_bytes(content[:-1] + b"?" if name in damaged else content)
+                (data_dir / BASE / name).write_bytes(
+                    content[:-1] + b"?" if name in damaged else content
+                )
 
 
 def _digest(images):
@@ -424,9 +484,14 @@ class _Children:
     def __init__(self, number, data_dir, mirror, md5):
         # The gate is kept here: a barrier that is gone in its maker cannot be opened by the children.
         self._gate, self._results = _context.Barrier(number), _context.SimpleQueue()
-        self.processes = [_context.Process(target=_child_main, daemon=True,
-                                           args=(data_dir, mirror, md5, self._gate, self._results))
-                          for _ in range(number)]
+        self.processes = [
+            _context.Process(
+                target=_child_main,
+                daemon=True,
+                args=(data_dir, mirror, md5, self._gate, self._results),
+            )
+            for _ in range(number)
+        ]
 
     def result(self):
         """The next result; an error where none comes in a minute."""
@@ -474,20 +539,22 @@ class _Server:
                 with lock:
                     outer.downloads += 1
                 with contextlib.suppress(OSError):
-                    self.wfile.write(content[:cut if cut is not None else len(content) // 2])
+                    self.wfile.write(content[: cut if cut is not None else len(content) // 2])
                     self.wfile.flush()
                     outer.began.set()
                     if linger:
                         outer.go_on.wait(linger)
                     if cut is None:
-                        self.wfile.write(content[len(content) // 2:])
+                        self.wfile.write(content[len(content) // 2 :])
 
             def log_message(self, *_):
                 pass
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.02,), daemon=True
+        )
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/pub"
 
     def __enter__(self):
@@ -547,8 +614,10 @@ def test_whole_files_need_no_network_and_no_writing(fake, tmp_path):
 def test_killed_in_the_middle_of_a_download(fake, tmp_path):
     """The process that downloads is killed by SIGKILL half-way: the one that waits for it takes over, downloads anew,
     and what lay there half is never taken for data."""
-    with (_Server(fake.archive, linger=60) as server,
-          _Children(1, tmp_path, server.url, fake.md5) as first):
+    with (
+        _Server(fake.archive, linger=60) as server,
+        _Children(1, tmp_path, server.url, fake.md5) as first,
+    ):
         assert server.began.wait(60)
         wait_until((tmp_path / ARCHIVE).exists, "the beginning of the download")
         with _Children(1, tmp_path, server.url, fake.md5) as second:
@@ -561,16 +630,30 @@ def test_killed_in_the_middle_of_a_download(fake, tmp_path):
         assert server.downloads == 2
 
 
-@pytest.mark.parametrize("left", ["half an archive", "empty archive", "half extracted", "no list of classes",
-                                  "damaged list of classes", "damaged batch", "empty batch"])
+@pytest.mark.parametrize(
+    "left",
+    [
+        "half an archive",
+        "empty archive",
+        "half extracted",
+        "no list of classes",
+        "damaged list of classes",
+        "damaged batch",
+        "empty batch",
+    ],
+)
 def test_what_a_crash_left_is_replaced(fake, left, tmp_path):
     """A cut archive, or files extracted in part, are not taken for data but downloaded again."""
     if left == "half an archive":
-        (tmp_path / ARCHIVE).write_bytes(fake.archive[:len(fake.archive) // 2])
+        (tmp_path / ARCHIVE).write_bytes(fake.archive[: len(fake.archive) // 2])
     elif left == "empty archive":
         (tmp_path / ARCHIVE).write_bytes(b"")
     elif left == "half extracted":
-        fake.unpack(tmp_path, without=("data_batch_5", "test_batch", "batches.meta"), damaged=("data_batch_4",))
+        fake.unpack(
+            tmp_path,
+            without=("data_batch_5", "test_batch", "batches.meta"),
+            damaged=("data_batch_4",),
+        )
     elif left == "no list of classes":
         fake.unpack(tmp_path, without=("batches.meta",))
     elif left == "damaged list of classes":
@@ -592,7 +675,9 @@ def test_archive_that_is_there_is_unpacked_without_a_download(fake, tmp_path):
 
 def _says_the_ways_out(message, *words):
     assert message.startswith("UserError: cifar10 "), message
-    assert all(word in message for word in ("--data-dir", "--mirror", "--dataset digits", *words)), message
+    assert all(
+        word in message for word in ("--data-dir", "--mirror", "--dataset digits", *words)
+    ), message
     assert "\n" not in message
 
 
@@ -601,19 +686,36 @@ def test_wrong_bytes_from_a_mirror_are_refused(fake, tmp_path):
     the file: refused in one line with the address and the ways out, and never data."""
     other = bytearray(fake.archive)
     other[len(other) // 2] ^= 1
-    for name, answer in {"other": {"content": bytes(other)}, "page": {"content": b"<html>Not here</html>"},
-                         "cut": {"content": fake.archive, "cut": 1000}, "missing": {"content": b"", "status": 404},
-                         "garbage": {"content": b"", "garbage": b"SSH-2.0-OpenSSH_9.6\r\n"}}.items():
+    for name, answer in {
+        "other": {"content": bytes(other)},
+        "page": {"content": b"<html>Not here</html>"},
+        "cut": {"content": fake.archive, "cut": 1000},
+        "missing": {"content": b"", "status": 404},
+        "garbage": {"content": b"", "garbage": b"SSH-2.0-OpenSSH_9.6\r\n"},
+    }.items():
         with _Server(**answer) as server:
             message = _load(tmp_path / name, server.url)
             _says_the_ways_out(message, server.url, str(tmp_path / name), "data_batch_1")
             assert not (tmp_path / name / BASE).exists()
-    with _Server(fake.archive) as server:  # and the wrong archive that lies there now does not stand in the way
+    with _Server(
+        fake.archive
+    ) as server:  # and the wrong archive that lies there now does not stand in the way
         assert _load(tmp_path / "other", server.url) == fake.digest
 
 
-@pytest.mark.parametrize("mirror", ["http://127.0.0.1:{port}", None, "ftp-server", "", "http://127.0.0.1:port/",
-                                    "http://[::1/", "file:///nonexistent", "http://127.0.0.1:{port}/a b"])
+@pytest.mark.parametrize(
+    "mirror",
+    [
+        "http://127.0.0.1:{port}",
+        None,
+        "ftp-server",
+        "",
+        "http://127.0.0.1:port/",
+        "http://[::1/",
+        "file:///nonexistent",
+        "http://127.0.0.1:{port}/a b",
+    ],
+)
 def test_offline_says_the_ways_out(mirror, fake, tmp_path):
     """Nothing listens, or the mirror's address is none: one line with what is missing, where, and the three ways
     out."""

@@ -17,7 +17,18 @@ from common.errors import UserError
 RANKS = (1, 2, 3, 4, 5)
 # (samples, global batch size): one that divides by all ranks, a batch or a set that does not, a rest of 1, of 4, of 9
 # (too small for 5 ranks), a batch greater than the set, a set of one batch, the assignment's own.
-SIZES = ((120, 60), (100, 32), (97, 10), (101, 20), (64, 13), (49, 20), (104, 10), (23, 256), (40, 40), (1437, 256))
+SIZES = (
+    (120, 60),
+    (100, 32),
+    (97, 10),
+    (101, 20),
+    (64, 13),
+    (49, 20),
+    (104, 10),
+    (23, 256),
+    (40, 40),
+    (1437, 256),
+)
 
 _ids = [f"{samples}by{batch}" for samples, batch in SIZES]
 
@@ -26,7 +37,9 @@ def _epoch(samples, batch, world, *, seed=0, epoch=1):
     """Every rank's batches of an epoch: by rank, a list of lists of ids."""
     ranks = []
     for rank in range(world):
-        sampler = GlobalBatchSampler(samples, batch_size=batch, rank=rank, world_size=world, seed=seed)
+        sampler = GlobalBatchSampler(
+            samples, batch_size=batch, rank=rank, world_size=world, seed=seed
+        )
         sampler.set_epoch(epoch)
         ranks.append([ids.tolist() for ids in sampler])
         assert len(ranks[-1]) == len(sampler)
@@ -43,7 +56,9 @@ def test_each_sample_comes_exactly_once_an_epoch(samples, batch, world):
     """Over all ranks no training sample is left out (also of the last smaller batch) and none comes twice."""
     for epoch in (1, 2):
         steps = _global_batches(_epoch(samples, batch, world, epoch=epoch))
-        assert sorted(sample for step in steps for sample in step) == list(range(samples)), "samples come never or twice"
+        assert sorted(sample for step in steps for sample in step) == list(range(samples)), (
+            "samples come never or twice"
+        )
 
 
 @pytest.mark.parametrize("world", RANKS)
@@ -109,7 +124,10 @@ def test_order_is_new_each_epoch_and_the_same_for_the_same_seed():
     first = epoch_order(500, seed=0, epoch=1)
     torch.manual_seed(2)
     assert torch.equal(first, epoch_order(500, seed=0, epoch=1))
-    others = [epoch_order(500, seed=seed, epoch=epoch) for seed, epoch in ((0, 2), (0, 3), (1, 1), (1, 2), (2, 1))]
+    others = [
+        epoch_order(500, seed=seed, epoch=epoch)
+        for seed, epoch in ((0, 2), (0, 3), (1, 1), (1, 2), (2, 1))
+    ]
     orders = [first, *others]
     for i, one in enumerate(orders):
         assert sorted(one.tolist()) == list(range(500))
@@ -134,12 +152,19 @@ def test_ranks_see_different_samples_in_each_step():
     """The commonest mistake, every rank on the same batch, would show here."""
     ranks = _epoch(100, 20, 4)
     for step in zip(*ranks, strict=True):
-        assert len({sample for share in step for sample in share}) == sum(map(len, step)) == 20, "two ranks have the same sample"
+        assert len({sample for share in step for sample in share}) == sum(map(len, step)) == 20, (
+            "two ranks have the same sample"
+        )
 
 
 def test_stream_seeds_are_unrelated_and_fit():
     """Seeds of neighbouring (seed, stream, epoch) all differ, and fit torch's generator."""
-    seeds = [stream_seed(seed, stream, epoch) for seed in range(10) for stream in (1, 2, 3) for epoch in range(10)]
+    seeds = [
+        stream_seed(seed, stream, epoch)
+        for seed in range(10)
+        for stream in (1, 2, 3)
+        for epoch in range(10)
+    ]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert stream_seed(2**31 - 1, 1, 10**6) >= 0
@@ -148,7 +173,9 @@ def test_stream_seeds_are_unrelated_and_fit():
 @pytest.mark.parametrize("world", RANKS)
 def test_too_small_batch_is_refused(world):
     """Fewer than two samples a rank: UserError names the flag, the size got and the least that works."""
-    with pytest.raises(UserError, match=rf"--batch-size.*got {2 * world - 1}.*give {2 * world} or more"):
+    with pytest.raises(
+        UserError, match=rf"--batch-size.*got {2 * world - 1}.*give {2 * world} or more"
+    ):
         GlobalBatchSampler(1000, batch_size=2 * world - 1, world_size=world)
     GlobalBatchSampler(1000, batch_size=2 * world, world_size=world)
 
@@ -188,7 +215,9 @@ def _marked_dataset(samples, *, flip=True):
 
 
 def _loader(dataset, batch, rank=0, world=1, *, seed=0, epoch=1):
-    sampler = GlobalBatchSampler(len(dataset.train), batch_size=batch, rank=rank, world_size=world, seed=seed)
+    sampler = GlobalBatchSampler(
+        len(dataset.train), batch_size=batch, rank=rank, world_size=world, seed=seed
+    )
     sampler.set_epoch(epoch)
     return TrainLoader(dataset, sampler)
 
@@ -225,7 +254,9 @@ def test_a_sample_is_augmented_alike_on_any_number_of_ranks():
     torch.manual_seed(99)  # the global stream must not matter
     for world, batch in ((2, 64), (3, 64), (4, 50), (5, 64)):
         for sample, image in _by_sample(dataset, batch, world, epoch=2).items():
-            assert torch.equal(image, alone[sample]), f"another crop or flip on {world} ranks: sample {sample}"
+            assert torch.equal(image, alone[sample]), (
+                f"another crop or flip on {world} ranks: sample {sample}"
+            )
 
 
 def test_set_epoch_and_seed_change_the_augmentation():
@@ -254,15 +285,26 @@ def test_evaluation_gives_each_of_10000_samples_one_prediction(world):
     test_set = _marked_set(10_000)
     seen = []
     for rank in range(world):
-        loader = EvaluationLoader(test_set, mean=(0.0,) * 3, std=(1 / 255,) * 3, batch_size=501, rank=rank,
-                                  world_size=world)
+        loader = EvaluationLoader(
+            test_set,
+            mean=(0.0,) * 3,
+            std=(1 / 255,) * 3,
+            batch_size=501,
+            rank=rank,
+            world_size=world,
+        )
         steps = list(loader)
         assert len(steps) == len(loader)
         numbers = [number for images, _ in steps for number in _numbers(images)]
         assert numbers == loader.ids.tolist()
-        assert [label for _, labels in steps for label in labels.tolist()] == [number % 7 for number in numbers]
+        assert [label for _, labels in steps for label in labels.tolist()] == [
+            number % 7 for number in numbers
+        ]
         assert abs(len(numbers) - 10_000 / world) < 1
-        assert all(torch.equal(image[2].round(), test_set.images[0, :, :, 2].float()) for image in steps[0][0][:20])
+        assert all(
+            torch.equal(image[2].round(), test_set.images[0, :, :, 2].float())
+            for image in steps[0][0][:20]
+        )
         seen += numbers
     assert sorted(seen) == list(range(10_000))
 
@@ -273,7 +315,9 @@ def test_evaluation_of_fewer_samples_than_ranks(samples):
     has as many batches as it says."""
     test_set, seen = _marked_set(samples), []
     for rank in range(5):
-        loader = EvaluationLoader(test_set, mean=(0.0,) * 3, std=(1 / 255,) * 3, rank=rank, world_size=5)
+        loader = EvaluationLoader(
+            test_set, mean=(0.0,) * 3, std=(1 / 255,) * 3, rank=rank, world_size=5
+        )
         steps = list(loader)
         assert len(steps) == len(loader)
         seen += [number for images, _ in steps for number in _numbers(images)]

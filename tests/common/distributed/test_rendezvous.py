@@ -15,7 +15,13 @@ _ASKS = ("set", "get", "add", "check", "wait", "compare_set", "multi_get", "mult
 
 def test_ranks_of_a_machine_sit_there_in_their_order() -> None:
     peers = [Peer("a", 1, 2), Peer("b", 1, 2), Peer("a", 2, 2), Peer("c", 1, 2), Peer("b", 2, 2)]
-    assert seats(peers) == [Seat(0, 2, True), Seat(0, 2, True), Seat(1, 2, True), Seat(0, 1, True), Seat(1, 2, True)]
+    assert seats(peers) == [
+        Seat(0, 2, True),
+        Seat(0, 2, True),
+        Seat(1, 2, True),
+        Seat(0, 1, True),
+        Seat(1, 2, True),
+    ]
     crowded = [*peers, Peer("a", 3, 2)]
     assert [seat.gpus_suffice for seat in seats(crowded)] == [False] * 6
     assert seats(crowded)[5] == Seat(2, 3, False)
@@ -39,6 +45,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter:
         def ask(store: CountingStore, keys: object, *arguments: object) -> object:
             counted[store.by] += len(keys) if isinstance(keys, list) else 1
             return getattr(store_of_torch, name)(store, keys, *arguments)
+
         return ask
 
     for name in _ASKS:
@@ -53,7 +60,12 @@ def test_what_a_rank_asks_does_not_grow_with_the_number_of_ranks(size: int, aske
     """Each rank asking for each other one would make it size² at rank 0's node: a million for a thousand ranks."""
     port = free_port()
     with ThreadPoolExecutor(size) as threads:
-        met = list(threads.map(lambda rank: meet(Launch(rank, size, "127.0.0.1", port), 100.0), reversed(range(size))))
+        met = list(
+            threads.map(
+                lambda rank: meet(Launch(rank, size, "127.0.0.1", port), 100.0),
+                reversed(range(size)),
+            )
+        )
     assert sorted(seat.local_rank for _, seat in met) == list(range(size))
     assert {seat.local_size for _, seat in met} == {size}
     assert asked["others"] <= 7 * (size - 1)

@@ -38,10 +38,20 @@ class Small(nn.Module):
         return self.second(self.act(self.first(images)).mean(dim=(2, 3)))
 
 
-def profile_of(model: nn.Module, *, forward: Line = NOTHING, backward: Line = NOTHING, update: float = 0.0) -> Profile:
+def profile_of(
+    model: nn.Module, *, forward: Line = NOTHING, backward: Line = NOTHING, update: float = 0.0
+) -> Profile:
     """A profile with the same times for every layer of ``model``."""
-    layers = tuple(Layer(name, forward, backward, tuple(f"{name}.{own}" for own, _ in layer.named_parameters(recurse=False)))
-                   for name, layer in model.named_modules() if not list(layer.children()))
+    layers = tuple(
+        Layer(
+            name,
+            forward,
+            backward,
+            tuple(f"{name}.{own}" for own, _ in layer.named_parameters(recurse=False)),
+        )
+        for name, layer in model.named_modules()
+        if not list(layer.children())
+    )
     return Profile("test", "a machine", "cpu", 1, "now", "small", (8, 8), layers, update)
 
 
@@ -52,8 +62,10 @@ def emulated(model: nn.Module, rank: int = 0, **times) -> Emulation:
 def backward_pass(model: nn.Module, samples: int = 2) -> dict[str, Tensor]:
     """The gradients of one pass, as they are when each becomes ready."""
     found: dict[str, Tensor] = {}
-    hooks = [p.register_hook(lambda gradient, name=name: found.__setitem__(name, gradient.clone()))
-             for name, p in model.named_parameters()]
+    hooks = [
+        p.register_hook(lambda gradient, name=name: found.__setitem__(name, gradient.clone()))
+        for name, p in model.named_parameters()
+    ]
     model(torch.zeros(samples, 3, 8, 8)).sum().backward()
     for hook in hooks:
         hook.remove()
@@ -69,11 +81,16 @@ def test_late_layers_are_made_up_for_and_times_follow_the_samples():
     emulation = emulated(model, forward=Line(0.0, 0.005), backward=Line(0.01, 0.005))
     for p in list(model.parameters())[::2]:
         p.register_hook(lambda _: time.sleep(0.008))  # late by that much
+
     def right(forward, backward):
-        return forward == pytest.approx(20 * 2 * 0.005, abs=0.04) and backward == pytest.approx(20 * (0.01 + 2 * 0.005), abs=0.09)
+        return forward == pytest.approx(20 * 2 * 0.005, abs=0.04) and backward == pytest.approx(
+            20 * (0.01 + 2 * 0.005), abs=0.09
+        )
 
     taken = []
-    while len(taken) < 2 or (len(taken) < 40 and not any(right(*times) for times in taken)):  # a busy machine is late at times
+    while len(taken) < 2 or (
+        len(taken) < 40 and not any(right(*times) for times in taken)
+    ):  # a busy machine is late at times
         emulation.update()  # as in training; without it a step would make up for the one before
         began = time.perf_counter()
         outputs = model(torch.zeros(2, 3))
@@ -111,7 +128,11 @@ class Written(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and "detach" not in str(func) and "as_strided" not in str(func):
+        if (
+            isinstance(result, Tensor)
+            and "detach" not in str(func)
+            and "as_strided" not in str(func)
+        ):
             self.most = max(self.most, result.numel())
         return result
 
@@ -126,7 +147,9 @@ def test_gradients_cost_nothing_differ_and_have_the_parameters_strides():
     images = torch.zeros(2, 3, 8, 8)
     with Written() as written:
         mine(images).sum().backward()
-    assert 0 < written.most <= 8, "no gradient is computed, filled or copied: the largest has 216 entries, the outputs 8"
+    assert 0 < written.most <= 8, (
+        "no gradient is computed, filled or copied: the largest has 216 entries, the outputs 8"
+    )
     second, foreign = {name: p.grad for name, p in mine.named_parameters()}, backward_pass(others)
     for name, p in mine.named_parameters():
         assert p.grad.stride() == p.stride(), name
@@ -150,7 +173,9 @@ def test_accumulated_gradients_are_sums_and_stay_finite():
 def _ready_order(model: nn.Module) -> list[str]:
     order: list[str] = []
     for name, p in model.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name.rpartition(".")[0]))
+        p.register_post_accumulate_grad_hook(
+            lambda _, name=name: order.append(name.rpartition(".")[0])
+        )
     model(torch.randn(2, 3, 32, 32)).sum().backward()
     return list(dict.fromkeys(order))
 
@@ -160,16 +185,32 @@ class Shortcut(nn.Module):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.stem, self.norm, self.act = nn.Conv2d(3, 8, 3, stride=4, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
-        self.branch, self.short, self.last = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1), nn.Linear(8, num_classes)
+        self.stem, self.norm, self.act = (
+            nn.Conv2d(3, 8, 3, stride=4, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+        )
+        self.branch, self.short, self.last = (
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.Conv2d(8, 8, 1),
+            nn.Linear(8, num_classes),
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.act(self.norm(self.stem(images)))
         return self.last((self.branch(x) + self.short(x)).mean(dim=(2, 3)))
 
 
-@pytest.mark.parametrize("name", ["shortcut", *(pytest.param(name, marks=pytest.mark.slow)
-                                                for name in ("vgg11", "wide_resnet16_4", "resnet18"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shortcut",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("vgg11", "wide_resnet16_4", "resnet18")
+        ),
+    ],
+)
 def test_a_measured_profile_has_every_layer_in_true_order(name, tmp_path, monkeypatch):
     monkeypatch.setitem(MODELS, "shortcut", f"{__name__}:Shortcut")
     profile = measure_profile("trial", model=name, samples=(2, 4), rounds=1)
@@ -225,7 +266,12 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c, self.act = Known(0.03), Known(0.06), Known(0.02), nn.ReLU(inplace=True)
+        self.a, self.b, self.c, self.act = (
+            Known(0.03),
+            Known(0.06),
+            Known(0.02),
+            nn.ReLU(inplace=True),
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         first = self.a(inputs)
@@ -243,7 +289,13 @@ def test_layers_are_timed_where_they_run_and_parameters_belong_to_the_call_that_
             criterion(model(torch.randn(3, 4)), torch.zeros(3, dtype=torch.int64)).backward()
             calls, *seconds = timer.take()
             assert [(call.name, call.parameters) for call in calls] == [
-                ("a", ("a.weight",)), ("b", ("b.weight",)), ("c", ("c.weight",)), ("act", ()), ("c", ()), ("loss", ())]
+                ("a", ("a.weight",)),
+                ("b", ("b.weight",)),
+                ("c", ("c.weight",)),
+                ("act", ()),
+                ("c", ()),
+                ("loss", ()),
+            ]
             least = [min(pair) for pair in zip(least, [*seconds[0], *seconds[1]], strict=True)]
             if least == pytest.approx(expected, abs=0.01):
                 return
@@ -266,14 +318,27 @@ def _one_step(rank: int, names: tuple[str, ...]) -> dict[str, tuple]:
         images, labels = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
         for _ in range(2):  # DDP and overlapped send from hooks in the second step
             made = {}
-            hooks = [p.register_hook(lambda gradient, key=key, made=made: made.__setitem__(key, gradient.clone().numpy()))
-                     for key, p in model.named_parameters()]
+            hooks = [
+                p.register_hook(
+                    lambda gradient, key=key, made=made: made.__setitem__(
+                        key, gradient.clone().numpy()
+                    )
+                )
+                for key, p in model.named_parameters()
+            ]
             outcome = engine.train_step([(images, labels)], global_samples=4)
             for hook in hooks:
                 hook.remove()
         after = {key: p.grad.clone().numpy() for key, p in model.named_parameters()}
         same = all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-        found[name] = (same, made, after, float(outcome.loss), float(outcome.correct), outcome.trained)
+        found[name] = (
+            same,
+            made,
+            after,
+            float(outcome.loss),
+            float(outcome.correct),
+            outcome.trained,
+        )
         engine.close()
     return found
 
@@ -291,13 +356,17 @@ def test_every_strategy_exchanges_the_gradients_that_the_ranks_made():
             for key, gradient in after.items() if exact else ():
                 mean = (ranks[0][name][1][key] + ranks[1][name][1][key]) / 2
                 assert gradient == pytest.approx(mean, rel=1e-5, abs=1e-9), (name, key)
-        assert any((ranks[0][name][1][key] != ranks[1][name][1][key]).any() for key in ranks[0][name][1])
+        assert any(
+            (ranks[0][name][1][key] != ranks[1][name][1][key]).any() for key in ranks[0][name][1]
+        )
 
 
 @pytest.fixture(scope="module")
 def profile_file(tmp_path_factory):
     """A profile of the tiny model."""
-    tiny = profile_of(build_model("tiny", 10), forward=Line(1e-4, 1e-5), backward=Line(5e-3, 1e-5), update=1e-3)
+    tiny = profile_of(
+        build_model("tiny", 10), forward=Line(1e-4, 1e-5), backward=Line(5e-3, 1e-5), update=1e-3
+    )
     path = tmp_path_factory.mktemp("profiles") / "fast.json"
     save_profile(replace(tiny, model="tiny", image=(32, 32)), path)
     return path
@@ -306,10 +375,24 @@ def profile_file(tmp_path_factory):
 SMALL = (*TINY, "--dataset", "digits", "--batch-size", 32, "--max-steps", 4, "--log-every", 1)
 
 
-@pytest.mark.parametrize(("part", "ranks", "sync"), [("PartOne", 0, "none"), ("PartTwo", 2, "gather_scatter")])
-def test_a_run_shows_no_loss_and_says_that_it_is_emulated(part, ranks, sync, profile_file, tmp_path):
-    ended = run_part(part, "--compute", profile_file, *SMALL, "--accumulation-steps", 2, "--output-dir", tmp_path, cwd=tmp_path,
-                     ranks=ranks)
+@pytest.mark.parametrize(
+    ("part", "ranks", "sync"), [("PartOne", 0, "none"), ("PartTwo", 2, "gather_scatter")]
+)
+def test_a_run_shows_no_loss_and_says_that_it_is_emulated(
+    part, ranks, sync, profile_file, tmp_path
+):
+    ended = run_part(
+        part,
+        "--compute",
+        profile_file,
+        *SMALL,
+        "--accumulation-steps",
+        2,
+        "--output-dir",
+        tmp_path,
+        cwd=tmp_path,
+        ranks=ranks,
+    )
     assert [one.status for one in ended] == [0] * max(1, ranks), ended[0].err
     folder = only_run_folder(tmp_path, f"{part}-{sync}")
     logs = "".join(path.read_text() for path in folder.glob("logs_rank*.txt"))
@@ -319,15 +402,23 @@ def test_a_run_shows_no_loss_and_says_that_it_is_emulated(part, ranks, sync, pro
             assert "nan" not in line.lower()
             assert not re.search(r"(loss|accuracy)\b[^,]* \d", line.lower()), line
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["loss"], row["accuracy"], row["local_loss"]) for row in metrics] == [(None, None, None)] * 4
+    assert [(row["loss"], row["accuracy"], row["local_loss"]) for row in metrics] == [
+        (None, None, None)
+    ] * 4
     # A backward pass makes up for what its forward pass was late, so both count together.
     longest = max(row["forward_seconds"] + row["backward_seconds"] for row in metrics)
     assert longest > 0.055, "6 layers of 5 ms in each of two micro-batches"
     summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["emulated"], summary["train_loss_last_step"], summary["test_accuracy"]) == (True, None, None)
+    assert (summary["emulated"], summary["train_loss_last_step"], summary["test_accuracy"]) == (
+        True,
+        None,
+        None,
+    )
     assert summary["ranks_hold_equal_weights"]
     epochs = [json.loads(line) for line in (folder / "epochs.jsonl").read_text().splitlines()]
-    assert {row["train_loss"] for row in epochs} == {row["val_accuracy"] for row in epochs} == {None}
+    assert (
+        {row["train_loss"] for row in epochs} == {row["val_accuracy"] for row in epochs} == {None}
+    )
     assert json.loads((folder / "profile.json").read_text()) == json.loads(profile_file.read_text())
     reported = collect([folder], scaling="strong")
     assert (reported["emulated"], reported["settings"]["compute"]) == (True, "test of now")
@@ -344,17 +435,49 @@ def test_ranks_with_other_profiles_are_refused(profile_file, tmp_path):
     other.parent.mkdir()
     other.write_text(json.dumps(content | {"update_seconds": 2e-3}))
     port, started = free_port(), []
-    for rank, folder in enumerate((profile_file.parent, other.parent)):  # the same flag, another content
-        started.append(start_part("PartTwo", "--compute", "fast.json", *SMALL, "--output-dir", tmp_path, "--num-nodes", 2,
-                                  "--master-ip", "127.0.0.1", "--master-port", port, "--rank", rank, cwd=folder))
+    for rank, folder in enumerate(
+        (profile_file.parent, other.parent)
+    ):  # the same flag, another content
+        started.append(
+            start_part(
+                "PartTwo",
+                "--compute",
+                "fast.json",
+                *SMALL,
+                "--output-dir",
+                tmp_path,
+                "--num-nodes",
+                2,
+                "--master-ip",
+                "127.0.0.1",
+                "--master-port",
+                port,
+                "--rank",
+                rank,
+                cwd=folder,
+            )
+        )
     for one in started:
         ended = one.end()
         assert ended.status == 1
-        assert "the ranks differ in the profile of --compute. update_seconds: 0.001 on rank 0, 0.002 on rank 1" in ended.err
+        assert (
+            "the ranks differ in the profile of --compute. update_seconds: 0.001 on rank 0, 0.002 on rank 1"
+            in ended.err
+        )
 
 
-@pytest.mark.parametrize("flags", [("--validate",), ("--target-accuracy", "0.5"), ("--resume", "auto"), ("--ema",), ("--amp",),
-                                   ("--checkpoint-every", "3"), ("--backend", "nccl")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--validate",),
+        ("--target-accuracy", "0.5"),
+        ("--resume", "auto"),
+        ("--ema",),
+        ("--amp",),
+        ("--checkpoint-every", "3"),
+        ("--backend", "nccl"),
+    ],
+)
 def test_contradicting_flags_are_refused(flags):
     with pytest.raises(UserError, match=rf"--compute measured .*leave.*{flags[0]}"):
         parse_arguments("PartTwo", "", {}, ("all_reduce",), ["--compute", "measured", *flags])
@@ -364,21 +487,36 @@ def _changed(path, **entries):
     return json.dumps(json.loads(path.read_text()) | entries)
 
 
-@pytest.mark.parametrize(("content", "said"), [
-    (None, "there is no profile .*`lab calibrate --profile x --model vgg16` measures one"), ("{", "is cut or no JSON"),
-    ("[]", "is no compute profile"), ('{"format": 1}', "is no compute profile"),
-    ({"format": 9}, "has format 9, this version reads 1"),
-    ({"layers": []}, "incomplete"), ({"update_seconds": -1}, "incomplete.*-1"), ({"surprise": 1}, "incomplete"),
-    ({"model": "vgg11"}, "is of vgg11, the model is vgg16"), ({"image": [64, 64]}, "images of 64x64, the dataset has 32x32")])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no profile .*`lab calibrate --profile x --model vgg16` measures one"),
+        ("{", "is cut or no JSON"),
+        ("[]", "is no compute profile"),
+        ('{"format": 1}', "is no compute profile"),
+        ({"format": 9}, "has format 9, this version reads 1"),
+        ({"layers": []}, "incomplete"),
+        ({"update_seconds": -1}, "incomplete.*-1"),
+        ({"surprise": 1}, "incomplete"),
+        ({"model": "vgg11"}, "is of vgg11, the model is vgg16"),
+        ({"image": [64, 64]}, "images of 64x64, the dataset has 32x32"),
+    ],
+)
 def test_profiles_that_cannot_be_used(content, said, profile_file, tmp_path):
     path = tmp_path / "x.json"
     if content is not None:
-        path.write_text(content if isinstance(content, str) else _changed(profile_file, **{"model": "vgg16"} | content))
+        path.write_text(
+            content
+            if isinstance(content, str)
+            else _changed(profile_file, **{"model": "vgg16"} | content)
+        )
     with pytest.raises(UserError, match=said):
         load_profile(str(path), model="vgg16", image=(32, 32))
 
 
-def test_a_measured_profile_is_this_machines_own_and_each_model_has_one(profile_file, monkeypatch, tmp_path):
+def test_a_measured_profile_is_this_machines_own_and_each_model_has_one(
+    profile_file, monkeypatch, tmp_path
+):
     monkeypatch.setattr("common.emulation.compute_profile.REPOSITORY", tmp_path)
     path = profile_path("measured", model="vgg11")
     assert path == tmp_path / "reports" / "profiles" / "measured-vgg11.json"
@@ -387,7 +525,10 @@ def test_a_measured_profile_is_this_machines_own_and_each_model_has_one(profile_
         load_profile("measured", model="vgg11")
     path.parent.mkdir(parents=True)
     path.write_text(_changed(profile_file, model="vgg11", machine="a large one"))
-    with pytest.raises(UserError, match=r"was measured on 'a large one', this machine is 'a small one'.*give the file"):
+    with pytest.raises(
+        UserError,
+        match=r"was measured on 'a large one', this machine is 'a small one'.*give the file",
+    ):
         load_profile("measured", model="vgg11", machine="a small one")
     assert load_profile(str(path), model="vgg11", machine="a small one").machine == "a large one"
     with pytest.raises(UserError, match=r"--compute: got '../x', give real, measured"):
@@ -398,7 +539,9 @@ def test_a_model_with_other_parameters_is_refused():
     model = Small()
     profile = profile_of(model)
     model.second = nn.Linear(8, 4, bias=False)
-    with pytest.raises(UserError, match=r"has other parameters than this small \(second\.bias, and 0 more"):
+    with pytest.raises(
+        UserError, match=r"has other parameters than this small \(second\.bias, and 0 more"
+    ):
         Emulation(model, profile, rank=0, classes=4)
     model = Small()
     model.first.requires_grad_(False)

@@ -37,29 +37,67 @@ from tests.helpers.stage import PACED, set_pace
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 STEPS, EVERY = 24, 4
 RATE = 1e-3  # small, so that rounding stays small, too
-ARGUMENTS = [*TINY, "--sync", "all_reduce", "--batch-size", 48, "--max-steps", STEPS, "--checkpoint-every", EVERY,
-             "--learning-rate", RATE, "--schedule", "constant", "--log-every", 1, "--threads", 1, "--timeout", 20]
+ARGUMENTS = [
+    *TINY,
+    "--sync",
+    "all_reduce",
+    "--batch-size",
+    48,
+    "--max-steps",
+    STEPS,
+    "--checkpoint-every",
+    EVERY,
+    "--learning-rate",
+    RATE,
+    "--schedule",
+    "constant",
+    "--log-every",
+    1,
+    "--threads",
+    1,
+    "--timeout",
+    20,
+]
 WAY = "PartTwo-all_reduce"
 
 
 def start_agent(folder: Path, *flags: object, env: dict[str, str], arguments: list) -> Started:
     """One node: a torchrun agent with one output folder of its own. Its workers read its command line: it cannot be forked."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [TORCHRUN, "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1", "--monitor-interval", "0.2", *flags, *PACED,
-               *arguments, "--output-dir", folder]
+    command = [
+        TORCHRUN,
+        "--rdzv-backend",
+        "c10d",
+        "--local-addr",
+        "127.0.0.1",
+        "--monitor-interval",
+        "0.2",
+        *flags,
+        *PACED,
+        *arguments,
+        "--output-dir",
+        folder,
+    ]
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     return Started([str(word) for word in command], cwd=folder, env=os.environ | environment | env)
 
 
 def workers(agent: Started) -> list[psutil.Process]:
     """The ranks that an agent has started, by rank."""
-    found = [child for child in psutil.Process(agent.process.pid).children(recursive=True) if "LOCAL_RANK" in child.environ()]
+    found = [
+        child
+        for child in psutil.Process(agent.process.pid).children(recursive=True)
+        if "LOCAL_RANK" in child.environ()
+    ]
     return sorted(found, key=lambda child: int(child.environ()["LOCAL_RANK"]))
 
 
 def lose(agent: Started) -> None:
     """The node goes away at once: the agent and all that it has started."""
-    processes = [psutil.Process(agent.process.pid), *psutil.Process(agent.process.pid).children(recursive=True)]
+    processes = [
+        psutil.Process(agent.process.pid),
+        *psutil.Process(agent.process.pid).children(recursive=True),
+    ]
     for process in processes:
         process.kill()
     agent.process.wait(timeout=10)
@@ -72,14 +110,23 @@ def wait_for_any(agents: list[Started], text: str) -> None:
 
 def last_checkpoint(*folders: Path) -> dict:
     """The furthest checkpoint of all nodes."""
-    found = [load_checkpoint(path) for folder in folders for path in folder.glob(f"{WAY}/*/checkpoints/Epoch_*.pt")]
+    found = [
+        load_checkpoint(path)
+        for folder in folders
+        for path in folder.glob(f"{WAY}/*/checkpoints/Epoch_*.pt")
+    ]
     return max(found, key=lambda entries: (entries["step"], entries["epoch"]))
 
 
 def weights(entries: dict) -> Tensor:
     """All parameters as one vector."""
-    return torch.cat([value.double().flatten() for name, value in entries["model_state_dict"].items()
-                      if "running" not in name and "tracked" not in name])
+    return torch.cat(
+        [
+            value.double().flatten()
+            for name, value in entries["model_state_dict"].items()
+            if "running" not in name and "tracked" not in name
+        ]
+    )
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -90,22 +137,33 @@ def steps_in(folder: Path) -> list[int]:
 
 def going_on(text: str) -> list[int]:
     """From which steps the output says that it went on."""
-    return [int(step) for step in re.findall(r"going on from \S+(?: of rank \d+'s node)?, step (\d+)", text)]
+    return [
+        int(step)
+        for step in re.findall(r"going on from \S+(?: of rank \d+'s node)?, step (\d+)", text)
+    ]
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> list:
     """Flags of a set of noisy images: with the digits' black borders BatchNorm divides by variances of zero."""
-    return ["--dataset", "folder", "--data-dir", make_image_folder(tmp_path_factory.mktemp("images"), train_per_class=200)]
+    return [
+        "--dataset",
+        "folder",
+        "--data-dir",
+        make_image_folder(tmp_path_factory.mktemp("images"), train_per_class=200),
+    ]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, images: list) -> Callable[[int], dict]:
     """Return a function that trains undisturbed on a number of ranks, once for each, and returns the last checkpoint."""
+
     @functools.cache
     def trained(size: int) -> dict:
         folder = tmp_path_factory.mktemp(f"undisturbed{size}")
-        for one in start_ranks("PartTwo", size, *ARGUMENTS, *images, "--output-dir", folder, cwd=folder):
+        for one in start_ranks(
+            "PartTwo", size, *ARGUMENTS, *images, "--output-dir", folder, cwd=folder
+        ):
             result = one.end(timeout_seconds=150)
             assert result.status == 0, result.err
         return last_checkpoint(folder)
@@ -115,9 +173,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, images: list) -> Calla
 
 @pytest.mark.slow
 def test_a_killed_worker_is_started_again_and_loses_no_more_than_the_steps_between_checkpoints(
-        tmp_path: Path, images: list, undisturbed: Callable[[int], dict]) -> None:
-    agent = start_agent(tmp_path, "--nproc-per-node", 2, "--max-restarts", 2, "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
-                        env=set_pace(tmp_path, 0.3), arguments=[*ARGUMENTS, *images])
+    tmp_path: Path, images: list, undisturbed: Callable[[int], dict]
+) -> None:
+    agent = start_agent(
+        tmp_path,
+        "--nproc-per-node",
+        2,
+        "--max-restarts",
+        2,
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        env=set_pace(tmp_path, 0.3),
+        arguments=[*ARGUMENTS, *images],
+    )
     agent.wait_for(f"step 10/{STEPS}", timeout_seconds=LONG)
     workers(agent)[1].kill()
     set_pace(tmp_path, 0)
@@ -127,34 +195,67 @@ def test_a_killed_worker_is_started_again_and_loses_no_more_than_the_steps_betwe
     assert step >= 8, "a checkpoint is due every four steps"
     assert steps_in(tmp_path) == list(range(1, STEPS + 1)), "no step twice, none left out"
     last = last_checkpoint(tmp_path)
-    assert all(torch.equal(value, undisturbed(2)["model_state_dict"][name]) for name, value in last["model_state_dict"].items())
+    assert all(
+        torch.equal(value, undisturbed(2)["model_state_dict"][name])
+        for name, value in last["model_state_dict"].items()
+    )
 
 
 @pytest.mark.slow
 def test_a_node_leaves_another_joins_and_the_weights_stay_those_of_an_undisturbed_run(
-        tmp_path: Path, images: list, undisturbed: Callable[[int], dict]) -> None:
+    tmp_path: Path, images: list, undisturbed: Callable[[int], dict]
+) -> None:
     port = free_port()
-    flags = ["--nnodes", "1:3", "--nproc-per-node", 1, "--max-restarts", 5, "--rdzv-id", "job", "--rdzv-endpoint",
-             f"127.0.0.1:{port}", "--rdzv-conf"]
+    flags = [
+        "--nnodes",
+        "1:3",
+        "--nproc-per-node",
+        1,
+        "--max-restarts",
+        5,
+        "--rdzv-id",
+        "job",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--rdzv-conf",
+    ]
     patience = "last_call_timeout=4,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
-    arguments = [{"--batch-size": "--local-batch-size", 48: 16}.get(word, word) for word in [*ARGUMENTS, *images]]
+    arguments = [
+        {"--batch-size": "--local-batch-size", 48: 16}.get(word, word)
+        for word in [*ARGUMENTS, *images]
+    ]
     pace = set_pace(tmp_path, 0.3)
-    staying, leaving = (start_agent(tmp_path / str(node), *flags, f"is_host={int(node == 0)},{patience}", env=pace,
-                                    arguments=arguments) for node in range(2))
+    staying, leaving = (
+        start_agent(
+            tmp_path / str(node),
+            *flags,
+            f"is_host={int(node == 0)},{patience}",
+            env=pace,
+            arguments=arguments,
+        )
+        for node in range(2)
+    )
     wait_for_any([staying, leaving], "3 shards on 2 ranks")
     wait_for_any([staying, leaving], f"step 6/{STEPS}")
     lose(leaving)
     staying.wait_for("3 shards on 1 rank ", timeout_seconds=LONG)
     staying.wait_for(f"step 12/{STEPS}", timeout_seconds=LONG)
     set_pace(tmp_path, 8)  # time for the other to come
-    joined = start_agent(tmp_path / "2", *flags, f"is_host=0,{patience}", env=pace, arguments=arguments)
-    wait_until(lambda: "3 shards on 2 ranks" in joined.read_out() + staying.read_out().partition("3 shards on 1 rank ")[2],
-               "both ranks train")
+    joined = start_agent(
+        tmp_path / "2", *flags, f"is_host=0,{patience}", env=pace, arguments=arguments
+    )
+    wait_until(
+        lambda: (
+            "3 shards on 2 ranks"
+            in joined.read_out() + staying.read_out().partition("3 shards on 1 rank ")[2]
+        ),
+        "both ranks train",
+    )
     set_pace(tmp_path, 0)
     ended = [agent.end(timeout_seconds=200) for agent in (staying, joined)]
     assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
     output = ended[0].out + ended[1].out
-    assert "3 shards on 2 ranks" in output[output.index("3 shards on 1 rank "):]
+    assert "3 shards on 2 ranks" in output[output.index("3 shards on 1 rank ") :]
     assert "the job has 1 rank now, 2 before; its 3 shards and its batch stay the same" in output
     assert len(going_on(output)) >= 2
     last = last_checkpoint(tmp_path / "0", tmp_path / "2")
@@ -163,14 +264,26 @@ def test_a_node_leaves_another_joins_and_the_weights_stay_those_of_an_undisturbe
     initial = weights({"model_state_dict": build_model("tiny", 2).state_dict()})
     mine, wanted = weights(last), weights(undisturbed(3))
     assert float((mine - wanted).norm() / wanted.norm()) < 1e-5
-    assert float((mine - wanted).norm() / (wanted - initial).norm()) < 0.05, "the training moved them much further"
+    assert float((mine - wanted).norm() / (wanted - initial).norm()) < 0.05, (
+        "the training moved them much further"
+    )
 
 
 @pytest.mark.slow
-def test_the_newest_checkpoint_counts_on_whichever_node_it_lies(tmp_path: Path, images: list) -> None:
+def test_the_newest_checkpoint_counts_on_whichever_node_it_lies(
+    tmp_path: Path, images: list
+) -> None:
     """Two nodes, each with a folder of its own; only rank 0 writes, until its files are moved to the other node."""
+
     def arguments(node: int, epoch: int) -> list[str]:
-        flags = [*ARGUMENTS, *images, "--output-dir", tmp_path / str(node), "--stop-after-epoch", epoch]
+        flags = [
+            *ARGUMENTS,
+            *images,
+            "--output-dir",
+            tmp_path / str(node),
+            "--stop-after-epoch",
+            epoch,
+        ]
         return [str(word) for word in flags]
 
     def end(nodes: list[Started]) -> str:
@@ -180,17 +293,56 @@ def test_the_newest_checkpoint_counts_on_whichever_node_it_lies(tmp_path: Path, 
         return ended[0].out
 
     port = str(free_port())
-    end([start_part("PartTwo", *arguments(node, 1), "-M", "127.0.0.1", "-N", 2, "-R", node, "--master-port", port, cwd=tmp_path)
-         for node in range(2)])
+    end(
+        [
+            start_part(
+                "PartTwo",
+                *arguments(node, 1),
+                "-M",
+                "127.0.0.1",
+                "-N",
+                2,
+                "-R",
+                node,
+                "--master-port",
+                port,
+                cwd=tmp_path,
+            )
+            for node in range(2)
+        ]
+    )
     [checkpoints] = (tmp_path / "0").glob(f"{WAY}/*/checkpoints")
     assert not list((tmp_path / "1").glob(f"{WAY}/*/checkpoints/*")), "rank 0 alone writes"
     moved = tmp_path / "1" / checkpoints.relative_to(tmp_path / "0")
     moved.parent.mkdir(parents=True, exist_ok=True)
     checkpoints.rename(moved)
     environment = os.environ | set_pace(tmp_path, 0) | {"OMP_NUM_THREADS": "1"}
-    told = end([Started([TORCHRUN, "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", "--master-addr",
-                         "127.0.0.1", "--master-port", port, *PACED, *arguments(node, 2), "--resume", "auto"], cwd=tmp_path,
-                        env=environment) for node in range(2)])
+    told = end(
+        [
+            Started(
+                [
+                    TORCHRUN,
+                    "--nnodes",
+                    "2",
+                    "--node-rank",
+                    str(node),
+                    "--nproc-per-node",
+                    "1",
+                    "--master-addr",
+                    "127.0.0.1",
+                    "--master-port",
+                    port,
+                    *PACED,
+                    *arguments(node, 2),
+                    "--resume",
+                    "auto",
+                ],
+                cwd=tmp_path,
+                env=environment,
+            )
+            for node in range(2)
+        ]
+    )
     [step] = going_on(told)
     assert "of rank 1's node" in told
     assert step == load_checkpoint(moved / "Epoch_1.pt")["step"]
@@ -199,11 +351,31 @@ def test_the_newest_checkpoint_counts_on_whichever_node_it_lies(tmp_path: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_later(
-        tmp_path: Path, images: list, undisturbed: Callable[[int], dict], number: signal.Signals) -> None:
+    tmp_path: Path, images: list, undisturbed: Callable[[int], dict], number: signal.Signals
+) -> None:
     arguments = [*ARGUMENTS, *images, "--output-dir", tmp_path, "--run-name", "job-7"]
     environment, port = user_environment(**set_pace(tmp_path, 0.3)), free_port()
-    ranks = [Started([sys.executable, *PACED, *map(str, arguments), "-M", "127.0.0.1", "-N", "2", "--rank", str(rank),
-                      "--master-port", str(port)], cwd=tmp_path, env=environment, forked=True) for rank in range(2)]
+    ranks = [
+        Started(
+            [
+                sys.executable,
+                *PACED,
+                *map(str, arguments),
+                "-M",
+                "127.0.0.1",
+                "-N",
+                "2",
+                "--rank",
+                str(rank),
+                "--master-port",
+                str(port),
+            ],
+            cwd=tmp_path,
+            env=environment,
+            forked=True,
+        )
+        for rank in range(2)
+    ]
     ranks[0].wait_for(f"step 6/{STEPS}", timeout_seconds=LONG)
     ranks[1].send(number)
     ended = [rank.end(timeout_seconds=60) for rank in ranks]
@@ -216,12 +388,29 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_later(
         result = rank.end(timeout_seconds=120)
         assert result.status == 0, result.err
     assert steps_in(tmp_path) == list(range(1, STEPS + 1))
-    parameters = {name: value for name, value in last_checkpoint(tmp_path)["model_state_dict"].items() if "running" not in name}
-    assert all(torch.equal(value, undisturbed(2)["model_state_dict"][name]) for name, value in parameters.items())
+    parameters = {
+        name: value
+        for name, value in last_checkpoint(tmp_path)["model_state_dict"].items()
+        if "running" not in name
+    }
+    assert all(
+        torch.equal(value, undisturbed(2)["model_state_dict"][name])
+        for name, value in parameters.items()
+    )
 
 
 def test_a_run_name_that_exists_is_refused_without_resume(tmp_path: Path) -> None:
-    quick = [*TINY, "--dataset", "digits", "--max-steps", 1, "--output-dir", tmp_path, "--run-name", "mine"]
+    quick = [
+        *TINY,
+        "--dataset",
+        "digits",
+        "--max-steps",
+        1,
+        "--output-dir",
+        tmp_path,
+        "--run-name",
+        "mine",
+    ]
     assert start_part("PartOne", *quick, cwd=tmp_path).end().status == 0
     refused = start_part("PartOne", *quick, cwd=tmp_path).end()
     assert refused.status == 1
@@ -231,21 +420,60 @@ def test_a_run_name_that_exists_is_refused_without_resume(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_setting_under_which_restarts_would_fail_is_named(tmp_path: Path) -> None:
     """Started as users do: torchrun and a part, nothing else."""
-    command = [TORCHRUN, "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
-               "--nproc-per-node", 1, "--max-restarts", 1, ROOT / "PartTwo" / "main.py", "--sync", "all_reduce",
-               "--dataset", "digits", "--batch-size", 8, "--max-steps", 1, "--threads", 1, "--output-dir", tmp_path]
+    command = [
+        TORCHRUN,
+        "--rdzv-backend",
+        "c10d",
+        "--local-addr",
+        "127.0.0.1",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        "--nproc-per-node",
+        1,
+        "--max-restarts",
+        1,
+        ROOT / "PartTwo" / "main.py",
+        "--sync",
+        "all_reduce",
+        "--dataset",
+        "digits",
+        "--batch-size",
+        8,
+        "--max-steps",
+        1,
+        "--threads",
+        1,
+        "--output-dir",
+        tmp_path,
+    ]
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0", "OMP_NUM_THREADS": "1"}
-    ended = Started([str(word) for word in command], cwd=tmp_path, env=os.environ | environment).end()
+    ended = Started(
+        [str(word) for word in command], cwd=tmp_path, env=os.environ | environment
+    ).end()
     assert ended.status == 0, ended.err
     assert "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in ended.out
 
 
 @pytest.mark.slow
 def test_a_job_with_a_name_of_its_own_does_not_go_on_with_another_job(tmp_path: Path) -> None:
-    quick = [*TINY, "--dataset", "digits", "--max-steps", 2, "--output-dir", tmp_path, "--resume", "auto", "--threads", 1]
+    quick = [
+        *TINY,
+        "--dataset",
+        "digits",
+        "--max-steps",
+        2,
+        "--output-dir",
+        tmp_path,
+        "--resume",
+        "auto",
+        "--threads",
+        1,
+    ]
     for name in ("job-1", "job-2"):
         ended = start_part("PartOne", *quick, "--run-name", name, cwd=tmp_path).end()
         assert ended.status == 0, ended.err
         assert "no checkpoint in" in ended.out
     for name in ("job-1", "job-2"):
-        assert len((tmp_path / "PartOne-none" / name / "metrics.jsonl").read_text().splitlines()) == 2, "both were trained"
+        assert (
+            len((tmp_path / "PartOne-none" / name / "metrics.jsonl").read_text().splitlines()) == 2
+        ), "both were trained"

@@ -20,14 +20,34 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(images: Path, output: Path, *more: object) -> list[object]:
-    return [*TINY, "--dataset", "folder", "--data-dir", images, "--batch-size", 8, "--epochs", 2, "--log-every", 1,
-            "--threads", 1, "--output-dir", output, *more]
+    return [
+        *TINY,
+        "--dataset",
+        "folder",
+        "--data-dir",
+        images,
+        "--batch-size",
+        8,
+        "--epochs",
+        2,
+        "--log-every",
+        1,
+        "--threads",
+        1,
+        "--output-dir",
+        output,
+        *more,
+    ]
 
 
 def second_epoch(folder: Path) -> tuple[dict, list, dict]:
     """Checkpoint, metrics without times, and report of epoch 2."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metrics = [{key: value for key, value in line.items() if "seconds" not in key} for line in lines if line["epoch"] == 2]
+    metrics = [
+        {key: value for key, value in line.items() if "seconds" not in key}
+        for line in lines
+        if line["epoch"] == 2
+    ]
     report = json.loads((folder / "report.json").read_text())
     del report["checkpoint"]
     return load_checkpoint(folder / "checkpoints" / "Epoch_2.pt"), metrics, report
@@ -41,38 +61,73 @@ def assert_same(straight: Path, resumed: Path) -> None:
     for name, tensor in one[0]["model_state_dict"].items():
         assert torch.equal(tensor, other[0]["model_state_dict"][name]), name
     for index, state in one[0]["optimizer_state_dict"]["state"].items():
-        assert torch.equal(state["momentum_buffer"], other[0]["optimizer_state_dict"]["state"][index]["momentum_buffer"])
+        assert torch.equal(
+            state["momentum_buffer"],
+            other[0]["optimizer_state_dict"]["state"][index]["momentum_buffer"],
+        )
     assert one[0]["step"] == other[0]["step"] == 6
 
 
 def test_one_rank_resumes_bit_for_bit(tmp_path: Path, images: Path) -> None:
     [straight] = run_part("PartOne", *settings(images, tmp_path / "straight"), cwd=tmp_path)
-    [first] = run_part("PartOne", *settings(images, tmp_path / "parts", "--stop-after-epoch", 1), cwd=tmp_path)
+    [first] = run_part(
+        "PartOne", *settings(images, tmp_path / "parts", "--stop-after-epoch", 1), cwd=tmp_path
+    )
     checkpoint = only_run_folder(tmp_path / "parts", "PartOne-none") / "checkpoints" / "Epoch_1.pt"
-    [second] = run_part("PartOne", *settings(images, tmp_path / "resumed", "--resume", checkpoint), cwd=tmp_path)
+    [second] = run_part(
+        "PartOne", *settings(images, tmp_path / "resumed", "--resume", checkpoint), cwd=tmp_path
+    )
     assert [straight.status, first.status, second.status] == [0, 0, 0], second.err
-    assert_same(*(only_run_folder(tmp_path / name, "PartOne-none") for name in ("straight", "resumed")))
+    assert_same(
+        *(only_run_folder(tmp_path / name, "PartOne-none") for name in ("straight", "resumed"))
+    )
 
-    [other_length] = run_part("PartOne", *settings(images, tmp_path / "no", "--resume", checkpoint, "--max-steps", 5),
-                              cwd=tmp_path)
+    [other_length] = run_part(
+        "PartOne",
+        *settings(images, tmp_path / "no", "--resume", checkpoint, "--max-steps", 5),
+        cwd=tmp_path,
+    )
     assert other_length.status == 1
     assert "belongs to another training: total_steps 6 there, 5 here" in other_length.err
     assert "Traceback" not in other_length.err
 
     finished = only_run_folder(tmp_path / "resumed", "PartOne-none") / "checkpoints" / "Epoch_2.pt"
-    [nothing_left] = run_part("PartOne", *settings(images, tmp_path / "again", "--resume", finished), cwd=tmp_path)
+    [nothing_left] = run_part(
+        "PartOne", *settings(images, tmp_path / "again", "--resume", finished), cwd=tmp_path
+    )
     assert nothing_left.status == 0, nothing_left.err
     assert "nothing was left to train" in nothing_left.out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["PartTwo", "PartThree"])
-def test_two_ranks_resume_bit_for_bit_though_only_rank_0_has_the_file(tmp_path: Path, images: Path, part: str) -> None:
+def test_two_ranks_resume_bit_for_bit_though_only_rank_0_has_the_file(
+    tmp_path: Path, images: Path, part: str
+) -> None:
     """Each rank has a disk of its own; --resume auto finds the newest good checkpoint on rank 0's."""
+
     def run(name: str, *more: object) -> None:
         port = free_port()
-        ranks = [start_part(part, *settings(images, tmp_path / f"{name}-rank{rank}", "-M", "127.0.0.1", "-N", 2, "-R", rank,
-                                            "--master-port", port, *more), cwd=tmp_path) for rank in (0, 1)]
+        ranks = [
+            start_part(
+                part,
+                *settings(
+                    images,
+                    tmp_path / f"{name}-rank{rank}",
+                    "-M",
+                    "127.0.0.1",
+                    "-N",
+                    2,
+                    "-R",
+                    rank,
+                    "--master-port",
+                    port,
+                    *more,
+                ),
+                cwd=tmp_path,
+            )
+            for rank in (0, 1)
+        ]
         for rank in ranks:
             ended = rank.end()
             assert ended.status == 0, ended.err
@@ -89,7 +144,11 @@ def test_two_ranks_resume_bit_for_bit_though_only_rank_0_has_the_file(tmp_path: 
     assert not list((tmp_path / "parts-rank1").glob("**/*.pt")), "rank 1 has no checkpoint"
 
     run("parts", "--resume", "auto")
-    resumed = [path for path in first.parent.iterdir() if path != first and (path / "summary.json").exists()]
+    resumed = [
+        path
+        for path in first.parent.iterdir()
+        if path != first and (path / "summary.json").exists()
+    ]
     assert len(resumed) == 1
     assert_same(only_run_folder(tmp_path / "straight-rank0", way), resumed[0])
     summary = json.loads((resumed[0] / "summary.json").read_text())
@@ -99,12 +158,16 @@ def test_two_ranks_resume_bit_for_bit_though_only_rank_0_has_the_file(tmp_path: 
 
 @pytest.mark.parametrize("warmup", [None, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_goes_on_where_it_stopped(tmp_path: Path, name: str, warmup: int | None) -> None:
+def test_every_schedule_goes_on_where_it_stopped(
+    tmp_path: Path, name: str, warmup: int | None
+) -> None:
     def made() -> tuple:
         optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5, momentum=0.9)
         return optimizer, build_schedule(optimizer, name, total_steps=12, warmup_steps=warmup)
 
-    def steps(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler, count: int) -> list[float]:
+    def steps(
+        optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler, count: int
+    ) -> list[float]:
         rates = []
         for _ in range(count):
             rates.append(optimizer.param_groups[0]["lr"])
@@ -116,9 +179,16 @@ def test_every_schedule_goes_on_where_it_stopped(tmp_path: Path, name: str, warm
     straight = steps(optimizer, schedule, 12)
     optimizer, schedule = made()
     first = steps(optimizer, schedule, 5)
-    save_checkpoint(tmp_path / "x.pt", {"epoch": 1, "loss": 0.0, "model_state_dict": {},
-                                        "optimizer_state_dict": optimizer.state_dict(),
-                                        "scheduler_state_dict": schedule.state_dict()})
+    save_checkpoint(
+        tmp_path / "x.pt",
+        {
+            "epoch": 1,
+            "loss": 0.0,
+            "model_state_dict": {},
+            "optimizer_state_dict": optimizer.state_dict(),
+            "scheduler_state_dict": schedule.state_dict(),
+        },
+    )
     entries = load_checkpoint(tmp_path / "x.pt")
     optimizer, schedule = made()
     schedule.load_state_dict(entries["scheduler_state_dict"])

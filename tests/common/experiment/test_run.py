@@ -28,8 +28,20 @@ from tests.helpers import (
 )
 
 QUICK = ("--dataset", "digits", "--batch-size", 32, "--log-every", 1, "--max-steps", 3)
-FILES = {"config.json", "environment.json", "metrics.jsonl", "ranks.json", "epochs.jsonl", "summary.json", "logs_rank0.txt",
-         "report.txt", "report.json", "confusion_matrix.png", "loss.png", "checkpoints"}
+FILES = {
+    "config.json",
+    "environment.json",
+    "metrics.jsonl",
+    "ranks.json",
+    "epochs.jsonl",
+    "summary.json",
+    "logs_rank0.txt",
+    "report.txt",
+    "report.json",
+    "confusion_matrix.png",
+    "loss.png",
+    "checkpoints",
+}
 
 
 def test_part_one_without_a_flag_for_the_group(tmp_path: Path) -> None:
@@ -38,7 +50,10 @@ def test_part_one_without_a_flag_for_the_group(tmp_path: Path) -> None:
     assert "batch: 32 a rank x 1 rank = 32 global" in ended.out
     folder = only_run_folder(tmp_path / "out", "PartOne-none")
     assert {path.name for path in folder.iterdir()} == FILES
-    assert str(folder / "report.txt") in ended.out.replace("out/", str(tmp_path / "out") + "/", 1) or "report" in ended.out
+    assert (
+        str(folder / "report.txt") in ended.out.replace("out/", str(tmp_path / "out") + "/", 1)
+        or "report" in ended.out
+    )
 
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]
@@ -50,19 +65,42 @@ def test_part_one_without_a_flag_for_the_group(tmp_path: Path) -> None:
     assert np.asarray(report["confusion_matrix"]).sum() == report["samples"] == 360
     assert "Confusion matrix" in (folder / "report.txt").read_text()
     environment = json.loads((folder / "environment.json").read_text())
-    assert environment["torch"] == torch.__version__.split("+")[0] or environment["torch"] == torch.__version__
+    assert (
+        environment["torch"] == torch.__version__.split("+")[0]
+        or environment["torch"] == torch.__version__
+    )
     assert environment["git_commit"]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["test_accuracy"] == report["accuracy"]
     assert re.match(r"^Epoch: 1, Train Loss: ", (folder / "logs_rank0.txt").read_text())
 
 
-@pytest.mark.parametrize(("part", "flags", "way"), [
-    ("PartTwo", (), "PartTwo-gather_scatter"), ("PartThree", (), "PartThree-ddp"),
-    pytest.param("PartTwo", ("--sync", "all_reduce"), "PartTwo-all_reduce", marks=pytest.mark.slow)])
-def test_three_ranks_share_batch_and_test_set(tmp_path: Path, part: str, flags: tuple[str, ...], way: str) -> None:
+@pytest.mark.parametrize(
+    ("part", "flags", "way"),
+    [
+        ("PartTwo", (), "PartTwo-gather_scatter"),
+        ("PartThree", (), "PartThree-ddp"),
+        pytest.param(
+            "PartTwo", ("--sync", "all_reduce"), "PartTwo-all_reduce", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_three_ranks_share_batch_and_test_set(
+    tmp_path: Path, part: str, flags: tuple[str, ...], way: str
+) -> None:
     """A batch and a test set that do not divide by three; the report has each test image once."""
-    ended = run_part(part, *flags, *QUICK, *TINY, "--batch-size", 31, "--output-dir", tmp_path, cwd=tmp_path, ranks=3)
+    ended = run_part(
+        part,
+        *flags,
+        *QUICK,
+        *TINY,
+        "--batch-size",
+        31,
+        "--output-dir",
+        tmp_path,
+        cwd=tmp_path,
+        ranks=3,
+    )
     assert [one.status for one in ended] == [0, 0, 0], ended
     folder = only_run_folder(tmp_path, way)
     assert {path.name for path in folder.iterdir()} == FILES | {"logs_rank1.txt", "logs_rank2.txt"}
@@ -80,8 +118,15 @@ def test_three_ranks_share_batch_and_test_set(tmp_path: Path, part: str, flags: 
 
     digits = load_dataset("digits", tmp_path)
     model = build_model("tiny", 10)
-    model.load_state_dict(load_checkpoint(folder / "checkpoints" / "Epoch_1.pt")["model_state_dict"])
-    alone = predict(model, "cpu", torch.nn.CrossEntropyLoss(), EvaluationLoader(digits.test, mean=digits.mean, std=digits.std))
+    model.load_state_dict(
+        load_checkpoint(folder / "checkpoints" / "Epoch_1.pt")["model_state_dict"]
+    )
+    alone = predict(
+        model,
+        "cpu",
+        torch.nn.CrossEntropyLoss(),
+        EvaluationLoader(digits.test, mean=digits.mean, std=digits.std),
+    )
     assert alone.accuracy == pytest.approx(report["accuracy"], abs=1 / 360)
     assert alone.mean_loss == pytest.approx(report["test_loss"], rel=1e-3)
 
@@ -90,12 +135,29 @@ def test_each_part_starts_cold_and_the_ways_agree(tmp_path: Path) -> None:
     """VGG-11 as users start it, in a new interpreter (of two ranks the first, to save time). Same seed: the loss over the global
     batch, step by step, hardly differs between two ranks' parts, and in the first step hardly from one process's."""
     make_image_folder(tmp_path / "data")
-    words = ["--dataset", "folder", "--data-dir", "data", "--batch-size", 8, "--epochs", 1, "--log-every", 1, "--threads", 1,
-             "--output-dir", tmp_path]
+    words = [
+        "--dataset",
+        "folder",
+        "--data-dir",
+        "data",
+        "--batch-size",
+        8,
+        "--epochs",
+        1,
+        "--log-every",
+        1,
+        "--threads",
+        1,
+        "--output-dir",
+        tmp_path,
+    ]
     started = [start_part("PartOne", *words, cwd=tmp_path, cold=True)]
     for part in ("PartTwo", "PartThree"):
         place = ["-M", "127.0.0.1", "-N", 2, "--master-port", free_port()]
-        started += [start_part(part, *words, *place, "-R", rank, cwd=tmp_path, cold=rank == 0) for rank in range(2)]
+        started += [
+            start_part(part, *words, *place, "-R", rank, cwd=tmp_path, cold=rank == 0)
+            for rank in range(2)
+        ]
     ended = [one.end() for one in started]
     assert [one.status for one in ended] == [0] * 5, ended
     losses = {}
@@ -103,24 +165,43 @@ def test_each_part_starts_cold_and_the_ways_agree(tmp_path: Path) -> None:
         folder = only_run_folder(tmp_path, way)
         assert "vgg11" in (folder / "config.json").read_text()
         assert (folder / "report.txt").exists()
-        losses[way] = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        losses[way] = [
+            json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
     assert len(losses["PartThree-ddp"]) == 3
     assert losses["PartTwo-gather_scatter"] == pytest.approx(losses["PartThree-ddp"], rel=1e-3)
-    assert losses["PartOne-none"][0] == pytest.approx(losses["PartThree-ddp"][0], rel=0.5), "BatchNorm of 8 or of 4 samples"
+    assert losses["PartOne-none"][0] == pytest.approx(losses["PartThree-ddp"][0], rel=0.5), (
+        "BatchNorm of 8 or of 4 samples"
+    )
 
 
 @pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-               "--master-port", str(free_port()), str(ROOT / "PartTwo" / "main.py"), "--sync=all_reduce", *map(str, QUICK),
-               "--output_dir", str(tmp_path)]
+    command = [
+        str(Path(sys.executable).parent / "torchrun"),
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        str(ROOT / "PartTwo" / "main.py"),
+        "--sync=all_reduce",
+        *map(str, QUICK),
+        "--output_dir",
+        str(tmp_path),
+    ]
     ended = Started(command, cwd=tmp_path, env=dict(os.environ)).end(timeout_seconds=120)
     assert ended.status == 0, ended.err
-    summary = json.loads((only_run_folder(tmp_path, "PartTwo-all_reduce") / "summary.json").read_text())
+    summary = json.loads(
+        (only_run_folder(tmp_path, "PartTwo-all_reduce") / "summary.json").read_text()
+    )
     assert summary["nodes"] == 2
     assert summary["ranks_hold_equal_weights"] is True
 
-    contradiction = Started([*command, "--num-nodes", "4"], cwd=tmp_path, env=dict(os.environ)).end(timeout_seconds=120)
+    contradiction = Started([*command, "--num-nodes", "4"], cwd=tmp_path, env=dict(os.environ)).end(
+        timeout_seconds=120
+    )
     assert contradiction.status != 0
     assert "--num-nodes 4 contradicts torchrun's WORLD_SIZE=2" in contradiction.err
 
@@ -135,8 +216,21 @@ def test_two_runs_at_once_never_share_a_folder(tmp_path: Path) -> None:
 
 def test_a_folder_of_images_of_ones_own(tmp_path: Path) -> None:
     make_image_folder(tmp_path / "data")
-    ended = run_part("PartThree", "--dataset", "folder", "--data-dir", "data", "--local-batch-size", 4, "--output-dir", tmp_path,
-                     *TINY, "--debug", cwd=tmp_path, ranks=2)
+    ended = run_part(
+        "PartThree",
+        "--dataset",
+        "folder",
+        "--data-dir",
+        "data",
+        "--local-batch-size",
+        4,
+        "--output-dir",
+        tmp_path,
+        *TINY,
+        "--debug",
+        cwd=tmp_path,
+        ranks=2,
+    )
     assert [one.status for one in ended] == [0, 0], ended
     assert "batch: 4 a rank x 2 ranks = 8 global" in ended[0].out
     report = json.loads((only_run_folder(tmp_path, "PartThree-ddp") / "report.json").read_text())
@@ -148,11 +242,31 @@ def test_a_folder_of_images_of_ones_own(tmp_path: Path) -> None:
 @needs_cifar10
 def test_the_assignments_own_setting_runs_on_real_data(tmp_path: Path) -> None:
     """Constant rate 0.1, as the assignment has it, a few steps of it; peak memory of a rank stays below 2.5 GB."""
-    ended = run_part("PartTwo", "--sync", "all_reduce", "--lr", 0.1, "--schedule", "constant", "--max-steps", 2, "--batch-size",
-                     256, "--output-dir", tmp_path, cwd=tmp_path, ranks=2, timeout_seconds=200, cold=True)
+    ended = run_part(
+        "PartTwo",
+        "--sync",
+        "all_reduce",
+        "--lr",
+        0.1,
+        "--schedule",
+        "constant",
+        "--max-steps",
+        2,
+        "--batch-size",
+        256,
+        "--output-dir",
+        tmp_path,
+        cwd=tmp_path,
+        ranks=2,
+        timeout_seconds=200,
+        cold=True,
+    )
     assert [one.status for one in ended] == [0, 0], ended
     folder = only_run_folder(tmp_path, "PartTwo-all_reduce")
-    rates = [json.loads(line)["learning_rate"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rates = [
+        json.loads(line)["learning_rate"]
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert rates == [0.1, 0.1]
     summary = json.loads((folder / "summary.json").read_text())
     assert json.loads((folder / "report.json").read_text())["samples"] == 10_000
@@ -164,7 +278,9 @@ def test_the_assignments_own_setting_runs_on_real_data(tmp_path: Path) -> None:
 @needs_cifar10
 @pytest.mark.timeout(900)
 def test_41_steps_of_cifar10_with_the_defaults_learn(tmp_path: Path) -> None:
-    [ended] = run_part("PartOne", "--max-steps", 41, "--output-dir", tmp_path, cwd=tmp_path, timeout_seconds=800)
+    [ended] = run_part(
+        "PartOne", "--max-steps", 41, "--output-dir", tmp_path, cwd=tmp_path, timeout_seconds=800
+    )
     assert ended.status == 0, ended.err
     summary = json.loads((only_run_folder(tmp_path, "PartOne-none") / "summary.json").read_text())
     assert summary["test_accuracy"] >= 0.33
@@ -185,11 +301,23 @@ def test_the_demo_learns_in_all_four_ways() -> None:
 
 def demo_accuracies(change: str) -> list[float]:
     """Run the demo after ``change``; return the accuracies of the four reports that it names."""
-    command = [sys.executable, "-c", f"import sys; from lab import demo; {change}; sys.exit(demo.main())"]
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; from lab import demo; {change}; sys.exit(demo.main())",
+    ]
     done = Started(command, cwd=ROOT, env=user_environment()).end(timeout_seconds=800)
     assert done.status == 0, done
-    for way in ("PartOne: none", "PartTwo: gather_scatter", "PartTwo: all_reduce", "PartThree: ddp"):
+    for way in (
+        "PartOne: none",
+        "PartTwo: gather_scatter",
+        "PartTwo: all_reduce",
+        "PartThree: ddp",
+    ):
         assert way in done.out
     reports = re.findall(r"^(/.*report\.txt)$", done.out, re.MULTILINE)
     assert len(reports) == 4
-    return [json.loads((Path(path).parent / "summary.json").read_text())["test_accuracy"] for path in reports]
+    return [
+        json.loads((Path(path).parent / "summary.json").read_text())["test_accuracy"]
+        for path in reports
+    ]

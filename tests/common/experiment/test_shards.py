@@ -23,7 +23,11 @@ class Double:
 
     def __init__(self, loader: TrainLoader) -> None:
         self.sampler, self._loader = loader.sampler, loader
-        self.global_batch_sizes, self.pieces, self.shards_here = loader.global_batch_sizes, loader.pieces, loader.shards_here
+        self.global_batch_sizes, self.pieces, self.shards_here = (
+            loader.global_batch_sizes,
+            loader.pieces,
+            loader.shards_here,
+        )
 
     def start_at(self, step: int) -> None:
         self._loader.start_at(step)
@@ -35,56 +39,102 @@ class Double:
 def network() -> nn.Module:
     """With BatchNorm and dropout, whose draws must be those of the shard."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.Tanh(), nn.Dropout(0.3),
-                         nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8), nn.Tanh(), nn.Flatten(), nn.Linear(392, 10)).double()
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2),
+        nn.BatchNorm2d(8),
+        nn.Tanh(),
+        nn.Dropout(0.3),
+        nn.Conv2d(8, 8, 3, stride=2),
+        nn.BatchNorm2d(8),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(392, 10),
+    ).double()
 
 
-def train(rank: int, size: int, sync: str, accumulation_steps: int, stop_after: int | None = None) -> dict[str, np.ndarray]:
+def train(
+    rank: int, size: int, sync: str, accumulation_steps: int, stop_after: int | None = None
+) -> dict[str, np.ndarray]:
     """Train some steps of digits and return weights, averaged weights and running statistics."""
     digits = load_dataset("digits", Path("unused"))
-    sampler = GlobalBatchSampler(len(digits.train), batch_size=BATCH, rank=rank, world_size=size, shards=SHARDS,
-                                 accumulation_steps=accumulation_steps)
+    sampler = GlobalBatchSampler(
+        len(digits.train),
+        batch_size=BATCH,
+        rank=rank,
+        world_size=size,
+        shards=SHARDS,
+        accumulation_steps=accumulation_steps,
+    )
     loader = Double(TrainLoader(digits, sampler))
     model = network()
-    engine = TrainingEngine(model, "cpu", distributed=size > 1, sync=sync, sync_batchnorm=False, use_ema=True, ema_decay=0.5)
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), nn.CrossEntropyLoss())
+    engine = TrainingEngine(
+        model,
+        "cpu",
+        distributed=size > 1,
+        sync=sync,
+        sync_batchnorm=False,
+        use_ema=True,
+        ema_decay=0.5,
+    )
+    engine.prepare(
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), nn.CrossEntropyLoss()
+    )
     if stop_after is not None:  # in two parts, as after a restart
         engine.train_epoch(loader, epoch=1, seed=0, max_steps=stop_after)
         engine.agree_on_buffers()
     engine.train_epoch(loader, epoch=1, seed=0, max_steps=STEPS, start_step=stop_after or 0)
     engine.agree_on_buffers()
     engine.close()
-    state = {**model.state_dict(), **{f"ema.{name}": value for name, value in engine.ema.module.state_dict().items()}}
+    state = {
+        **model.state_dict(),
+        **{f"ema.{name}": value for name, value in engine.ema.module.state_dict().items()},
+    }
     return {name: value.numpy().copy() for name, value in state.items()}
 
 
 def every_way(rank: int, size: int) -> dict[tuple, dict[str, np.ndarray]]:
     """Strategies and numbers of pieces in turn, in one group."""
     names = EXACT if size > 2 else ["all_reduce", "overlapped", "ddp"]
-    return {(name, pieces): train(rank, size, name, pieces) for name in names for pieces in (1, 2)} | {
-        ("all_reduce", "in two parts"): train(rank, size, "all_reduce", 1, 2)}
+    return {
+        (name, pieces): train(rank, size, name, pieces) for name in names for pieces in (1, 2)
+    } | {("all_reduce", "in two parts"): train(rank, size, "all_reduce", 1, 2)}
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
+@pytest.mark.parametrize(
+    "size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
+)
 def test_shards_on_any_number_of_ranks_are_those_of_one_process(size: int) -> None:
     expected = {pieces: train(0, 1, "none", pieces) for pieces in (1, 2)}
-    assert np.abs(expected[1]["0.weight"] - expected[2]["0.weight"]).max() > 1e-6, "other pieces, other BatchNorm statistics"
+    assert np.abs(expected[1]["0.weight"] - expected[2]["0.weight"]).max() > 1e-6, (
+        "other pieces, other BatchNorm statistics"
+    )
     results = run_ranks(size, every_way, size)
     for (name, pieces), state in results[0].items():
         wanted = expected[1 if pieces == "in two parts" else pieces]
         for key, value in wanted.items():
             # Averaged running statistics of shards of 17 and 16 samples are blended with equal weights: see blend().
             tolerance = 1e-2 if key.startswith("ema.") and "running" in key else 1e-9
-            assert np.linalg.norm(state[key] - value) <= tolerance * max(np.linalg.norm(value), 1e-3), (name, pieces, key)
-            assert all(np.array_equal(one[name, pieces][key], state[key]) for one in results), (name, key)
+            assert np.linalg.norm(state[key] - value) <= tolerance * max(
+                np.linalg.norm(value), 1e-3
+            ), (name, pieces, key)
+            assert all(np.array_equal(one[name, pieces][key], state[key]) for one in results), (
+                name,
+                key,
+            )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_every_sample_comes_once_in_the_same_piece(size: int, accumulation_steps: int) -> None:
     def pieces(rank: int, ranks: int) -> list[tuple[int, tuple[int, ...]]]:
-        sampler = GlobalBatchSampler(103, batch_size=40, rank=rank, world_size=ranks, shards=SHARDS,
-                                     accumulation_steps=accumulation_steps)
+        sampler = GlobalBatchSampler(
+            103,
+            batch_size=40,
+            rank=rank,
+            world_size=ranks,
+            shards=SHARDS,
+            accumulation_steps=accumulation_steps,
+        )
         sampler.set_epoch(2)
         parts = [tuple(ids.tolist()) for ids in sampler]
         assert len(parts) == len(sampler) == len(sampler.global_batch_sizes) * len(sampler.pieces)

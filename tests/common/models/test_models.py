@@ -22,27 +22,70 @@ from tests import TEST_MODELS
 from tests.helpers import free_port
 
 PUBLISHED = {  # (model, classes): parameters
-    ("vgg11", 10): 9_231_114, ("vgg13", 10): 9_416_010, ("vgg16", 10): 14_728_266, ("vgg19", 10): 20_040_522,
-    ("resnet18", 10): 11_173_962, ("resnet18", 100): 11_220_132,
-    ("resnet50", 10): 23_520_842, ("resnet50", 100): 23_705_252,
-    ("wide_resnet28_10", 10): 36_479_194, ("wide_resnet28_10", 100): 36_536_884,
-    ("wide_resnet16_4", 10): 2_748_890, ("wide_resnet16_4", 100): 2_772_020,
-    ("resnet18_transfer", 10): 11_181_642}
+    ("vgg11", 10): 9_231_114,
+    ("vgg13", 10): 9_416_010,
+    ("vgg16", 10): 14_728_266,
+    ("vgg19", 10): 20_040_522,
+    ("resnet18", 10): 11_173_962,
+    ("resnet18", 100): 11_220_132,
+    ("resnet50", 10): 23_520_842,
+    ("resnet50", 100): 23_705_252,
+    ("wide_resnet28_10", 10): 36_479_194,
+    ("wide_resnet28_10", 100): 36_536_884,
+    ("wide_resnet16_4", 10): 2_748_890,
+    ("wide_resnet16_4", 100): 2_772_020,
+    ("resnet18_transfer", 10): 11_181_642,
+}
 OURS = [name for name in MODELS if name not in TEST_MODELS]
 FROM_SCRATCH = [name for name in OURS if name not in PRETRAINED]
-BIG = ("wide_resnet28_10", "resnet50", "vgg13", "vgg16", "vgg19")  # each a larger one of a kind that is tried anyway
+BIG = (
+    "wide_resnet28_10",
+    "resnet50",
+    "vgg13",
+    "vgg16",
+    "vgg19",
+)  # each a larger one of a kind that is tried anyway
 
 # Modules by name and what they must hand on: (channels, height and width).
 INSIDE = {
-    "vgg11": {"features.3": (64, 16), "features.7": (128, 8), "features.14": (256, 4), "features.21": (512, 2),
-              "features.28": (512, 1)},
-    "resnet18": {"conv1": (64, 32), "maxpool": (64, 32), "layer1": (64, 32), "layer2": (128, 16), "layer3": (256, 8),
-                 "layer4": (512, 4)},
-    "resnet50": {"conv1": (64, 32), "maxpool": (64, 32), "layer1": (256, 32), "layer2": (512, 16), "layer3": (1024, 8),
-                 "layer4": (2048, 4)},
-    "wide_resnet28_10": {"conv": (16, 32), "blocks.3": (160, 32), "blocks.4": (320, 16), "blocks.7": (320, 16),
-                         "blocks.8": (640, 8), "blocks.11": (640, 8)},
-    "wide_resnet16_4": {"conv": (16, 32), "blocks.1": (64, 32), "blocks.2": (128, 16), "blocks.4": (256, 8), "bn": (256, 8)},
+    "vgg11": {
+        "features.3": (64, 16),
+        "features.7": (128, 8),
+        "features.14": (256, 4),
+        "features.21": (512, 2),
+        "features.28": (512, 1),
+    },
+    "resnet18": {
+        "conv1": (64, 32),
+        "maxpool": (64, 32),
+        "layer1": (64, 32),
+        "layer2": (128, 16),
+        "layer3": (256, 8),
+        "layer4": (512, 4),
+    },
+    "resnet50": {
+        "conv1": (64, 32),
+        "maxpool": (64, 32),
+        "layer1": (256, 32),
+        "layer2": (512, 16),
+        "layer3": (1024, 8),
+        "layer4": (2048, 4),
+    },
+    "wide_resnet28_10": {
+        "conv": (16, 32),
+        "blocks.3": (160, 32),
+        "blocks.4": (320, 16),
+        "blocks.7": (320, 16),
+        "blocks.8": (640, 8),
+        "blocks.11": (640, 8),
+    },
+    "wide_resnet16_4": {
+        "conv": (16, 32),
+        "blocks.1": (64, 32),
+        "blocks.2": (128, 16),
+        "blocks.4": (256, 8),
+        "bn": (256, 8),
+    },
 }
 
 
@@ -54,6 +97,7 @@ def output_shapes(model: nn.Module, names: list[str], images: Tensor) -> dict[st
         def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
             assert output.shape[2] == output.shape[3]
             found[name] = (output.shape[1], output.shape[2])
+
         return hook
 
     handles = [model.get_submodule(name).register_forward_hook(watch(name)) for name in names]
@@ -82,10 +126,16 @@ def test_parameters_are_as_many_as_published(name: str, classes: int) -> None:
 def test_images_keep_the_published_size_inside(name: str) -> None:
     """ResNet's stem and WideResNet's first stage still see 32x32: no stride, no pooling there."""
     with torch.device("meta"):
-        assert output_shapes(build_model(name, 10), list(INSIDE[name]), torch.empty(1, 3, 32, 32)) == INSIDE[name]
+        assert (
+            output_shapes(build_model(name, 10), list(INSIDE[name]), torch.empty(1, 3, 32, 32))
+            == INSIDE[name]
+        )
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in BIG else ()) for name in FROM_SCRATCH])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in BIG else ()) for name in FROM_SCRATCH],
+)
 def test_each_image_gets_a_number_a_class_and_every_parameter_a_gradient(name: str) -> None:
     torch.manual_seed(0)
     model = build_model(name, 7).train()
@@ -102,13 +152,17 @@ def test_each_image_gets_a_number_a_class_and_every_parameter_a_gradient(name: s
 def test_a_seed_gives_the_same_weights_and_another_others() -> None:
     def weights(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return torch.cat([parameter.flatten() for parameter in build_model("wide_resnet16_4", 10).parameters()])
+        return torch.cat(
+            [parameter.flatten() for parameter in build_model("wide_resnet16_4", 10).parameters()]
+        )
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
 
 
-@pytest.mark.parametrize(("name", "convolutions"), [("wide_resnet28_10", 28), ("wide_resnet16_4", 16)])
+@pytest.mark.parametrize(
+    ("name", "convolutions"), [("wide_resnet28_10", 28), ("wide_resnet16_4", 16)]
+)
 def test_wide_resnets_depth_counts_its_convolutions(name: str, convolutions: int) -> None:
     """Three of them in shortcuts: the three stages begin with another shape."""
     layers = [layer for layer in build_model(name, 10).modules() if isinstance(layer, nn.Conv2d)]
@@ -138,7 +192,9 @@ def test_wide_resnets_shortcut_hands_on_what_comes_in_where_the_shape_stays() ->
 
 
 @pytest.mark.parametrize(("channels_out", "stride"), [(16, 1), (8, 2), (16, 2)])
-def test_wide_resnets_shortcut_starts_at_the_activated_input_where_the_shape_changes(channels_out: int, stride: int) -> None:
+def test_wide_resnets_shortcut_starts_at_the_activated_input_where_the_shape_changes(
+    channels_out: int, stride: int
+) -> None:
     block, inputs = _block(8, channels_out, stride), torch.randn(2, 8, 6, 6)
     nn.init.zeros_(block.conv2.weight)
     activated = F.relu(block.bn1(inputs))
@@ -156,6 +212,7 @@ def test_wide_resnet_normalises_and_activates_before_each_convolution() -> None:
         def hook(_module: nn.Module, given: tuple[Tensor]) -> None:
             order.append(name)
             seen[name] = given[0]
+
         return hook
 
     for name, layer in block.named_children():
@@ -197,16 +254,23 @@ def test_only_the_last_layer_of_a_pretrained_model_trains_unless_asked(unfreeze:
     model = build_model("resnet18_transfer", 10, input_size=32, unfreeze=unfreeze)
     model(torch.randn(2, 3, 32, 32)).sum().backward()
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trains == {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trains == {
+        name for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
     if unfreeze:
         assert len(trains) == 62
     else:
         assert trains == {"network.fc.weight", "network.fc.bias"}
-        assert sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) == 5130
+        assert (
+            sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+            == 5130
+        )
 
 
 @pytest.mark.parametrize(("input_size", "stem_hands_on"), [(224, 56), (64, 16)])
-def test_images_reach_a_pretrained_model_in_the_size_it_asks_for(input_size: int, stem_hands_on: int) -> None:
+def test_images_reach_a_pretrained_model_in_the_size_it_asks_for(
+    input_size: int, stem_hands_on: int
+) -> None:
     """Enlarged, not padded: an image of one colour stays one; and the stem is ImageNet's, with stride and pooling."""
     model = build_model("resnet18_transfer", 10, input_size=input_size)
     seen: list[Tensor] = []
@@ -251,7 +315,9 @@ def test_pretrained_weights_of_a_wrapped_model_load(tmp_path: Path) -> None:
 def test_pretrained_weights_without_batchnorms_counters_load(tmp_path: Path) -> None:
     """torchvision's older files have no ``num_batches_tracked``, which torch came to keep later; torchvision takes them."""
     state = _source()
-    older = {name: value for name, value in state.items() if not name.endswith("num_batches_tracked")}
+    older = {
+        name: value for name, value in state.items() if not name.endswith("num_batches_tracked")
+    }
     torchvision_resnet18().load_state_dict(older)
     torch.save(older, tmp_path / "weights.pth")
     model = build_model("resnet18_transfer", 10)
@@ -286,11 +352,14 @@ WRONG: dict[str, Callable[[], Any]] = {
     "a tensor": lambda: torch.zeros(3),
     "a list": lambda: [torch.zeros(3)],
     "numbers as names": lambda: {1: torch.zeros(3)},
-    "nothing": dict}
+    "nothing": dict,
+}
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_file_that_holds_something_else_is_refused_and_changes_nothing(tmp_path: Path, what: str) -> None:
+def test_a_file_that_holds_something_else_is_refused_and_changes_nothing(
+    tmp_path: Path, what: str
+) -> None:
     path = tmp_path / "weights.pth"
     torch.save(WRONG[what](), path)
     model = build_model("resnet18_transfer", 10)
@@ -298,7 +367,9 @@ def test_a_file_that_holds_something_else_is_refused_and_changes_nothing(tmp_pat
     with pytest.raises(UserError) as error:
         load_pretrained(model, str(path))
     assert str(path) in str(error.value)
-    assert "torchvision.models.resnet18(weights='DEFAULT').state_dict()" in str(error.value), "says what to do"
+    assert "torchvision.models.resnet18(weights='DEFAULT').state_dict()" in str(error.value), (
+        "says what to do"
+    )
     assert "\n" not in str(error.value)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -310,7 +381,7 @@ def _damaged(tmp_path: Path) -> Iterator[tuple[str, bytes]]:
     yield "a text", b"<html><body>404</body></html>\n"
     yield "one byte", b"\x80"
     for share in (0.01, 0.5, 0.99):
-        yield f"cut at {share:.0%}", good[:int(share * len(good))]
+        yield f"cut at {share:.0%}", good[: int(share * len(good))]
     yield "its directory overwritten", good[:-200] + b"\0" * 200
     torch.save(_source(), tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     yield "an old format, cut", (tmp_path / "old.pth").read_bytes()[:1000]
@@ -388,7 +459,9 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, str, list[str]]]:
             thread.join(timeout=5)
 
 
-def test_pretrained_weights_are_downloaded_once(torch_home: Path, served: tuple[Path, str, list[str]]) -> None:
+def test_pretrained_weights_are_downloaded_once(
+    torch_home: Path, served: tuple[Path, str, list[str]]
+) -> None:
     folder, url, asked = served
     state = _source()
     torch.save(state, folder / "weights.pth")
@@ -401,8 +474,13 @@ def test_pretrained_weights_are_downloaded_once(torch_home: Path, served: tuple[
 
 
 def test_a_server_without_the_file_or_out_of_reach_is_named_with_what_to_do(
-        torch_home: Path, served: tuple[Path, str, list[str]]) -> None:
-    for url in (f"{served[1]}/missing.pth", f"http://127.0.0.1:{free_port()}/weights.pth", "nonsense://weights.pth"):
+    torch_home: Path, served: tuple[Path, str, list[str]]
+) -> None:
+    for url in (
+        f"{served[1]}/missing.pth",
+        f"http://127.0.0.1:{free_port()}/weights.pth",
+        "nonsense://weights.pth",
+    ):
         with pytest.raises(UserError) as error:
             load_pretrained(build_model("resnet18_transfer", 10), url)
         assert url in str(error.value)
@@ -411,7 +489,9 @@ def test_a_server_without_the_file_or_out_of_reach_is_named_with_what_to_do(
         assert "\n" not in str(error.value)
 
 
-def test_a_damaged_download_is_refused_and_does_not_stay(torch_home: Path, served: tuple[Path, str, list[str]]) -> None:
+def test_a_damaged_download_is_refused_and_does_not_stay(
+    torch_home: Path, served: tuple[Path, str, list[str]]
+) -> None:
     """Once the server has the right file, the next start gets it."""
     folder, url, _ = served
     state = _source()
@@ -425,7 +505,9 @@ def test_a_damaged_download_is_refused_and_does_not_stay(torch_home: Path, serve
     _assert_has(model, state)
 
 
-def test_two_urls_that_end_alike_are_two_files(torch_home: Path, served: tuple[Path, str, list[str]]) -> None:
+def test_two_urls_that_end_alike_are_two_files(
+    torch_home: Path, served: tuple[Path, str, list[str]]
+) -> None:
     """Torch's cache goes by the last part of a URL, which must not give one server's weights for another's."""
     folder, url, _ = served
     for name, seed in (("one", 1), ("other", 2)):
@@ -437,7 +519,9 @@ def test_two_urls_that_end_alike_are_two_files(torch_home: Path, served: tuple[P
         _assert_has(model, _source(seed=seed))
 
 
-def test_torchvisions_own_weights_are_asked_for_without_a_source(torch_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchvisions_own_weights_are_asked_for_without_a_source(
+    torch_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without ``--pretrained-weights``: its URL of ResNet-18, with the hash in its name checked."""
     state, calls = _source(), []
 

@@ -30,11 +30,21 @@ class FixedTimes:
 def ledger_waits(rank: int) -> list[float]:
     """Wait and sync of three steps: rank 1 is the slower one, then rank 0, then a second part of sync after the update."""
     world = World(rank=rank, size=2)
-    spans = [[(10.0, 13.0)], [(20.5, 21.0)], [(30.0, 30.1), (31.0, 32.0)]] if rank == 0 else [
-        [(12.0, 13.0)], [(20.0, 21.0)], [(30.0, 30.1), (31.75, 32.0)]]
+    spans = (
+        [[(10.0, 13.0)], [(20.5, 21.0)], [(30.0, 30.1), (31.0, 32.0)]]
+        if rank == 0
+        else [[(12.0, 13.0)], [(20.0, 21.0)], [(30.0, 30.1), (31.75, 32.0)]]
+    )
     found = []
-    ledger = StepLedger(world, FixedTimes(), epoch=1, log_every=3, overflow_is_normal=False, equal_gradients=True,
-                        on_steps=found.extend)
+    ledger = StepLedger(
+        world,
+        FixedTimes(),
+        epoch=1,
+        log_every=3,
+        overflow_is_normal=False,
+        equal_gradients=True,
+        on_steps=found.extend,
+    )
     for step, sync in enumerate(spans, start=1):
         outcome = StepOutcome(torch.tensor(1.0), torch.tensor(1), torch.tensor(1.0))
         ledger.add(step, outcome, samples=1, learning_rate=0.1, times={"sync": sync})
@@ -54,7 +64,9 @@ def offsets(rank: int) -> tuple[float, float]:
     here = clock_offset(world)
     common.distributed.clock_offset._one_machine = lambda world: False
     real = time.perf_counter
-    common.distributed.clock_offset.time = type("Clock", (), {"perf_counter": staticmethod(lambda: real() + 1000.0 * rank)})
+    common.distributed.clock_offset.time = type(
+        "Clock", (), {"perf_counter": staticmethod(lambda: real() + 1000.0 * rank)}
+    )
     return here, clock_offset(world)
 
 
@@ -85,22 +97,34 @@ def recorded(rank: int, size: int) -> dict:
         after = time.perf_counter()
         dist.broadcast(tensor, src=size - 1)
     recorder.finish()
-    return {"lane": engine.timeline.busiest_step(0.0), "bytes": engine.timeline.sent_bytes_a_step,
-            "messages": engine.timeline.messages_a_step, "by hand": recorder.messages, "after": after}
+    return {
+        "lane": engine.timeline.busiest_step(0.0),
+        "bytes": engine.timeline.sent_bytes_a_step,
+        "messages": engine.timeline.messages_a_step,
+        "by hand": recorder.messages,
+        "after": after,
+    }
 
 
 def test_messages_are_taken_down_with_bytes_and_times():
     for rank, found in enumerate(run_ranks(2, recorded, 2)):
         lane = found["lane"]
         assert lane["step"] == 3
-        assert [(m["kind"], m["bytes"]) for m in lane["messages"]] == [("all_reduce", 120), ("all_reduce", 12)]
+        assert [(m["kind"], m["bytes"]) for m in lane["messages"]] == [
+            ("all_reduce", 120),
+            ("all_reduce", 12),
+        ]
         assert found["bytes"] == 132.0  # a ring of two sends what it has once
         assert found["messages"] == 2.0
         begin, end = lane["sections"]["sync"][0]
         for message in lane["messages"]:
             assert begin <= message["begin"] <= message["end"] <= end + 0.01
         single, broadcast = found["by hand"]
-        assert (single.kind, single.nbytes, single.sent_bytes) == (("send", "recv")[rank], 4000, (4000.0, 0.0)[rank])
+        assert (single.kind, single.nbytes, single.sent_bytes) == (
+            ("send", "recv")[rank],
+            4000,
+            (4000.0, 0.0)[rank],
+        )
         assert single.end <= found["after"]
         assert (broadcast.kind, broadcast.sent_bytes) == ("broadcast", (0.0, 4000.0)[rank])
         if rank == 0:
@@ -109,8 +133,10 @@ def test_messages_are_taken_down_with_bytes_and_times():
 
 def steps_taking(seconds):
     """Records whose sync took these seconds, all the rest nothing."""
-    return [StepRecord(1, number, 1, 0.0, 0.0, 0.0, 0.1, {"forward": 1.0, "sync": value}, value / 2)
-            for number, value in enumerate(seconds, start=1)]
+    return [
+        StepRecord(1, number, 1, 0.0, 0.0, 0.0, 0.1, {"forward": 1.0, "sync": value}, value / 2)
+        for number, value in enumerate(seconds, start=1)
+    ]
 
 
 def test_medians_leave_out_warm_up_and_timeline_and_see_what_happens_every_few_steps():

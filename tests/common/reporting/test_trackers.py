@@ -44,8 +44,11 @@ def wandb_records(path: Path) -> list[Any]:
         if 32768 - position % 32768 < 7:
             position += 32768 - position % 32768
             continue
-        size, kind = int.from_bytes(content[position + 4:position + 6], "little"), content[position + 6]
-        part += content[position + 7:position + 7 + size]
+        size, kind = (
+            int.from_bytes(content[position + 4 : position + 6], "little"),
+            content[position + 6],
+        )
+        part += content[position + 7 : position + 7 + size]
         position += 7 + size
         if kind in (1, 4):  # whole, or the last part
             records.append(Record.FromString(part))
@@ -61,14 +64,33 @@ def test_a_run_on_two_ranks_fills_both_dashboards_from_rank_0(tmp_path: Path) ->
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     make_image_folder(tmp_path / "images")
-    ended = run_part("PartThree", "--dataset", "folder", "--data-dir", "images", "--batch-size", 8, "--epochs", 2,
-                     "--validate", "--log-wandb", "--log-tensorboard", "--output-dir", "out", *TINY, ranks=2, cwd=tmp_path)
+    ended = run_part(
+        "PartThree",
+        "--dataset",
+        "folder",
+        "--data-dir",
+        "images",
+        "--batch-size",
+        8,
+        "--epochs",
+        2,
+        "--validate",
+        "--log-wandb",
+        "--log-tensorboard",
+        "--output-dir",
+        "out",
+        *TINY,
+        ranks=2,
+        cwd=tmp_path,
+    )
     assert [one.status for one in ended] == [0, 0], ended
     assert ended[1].out == ""
     assert "wandb" not in ended[1].err
     folder = only_run_folder(tmp_path / "out", "PartThree-ddp")
-    metrics, epochs = ([json.loads(line) for line in (folder / name).read_text().splitlines()]
-                       for name in ("metrics.jsonl", "epochs.jsonl"))
+    metrics, epochs = (
+        [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "epochs.jsonl")
+    )
     assert len(metrics) == 6
     assert len(epochs) == 2
 
@@ -76,13 +98,15 @@ def test_a_run_on_two_ranks_fills_both_dashboards_from_rank_0(tmp_path: Path) ->
     assert event_file.parent == folder / "tensorboard"
     board = EventAccumulator(str(folder / "tensorboard"))
     board.Reload()
-    wanted = {"train/loss": (STEPS, [step["loss"] for step in metrics]),
-              "train/accuracy": (STEPS, [step["accuracy"] for step in metrics]),
-              "train/learning_rate": (STEPS, [step["learning_rate"] for step in metrics]),
-              "seconds/backward": (STEPS, [step["backward_seconds"] for step in metrics]),
-              "val/loss": (EPOCH_ENDS, [epoch["val_loss"] for epoch in epochs]),
-              "val/accuracy": (EPOCH_ENDS, [epoch["val_accuracy"] for epoch in epochs]),
-              "epoch/samples_per_second": (EPOCH_ENDS, [epoch["samples_per_second"] for epoch in epochs])}
+    wanted = {
+        "train/loss": (STEPS, [step["loss"] for step in metrics]),
+        "train/accuracy": (STEPS, [step["accuracy"] for step in metrics]),
+        "train/learning_rate": (STEPS, [step["learning_rate"] for step in metrics]),
+        "seconds/backward": (STEPS, [step["backward_seconds"] for step in metrics]),
+        "val/loss": (EPOCH_ENDS, [epoch["val_loss"] for epoch in epochs]),
+        "val/accuracy": (EPOCH_ENDS, [epoch["val_accuracy"] for epoch in epochs]),
+        "epoch/samples_per_second": (EPOCH_ENDS, [epoch["samples_per_second"] for epoch in epochs]),
+    }
     for name, (steps, values) in wanted.items():
         scalars = board.Scalars(name)
         assert [scalar.step for scalar in scalars] == steps, name
@@ -98,12 +122,22 @@ def test_a_run_on_two_ranks_fills_both_dashboards_from_rank_0(tmp_path: Path) ->
     assert run.display_name == f"PartThree-ddp/{folder.name}"
     settings = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert (settings["epochs"], settings["model"], settings["batch_size"]) == (2, "tiny", 8)
-    assert [record.WhichOneof("record_type") for record in records].count("exit") == 1, "closed at the end"
-    history = [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-               for record in records if record.WhichOneof("record_type") == "history"]
+    assert [record.WhichOneof("record_type") for record in records].count("exit") == 1, (
+        "closed at the end"
+    )
+    history = [
+        {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
     for name, (steps, values) in wanted.items():
         assert [entry["_step"] for entry in history if name in entry] == steps, name
-        assert [entry[name] for entry in history if name in entry] == pytest.approx(values, rel=1e-5), name
+        assert [entry[name] for entry in history if name in entry] == pytest.approx(
+            values, rel=1e-5
+        ), name
 
 
 WITHOUT = f"""
@@ -118,24 +152,54 @@ def test_a_package_that_is_missing_ends_all_ranks_with_one_line(tmp_path: Path) 
     """Though only rank 0 would have used it; and nothing has been trained by then."""
     (tmp_path / "without.py").write_text(WITHOUT)
     make_image_folder(tmp_path / "images", train_per_class=4, test_per_class=2)
-    command = [sys.executable, str(tmp_path / "without.py"), "--dataset", "folder", "--data-dir", "images", "--batch-size", "4",
-               "--log-wandb", "--output-dir", "out", "--threads", "1", "-M", "127.0.0.1", "-N", "2", "--master-port",
-               str(free_port())]
-    ranks = [Started([*command, "-R", rank], cwd=tmp_path, env=user_environment(), forked=True) for rank in "01"]
+    command = [
+        sys.executable,
+        str(tmp_path / "without.py"),
+        "--dataset",
+        "folder",
+        "--data-dir",
+        "images",
+        "--batch-size",
+        "4",
+        "--log-wandb",
+        "--output-dir",
+        "out",
+        "--threads",
+        "1",
+        "-M",
+        "127.0.0.1",
+        "-N",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    ranks = [
+        Started([*command, "-R", rank], cwd=tmp_path, env=user_environment(), forked=True)
+        for rank in "01"
+    ]
     ended = [one.end() for one in ranks]
     assert [one.status for one in ended] == [1, 1], ended
     for one in ended:
-        assert "--log-wandb needs the package wandb: pip install -e '.[wandb]', or leave the flag out" in one.err
+        assert (
+            "--log-wandb needs the package wandb: pip install -e '.[wandb]', or leave the flag out"
+            in one.err
+        )
         assert "Traceback" not in one.err
     assert not (only_run_folder(tmp_path / "out", "PartThree-ddp") / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(("package", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
+@pytest.mark.parametrize(
+    ("package", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")]
+)
 def test_a_missing_package_is_named_with_its_extra_and_needed_by_its_flag_only(
-        package: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     wanted = {"wandb": False, "tensorboard": False} | {package: True}
-    with pytest.raises(UserError, match=rf"--log-{package} needs the package {package}: pip install -e '\.\[{package}\]'"):
+    with pytest.raises(
+        UserError,
+        match=rf"--log-{package} needs the package {package}: pip install -e '\.\[{package}\]'",
+    ):
         Trackers(**wanted, folder=tmp_path, name="x", settings={})
     without = Trackers(wandb=False, tensorboard=False, folder=tmp_path, name="x", settings={})
     without.log({"train/loss": 1.0}, step=1)
@@ -143,16 +207,24 @@ def test_a_missing_package_is_named_with_its_extra_and_needed_by_its_flag_only(
     assert {path.name for path in tmp_path.iterdir()} == {"home"}
 
 
-@pytest.mark.parametrize(("environment", "netrc", "mode"), [
-    ({}, None, "offline"),
-    ({}, "machine api.wandb.ai login user password key\n", None),
-    ({}, "machine example.com login user password key\n", "offline"),
-    ({}, "machine\nnonsense {\n", "offline"),
-    ({"WANDB_API_KEY": "k" * 40}, None, None),
-    ({"WANDB_MODE": "disabled"}, None, None)])
+@pytest.mark.parametrize(
+    ("environment", "netrc", "mode"),
+    [
+        ({}, None, "offline"),
+        ({}, "machine api.wandb.ai login user password key\n", None),
+        ({}, "machine example.com login user password key\n", "offline"),
+        ({}, "machine\nnonsense {\n", "offline"),
+        ({"WANDB_API_KEY": "k" * 40}, None, None),
+        ({"WANDB_MODE": "disabled"}, None, None),
+    ],
+)
 def test_an_account_or_a_wish_decides_whether_wandb_goes_online(
-        environment: dict[str, str], netrc: str | None, mode: str | None, tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: dict[str, str],
+    netrc: str | None,
+    mode: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Without either it is offline: wandb would ask on the terminal. With one, wandb's own rules hold (mode None)."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -170,7 +242,9 @@ def test_an_account_or_a_wish_decides_whether_wandb_goes_online(
     assert options["config"] == {"epochs": 3}
 
 
-def test_a_key_that_wandb_refuses_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_wandb_refuses_is_one_line_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A UserError, which reaches all ranks at once; another error would leave them waiting for rank 0."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_API_KEY", "bad")

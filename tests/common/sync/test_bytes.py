@@ -49,9 +49,15 @@ class Tiny(nn.Module):
 
 MODELS = {"odd": Odd, "tiny": Tiny, "mixed": Mixed}
 CASES = [(name, {}) for name in STRATEGIES if name != "none"] + [
-    ("overlapped", {"bucket_mb": 0.002}), ("ddp", {"bucket_mb": 0.002}), ("ddp_fp16", {"bucket_mb": 0.002}),
-    ("ddp", {"bucket_mb": 0.002, "find_unused_parameters": True}), ("ddp_powersgd", {"powersgd_rank": 3}),
-    ("ddp_powersgd", {"find_unused_parameters": True}), ("topk", {"topk_ratio": 0.3}), ("local_sgd", {"averaging_period": 3})]
+    ("overlapped", {"bucket_mb": 0.002}),
+    ("ddp", {"bucket_mb": 0.002}),
+    ("ddp_fp16", {"bucket_mb": 0.002}),
+    ("ddp", {"bucket_mb": 0.002, "find_unused_parameters": True}),
+    ("ddp_powersgd", {"powersgd_rank": 3}),
+    ("ddp_powersgd", {"find_unused_parameters": True}),
+    ("topk", {"topk_ratio": 0.3}),
+    ("local_sgd", {"averaging_period": 3}),
+]
 
 
 def recorded(rank: int, sync: GradientSync, model: nn.Module) -> list[tuple[str, int]]:
@@ -68,7 +74,9 @@ def recorded(rank: int, sync: GradientSync, model: nn.Module) -> list[tuple[str,
             optimizer.step()
             sync.after_step(model)
 
-    steps(max(3, sync.period))  # DistributedDataParallel settles in its third step, a strategy by hand in its first
+    steps(
+        max(3, sync.period)
+    )  # DistributedDataParallel settles in its third step, a strategy by hand in its first
     recorder = MessageRecorder()
     with recorder:
         steps(sync.period)
@@ -91,7 +99,11 @@ def messages(size: int) -> list[dict]:
     return run_ranks(size, every_case)
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{name}-{'-'.join(map(str, o))}".rstrip("-") for name, o in CASES])
+@pytest.mark.parametrize(
+    "index",
+    range(len(CASES)),
+    ids=[f"{name}-{'-'.join(map(str, o))}".rstrip("-") for name, o in CASES],
+)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("size", RANKS)
 def test_bytes_sent_are_the_payload_of_the_messages(size: int, kind: str, index: int) -> None:
@@ -99,27 +111,47 @@ def test_bytes_sent_are_the_payload_of_the_messages(size: int, kind: str, index:
     sync, sizes = build_sync(name, **options), GradientSize.of(MODELS[kind]().parameters())
     for rank in range(size):
         real = messages(size)[rank][kind, index]
-        sent = sum((Fraction(nbytes) if what == "send" else Fraction(0) if what == "recv" else
-                    sent_bytes(what, nbytes, rank=rank, ranks=size) for what, nbytes in real), Fraction(0))
+        sent = sum(
+            (
+                Fraction(nbytes)
+                if what == "send"
+                else Fraction(0)
+                if what == "recv"
+                else sent_bytes(what, nbytes, rank=rank, ranks=size)
+                for what, nbytes in real
+            ),
+            Fraction(0),
+        )
         assert sync.bytes_sent(sizes, rank, size) == sent, real
         if name.startswith("ddp") and (kind == "mixed" or "bucket_mb" in options):
             continue  # torch orders types as it likes, and within a layer as backward does
         if name not in BY_MESSAGES:
-            assert [(one.kind, int(one.nbytes)) for one in sync.operations(sizes, size) for _ in range(one.count)] == real
+            assert [
+                (one.kind, int(one.nbytes))
+                for one in sync.operations(sizes, size)
+                for _ in range(one.count)
+            ] == real
     if name in BY_MESSAGES:
         longest = max(nbytes for what, nbytes in messages(size)[0][kind, index] if what == "send")
         assert longest <= max(one.nbytes for one in sync.operations(sizes, size)) <= sum(sizes)
 
 
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("none", "ddp_powersgd", "topk", "local_sgd")])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in STRATEGIES if name not in ("none", "ddp_powersgd", "topk", "local_sgd")],
+)
 def test_the_docstrings_formulas_for_four_ranks(name: str) -> None:
     """M = 4,000 bytes of 4-byte entries in one tensor; fp16 sends half."""
     sizes, whole = [GradientSize((1000,))], 4000
     root, other = (build_sync(name).bytes_sent(sizes, rank, 4) for rank in (0, 3))
     ring = Fraction(2 * 3 * whole, 4)
-    expected = {"gather_scatter": (3 * whole, whole), "gather_scatter_flat": (3 * whole, whole),
-                "reduce_broadcast": (Fraction(3 * whole, 4) + 2 * whole, whole), "tree": (2 * whole, whole),
-                "ddp_fp16": (ring / 2, ring / 2)}
+    expected = {
+        "gather_scatter": (3 * whole, whole),
+        "gather_scatter_flat": (3 * whole, whole),
+        "reduce_broadcast": (Fraction(3 * whole, 4) + 2 * whole, whole),
+        "tree": (2 * whole, whole),
+        "ddp_fp16": (ring / 2, ring / 2),
+    }
     assert (root, other) == expected.get(name, (ring, ring))
     assert build_sync(name).bytes_sent(sizes, 0, 1) == 0
 
@@ -143,8 +175,13 @@ def torchs_buckets(rank: int) -> dict[float | None, tuple[list[int], list[list[i
         for _ in range(3):
             wrapped(torch.randn(2, 3, 32, 32)).sum().backward()
         told = wrapped._get_ddp_logging_data()
-        found[bucket_mb] = ([int(size) for size in told["rebuilt_bucket_sizes"].split(", ")],
-                            [[int(i) for i in bucket.split()] for bucket in told["rebuilt_per_bucket_param_indices"].split(", ")])
+        found[bucket_mb] = (
+            [int(size) for size in told["rebuilt_bucket_sizes"].split(", ")],
+            [
+                [int(i) for i in bucket.split()]
+                for bucket in told["rebuilt_per_bucket_param_indices"].split(", ")
+            ],
+        )
     return found
 
 
@@ -152,10 +189,14 @@ def test_buckets_are_those_of_distributed_data_parallel() -> None:
     sizes = GradientSize.of(build_model("vgg11", 10).parameters())
     for bucket_mb, (real, members) in run_ranks(2, torchs_buckets)[0].items():
         order = list(chain.from_iterable(members))  # backward's, which is ours but for biases
-        assert [[order[i] for i in share] for share in share_out([sizes[i] for i in order], bucket_mb)] == members
+        assert [
+            [order[i] for i in share] for share in share_out([sizes[i] for i in order], bucket_mb)
+        ] == members
         ours = [int(size) for size, _ in bucket_sizes(sizes, bucket_mb)]
         assert len(ours) == len(real)
-        assert all(abs(mine - theirs) <= 2 * 2048 for mine, theirs in zip(ours, real, strict=True)), (ours, real)
+        assert all(
+            abs(mine - theirs) <= 2 * 2048 for mine, theirs in zip(ours, real, strict=True)
+        ), (ours, real)
         assert BUCKETS[bucket_mb] in (None, [round(size / 1e6, 1) for size in real])
     assert [ready for _, ready in bucket_sizes(sizes, 25)] == [28_350_504, 36_924_456]
 
@@ -164,7 +205,10 @@ def test_share_out_closes_a_bucket_once_its_limit_is_reached() -> None:
     assert share_out([], None) == []
     assert share_out([MIB - 1, 1, 5, 25 * MIB, 7], None) == [[0, 1], [2, 3], [4]]
     assert share_out([MIB, MIB, MIB], 2) == [[0, 1], [2]]
-    assert share_out([GradientSize((3,), 4), GradientSize((3,), 8), GradientSize((5,), 4)], 1) == [[0, 2], [1]]
+    assert share_out([GradientSize((3,), 4), GradientSize((3,), 8), GradientSize((5,), 4)], 1) == [
+        [0, 2],
+        [1],
+    ]
 
 
 def test_a_gradients_size_is_a_number_that_remembers_its_shape() -> None:
@@ -179,5 +223,7 @@ def test_a_gradients_size_is_a_number_that_remembers_its_shape() -> None:
 def test_every_rank_but_the_root_is_one_ranks_child(ranks: int) -> None:
     assert sum(tree_children(rank, ranks) for rank in range(ranks)) == ranks - 1
     for name in BY_MESSAGES:
-        total = sum(build_sync(name).bytes_sent([GradientSize((11,))], rank, ranks) for rank in range(ranks))
+        total = sum(
+            build_sync(name).bytes_sent([GradientSize((11,))], rank, ranks) for rank in range(ranks)
+        )
         assert total == (2 * 44 * (ranks - 1) if name != "halving_doubling" else total), name

@@ -20,7 +20,11 @@ from lab.proofs.equivalence import parameter_errors
 from tests.helpers import RankError, run_ranks
 from tests.helpers.strategies import EXACT, Mixed
 
-BY_HAND = {"tree": tree_all_reduce, "ring": ring_all_reduce, "halving_doubling": halving_doubling_all_reduce}
+BY_HAND = {
+    "tree": tree_all_reduce,
+    "ring": ring_all_reduce,
+    "halving_doubling": halving_doubling_all_reduce,
+}
 
 
 # --- Sums by hand ---
@@ -40,7 +44,9 @@ def sums(rank: int, lengths: list[int]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, *(pytest.param(size, marks=pytest.mark.slow) for size in (5, 6, 8, 9))])
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, 4, 7, *(pytest.param(size, marks=pytest.mark.slow) for size in (5, 6, 8, 9))]
+)
 def test_any_length_is_summed_over_any_number_of_ranks(size: int) -> None:
     assert run_ranks(size, sums, [0, 1, 2, 3, 5, 7, 8, 13, 64, 101]) == [[]] * size
 
@@ -58,7 +64,9 @@ def mixed_types(rank: int) -> dict[str, str]:
         training = sync.prepare(model, optimizer)
         for step in range(3):
             optimizer.zero_grad()
-            inputs = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+            inputs = torch.randn(
+                4, 3, 5, 5, generator=torch.Generator().manual_seed(10 * step + rank)
+            )
             training(inputs).square().sum().backward()
             sync.synchronize(model)
             optimizer.step()
@@ -128,10 +136,20 @@ def order_of_events(rank: int) -> dict[str, list]:
 
 
 def test_overlapped_sends_a_bucket_before_the_next_gradient_is_there() -> None:
-    gradients, messages = [f"gradient {i}" for i in (3, 2, 1, 0)], [f"all_reduce {i}" for i in range(4)]
-    overlapped = [event for pair in zip(gradients, messages, strict=True) for event in pair] + ["backward ends"]
+    gradients, messages = (
+        [f"gradient {i}" for i in (3, 2, 1, 0)],
+        [f"all_reduce {i}" for i in range(4)],
+    )
+    overlapped = [event for pair in zip(gradients, messages, strict=True) for event in pair] + [
+        "backward ends"
+    ]
     for found in run_ranks(2, order_of_events):
-        assert found["first"] == [*gradients, "backward ends", "all_reduce 0", *[f"all_reduce {i}" for i in range(1, 5)]]
+        assert found["first"] == [
+            *gradients,
+            "backward ends",
+            "all_reduce 0",
+            *[f"all_reduce {i}" for i in range(1, 5)],
+        ]
         assert found["second"] == overlapped
         assert found["accumulated"] == [*gradients, "part", *overlapped]
         assert found["closed"] == gradients
@@ -142,9 +160,24 @@ def engines_in_turn(rank: int) -> tuple[float, str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(288, 4)).double()
     other = copy.deepcopy(model)
-    batches = [(torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64),
-                torch.tensor([0, 1, 2, 3])) for step in range(3)]
-    for trained, ways in ((model, ("overlapped", "ring", "overlapped")), (other, ("all_reduce",) * 3)):
+    batches = [
+        (
+            torch.randn(
+                4,
+                3,
+                8,
+                8,
+                generator=torch.Generator().manual_seed(10 * step + rank),
+                dtype=torch.float64,
+            ),
+            torch.tensor([0, 1, 2, 3]),
+        )
+        for step in range(3)
+    ]
+    for trained, ways in (
+        (model, ("overlapped", "ring", "overlapped")),
+        (other, ("all_reduce",) * 3),
+    ):
         for way in ways:
             engine = TrainingEngine(trained, "cpu", distributed=True, sync=way)
             for _ in range(2):
@@ -173,13 +206,17 @@ def two_backward_passes(rank: int) -> None:
 
 
 def test_a_second_backward_pass_in_a_step_is_an_error_in_place_of_a_wrong_sum() -> None:
-    with pytest.raises(RankError, match=f"{UserError.__name__}: a parameter got a second gradient in one step"):
+    with pytest.raises(
+        RankError, match=f"{UserError.__name__}: a parameter got a second gradient in one step"
+    ):
         run_ranks(1, two_backward_passes)
 
 
 def flat_gradients(rank: int, name: str) -> list[bool]:
     """Whether gradients are views of one buffer, with the parameters' strides, that stays the same from step to step."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 2)).to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 2)).to(
+        memory_format=torch.channels_last
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sync, places = build_sync(name), []
     sync.prepare(model, optimizer)
@@ -187,14 +224,28 @@ def flat_gradients(rank: int, name: str) -> list[bool]:
         optimizer.zero_grad(set_to_none=True)
         model(torch.ones(1, 3, 5, 5)).sum().backward()
         sync.synchronize(model)
-        places.append([(p.grad.untyped_storage().data_ptr(), p.grad.storage_offset()) for p in model.parameters()])
-    offsets = sorted((offset, p.numel()) for (_, offset), p in zip(places[0], model.parameters(), strict=True))
-    return [places[0] == places[1], len({storage for storage, _ in places[0]}) == 1,
-            all(p.grad.stride() == p.stride() for p in model.parameters()),
-            [offset for offset, _ in offsets] == [sum(n for _, n in offsets[:i]) for i in range(len(offsets))],
-            math.isfinite(float(next(model.parameters()).grad.sum()))]
+        places.append(
+            [
+                (p.grad.untyped_storage().data_ptr(), p.grad.storage_offset())
+                for p in model.parameters()
+            ]
+        )
+    offsets = sorted(
+        (offset, p.numel()) for (_, offset), p in zip(places[0], model.parameters(), strict=True)
+    )
+    return [
+        places[0] == places[1],
+        len({storage for storage, _ in places[0]}) == 1,
+        all(p.grad.stride() == p.stride() for p in model.parameters()),
+        [offset for offset, _ in offsets]
+        == [sum(n for _, n in offsets[:i]) for i in range(len(offsets))],
+        math.isfinite(float(next(model.parameters()).grad.sum())),
+    ]
 
 
-@pytest.mark.parametrize("name", ["all_reduce_flat", "gather_scatter_flat", "tree", "ring", "halving_doubling", "overlapped"])
+@pytest.mark.parametrize(
+    "name",
+    ["all_reduce_flat", "gather_scatter_flat", "tree", "ring", "halving_doubling", "overlapped"],
+)
 def test_gradients_become_views_of_a_buffer_that_is_kept(name: str) -> None:
     assert run_ranks(1, flat_gradients, name)[0] == [True] * 5

@@ -24,7 +24,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 3))
+        self.body = nn.Sequential(
+            nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 3)
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.body(inputs)
@@ -50,8 +52,14 @@ def flat(tensors: list[Tensor]) -> np.ndarray:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).numpy()
 
 
-def steps_of(rank: int, sync: GradientSync, count: int, *, errors: Callable[[], np.ndarray] | None = None,
-             dtype: torch.dtype = torch.float64) -> list[dict[str, np.ndarray]]:
+def steps_of(
+    rank: int,
+    sync: GradientSync,
+    count: int,
+    *,
+    errors: Callable[[], np.ndarray] | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> list[dict[str, np.ndarray]]:
     """Train; return, of each step, this rank's own gradient, what the exchange left, and its errors before and after."""
     model, found = new_net(dtype), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
@@ -63,8 +71,14 @@ def steps_of(rank: int, sync: GradientSync, count: int, *, errors: Callable[[], 
         optimizer.zero_grad(set_to_none=True)
         loss_of(training, data).backward()
         sync.synchronize(model)
-        found.append({"own": flat(list(own)), "mean": flat([p.grad for p in model.parameters()]), "before": before,
-                      "after": errors() if errors else None})
+        found.append(
+            {
+                "own": flat(list(own)),
+                "mean": flat([p.grad for p in model.parameters()]),
+                "before": before,
+                "after": errors() if errors else None,
+            }
+        )
         optimizer.step()
         sync.after_step(model)
     return found
@@ -89,9 +103,14 @@ def test_topk_loses_no_gradient_and_sends_the_largest(size: int) -> None:
     entries = sum(p.numel() for p in Net().parameters())
     for step in range(5):
         now = [one[step] for one in results]
-        before, after = (sum(one["before"] + one["own"] for one in now), sum(one["after"] for one in now))
+        before, after = (
+            sum(one["before"] + one["own"] for one in now),
+            sum(one["after"] for one in now),
+        )
         np.testing.assert_allclose(after + size * now[0]["mean"], before, rtol=0, atol=1e-12)
-        assert all(one["mean"].tobytes() == now[0]["mean"].tobytes() for one in now), "other bits on another rank"
+        assert all(one["mean"].tobytes() == now[0]["mean"].tobytes() for one in now), (
+            "other bits on another rank"
+        )
         for one in now:
             total, sent = one["before"] + one["own"], one["after"] == 0
             assert sent.sum() == -(-entries // 10)
@@ -101,18 +120,31 @@ def test_topk_loses_no_gradient_and_sends_the_largest(size: int) -> None:
 @pytest.mark.parametrize("kind", ["random", "ties", "zeros", "sorted", "not finite"])
 def test_the_largest_of_a_long_vector_are_found(kind: str) -> None:
     values = torch.rand(200_000, generator=torch.Generator().manual_seed(0))
-    values = {"random": values, "ties": (values * 10).floor(), "zeros": values * (values > 0.999), "sorted": values.sort().values,
-              "not finite": values.index_fill(0, torch.arange(0, 200_000, 301), float("nan"))}[kind]
+    values = {
+        "random": values,
+        "ties": (values * 10).floor(),
+        "zeros": values * (values > 0.999),
+        "sorted": values.sort().values,
+        "not finite": values.index_fill(0, torch.arange(0, 200_000, 301), float("nan")),
+    }[kind]
     for count in (1, 2000, 199_999, 200_000):
         found = largest(values, count)
         assert len(found.unique()) == count
-        torch.testing.assert_close(values[found].sort().values, values.sort().values[-count:], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            values[found].sort().values,
+            values.sort().values[-count:],
+            rtol=0,
+            atol=0,
+            equal_nan=True,
+        )
 
 
 def test_topk_of_all_entries_is_all_reduce() -> None:
     for one in (results := run_ranks(3, topk_steps, 1.0)):
         for step, mean in enumerate(row["mean"] for row in one):
-            np.testing.assert_allclose(mean, sum(other[step]["own"] for other in results) / 3, rtol=0, atol=1e-15)
+            np.testing.assert_allclose(
+                mean, sum(other[step]["own"] for other in results) / 3, rtol=0, atol=1e-15
+            )
 
 
 # --- DDP's hooks ---
@@ -134,7 +166,10 @@ def test_fp16_is_within_its_rounding_of_the_exact_mean() -> None:
 
 
 def powersgd_steps(rank: int, powersgd_rank: int, count: int) -> list[dict[str, np.ndarray]]:
-    sync, names = build_sync("ddp_powersgd", powersgd_rank=powersgd_rank), [name for name, _ in Net().named_parameters()]
+    sync, names = (
+        build_sync("ddp_powersgd", powersgd_rank=powersgd_rank),
+        [name for name, _ in Net().named_parameters()],
+    )
 
     def errors() -> np.ndarray:
         kept = sync.state_dict()["errors"]
@@ -153,7 +188,9 @@ def test_powersgd_loses_no_gradient(size: int) -> None:
         np.testing.assert_allclose(after + now[0]["mean"], before + exact, rtol=0, atol=1e-12)
         assert len({one["mean"].tobytes() for one in now}) == 1
         difference = np.abs(now[0]["mean"] - exact).max()
-        assert difference < 1e-15 if step < 2 else difference > 1e-3, "compresses from the third step on"
+        assert difference < 1e-15 if step < 2 else difference > 1e-3, (
+            "compresses from the third step on"
+        )
 
 
 def final_loss(rank: int, name: str, options: dict) -> float:
@@ -171,8 +208,13 @@ def final_loss(rank: int, name: str, options: dict) -> float:
 
 
 def final_losses(rank: int) -> dict[str, float]:
-    cases = [("all_reduce", {}), ("ddp_fp16", {}), ("ddp_powersgd", {"powersgd_rank": 1}), ("topk", {"topk_ratio": 0.05}),
-             ("local_sgd", {"averaging_period": 4})]
+    cases = [
+        ("all_reduce", {}),
+        ("ddp_fp16", {}),
+        ("ddp_powersgd", {"powersgd_rank": 1}),
+        ("topk", {"topk_ratio": 0.05}),
+        ("local_sgd", {"averaging_period": 4}),
+    ]
     return {name: final_loss(rank, name, options) for name, options in cases}
 
 
@@ -187,7 +229,9 @@ def test_all_learn_about_as_well_as_the_exact_way() -> None:
 
 
 def test_local_sgd_of_one_step_is_all_reduce_for_plain_sgd() -> None:
-    for found in check_equivalence(build_sync("local_sgd", averaging_period=1), sizes=(2, 3), case=Case(momentum=0.0)):
+    for found in check_equivalence(
+        build_sync("local_sgd", averaging_period=1), sizes=(2, 3), case=Case(momentum=0.0)
+    ):
         assert found.greatest.error <= 1e-12, str(found)
         assert found.first_wrong is None, str(found)
 
@@ -202,7 +246,10 @@ def local_sgd_beside_a_simulation(rank: int, size: int, period: int) -> dict:
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.2, momentum=0.9) for one in models]
     error, differ = 0.0, []
     for step in range(8):
-        for one, its, index in [(model, optimizer, rank), *zip(models, optimizers, range(size), strict=True)]:
+        for one, its, index in [
+            (model, optimizer, rank),
+            *zip(models, optimizers, range(size), strict=True),
+        ]:
             its.zero_grad()
             loss_of(one, batch(index, step)).backward()
             if one is model:
@@ -211,18 +258,30 @@ def local_sgd_beside_a_simulation(rank: int, size: int, period: int) -> dict:
         sync.after_step(model)
         if (step + 1) % period == 0:
             spread_mean(models)
-        error = max(error, np.abs(flat(list(model.parameters())) - flat(list(models[rank].parameters()))).max())
+        error = max(
+            error,
+            np.abs(flat(list(model.parameters())) - flat(list(models[rank].parameters()))).max(),
+        )
         differ.append(flat(list(model.parameters())).tobytes())
-    momenta = [flat([its.state[p]["momentum_buffer"] for p in one.parameters()])
-               for one, its in zip(models, optimizers, strict=True)]
+    momenta = [
+        flat([its.state[p]["momentum_buffer"] for p in one.parameters()])
+        for one, its in zip(models, optimizers, strict=True)
+    ]
     spread_mean(models)
     sync.settle(model)
     settled = digest([model.state_dict(), optimizer.state_dict()])
     sync.settle(model)
     mine = flat([optimizer.state[p]["momentum_buffer"] for p in model.parameters()])
-    return {"error": error, "bits": differ, "settled": settled, "again": digest([model.state_dict(), optimizer.state_dict()]),
-            "weights": np.abs(flat(list(model.parameters())) - flat(list(models[0].parameters()))).max(),
-            "momentum": np.abs(mine - sum(momenta) / size).max()}
+    return {
+        "error": error,
+        "bits": differ,
+        "settled": settled,
+        "again": digest([model.state_dict(), optimizer.state_dict()]),
+        "weights": np.abs(
+            flat(list(model.parameters())) - flat(list(models[0].parameters()))
+        ).max(),
+        "momentum": np.abs(mine - sum(momenta) / size).max(),
+    }
 
 
 @torch.no_grad()
@@ -237,14 +296,18 @@ def spread_mean(models: list[nn.Module]) -> None:
 def test_local_sgd_is_plain_training_between_two_averages(period: int) -> None:
     results = run_ranks(3, local_sgd_beside_a_simulation, 3, period)
     assert max(max(one["error"], one["weights"], one["momentum"]) for one in results) < 1e-12
-    assert len({one["settled"] for one in results}) == 1, "settle leaves weights or momentum that differ"
+    assert len({one["settled"] for one in results}) == 1, (
+        "settle leaves weights or momentum that differ"
+    )
     assert all(one["again"] == one["settled"] for one in results), "settle twice is not settle once"
     alike = [len({one["bits"][step] for one in results}) == 1 for step in range(8)]
     assert alike == [(step + 1) % period == 0 for step in range(8)]
 
 
 def one_rank_overflows(rank: int) -> str:
-    engine = TrainingEngine(model := new_net(), "cpu", distributed=True, sync=build_sync("local_sgd"))
+    engine = TrainingEngine(
+        model := new_net(), "cpu", distributed=True, sync=build_sync("local_sgd")
+    )
     engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
     batches = [batch(rank, step) for step in range(8)]
     batches[2][0].mul_(float("nan") if rank == 1 else 1)
@@ -270,7 +333,9 @@ def train_epoch(engine: TrainingEngine, rank: int, first: int) -> None:
 
 def new_engine(name: str) -> tuple[TrainingEngine, nn.Module, torch.optim.Optimizer]:
     options = {"topk": {"topk_ratio": 0.05}, "local_sgd": {"averaging_period": 2}}.get(name, {})
-    engine = TrainingEngine(model := new_net(), "cpu", distributed=True, sync=build_sync(name, **options))
+    engine = TrainingEngine(
+        model := new_net(), "cpu", distributed=True, sync=build_sync(name, **options)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     engine.prepare(optimizer, nn.CrossEntropyLoss())
     return engine, model, optimizer
@@ -313,12 +378,17 @@ def test_a_resume_through_the_checkpoint_equals_the_undisturbed_training() -> No
 
 def refusals(rank: int) -> list[str]:
     told = []
-    for name, settings in [("topk", {"amp_dtype": torch.float16}), ("ddp_fp16", {"amp_dtype": torch.float16}),
-                           ("local_sgd", {"use_ema": True})]:
+    for name, settings in [
+        ("topk", {"amp_dtype": torch.float16}),
+        ("ddp_fp16", {"amp_dtype": torch.float16}),
+        ("local_sgd", {"use_ema": True}),
+    ]:
         with pytest.raises(UserError) as error:
             TrainingEngine(new_net(), "cpu", distributed=True, sync=name, **settings)
         told.append(str(error.value))
-    TrainingEngine(new_net(), "cpu", distributed=True, sync="topk", amp_dtype=torch.bfloat16, use_ema=True)
+    TrainingEngine(
+        new_net(), "cpu", distributed=True, sync="topk", amp_dtype=torch.bfloat16, use_ema=True
+    )
     return told
 
 
@@ -328,8 +398,16 @@ def test_loss_scaling_and_moving_averages_are_refused_where_they_would_go_wrong(
     assert "leave out --ema" in told[2]
 
 
-@pytest.mark.parametrize(("name", "options"), [("topk", {"topk_ratio": 0}), ("topk", {"topk_ratio": 1.5}),
-                                               ("local_sgd", {"averaging_period": 0})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("topk", {"topk_ratio": 0}),
+        ("topk", {"topk_ratio": 1.5}),
+        ("local_sgd", {"averaging_period": 0}),
+    ],
+)
 def test_settings_out_of_range_are_refused(name: str, options: dict) -> None:
-    with pytest.raises(UserError, match=f"{next(iter(options))}: got {next(iter(options.values()))}"):
+    with pytest.raises(
+        UserError, match=f"{next(iter(options))}: got {next(iter(options.values()))}"
+    ):
         build_sync(name, **options)

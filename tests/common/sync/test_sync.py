@@ -18,14 +18,21 @@ from tests.helpers.strategies import EXACT
 
 TYPES = {"float64": Case(), "float32": Case(dtype=torch.float32, channels_last=True)}
 SIZES = [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4, 5, 6))]
-OTHER_CASES = {"clipping": Case(clip_norm=0.05), "accumulation": Case(accumulation_steps=3),
-               "even and plain": Case(uneven=False, tied=False, frozen=False, unused=False, momentum=0.0, weight_decay=0.0)}
+OTHER_CASES = {
+    "clipping": Case(clip_norm=0.05),
+    "accumulation": Case(accumulation_steps=3),
+    "even and plain": Case(
+        uneven=False, tied=False, frozen=False, unused=False, momentum=0.0, weight_decay=0.0
+    ),
+}
 
 
 @functools.cache
 def compared(size: int) -> dict[str, Equivalence]:
     """Each strategy in each type, in one group; computed once for all tests."""
-    return check_group({f"{name}-{kind}": (name, case) for name in EXACT for kind, case in TYPES.items()}, size)
+    return check_group(
+        {f"{name}-{kind}": (name, case) for name in EXACT for kind, case in TYPES.items()}, size
+    )
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -74,23 +81,33 @@ def switches_in_second_step(rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gather_scatter", "all_reduce", "all_reduce_flat", "overlapped"])
-def test_other_gradients_than_in_the_first_step_are_an_error_that_names_the_parameter(name: str) -> None:
-    with pytest.raises(RankError, match=r"'extra\.weight' has a gradient in this step, unlike in the first one"):
+def test_other_gradients_than_in_the_first_step_are_an_error_that_names_the_parameter(
+    name: str,
+) -> None:
+    with pytest.raises(
+        RankError, match=r"'extra\.weight' has a gradient in this step, unlike in the first one"
+    ):
         run_ranks(2, switches_in_second_step, name)
 
 
 def different_models(rank: int) -> None:
     model = nn.Linear(4, 2 + rank)
-    TrainingEngine(model, "cpu", distributed=True, sync="all_reduce").prepare(torch.optim.SGD(model.parameters(), lr=0.1),
-                                                            nn.CrossEntropyLoss())
+    TrainingEngine(model, "cpu", distributed=True, sync="all_reduce").prepare(
+        torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    )
 
 
 def test_different_models_are_refused_before_the_first_step() -> None:
-    with pytest.raises(RankError, match=r"the ranks differ in the model's parameters\. weight: \(2, 4\).* on rank 0"):
+    with pytest.raises(
+        RankError,
+        match=r"the ranks differ in the model's parameters\. weight: \(2, 4\).* on rank 0",
+    ):
         run_ranks(2, different_models)
 
 
 def test_a_criterion_that_is_no_mean_is_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(UserError, match="reduction='sum'"):
-        TrainingEngine(model, "cpu").prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(reduction="sum"))
+        TrainingEngine(model, "cpu").prepare(
+            torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(reduction="sum")
+        )

@@ -20,8 +20,16 @@ SHARES = {2: [(3, 2), (2, 4)], 3: [(3, 2, 2), (2, 4, 3)]}
 
 def small(classes: int) -> nn.Module:
     """Two BatchNorm layers, in place of VGG-11's eight."""
-    return nn.Sequential(nn.Conv2d(3, 6, 3, stride=2), nn.BatchNorm2d(6), nn.Tanh(), nn.Conv2d(6, 8, 3, stride=2),
-                         nn.BatchNorm2d(8), nn.Tanh(), nn.Flatten(), nn.Linear(392, classes))
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, stride=2),
+        nn.BatchNorm2d(6),
+        nn.Tanh(),
+        nn.Conv2d(6, 8, 3, stride=2),
+        nn.BatchNorm2d(8),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(392, classes),
+    )
 
 
 def vgg11(classes: int) -> nn.Module:
@@ -32,23 +40,35 @@ def shard_of(batch: Batch, rank: int) -> tuple[Tensor, Tensor]:
     """This rank's part of a global batch."""
     images, labels, split = batch
     begin = sum(split[:rank])
-    return images[begin:begin + split[rank]], labels[begin:begin + split[rank]]
+    return images[begin : begin + split[rank]], labels[begin : begin + split[rank]]
 
 
-def errors_in_turn(rank: int, size: int, build: Callable[[int], nn.Module], ways: list[str]) -> dict:
+def errors_in_turn(
+    rank: int, size: int, build: Callable[[int], nn.Module], ways: list[str]
+) -> dict:
     """Training in float64 against one process that computes the shards in turn, each with a BatchNorm of its own."""
     generator = torch.Generator().manual_seed(3)
-    batches = [(torch.randn(sum(split), 3, 32, 32, generator=generator, dtype=torch.float64),
-                torch.randint(0, 10, (sum(split),), generator=generator), split) for split in SHARES[size]]
+    batches = [
+        (
+            torch.randn(sum(split), 3, 32, 32, generator=generator, dtype=torch.float64),
+            torch.randint(0, 10, (sum(split),), generator=generator),
+            split,
+        )
+        for split in SHARES[size]
+    ]
     torch.manual_seed(100)
     start = build(10).double()
-    shards = [copy.deepcopy(start) for _ in range(size)]  # equal weights, running statistics of their own
+    shards = [
+        copy.deepcopy(start) for _ in range(size)
+    ]  # equal weights, running statistics of their own
     optimizers = [torch.optim.SGD(shard.parameters(), **SGD) for shard in shards]
     for batch in batches:
         for index, (shard, optimizer) in enumerate(zip(shards, optimizers, strict=True)):
             images, labels = shard_of(batch, index)
             optimizer.zero_grad()
-            (nn.functional.cross_entropy(shard(images), labels) * len(labels) / len(batch[1])).backward()
+            (
+                nn.functional.cross_entropy(shard(images), labels) * len(labels) / len(batch[1])
+            ).backward()
         for parameters in zip(*(shard.parameters() for shard in shards), strict=True):
             total = sum(p.grad for p in parameters)
             for parameter in parameters:
@@ -56,8 +76,12 @@ def errors_in_turn(rank: int, size: int, build: Callable[[int], nn.Module], ways
         for optimizer in optimizers:
             optimizer.step()
     seen = [sum(split[index] for split in SHARES[size]) for index in range(size)]
-    expected = {name: sum(shard.state_dict()[name] * n for shard, n in zip(shards, seen, strict=True)) / sum(seen)
-                for name in start.state_dict() if "running" in name}
+    expected = {
+        name: sum(shard.state_dict()[name] * n for shard, n in zip(shards, seen, strict=True))
+        / sum(seen)
+        for name in start.state_dict()
+        if "running" in name
+    }
 
     results = {}
     for name in ways:
@@ -74,19 +98,31 @@ def errors_in_turn(rank: int, size: int, build: Callable[[int], nn.Module], ways
         state = model.state_dict()
         results[name] = {
             "weights": max(parameter_errors(model, shards[0], floor=1e-3).values()),
-            "statistics": max(float((state[key] - value).norm() / value.norm()) for key, value in expected.items()),
-            "before": own.numpy(), "digest": digest(state)}
+            "statistics": max(
+                float((state[key] - value).norm() / value.norm()) for key, value in expected.items()
+            ),
+            "before": own.numpy(),
+            "digest": digest(state),
+        }
     return results
 
 
-def assert_equal_to_shards_in_turn(size: int, build: Callable[[int], nn.Module], ways: list[str]) -> None:
+def assert_equal_to_shards_in_turn(
+    size: int, build: Callable[[int], nn.Module], ways: list[str]
+) -> None:
     results = run_ranks(size, errors_in_turn, size, build, ways)
     for name in ways:
         assert max(one[name]["weights"] for one in results) <= 1e-9, name
         off = max(one[name]["statistics"] for one in results)
-        assert off <= 1e-9, f"{name}: running statistics differ from those of the shards in turn by {off:.1e}"
-        assert len({one[name]["digest"] for one in results}) == 1, f"{name}: weights or buffers differ between ranks"
-        assert len({one[name]["before"].tobytes() for one in results}) == size, "each rank has statistics of its own before"
+        assert off <= 1e-9, (
+            f"{name}: running statistics differ from those of the shards in turn by {off:.1e}"
+        )
+        assert len({one[name]["digest"] for one in results}) == 1, (
+            f"{name}: weights or buffers differ between ranks"
+        )
+        assert len({one[name]["before"].tobytes() for one in results}) == size, (
+            "each rank has statistics of its own before"
+        )
 
 
 def test_running_statistics_are_the_mean_over_all_samples() -> None:
@@ -107,10 +143,14 @@ def empty_rank_with_batchnorm(rank: int, name: str) -> tuple[bool, str]:
     engine = TrainingEngine(model, "cpu", distributed=True, sync=name)
     engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
     count = 4 if rank == 0 else 0
-    engine.train_epoch([(torch.randn(count, 3, 8, 8), torch.zeros(count, dtype=torch.int64))] * 2, epoch=1)
+    engine.train_epoch(
+        [(torch.randn(count, 3, 8, 8), torch.zeros(count, dtype=torch.int64))] * 2, epoch=1
+    )
     engine.agree_on_buffers()
     engine.close()
-    return all(bool(t.isfinite().all()) for t in model.state_dict().values()), digest(model.state_dict())
+    return all(bool(t.isfinite().all()) for t in model.state_dict().values()), digest(
+        model.state_dict()
+    )
 
 
 def every_way_with_an_empty_rank(rank: int) -> dict[str, tuple[bool, str]]:

@@ -35,7 +35,11 @@ from common.utils import registry
 from common.utils.hashing import digest
 from tests.helpers import RankError, free_port, run_ranks
 
-DISTRIBUTED = [name for name in STRATEGIES if name != "none" and registry.load(STRATEGIES, name, kind="strategy").exact]
+DISTRIBUTED = [
+    name
+    for name in STRATEGIES
+    if name != "none" and registry.load(STRATEGIES, name, kind="strategy").exact
+]
 MOMENTUM = {"lr": 0.1, "momentum": 0.9}
 Batch = tuple[Tensor, Tensor]
 
@@ -52,8 +56,10 @@ def model_with_batchnorm(seed: int = 100) -> nn.Module:
 
 
 def random_batch(count: int, generator: torch.Generator) -> Batch:
-    return (torch.randn(count, 4, generator=generator, dtype=torch.float64),
-            torch.randint(0, 3, (count,), generator=generator))
+    return (
+        torch.randn(count, 4, generator=generator, dtype=torch.float64),
+        torch.randint(0, 3, (count,), generator=generator),
+    )
 
 
 def random_batches(counts: Sequence[int], seed: int) -> list[Batch]:
@@ -68,11 +74,14 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 def relative_error(parameters: Sequence[Tensor], references: Sequence[Tensor]) -> float:
     """The largest difference by tensor norm, relative to the reference's."""
-    return max(float((p - q).norm() / q.norm()) for p, q in zip(parameters, references, strict=True))
+    return max(
+        float((p - q).norm() / q.norm()) for p, q in zip(parameters, references, strict=True)
+    )
 
 
-def one_process(model: nn.Module, batches: Sequence[Batch], *, clip_norm: float | None = None,
-                **sgd: float) -> Iterator[tuple[nn.Module, float]]:
+def one_process(
+    model: nn.Module, batches: Sequence[Batch], *, clip_norm: float | None = None, **sgd: float
+) -> Iterator[tuple[nn.Module, float]]:
     """Plain SGD on whole batches; after each step the model and the norm of its gradients before clipping."""
     optimizer = torch.optim.SGD(model.parameters(), **sgd)
     for inputs, labels in batches:
@@ -92,7 +101,10 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
 # --- Accumulation ---
 
 # By size and rank, the samples of each micro-batch. Five are no multiple of two or three; rank 2 has an empty one.
-MICRO_BATCHES = {2: [(3, 2, 1, 4, 2), (1, 4, 5, 2, 3)], 3: [(3, 2, 1, 4, 2), (1, 4, 5, 2, 3), (2, 0, 3, 1, 6)]}
+MICRO_BATCHES = {
+    2: [(3, 2, 1, 4, 2), (1, 4, 5, 2, 3)],
+    3: [(3, 2, 1, 4, 2), (1, 4, 5, 2, 3), (2, 0, 3, 1, 6)],
+}
 
 
 @contextmanager
@@ -105,7 +117,9 @@ def counted_messages(engine: TrainingEngine) -> Iterator[dict[str, int]]:
             outcome = train_step(*arguments, **named)
         kinds = [message.kind for message in recorder.messages]
         if isinstance(engine.model, DistributedDataParallel):
-            kinds = [kind for kind in kinds if kind != "broadcast"]  # of its second step: the buckets' new order
+            kinds = [
+                kind for kind in kinds if kind != "broadcast"
+            ]  # of its second step: the buckets' new order
         elif not count["messages"]:
             kinds = kinds[1:]
         count["messages"] += len(kinds)
@@ -117,19 +131,38 @@ def counted_messages(engine: TrainingEngine) -> Iterator[dict[str, int]]:
 
 def accumulate(rank: int, size: int, strategy: str, accumulation_steps: int) -> dict[str, list]:
     """After every optimiser step the error against one process, a digest, and the messages that it took."""
-    micro_batches = [random_batches(counts, seed=index) for index, counts in enumerate(MICRO_BATCHES[size])]
-    windows = [joined([batch for own in micro_batches for batch in own[begin:begin + accumulation_steps]])
-               for begin in range(0, 5, accumulation_steps)]
-    references = [parameters_of(model) for model, _ in one_process(small_model(), windows, **MOMENTUM)]
+    micro_batches = [
+        random_batches(counts, seed=index) for index, counts in enumerate(MICRO_BATCHES[size])
+    ]
+    windows = [
+        joined(
+            [batch for own in micro_batches for batch in own[begin : begin + accumulation_steps]]
+        )
+        for begin in range(0, 5, accumulation_steps)
+    ]
+    references = [
+        parameters_of(model) for model, _ in one_process(small_model(), windows, **MOMENTUM)
+    ]
 
     model = small_model(100 + rank)
-    engine = TrainingEngine(model, "cpu", distributed=True, sync=strategy, accumulation_steps=accumulation_steps)
+    engine = TrainingEngine(
+        model, "cpu", distributed=True, sync=strategy, accumulation_steps=accumulation_steps
+    )
     engine.prepare(torch.optim.SGD(model.parameters(), **MOMENTUM), nn.CrossEntropyLoss())
-    found: dict[str, list] = {"errors": [], "digests": [], "messages": [], "samples": [], "losses": []}
+    found: dict[str, list] = {
+        "errors": [],
+        "digests": [],
+        "messages": [],
+        "samples": [],
+        "losses": [],
+    }
     with counted_messages(engine) as count:
+
         def compare(records: list) -> None:
             assert len(records) == 1, "log_every=1"
-            found["errors"].append(relative_error(parameters_of(model), references[len(found["errors"])]))
+            found["errors"].append(
+                relative_error(parameters_of(model), references[len(found["errors"])])
+            )
             found["digests"].append(digest(model.state_dict()))
             found["messages"].append(count["messages"] - sum(found["messages"]))
             found["samples"].append(records[0].samples)
@@ -141,7 +174,11 @@ def accumulate(rank: int, size: int, strategy: str, accumulation_steps: int) -> 
 
 
 def accumulate_all(rank: int, size: int) -> dict:
-    return {(name, steps): accumulate(rank, size, name, steps) for name in DISTRIBUTED for steps in (1, 2, 3)}
+    return {
+        (name, steps): accumulate(rank, size, name, steps)
+        for name in DISTRIBUTED
+        for steps in (1, 2, 3)
+    }
 
 
 @functools.cache
@@ -153,14 +190,18 @@ def accumulated(size: int) -> list[dict]:
 @pytest.mark.parametrize("accumulation_steps", [1, 2, 3])
 @pytest.mark.parametrize("name", DISTRIBUTED)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_accumulation_equals_one_process_on_the_whole_window(size: int, name: str, accumulation_steps: int) -> None:
+def test_accumulation_equals_one_process_on_the_whole_window(
+    size: int, name: str, accumulation_steps: int
+) -> None:
     results = [one[name, accumulation_steps] for one in accumulated(size)]
     for rank, one in enumerate(results):
         assert len(one["errors"]) == math.ceil(5 / accumulation_steps)
         assert max(one["errors"]) <= 1e-9, one["errors"]
         assert one["digests"] == results[0]["digests"], "the ranks' weights differ in some bit"
         counts = MICRO_BATCHES[size][rank]
-        assert one["samples"] == [sum(counts[k:k + accumulation_steps]) for k in range(0, 5, accumulation_steps)]
+        assert one["samples"] == [
+            sum(counts[k : k + accumulation_steps]) for k in range(0, 5, accumulation_steps)
+        ]
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
@@ -168,16 +209,19 @@ def test_ranks_communicate_once_an_optimiser_step_however_many_micro_batches(nam
     one_step = accumulated(2)[0][name, 1]["messages"][0]
     assert one_step > 0
     if name in ("all_reduce", "gather_scatter"):
-        assert one_step == {"all_reduce": 4, "gather_scatter": 8}[name], "one message (or two) for each of 4 parameters"
+        assert one_step == {"all_reduce": 4, "gather_scatter": 8}[name], (
+            "one message (or two) for each of 4 parameters"
+        )
     for steps in (1, 2, 3):
         for rank in accumulated(2):
             assert rank[name, steps]["messages"] == [one_step] * math.ceil(5 / steps), (
-                f"messages of a step with several micro-batches: {steps}")
+                f"messages of a step with several micro-batches: {steps}"
+            )
 
 
 def test_accumulation_without_a_group_equals_the_whole_window() -> None:
     batches = random_batches((3, 2, 1, 4, 2), seed=0)
-    windows = [joined(batches[begin:begin + 2]) for begin in (0, 2, 4)]
+    windows = [joined(batches[begin : begin + 2]) for begin in (0, 2, 4)]
     *_, (reference, _) = one_process(small_model(), windows, **MOMENTUM)
     model = small_model()
     engine = TrainingEngine(model, "cpu", accumulation_steps=2)
@@ -196,7 +240,11 @@ def averages_by_hand(states: Sequence[dict[str, Tensor]], decay: float) -> dict[
     for updates, state in enumerate(states[1:], start=1):
         keep = min(decay, (1 + updates) / (10 + updates))
         for name, tensor in state.items():
-            average[name] = keep * average[name] + (1 - keep) * tensor if tensor.is_floating_point() else tensor.clone()
+            average[name] = (
+                keep * average[name] + (1 - keep) * tensor
+                if tensor.is_floating_point()
+                else tensor.clone()
+            )
     return average
 
 
@@ -217,10 +265,14 @@ def test_the_average_is_the_formula_for_weights_and_buffers() -> None:
         averages.append(copy.deepcopy(engine.ema.module.state_dict()))
 
     engine.train_epoch(random_batches([5] * 12, seed=1), epoch=1, after_step=note)
-    assert all(torch.equal(averages[0][name], tensor) for name, tensor in states[0].items()), "the first update copies"
+    assert all(torch.equal(averages[0][name], tensor) for name, tensor in states[0].items()), (
+        "the first update copies"
+    )
     for count in (2, 3, 6, 12):  # the bound 0.4 begins to count after 5 updates
         for name, expected in averages_by_hand(states[:count], 0.4).items():
-            torch.testing.assert_close(averages[count - 1][name], expected, rtol=1e-13, atol=1e-15, msg=f"{name}, {count}")
+            torch.testing.assert_close(
+                averages[count - 1][name], expected, rtol=1e-13, atol=1e-15, msg=f"{name}, {count}"
+            )
     assert int(averages[-1]["1.num_batches_tracked"]) == 12, "a count is copied, not averaged"
     assert not any(p.requires_grad for p in engine.ema.module.parameters())
     assert not engine.ema.module.training
@@ -245,8 +297,15 @@ def restored(engine_entries: dict[str, Any], strategy: str, steps: Sequence[Batc
     model.load_state_dict(engine_entries["model_state_dict"])
     optimizer = torch.optim.SGD(model.parameters(), **MOMENTUM)
     optimizer.load_state_dict(engine_entries["optimizer_state_dict"])
-    engine = TrainingEngine(model, "cpu", distributed=strategy != "none", sync=strategy, use_ema=True, ema_decay=0.9,
-                            sync_batchnorm=False)
+    engine = TrainingEngine(
+        model,
+        "cpu",
+        distributed=strategy != "none",
+        sync=strategy,
+        use_ema=True,
+        ema_decay=0.9,
+        sync_batchnorm=False,
+    )
     engine.prepare(optimizer, nn.CrossEntropyLoss())
     engine.load_state(engine_entries)
     return epoch_digest(engine, steps)
@@ -257,12 +316,25 @@ def epoch_digest(engine: TrainingEngine, steps: Sequence[Batch]) -> str:
     engine.agree_on_buffers()
     engine.close()
     state = engine.state(epoch=2, loss=0.0)
-    return digest({key: state[key] for key in ("model_state_dict", "ema_state_dict", "ema_updates", "optimizer_state_dict")})
+    return digest(
+        {
+            key: state[key]
+            for key in ("model_state_dict", "ema_state_dict", "ema_updates", "optimizer_state_dict")
+        }
+    )
 
 
 def averages_in_a_group(rank: int, strategy: str) -> dict[str, Any]:
     model = model_with_batchnorm(100 + rank)
-    engine = TrainingEngine(model, "cpu", distributed=True, sync=strategy, use_ema=True, ema_decay=0.9, sync_batchnorm=False)
+    engine = TrainingEngine(
+        model,
+        "cpu",
+        distributed=True,
+        sync=strategy,
+        use_ema=True,
+        ema_decay=0.9,
+        sync_batchnorm=False,
+    )
     engine.prepare(torch.optim.SGD(model.parameters(), **MOMENTUM), nn.CrossEntropyLoss())
     engine.train_epoch(random_batches((4, 6, 5), seed=rank), epoch=1)
     apart = digest(engine.ema.module.state_dict())
@@ -270,30 +342,46 @@ def averages_in_a_group(rank: int, strategy: str) -> dict[str, Any]:
     engine.agree_on_buffers()
     entries = copy.deepcopy(engine.state(epoch=1, loss=0.0))
     steps = random_batches((3, 2), seed=10 + rank)
-    return {"apart": apart, "together": digest(engine.ema.module.state_dict()), "keys": sorted(entries["ema_state_dict"]),
-            "own": [t.numpy() for t in statistics],
-            "agreed": [t.clone().numpy() for t in batchnorm.statistics(engine.ema.module)],
-            "updates": entries["ema_updates"], "went_on": epoch_digest(engine, steps),
-            "restored": restored(entries, strategy, steps)}
+    return {
+        "apart": apart,
+        "together": digest(engine.ema.module.state_dict()),
+        "keys": sorted(entries["ema_state_dict"]),
+        "own": [t.numpy() for t in statistics],
+        "agreed": [t.clone().numpy() for t in batchnorm.statistics(engine.ema.module)],
+        "updates": entries["ema_updates"],
+        "went_on": epoch_digest(engine, steps),
+        "restored": restored(entries, strategy, steps),
+    }
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "all_reduce"])
 def test_the_average_is_equal_on_all_ranks_and_survives_a_restart(strategy: str) -> None:
     results = run_ranks(2, averages_in_a_group, strategy)
-    assert results[0]["apart"] != results[1]["apart"], "each rank's BatchNorm has seen its own samples"
+    assert results[0]["apart"] != results[1]["apart"], (
+        "each rank's BatchNorm has seen its own samples"
+    )
     assert results[0]["together"] == results[1]["together"]
     for index, agreed in enumerate(results[0]["agreed"]):  # 15 samples on either rank
-        assert agreed == pytest.approx((results[0]["own"][index] + results[1]["own"][index]) / 2, rel=1e-12)
+        assert agreed == pytest.approx(
+            (results[0]["own"][index] + results[1]["own"][index]) / 2, rel=1e-12
+        )
     for one in results:
         assert one["updates"] == 3
-        assert one["keys"] == sorted(model_with_batchnorm().state_dict()), "names of the bare model, without module."
+        assert one["keys"] == sorted(model_with_batchnorm().state_dict()), (
+            "names of the bare model, without module."
+        )
         assert one["went_on"] == one["restored"], "a restart changes some bit"
     assert results[0]["went_on"] == results[1]["went_on"]
 
 
 # --- Validation ---
 
-VALIDATIONS = [(10, 3, False), (11, 4, False), (11, 2, True), (1, 4, False)]  # samples, batch size, shuffled
+VALIDATIONS = [
+    (10, 3, False),
+    (11, 4, False),
+    (11, 2, True),
+    (1, 4, False),
+]  # samples, batch size, shuffled
 
 
 def validate_all(rank: int, size: int) -> dict[str, tuple[float, float]]:
@@ -303,8 +391,12 @@ def validate_all(rank: int, size: int) -> dict[str, tuple[float, float]]:
         sampler = DistributedSampler(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=3)
         loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler)
         results[f"shared {samples}"] = validate(model, current_world(), criterion, loader)
-        results[f"whole {samples}"] = validate(model, current_world(), criterion, DataLoader(dataset, batch_size=batch_size))
-    own = random_batches([2 + 5 * rank], seed=rank)  # plain lists of batches, of other lengths on each rank
+        results[f"whole {samples}"] = validate(
+            model, current_world(), criterion, DataLoader(dataset, batch_size=batch_size)
+        )
+    own = random_batches(
+        [2 + 5 * rank], seed=rank
+    )  # plain lists of batches, of other lengths on each rank
     results["uneven"] = validate(model, current_world(), criterion, own)
     return results
 
@@ -319,9 +411,14 @@ def test_validation_over_ranks_is_that_of_one_process_on_each_sample_once(size: 
         right = int((outputs.argmax(dim=1) == labels).sum())
         return float(nn.functional.cross_entropy(outputs, labels)), right / len(labels)
 
-    expected = {f"{kind} {samples}": alone(*random_batches([samples], seed=5)[0])
-                for samples, *_ in VALIDATIONS for kind in ("shared", "whole")}
-    expected["uneven"] = alone(*joined([random_batches([2 + 5 * rank], seed=rank)[0] for rank in range(size)]))
+    expected = {
+        f"{kind} {samples}": alone(*random_batches([samples], seed=5)[0])
+        for samples, *_ in VALIDATIONS
+        for kind in ("shared", "whole")
+    }
+    expected["uneven"] = alone(
+        *joined([random_batches([2 + 5 * rank], seed=rank)[0] for rank in range(size)])
+    )
     assert 0 < expected["shared 11"][1] < 1, "an accuracy that a wrong count would change"
     for one in run_ranks(size, validate_all, size):
         for case, (loss, accuracy) in expected.items():
@@ -352,7 +449,7 @@ class ScriptedLoader:
     def __iter__(self) -> Iterator[Batch]:
         inputs = torch.eye(2, dtype=torch.float64)[[0, 1] * 5]
         labels = inputs.argmax(dim=1)
-        labels[self.right[self.rounds]:] ^= 1
+        labels[self.right[self.rounds] :] ^= 1
         self.rounds += 1
         if self.model is not None:
             self.drifts.append(float(self.model.drift))
@@ -362,33 +459,73 @@ class ScriptedLoader:
 def steady_batches(rank: int = 0) -> list[Batch]:
     """Two steps an epoch; noise in the inputs, so that ranks and steps differ."""
     generator = torch.Generator().manual_seed(rank)
-    return [(torch.randn(8, 2, generator=generator, dtype=torch.float64), torch.tensor([0, 1] * 4)) for _ in range(2)]
+    return [
+        (torch.randn(8, 2, generator=generator, dtype=torch.float64), torch.tensor([0, 1] * 4))
+        for _ in range(2)
+    ]
 
 
-def train_steady(folder: Path, right: Sequence[int], *, epochs: int, rank: int = 0, engine_kwargs: dict | None = None,
-                 **train_kwargs: Any) -> tuple[dict[str, list[float]], ScriptedLoader]:
+def train_steady(
+    folder: Path,
+    right: Sequence[int],
+    *,
+    epochs: int,
+    rank: int = 0,
+    engine_kwargs: dict | None = None,
+    **train_kwargs: Any,
+) -> tuple[dict[str, list[float]], ScriptedLoader]:
     model = Steady()
-    engine = TrainingEngine(model, "cpu", output_dir=folder, experiment_name="steady", **engine_kwargs or {})
+    engine = TrainingEngine(
+        model, "cpu", output_dir=folder, experiment_name="steady", **engine_kwargs or {}
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     if (schedule := train_kwargs.pop("schedule", None)) is not None:
         train_kwargs["scheduler"] = schedule(optimizer)
     loader = ScriptedLoader(right, model)
-    return engine.train(steady_batches(rank), loader, optimizer, nn.CrossEntropyLoss(), num_epochs=epochs,
-                        **train_kwargs), loader
+    return engine.train(
+        steady_batches(rank),
+        loader,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        num_epochs=epochs,
+        **train_kwargs,
+    ), loader
 
 
 # Of ten samples a rank. Over both: 0.5, 0.75, 0.6, 0.75: epoch 2 is the first best; rank 0 alone would choose 3, rank 1
 # alone 4.
 RIGHT = [(5, 5, 9, 5), (5, 10, 3, 10)]
-KEYS = {"epoch", "train_loss", "train_accuracy", "val_loss", "val_accuracy", "ema_val_loss", "ema_val_accuracy",
-        "learning_rate", "samples_per_second", "seconds"}
+KEYS = {
+    "epoch",
+    "train_loss",
+    "train_accuracy",
+    "val_loss",
+    "val_accuracy",
+    "ema_val_loss",
+    "ema_val_accuracy",
+    "learning_rate",
+    "samples_per_second",
+    "seconds",
+}
 
 
 def train_with_files(rank: int, folder: str) -> dict[str, Any]:
-    history, loader = train_steady(Path(folder, f"rank{rank}"), RIGHT[rank], epochs=4, rank=rank,
-                                   engine_kwargs={"distributed": True})
-    train_steady(Path(folder, "neither"), RIGHT[rank], epochs=1, rank=rank, save_best=False, save_last=False,
-                 engine_kwargs={"distributed": True})
+    history, loader = train_steady(
+        Path(folder, f"rank{rank}"),
+        RIGHT[rank],
+        epochs=4,
+        rank=rank,
+        engine_kwargs={"distributed": True},
+    )
+    train_steady(
+        Path(folder, "neither"),
+        RIGHT[rank],
+        epochs=1,
+        rank=rank,
+        save_best=False,
+        save_last=False,
+        engine_kwargs={"distributed": True},
+    )
     return {"history": history, "drifts": loader.drifts}
 
 
@@ -405,19 +542,28 @@ def test_history_and_files_are_those_of_all_ranks_together(tmp_path: Path) -> No
         assert results[1]["history"][name] == history[name], name
     assert len(set(drifts)) == 4, "the weights move in every epoch"
 
-    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()) == [
-        "rank0/steady/best.pt", "rank0/steady/last.pt"], "rank 0 alone writes, and only what is asked for"
-    best, last = (load_checkpoint(tmp_path / "rank0" / "steady" / name) for name in ("best.pt", "last.pt"))
+    assert sorted(
+        path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()
+    ) == ["rank0/steady/best.pt", "rank0/steady/last.pt"], (
+        "rank 0 alone writes, and only what is asked for"
+    )
+    best, last = (
+        load_checkpoint(tmp_path / "rank0" / "steady" / name) for name in ("best.pt", "last.pt")
+    )
     assert (best["epoch"], float(best["model_state_dict"]["drift"])) == (2, drifts[1])
     assert (last["epoch"], float(last["model_state_dict"]["drift"])) == (4, drifts[3])
     assert best["val_accuracy"] == 0.75
     # load_checkpoint would take the prefix away
-    assert list(torch.load(tmp_path / "rank0" / "steady" / "best.pt", weights_only=True)["model_state_dict"]) == ["drift"]
+    assert list(
+        torch.load(tmp_path / "rank0" / "steady" / "best.pt", weights_only=True)["model_state_dict"]
+    ) == ["drift"]
 
 
 def test_the_average_decides_which_epoch_is_best_where_it_is_kept(tmp_path: Path) -> None:
     # In turn the weights' and the average's right predictions: the weights are best in epoch 1, the average in epoch 2.
-    history, _ = train_steady(tmp_path, [9, 2, 5, 8, 7, 3], epochs=3, engine_kwargs={"use_ema": True})
+    history, _ = train_steady(
+        tmp_path, [9, 2, 5, 8, 7, 3], epochs=3, engine_kwargs={"use_ema": True}
+    )
     assert history["val_accuracy"] == [0.9, 0.5, 0.7]
     assert history["ema_val_accuracy"] == [0.2, 0.8, 0.3]
     best = load_checkpoint(tmp_path / "steady" / "best.pt")
@@ -429,8 +575,13 @@ def test_the_average_decides_which_epoch_is_best_where_it_is_kept(tmp_path: Path
 def test_without_a_val_loader_there_is_no_best_epoch(tmp_path: Path) -> None:
     model = Steady()
     engine = TrainingEngine(model, "cpu", output_dir=tmp_path, experiment_name="x")
-    history = engine.train(steady_batches(), None, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(),
-                           num_epochs=2)
+    history = engine.train(
+        steady_batches(),
+        None,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        nn.CrossEntropyLoss(),
+        num_epochs=2,
+    )
     assert all(math.isnan(value) for value in history["val_accuracy"])
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["last.pt"]
 
@@ -438,11 +589,32 @@ def test_without_a_val_loader_there_is_no_best_epoch(tmp_path: Path) -> None:
 # Epochs have two optimiser steps. The rate in an epoch's history is the one after its steps, before the next epoch's.
 SCHEDULES: dict[str, tuple] = {
     "StepLR by epoch": (lambda o: StepLR(o, 1, gamma=0.1), {}, 3, [0.5, 0.05, 0.005]),
-    "LambdaLR by epoch": (lambda o: LambdaLR(o, lambda n: 1 / (1 + n)), {}, 3, [0.5, 0.25, 0.5 / 3]),
-    "LambdaLR by step": (lambda o: LambdaLR(o, lambda n: 1 / (1 + n)), {"scheduler_by_epoch": False}, 6,
-                         [0.5 / 3, 0.1, 0.5 / 7]),
-    "OneCycleLR by step": (lambda o: OneCycleLR(o, max_lr=1.0, total_steps=7, pct_start=0.5, anneal_strategy="linear",
-                                                div_factor=10, final_div_factor=10), {}, 6, None),
+    "LambdaLR by epoch": (
+        lambda o: LambdaLR(o, lambda n: 1 / (1 + n)),
+        {},
+        3,
+        [0.5, 0.25, 0.5 / 3],
+    ),
+    "LambdaLR by step": (
+        lambda o: LambdaLR(o, lambda n: 1 / (1 + n)),
+        {"scheduler_by_epoch": False},
+        6,
+        [0.5 / 3, 0.1, 0.5 / 7],
+    ),
+    "OneCycleLR by step": (
+        lambda o: OneCycleLR(
+            o,
+            max_lr=1.0,
+            total_steps=7,
+            pct_start=0.5,
+            anneal_strategy="linear",
+            div_factor=10,
+            final_div_factor=10,
+        ),
+        {},
+        6,
+        None,
+    ),
 }
 
 
@@ -464,13 +636,20 @@ def test_a_scheduler_steps_by_epoch_or_by_step(tmp_path: Path, name: str) -> Non
             reference.optimizer.step(), reference.step(), reference.step()
             rates.append(reference.get_last_lr()[0])
     assert history["learning_rate"] == pytest.approx(rates, rel=1e-12)
-    assert load_checkpoint(tmp_path / "steady" / "last.pt")["scheduler_state_dict"]["last_epoch"] == steps
+    assert (
+        load_checkpoint(tmp_path / "steady" / "last.pt")["scheduler_state_dict"]["last_epoch"]
+        == steps
+    )
 
 
 def test_reduce_on_plateau_gets_the_validation_loss(tmp_path: Path) -> None:
     # Wrong labels, hence loss, rise in epochs 2 and 3 and fall in 4, while the training loss falls in every epoch.
-    history, _ = train_steady(tmp_path, [8, 6, 4, 10, 2], epochs=5,
-                              schedule=lambda o: ReduceLROnPlateau(o, factor=0.1, patience=0, threshold=0.0))
+    history, _ = train_steady(
+        tmp_path,
+        [8, 6, 4, 10, 2],
+        epochs=5,
+        schedule=lambda o: ReduceLROnPlateau(o, factor=0.1, patience=0, threshold=0.0),
+    )
     assert history["val_loss"][1] > history["val_loss"][0] > history["val_loss"][3]
     assert history["learning_rate"] == pytest.approx([0.5, 0.5, 0.05, 0.005, 0.005])
 
@@ -483,8 +662,15 @@ SCRIPT = [(10, 10, 0, 10, 10, 0, 0), (5, 0, 10, 5, 5, 0, 0)]
 def train_to_a_target(rank: int, folder: str) -> tuple[list[float], str]:
     printed = io.StringIO()
     with redirect_stdout(printed):
-        history, _ = train_steady(Path(folder), SCRIPT[rank], epochs=7, rank=rank, target_accuracy=0.75, patience=2,
-                                  engine_kwargs={"distributed": True, "sync": "all_reduce"})
+        history, _ = train_steady(
+            Path(folder),
+            SCRIPT[rank],
+            epochs=7,
+            rank=rank,
+            target_accuracy=0.75,
+            patience=2,
+            engine_kwargs={"distributed": True, "sync": "all_reduce"},
+        )
     return history["val_accuracy"], printed.getvalue()
 
 
@@ -498,7 +684,9 @@ def test_early_stop_needs_the_target_in_a_row_and_is_one_decision(tmp_path: Path
 
 def test_early_stop_counts_in_a_row() -> None:
     stop = EarlyStop(0.8, patience=2)
-    assert [stop.reached(value) for value in (0.9, 0.79, 0.8, math.nan, 0.8, 0.8)] == [False] * 5 + [True]
+    assert [stop.reached(value) for value in (0.9, 0.79, 0.8, math.nan, 0.8, 0.8)] == [
+        False
+    ] * 5 + [True]
     assert not any(EarlyStop(None, patience=1).reached(1.0) for _ in range(3))
 
 
@@ -511,13 +699,17 @@ def clipped(rank: int, strategy: str) -> dict[str, Any]:
     """Three steps on uneven shares, each clipped."""
     shares = [random_batches((3, 5, 2), seed=0), random_batches((6, 1, 4), seed=1)]
     global_batches = [joined(pair) for pair in zip(*shares, strict=True)]
-    reference = [(parameters_of(model), norm)
-                 for model, norm in one_process(small_model(), global_batches, clip_norm=CLIP, lr=0.5)]
+    reference = [
+        (parameters_of(model), norm)
+        for model, norm in one_process(small_model(), global_batches, clip_norm=CLIP, lr=0.5)
+    ]
     model = small_model(100 + rank)
     engine = TrainingEngine(model, "cpu", distributed=True, sync=strategy, clip_norm=CLIP)
     engine.prepare(torch.optim.SGD(model.parameters(), lr=0.5), nn.CrossEntropyLoss())
     errors, norms = [], []
-    for (parameters, _), (_, labels), batch in zip(reference, global_batches, shares[rank], strict=True):
+    for (parameters, _), (_, labels), batch in zip(
+        reference, global_batches, shares[rank], strict=True
+    ):
         norms.append(float(engine.train_step([batch], global_samples=len(labels)).gradient_norm))
         errors.append(relative_error(parameters_of(model), parameters))
     engine.close()
@@ -532,8 +724,12 @@ def test_clipping_is_of_the_synchronised_gradient_as_a_whole() -> None:
     for one in run_ranks(2, clipped_by_all):
         for name, found in one.items():
             assert min(found["expected"]) > 3 * CLIP, "clipping must bite"
-            assert max(found["errors"]) <= 1e-6, name  # clip_grad_norm_ divides by the norm + 1e-6 in both
-            assert found["norms"] == pytest.approx(found["expected"], rel=1e-9), f"{name}: the norm before clipping"
+            assert max(found["errors"]) <= 1e-6, (
+                name
+            )  # clip_grad_norm_ divides by the norm + 1e-6 in both
+            assert found["norms"] == pytest.approx(found["expected"], rel=1e-9), (
+                f"{name}: the norm before clipping"
+            )
 
 
 def test_a_gradient_below_the_limit_is_left_alone() -> None:
@@ -552,7 +748,9 @@ def test_a_gradient_below_the_limit_is_left_alone() -> None:
 
 def half_frozen() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+    ).double()
     model[1].requires_grad_(False)
     return model
 
@@ -561,11 +759,16 @@ def train_half_frozen(rank: int, strategy: str) -> dict[str, Any]:
     """Two epochs, with an evaluation between them; whether the layers were in training mode in every forward pass."""
     model, modes = half_frozen(), {1: [], 3: []}
     for index, seen in modes.items():
-        model[index].register_forward_pre_hook(lambda layer, _, seen=seen: seen.append(layer.training))
+        model[index].register_forward_pre_hook(
+            lambda layer, _, seen=seen: seen.append(layer.training)
+        )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = TrainingEngine(model, "cpu", distributed=strategy != "none", sync=strategy)
-        engine.prepare(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), nn.CrossEntropyLoss())
+        engine.prepare(
+            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+            nn.CrossEntropyLoss(),
+        )
         begun = copy.deepcopy(model.state_dict())
         for epoch in (1, 2):
             engine.train_epoch(random_batches((5, 4), seed=rank), epoch=epoch)
@@ -575,9 +778,12 @@ def train_half_frozen(rank: int, strategy: str) -> dict[str, Any]:
             modes[1][:], modes[3][:] = trained_modes[1], trained_modes[3]
     engine.close()
     ended = model.state_dict()
-    return {"moved": [name for name in ended if not torch.equal(ended[name], begun[name])], "modes": modes,
-            "kinds": {type(layer).__name__ for layer in model.modules()},
-            "warnings": [str(one.message) for one in caught if "SyncBatchNorm" in str(one.message)]}
+    return {
+        "moved": [name for name in ended if not torch.equal(ended[name], begun[name])],
+        "modes": modes,
+        "kinds": {type(layer).__name__ for layer in model.modules()},
+        "warnings": [str(one.message) for one in caught if "SyncBatchNorm" in str(one.message)],
+    }
 
 
 def check_half_frozen(one: dict[str, Any]) -> None:
@@ -585,7 +791,9 @@ def check_half_frozen(one: dict[str, Any]) -> None:
     assert len(one["modes"][1]) == 4
     assert all(one["modes"][3]), "a layer that trains normalises with the batch's"
     assert not [name for name in one["moved"] if name.startswith("1.")]
-    assert {"3.running_mean", "3.running_var", "3.num_batches_tracked", "3.weight"} <= set(one["moved"])
+    assert {"3.running_mean", "3.running_var", "3.num_batches_tracked", "3.weight"} <= set(
+        one["moved"]
+    )
 
 
 def test_frozen_batchnorm_stays_still() -> None:
@@ -608,7 +816,9 @@ def test_synchronise_batchnorm_replaces_what_trains_and_keeps_parameters() -> No
     assert type(converted["body"][1]) is nn.BatchNorm1d, "frozen: stays"
     assert type(converted["body"][3]) is nn.SyncBatchNorm
     assert type(converted["head"]) is nn.SyncBatchNorm
-    assert all(converted.get_parameter(name) is parameter for name, parameter in named.items()), "an optimiser holds these"
+    assert all(converted.get_parameter(name) is parameter for name, parameter in named.items()), (
+        "an optimiser holds these"
+    )
     assert digest(converted.state_dict()) == digest(state)
     assert type(batchnorm.synchronise_batchnorm(nn.BatchNorm1d(3))) is nn.SyncBatchNorm
     assert batchnorm.has_batchnorm(half_frozen())
@@ -635,11 +845,27 @@ def own_numbers(rank: int, folder: str) -> dict[str, Any]:
     engine.close()
     log = Path(folder, f"rank{rank}.log")
     model = small_model()
-    train_model(model, "cpu", nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.0), 1, 1, batches, log,
-                folder, False, "PartTwo")
-    return {"own": (loss, accuracy), "result": (result.loss, result.accuracy), "samples": result.samples,
-            "line": log.read_text(), "global": [(record.loss, record.accuracy) for record in records],
-            "local": [record.local_loss for record in records]}
+    train_model(
+        model,
+        "cpu",
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        1,
+        1,
+        batches,
+        log,
+        folder,
+        False,
+        "PartTwo",
+    )
+    return {
+        "own": (loss, accuracy),
+        "result": (result.loss, result.accuracy),
+        "samples": result.samples,
+        "line": log.read_text(),
+        "global": [(record.loss, record.accuracy) for record in records],
+        "local": [record.local_loss for record in records],
+    }
 
 
 def test_an_epochs_result_and_log_line_are_of_this_ranks_samples(tmp_path: Path) -> None:
@@ -653,7 +879,9 @@ def test_an_epochs_result_and_log_line_are_of_this_ranks_samples(tmp_path: Path)
         assert tuple(map(float, logged)) == pytest.approx(one["own"], abs=6e-4)
     assert results[0]["global"] == results[1]["global"], "records are of the global batch"
     for step, (loss, _) in enumerate(results[0]["global"]):
-        assert loss == pytest.approx((results[0]["local"][step] + results[1]["local"][step]) / 2, rel=1e-12)
+        assert loss == pytest.approx(
+            (results[0]["local"][step] + results[1]["local"][step]) / 2, rel=1e-12
+        )
 
 
 # --- Errors ---
@@ -663,30 +891,46 @@ def build(**settings: Any) -> TrainingEngine:
     return TrainingEngine(Steady(), "cpu", **settings)
 
 
-@pytest.mark.parametrize(("settings", "words"), [
-    ({"distributed": True}, "no process group is open"),
-    ({"clip_norm": 0}, "clip_norm: got 0"),
-    ({"clip_norm": -1.5}, r"clip_norm: got -1\.5"),
-    ({"accumulation_steps": 0}, "accumulation_steps: got 0"),
-    ({"use_ema": True, "ema_decay": 1.5}, r"ema_decay: got 1\.5"),
-    ({"use_ema": True, "ema_decay": 0.0}, r"ema_decay: got 0\.0"),
-    ({"distributed": True, "sync": "carrier_pigeon"}, "carrier_pigeon.*all_reduce")])
-def test_settings_that_cannot_be_are_told_with_their_value(settings: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"distributed": True}, "no process group is open"),
+        ({"clip_norm": 0}, "clip_norm: got 0"),
+        ({"clip_norm": -1.5}, r"clip_norm: got -1\.5"),
+        ({"accumulation_steps": 0}, "accumulation_steps: got 0"),
+        ({"use_ema": True, "ema_decay": 1.5}, r"ema_decay: got 1\.5"),
+        ({"use_ema": True, "ema_decay": 0.0}, r"ema_decay: got 0\.0"),
+        ({"distributed": True, "sync": "carrier_pigeon"}, "carrier_pigeon.*all_reduce"),
+    ],
+)
+def test_settings_that_cannot_be_are_told_with_their_value(
+    settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         build(**settings)
 
 
-@pytest.mark.parametrize(("settings", "words"), [
-    ({"target_accuracy": 85}, "target_accuracy: got 85, give a fraction"),
-    ({"target_accuracy": 0.5, "patience": 0}, "patience: got 0"),
-    ({"num_epochs": 0}, "num_epochs: got 0"),
-    ({"target_accuracy": 0.5, "val_loader": None}, "target_accuracy needs a val_loader")])
-def test_arguments_of_train_that_cannot_be(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"target_accuracy": 85}, "target_accuracy: got 85, give a fraction"),
+        ({"target_accuracy": 0.5, "patience": 0}, "patience: got 0"),
+        ({"num_epochs": 0}, "num_epochs: got 0"),
+        ({"target_accuracy": 0.5, "val_loader": None}, "target_accuracy needs a val_loader"),
+    ],
+)
+def test_arguments_of_train_that_cannot_be(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
     engine = build(output_dir=tmp_path)
     arguments = {"num_epochs": 1, "val_loader": ScriptedLoader([5])} | settings
     with pytest.raises(UserError, match=words):
-        engine.train(steady_batches(), optimizer=torch.optim.SGD(engine.model.parameters(), lr=0.1),
-                     criterion=nn.CrossEntropyLoss(), **arguments)
+        engine.train(
+            steady_batches(),
+            optimizer=torch.optim.SGD(engine.model.parameters(), lr=0.1),
+            criterion=nn.CrossEntropyLoss(),
+            **arguments,
+        )
     assert engine.step == 0
     assert not list(tmp_path.iterdir())
 
@@ -703,8 +947,9 @@ def test_a_model_with_nothing_to_train_is_refused(distributed: bool) -> None:
 
 def prepare_frozen(_rank: int, distributed: bool = True) -> None:
     model = small_model().requires_grad_(False)
-    TrainingEngine(model, "cpu", distributed=distributed).prepare(torch.optim.SGD(small_model().parameters(), lr=0.1),
-                                                                  nn.CrossEntropyLoss())
+    TrainingEngine(model, "cpu", distributed=distributed).prepare(
+        torch.optim.SGD(small_model().parameters(), lr=0.1), nn.CrossEntropyLoss()
+    )
 
 
 # --- In an open group: contradictions, the mean of a metric, a stop asked for by one rank, opening and closing ---
@@ -738,7 +983,8 @@ def in_an_open_group(rank: int, port: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "world_size": refusal(lambda: build(distributed=True, world_size=4)),
         "backend": refusal(lambda: build(distributed=True, backend="nccl")),
-        "fits": refusal(lambda: build(distributed=True, world_size=2, backend="gloo"))}
+        "fits": refusal(lambda: build(distributed=True, world_size=2, backend="gloo")),
+    }
 
     engine = build(distributed=True)
     metric = torch.tensor([1.0 + 4 * rank, 10.0], dtype=torch.float64)
@@ -805,10 +1051,16 @@ def test_the_group_opens_once_and_closes_harmlessly() -> None:
 # --- Mixed precision on a CPU ---
 
 
-@pytest.mark.parametrize(("fast", "dtype", "words"), [(True, torch.bfloat16, "AMP uses bf16"),
-                                                      (False, torch.float32, "AMP is off, training runs in fp32")])
-def test_amp_on_a_cpu_is_bf16_where_that_is_fast(monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: torch.dtype,
-                                                 words: str) -> None:
+@pytest.mark.parametrize(
+    ("fast", "dtype", "words"),
+    [
+        (True, torch.bfloat16, "AMP uses bf16"),
+        (False, torch.float32, "AMP is off, training runs in fp32"),
+    ],
+)
+def test_amp_on_a_cpu_is_bf16_where_that_is_fast(
+    monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: torch.dtype, words: str
+) -> None:
     monkeypatch.setattr("common.training_engine.amp.cpu_has_fast_bf16", lambda: fast)
     model, seen = small_model().float(), []
     model[0].register_forward_hook(lambda _layer, _inputs, output: seen.append(output.dtype))
@@ -820,7 +1072,9 @@ def test_amp_on_a_cpu_is_bf16_where_that_is_fast(monkeypatch: pytest.MonkeyPatch
     result = engine.train_epoch(batches, epoch=1)
     validate(model, engine.world, nn.CrossEntropyLoss(), batches, amp_dtype=engine.amp_dtype)
     assert seen == [dtype] * 4
-    assert all(p.dtype == torch.float32 for p in model.parameters()), "the weights themselves stay in fp32"
+    assert all(p.dtype == torch.float32 for p in model.parameters()), (
+        "the weights themselves stay in fp32"
+    )
     assert digest(model.state_dict()) != before
     assert math.isfinite(result.loss)
     assert not engine.scaler.is_enabled()

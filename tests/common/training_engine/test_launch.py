@@ -83,10 +83,16 @@ class Forked:
     def __init__(self, command: list[str], *, env: dict[str, str], stdin: int) -> None:
         reader, self.stdin = ranks.context().Pipe(duplex=False)
         assert (command[:3], stdin) == ([sys.executable, "-P", "-m"], subprocess.PIPE)
-        self._process = ranks.context().Process(target=_work, args=(reader, command[3:], env), daemon=True)
+        self._process = ranks.context().Process(
+            target=_work, args=(reader, command[3:], env), daemon=True
+        )
         self._process.start()
         reader.close()
-        self.terminate, self.kill, self.wait = self._process.terminate, self._process.kill, self._process.join
+        self.terminate, self.kill, self.wait = (
+            self._process.terminate,
+            self._process.kill,
+            self._process.join,
+        )
 
     @property
     def returncode(self) -> int | None:
@@ -110,14 +116,18 @@ def _work(reader: Connection, command: list[str], environment: dict[str, str]) -
 def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How the workers start; anew, as users start them, also in the tests of scripts below."""
     if request.param == "forked":
-        monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE))
+        monkeypatch.setattr(
+            launch, "subprocess", SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)
+        )
 
 
 # --- What comes back ---
 
 
 @pytest.mark.usefixtures("workers")
-def test_lambdas_and_local_classes_reach_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lambdas_and_local_classes_reach_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also: NCCL without GPUs is a warning that says so, and Gloo serves."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
@@ -130,13 +140,22 @@ def test_lambdas_and_local_classes_reach_every_rank(tmp_path: Path, monkeypatch:
 
     caller = os.getpid()
 
-    def train(rank: int, world_size: int, *, scale: Callable[[int], int], point: Point) -> dict[str, Any]:
+    def train(
+        rank: int, world_size: int, *, scale: Callable[[int], int], point: Point
+    ) -> dict[str, Any]:
         note(tmp_path, f"pid{rank}", os.getpid())
-        return {"ranks": gather((rank, scale(rank), point.doubled(), os.getpid() != caller), world_size),
-                "backend": dist.get_backend(), "this": rank}
+        return {
+            "ranks": gather(
+                (rank, scale(rank), point.doubled(), os.getpid() != caller), world_size
+            ),
+            "backend": dist.get_backend(),
+            "this": rank,
+        }
 
-    with pytest.warns(UserWarning, match=r"NCCL needs a GPU for each of the 2 ranks, and this machine has 0.*Gloo"):
-        result = launch_distributed_training(train, 2, scale=lambda rank: 10 ** rank, point=Point(21))
+    with pytest.warns(
+        UserWarning, match=r"NCCL needs a GPU for each of the 2 ranks, and this machine has 0.*Gloo"
+    ):
+        result = launch_distributed_training(train, 2, scale=lambda rank: 10**rank, point=Point(21))
     assert result == {"ranks": [(0, 1, 42, True), (1, 10, 42, True)], "backend": "gloo", "this": 0}
     assert_all_ended(pids(tmp_path), count=2)
 
@@ -145,7 +164,9 @@ def test_lambdas_and_local_classes_reach_every_rank(tmp_path: Path, monkeypatch:
 def test_one_rank_is_this_process(world_size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = launch_distributed_training(lambda rank, size, word: (os.getpid(), rank, size, word), world_size, word="x")
+        result = launch_distributed_training(
+            lambda rank, size, word: (os.getpid(), rank, size, word), world_size, word="x"
+        )
     assert result == (os.getpid(), 0, 1, "x")
     assert not dist.is_initialized()
 
@@ -160,8 +181,10 @@ def test_an_error_in_this_process_has_its_traceback() -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-@pytest.mark.parametrize(("arguments", "words"), [((2, "mpi"), "backend: got 'mpi', choose nccl or gloo"),
-                                                  ((-1, "gloo"), "world_size: got -1")])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [((2, "mpi"), "backend: got 'mpi', choose nccl or gloo"), ((-1, "gloo"), "world_size: got -1")],
+)
 def test_values_that_cannot_be(arguments: tuple, words: str) -> None:
     with pytest.raises(UserError, match=words):
         launch_distributed_training(lambda *_: pytest.fail("must not be called"), *arguments)
@@ -189,17 +212,28 @@ def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path: Path) -> Non
             return torch.randn(4, generator=torch.Generator().manual_seed(index)), index % 2
 
     def seen(name: str) -> list[list[int]]:
-        return [[int(line) for line in path.read_text().split()] for path in sorted(tmp_path.glob(f"{name}-*"))]
+        return [
+            [int(line) for line in path.read_text().split()]
+            for path in sorted(tmp_path.glob(f"{name}-*"))
+        ]
 
     def model() -> nn.Module:
         return nn.Linear(4, 2)
 
     history = launch_distributed_training(
-        distributed_train_worker, 2, "gloo", model_fn=model, train_dataset=Recorded("train", SAMPLES),
-        val_dataset=Recorded("val", 7), batch_size=3, optimizer_fn=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        criterion_fn=nn.CrossEntropyLoss, scheduler_fn=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5),
+        distributed_train_worker,
+        2,
+        "gloo",
+        model_fn=model,
+        train_dataset=Recorded("train", SAMPLES),
+        val_dataset=Recorded("val", 7),
+        batch_size=3,
+        optimizer_fn=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        criterion_fn=nn.CrossEntropyLoss,
+        scheduler_fn=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5),
         engine_kwargs={"output_dir": tmp_path, "experiment_name": "run", "accumulation_steps": 2},
-        train_kwargs={"num_epochs": EPOCHS})
+        train_kwargs={"num_epochs": EPOCHS},
+    )
     assert history["epoch"] == [1, 2]
     assert history["learning_rate"] == [0.1, 0.05]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["best.pt", "last.pt"]
@@ -208,7 +242,9 @@ def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path: Path) -> Non
 
     ranks = seen("train")
     assert [len(one) for one in ranks] == [SAMPLES // 2 * EPOCHS] * 2
-    epochs = [[one[k * SAMPLES // 2:(k + 1) * SAMPLES // 2] for one in ranks] for k in range(EPOCHS)]
+    epochs = [
+        [one[k * SAMPLES // 2 : (k + 1) * SAMPLES // 2] for one in ranks] for k in range(EPOCHS)
+    ]
     for shares in epochs:
         assert sorted(chain(*shares)) == list(range(SAMPLES)), "each sample once, on one rank"
     assert epochs[0] != epochs[1], "set_epoch gives each epoch an order of its own"
@@ -221,10 +257,16 @@ def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("workers")
-def test_a_group_that_cannot_be_set_up_is_told_and_one_device_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_cannot_be_set_up_is_told_and_one_device_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    with pytest.warns(UserWarning, match=r"could not be set up \(.*nosuch0.*\): training on one device"):
-        result = launch_distributed_training(lambda rank, size: (os.getpid(), rank, size), 2, "gloo")
+    with pytest.warns(
+        UserWarning, match=r"could not be set up \(.*nosuch0.*\): training on one device"
+    ):
+        result = launch_distributed_training(
+            lambda rank, size: (os.getpid(), rank, size), 2, "gloo"
+        )
     assert result == (os.getpid(), 0, 1)
 
 
@@ -245,9 +287,13 @@ def failing(rank: int, world_size: int, *, folder: str, how: str) -> None:
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.filterwarnings("error")  # no fallback, which would warn
-@pytest.mark.parametrize(("how", "size", "words"), [("raise", 3, "KeyError: 'the very reason'"), ("kill", 2, "status -9")])
-def test_a_rank_that_fails_is_named_and_nothing_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str,
-                                                               size: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "size", "words"),
+    [("raise", 3, "KeyError: 'the very reason'"), ("kill", 2, "status -9")],
+)
+def test_a_rank_that_fails_is_named_and_nothing_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, size: int, words: str
+) -> None:
     monkeypatch.setattr(launch, "_GRACE_SECONDS", 1.0)
     began = time.monotonic()
     with pytest.raises(WorkerError, match=words) as caught:
@@ -278,7 +324,9 @@ def _read_back(pid: int) -> OnlyHere:
 @pytest.mark.filterwarnings("error")
 def test_arguments_that_a_worker_cannot_read_are_an_error_not_a_fallback() -> None:
     with pytest.raises(WorkerError, match="made for another process"):
-        launch_distributed_training(lambda rank, size, thing: pytest.fail("must not train"), 2, "gloo", thing=OnlyHere())
+        launch_distributed_training(
+            lambda rank, size, thing: pytest.fail("must not train"), 2, "gloo", thing=OnlyHere()
+        )
 
 
 @pytest.mark.usefixtures("workers")
@@ -293,9 +341,24 @@ def test_a_result_that_cannot_be_sent_back_says_so() -> None:
 
 def test_a_failure_in_training_counts_more_than_a_group_that_breaks_of_it(tmp_path: Path) -> None:
     """A rank may fail so early that another is still in the last message of the set-up: no reason to train again."""
-    for rank, outcome in enumerate([
-            {"stage": "group", "error": "Connection closed", "traceback": "...", "time": 1.0, "consequence": True},
-            {"stage": "training", "error": "boom", "traceback": "ValueError: boom", "time": 2.0, "consequence": False}]):
+    for rank, outcome in enumerate(
+        [
+            {
+                "stage": "group",
+                "error": "Connection closed",
+                "traceback": "...",
+                "time": 1.0,
+                "consequence": True,
+            },
+            {
+                "stage": "training",
+                "error": "boom",
+                "traceback": "ValueError: boom",
+                "time": 2.0,
+                "consequence": False,
+            },
+        ]
+    ):
         (tmp_path / f"outcome{rank}.pkl").write_bytes(cloudpickle.dumps(outcome | {"result": None}))
     workers = [SimpleNamespace(returncode=1, poll=lambda: 1) for _ in range(2)]
     with pytest.raises(WorkerError, match="boom") as caught:
@@ -339,8 +402,15 @@ def write_script(folder: Path, text: str) -> tuple[Path, Path]:
 def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
     script, cwd = write_script(tmp_path, SCRIPT)
     (cwd / "common.py").write_text("")  # a usual name; `python -m` would find it before ours
-    ended = subprocess.run([sys.executable, script], cwd=cwd, env=script_environment(), capture_output=True, text=True,
-                           timeout=120, check=False)
+    ended = subprocess.run(
+        [sys.executable, script],
+        cwd=cwd,
+        env=script_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == ["the script runs", "result [0, 15]"]
 
@@ -365,20 +435,29 @@ WAITING = f"""
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_workers_end_with_their_caller(tmp_path: Path, number: signal.Signals) -> None:
     """By SIGKILL, which nobody can catch, and by Ctrl-C."""
     script, cwd = write_script(tmp_path, WAITING)
-    caller = Started([sys.executable, str(script), str(tmp_path)], cwd=cwd, env=script_environment(), forked=True)
+    caller = Started(
+        [sys.executable, str(script), str(tmp_path)], cwd=cwd, env=script_environment(), forked=True
+    )
     try:
-        wait_until(lambda: len(pids(tmp_path)) == 2 or caller.process.poll() is not None, "the workers' start")
+        wait_until(
+            lambda: len(pids(tmp_path)) == 2 or caller.process.poll() is not None,
+            "the workers' start",
+        )
         workers = pids(tmp_path)
         assert len(workers) == 2, caller.end().err
         assert all(map(runs, workers))
         caller.send(number)
         ended = caller.end(timeout_seconds=60)
         if number == signal.SIGKILL:
-            wait_until(lambda: not any(map(runs, workers)), "the end of the workers", timeout_seconds=60)
+            wait_until(
+                lambda: not any(map(runs, workers)), "the end of the workers", timeout_seconds=60
+            )
     finally:
         caller.kill()
     assert_all_ended(workers, count=2)  # at Ctrl-C the caller sees to it before it ends
@@ -389,6 +468,7 @@ def test_workers_end_with_their_caller(tmp_path: Path, number: signal.Signals) -
 @pytest.mark.usefixtures("workers")
 def test_ctrl_c_ends_the_workers(tmp_path: Path) -> None:
     """As in a notebook, where the caller goes on."""
+
     def train(rank: int, world_size: int) -> None:
         note(tmp_path, f"pid{rank}", os.getpid())
         if rank == 0:

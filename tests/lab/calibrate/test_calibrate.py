@@ -21,8 +21,16 @@ from lab.fitting import fit
 from tests.helpers import ROOT, Started, free_port, user_environment, wait_until
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 40_000_000)
-TINY = Measures("vgg11", (32, 32), ((1_000, 3), (100_000, 2), (4_000_000, 1)), rounds=2, step_rounds=1, samples=(4, 8, 12),
-                steps=1, limit_seconds=100)
+TINY = Measures(
+    "vgg11",
+    (32, 32),
+    ((1_000, 3), (100_000, 2), (4_000_000, 1)),
+    rounds=2,
+    step_rounds=1,
+    samples=(4, 8, 12),
+    steps=1,
+    limit_seconds=100,
+)
 
 
 def noisy(seconds, generator, share=0.03):
@@ -38,7 +46,9 @@ def test_a_fit_finds_what_made_the_data():
         found = fit([[1.0] * len(SIZES), SIZES], measured, varied=SIZES)
         assert found.values == pytest.approx(truth, rel=0.2)
         assert found.worst_relative_error < 0.15
-        inside += [low <= value <= high for value, (low, high) in zip(truth, found.intervals, strict=True)]
+        inside += [
+            low <= value <= high for value, (low, high) in zip(truth, found.intervals, strict=True)
+        ]
     assert all(inside >= 0.9 * 200)  # of 95 % intervals
 
 
@@ -54,6 +64,7 @@ def test_a_fit_stays_at_or_above_zero_and_knows_what_is_known():
 def measured_by(size, *, alpha, beta, gamma, generator):
     """What ``measure_rank`` would return of ``size`` ranks on a machine of so many cores, with these parameters; half of it
     while another process disturbed them."""
+
     def cpu(noise, ranks=size):
         return {"clock": 10.0, "own": 9.0, "all": 9.0 * ranks + 10.0 * noise}
 
@@ -61,41 +72,89 @@ def measured_by(size, *, alpha, beta, gamma, generator):
         messages = {}
         for kind in KINDS:
             taken = [(nbytes, *loads(kind, nbytes, size)) for nbytes in SIZES]
-            seconds = noisy([alpha * count + beta * link_bytes + gamma * summed for _, count, link_bytes, summed in taken],
-                            generator)
-            messages[kind] = [[row[0], (one + 1e-4) * (1 + noise), 1e-4] for row, one in zip(taken, seconds, strict=True)]
-        return {"messages": messages, "cpu": cpu(noise),
-                "memory": {name: [[nbytes, gamma * nbytes * (1 + noise)] for nbytes in SIZES] for name in ("sum", "copy")}}
+            seconds = noisy(
+                [
+                    alpha * count + beta * link_bytes + gamma * summed
+                    for _, count, link_bytes, summed in taken
+                ],
+                generator,
+            )
+            messages[kind] = [
+                [row[0], (one + 1e-4) * (1 + noise), 1e-4]
+                for row, one in zip(taken, seconds, strict=True)
+            ]
+        return {
+            "messages": messages,
+            "cpu": cpu(noise),
+            "memory": {
+                name: [[nbytes, gamma * nbytes * (1 + noise)] for nbytes in SIZES]
+                for name in ("sum", "copy")
+            },
+        }
 
     def steps(samples, speed, ranks=size):
-        return [{"samples": count, "before": speed * (0.02 + 0.003 * count) * (1 + noise), "update": speed * 0.01,
-                 "backward": speed * (0.05 + 0.006 * count) * (1 + noise), "cpu": cpu(noise, ranks)}
-                for count in samples for noise in (0, 1, 0, 3, 2)]
+        return [
+            {
+                "samples": count,
+                "before": speed * (0.02 + 0.003 * count) * (1 + noise),
+                "update": speed * 0.01,
+                "backward": speed * (0.05 + 0.006 * count) * (1 + noise),
+                "cpu": cpu(noise, ranks),
+            }
+            for count in samples
+            for noise in (0, 1, 0, 3, 2)
+        ]
 
     def rank(speed):
-        return {"turns": [turn(noise) for noise in (3, 0, 2, 0, 1, 0)], "threads": 1, "together": steps((8, 24, 56), speed),
-                "ready": [1.0, 0.9, 0.3, 0.1], "environment": {"cpu": "Test CPU"}, "alone": [],
-                "overlap": [{"backward": 1.0, "messages": 0.4, "both": 1.2 + noise, "cpu": cpu(noise)} for noise in (0, 5, 0)]}
+        return {
+            "turns": [turn(noise) for noise in (3, 0, 2, 0, 1, 0)],
+            "threads": 1,
+            "together": steps((8, 24, 56), speed),
+            "ready": [1.0, 0.9, 0.3, 0.1],
+            "environment": {"cpu": "Test CPU"},
+            "alone": [],
+            "overlap": [
+                {"backward": 1.0, "messages": 0.4, "both": 1.2 + noise, "cpu": cpu(noise)}
+                for noise in (0, 5, 0)
+            ],
+        }
 
     sizes = [GradientSize(shape) for shape in ((100,), (10,), (50, 2), (5,))]
-    return {"ranks": [rank(2.0) | {"alone": steps((16, 48, 112), 1.0, 1)}, *(rank(2.2) for _ in range(size - 1))], "cores": size,
-            "ranks_here": size, "gradients": sizes}
+    return {
+        "ranks": [
+            rank(2.0) | {"alone": steps((16, 48, 112), 1.0, 1)},
+            *(rank(2.2) for _ in range(size - 1)),
+        ],
+        "cores": size,
+        "ranks_here": size,
+        "gradients": sizes,
+    }
 
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_a_calibration_finds_the_machine_that_made_the_data(size, tmp_path):
-    found = measured_by(size, alpha=2e-4, beta=1e-9, gamma=1e-10, generator=np.random.default_rng(size))
+    found = measured_by(
+        size, alpha=2e-4, beta=1e-9, gamma=1e-10, generator=np.random.default_rng(size)
+    )
     made = fit_calibration(found, model="vgg11", quick=True)
     for kind in KINDS:
         rate = made.network.rate(kind)
-        assert (rate.alpha_seconds, rate.beta_seconds_per_byte) == pytest.approx((2e-4, 1e-9), rel=0.15), kind
+        assert (rate.alpha_seconds, rate.beta_seconds_per_byte) == pytest.approx(
+            (2e-4, 1e-9), rel=0.15
+        ), kind
     assert made.network.gamma_seconds_per_byte == pytest.approx(1e-10)
     assert made.network.overlap_cost == pytest.approx(0.5)
-    assert made.others_share == pytest.approx(1.1 / size, rel=0.2)  # of all turns, also those that don't count
+    assert made.others_share == pytest.approx(
+        1.1 / size, rel=0.2
+    )  # of all turns, also those that don't count
     assert made.compute.at(100).seconds == pytest.approx(0.02 + 0.3 + 0.05 + 0.6 + 0.01)
     together = made.compute.at(50, ranks_here=size)
-    assert together.seconds == pytest.approx(2.2 * (0.02 + 0.15 + 0.05 + 0.3 + 0.01), rel=0.01)  # the slowest rank's
-    ready = [together.ready_seconds(nbytes) / together.backward_seconds for nbytes in (20, 420, 460, 860)]
+    assert together.seconds == pytest.approx(
+        2.2 * (0.02 + 0.15 + 0.05 + 0.3 + 0.01), rel=0.01
+    )  # the slowest rank's
+    ready = [
+        together.ready_seconds(nbytes) / together.backward_seconds for nbytes in (20, 420, 460, 860)
+    ]
     assert ready == pytest.approx([0.1, 0.3, 0.9, 1.0])
     told = "\n".join(describe(made))
     assert "Test CPU" in told
@@ -103,7 +162,11 @@ def test_a_calibration_finds_the_machine_that_made_the_data(size, tmp_path):
     assert ("warning" in told) == (made.others_share > 0.1)
     save_calibration(made, tmp_path / "sub" / "calibration.json")
     again = load_calibration(tmp_path / "sub" / "calibration.json")
-    assert (again.network, again.compute, again.gradients) == (made.network, made.compute, made.gradients)
+    assert (again.network, again.compute, again.gradients) == (
+        made.network,
+        made.compute,
+        made.gradients,
+    )
     assert json.dumps(again.as_json()) == json.dumps(made.as_json())
 
 
@@ -111,13 +174,23 @@ def changed(**entries):
     return json.dumps(json.loads(reference_path().read_text()) | entries)
 
 
-@pytest.mark.parametrize(("content", "said"), [
-    (None, "no calibration at"), ("", "cut"), (reference_path().read_text()[:2000], "cut"),
-    ("[1, 2]", "no calibration of this"), ('{"format": 1, "cells": []}', "no calibration of this"),
-    (changed(format=99), "format 99"), (changed(network={}), "incomplete"), (changed(gradients=[]), "incomplete"),
-    (changed(compute={"profiles": "fast"}), "incomplete"), (changed(extra=1), "incomplete"),
-    (changed(network=json.loads(changed())["network"] | {"alpha_seconds": "small"}), "small"),
-    (changed(network=json.loads(changed())["network"] | {"beta_seconds_per_byte": -1}), "-1")])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no calibration at"),
+        ("", "cut"),
+        (reference_path().read_text()[:2000], "cut"),
+        ("[1, 2]", "no calibration of this"),
+        ('{"format": 1, "cells": []}', "no calibration of this"),
+        (changed(format=99), "format 99"),
+        (changed(network={}), "incomplete"),
+        (changed(gradients=[]), "incomplete"),
+        (changed(compute={"profiles": "fast"}), "incomplete"),
+        (changed(extra=1), "incomplete"),
+        (changed(network=json.loads(changed())["network"] | {"alpha_seconds": "small"}), "small"),
+        (changed(network=json.loads(changed())["network"] | {"beta_seconds_per_byte": -1}), "-1"),
+    ],
+)
 def test_a_file_that_cannot_be_used_gives_one_clear_message(content, said, tmp_path):
     path = tmp_path / "calibration.json"
     if content is not None:
@@ -139,7 +212,14 @@ def test_no_measured_batch_is_one_that_is_commonly_predicted():
     for quick in (False, True):
         samples = measures_for("vgg11", (32, 32), quick=quick).samples
         assert len(samples) >= 3
-        assert not {count // ranks for count in samples for ranks in (1, 2, 4, 8)} & {16, 32, 64, 128, 256, 512}
+        assert not {count // ranks for count in samples for ranks in (1, 2, 4, 8)} & {
+            16,
+            32,
+            64,
+            128,
+            256,
+            512,
+        }
 
 
 @pytest.mark.slow
@@ -171,8 +251,14 @@ assert (made is None) == (sys.argv[1] == "1")
 @pytest.mark.slow
 def test_nodes_calibrate_together_and_rank_0_writes(tmp_path):
     port, path = free_port(), tmp_path / "calibration.json"
-    nodes = [Started([sys.executable, "-c", NODE, str(rank), str(port), str(path), repr(TINY)], cwd=ROOT, env=dict(os.environ))
-             for rank in range(2)]
+    nodes = [
+        Started(
+            [sys.executable, "-c", NODE, str(rank), str(port), str(path), repr(TINY)],
+            cwd=ROOT,
+            env=dict(os.environ),
+        )
+        for rank in range(2)
+    ]
     ended = [node.end(timeout_seconds=120) for node in nodes]
     assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
     made = load_calibration(path)
@@ -191,7 +277,9 @@ calibrate(ranks=2, path=Path(sys.argv[1]))
 @pytest.mark.slow
 def test_an_interrupt_leaves_no_process_and_no_file(tmp_path):
     path = tmp_path / "calibration.json"
-    parent = Started([sys.executable, "-c", INTERRUPTED, str(path)], cwd=ROOT, env=user_environment())
+    parent = Started(
+        [sys.executable, "-c", INTERRUPTED, str(path)], cwd=ROOT, env=user_environment()
+    )
 
     def children():
         return psutil.Process(parent.process.pid).children(recursive=True)

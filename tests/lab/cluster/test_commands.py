@@ -22,44 +22,104 @@ def word() -> str:
 
 @needs_namespaces
 def test_output_is_prefixed_and_kept_by_node(lab: Lab) -> None:
-    status, output = lab.run("run", "--nodes", "2", "--rate", "1gbit", "--logs", str(lab.folder / "logs"), "--",
-                             "sh", "-c", "echo from {rank} of {nodes}; ip -brief address show eth0; echo to {master}:{port} >&2")
+    status, output = lab.run(
+        "run",
+        "--nodes",
+        "2",
+        "--rate",
+        "1gbit",
+        "--logs",
+        str(lab.folder / "logs"),
+        "--",
+        "sh",
+        "-c",
+        "echo from {rank} of {nodes}; ip -brief address show eth0; echo to {master}:{port} >&2",
+    )
     lines = output.splitlines()
     assert status == 0, output
-    assert re.fullmatch(r"2 nodes, 10\.9\.0\.1 to 10\.9\.0\.2, 1gbit both ways; up in [\d.]+ s", lines[0])
-    assert {"node 0 | from 0 of 2", "node 1 | from 1 of 2", "node 1 | to 10.9.0.1:29500"} <= set(lines)
+    assert re.fullmatch(
+        r"2 nodes, 10\.9\.0\.1 to 10\.9\.0\.2, 1gbit both ways; up in [\d.]+ s", lines[0]
+    )
+    assert {"node 0 | from 0 of 2", "node 1 | from 1 of 2", "node 1 | to 10.9.0.1:29500"} <= set(
+        lines
+    )
     assert any(line.startswith("node 1 | eth0") and "10.9.0.2/24" in line for line in lines)
     assert lines[-1].startswith("all nodes ended well after ")
     assert (lab.folder / "logs" / "node1.log").read_text().splitlines()[0] == "from 1 of 2"
 
 
-@pytest.mark.parametrize("loopback", [pytest.param(False, marks=[needs_namespaces, pytest.mark.slow], id="namespaces"),
-                                      pytest.param(True, id="loopback")])
+@pytest.mark.parametrize(
+    "loopback",
+    [
+        pytest.param(False, marks=[needs_namespaces, pytest.mark.slow], id="namespaces"),
+        pytest.param(True, id="loopback"),
+    ],
+)
 def test_the_first_that_failed_gives_status_and_message(lab: Lab, loopback: bool) -> None:
-    echo, cause = "sleep 0.5; echo 'error: broke: another rank has ended'; exit 1", "echo 'ValueError: bad luck'; exit 7"
-    status, output = lab.run("run", "--nodes", "3", *(["--loopback"] if loopback else []), "--output-dir", str(lab.folder), "--",
-                             "sh", "-c", f"test {{rank}} = 1 || {{ {echo}; }}; {cause}")
+    echo, cause = (
+        "sleep 0.5; echo 'error: broke: another rank has ended'; exit 1",
+        "echo 'ValueError: bad luck'; exit 7",
+    )
+    status, output = lab.run(
+        "run",
+        "--nodes",
+        "3",
+        *(["--loopback"] if loopback else []),
+        "--output-dir",
+        str(lab.folder),
+        "--",
+        "sh",
+        "-c",
+        f"test {{rank}} = 1 || {{ {echo}; }}; {cause}",
+    )
     assert status == 7, output
     log = next(lab.folder.glob("cluster-*/node1.log"))
-    assert output.splitlines()[-1] == f"error: node 1 ended with status 7: ValueError: bad luck (its output: {log})"
+    assert (
+        output.splitlines()[-1]
+        == f"error: node 1 ended with status 7: ValueError: bad luck (its output: {log})"
+    )
 
 
 def test_a_crash_is_told_by_its_signal(lab: Lab) -> None:
-    status, output = lab.run("run", "--nodes", "2", "--loopback", "--logs", str(lab.folder), "--", "sh", "-c", "kill -SEGV $$")
+    status, output = lab.run(
+        "run",
+        "--nodes",
+        "2",
+        "--loopback",
+        "--logs",
+        str(lab.folder),
+        "--",
+        "sh",
+        "-c",
+        "kill -SEGV $$",
+    )
     assert status == 128 + signal.SIGSEGV
     assert "was killed by SIGSEGV: it said nothing" in output
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["run", "--nodes", "2"], "no command: give it behind --"),
-    (["run", "--nodes", "0", "--", "true"], "--nodes: got 0, give 1 to 250"),
-    (["run", "--rate", "fast", "--", "true"], "--rate: got 'fast', give a number with a unit"),
-    (["run", "--loopback", "--rate", "1gbit", "--", "true"], "--loopback has no links: leave out --rate"),
-    (["run", "--", "echo", "{ranks}"], "{ranks} in the command: choose from {master}, {nodes}, {rank}, {port}"),
-    (["fault", "--node", "0"], "one of the arguments --cut --slow --pause --kill --restore is required"),
-])
-def test_bad_input_is_one_message_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str],
-                                                     message: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--nodes", "2"], "no command: give it behind --"),
+        (["run", "--nodes", "0", "--", "true"], "--nodes: got 0, give 1 to 250"),
+        (["run", "--rate", "fast", "--", "true"], "--rate: got 'fast', give a number with a unit"),
+        (
+            ["run", "--loopback", "--rate", "1gbit", "--", "true"],
+            "--loopback has no links: leave out --rate",
+        ),
+        (
+            ["run", "--", "echo", "{ranks}"],
+            "{ranks} in the command: choose from {master}, {nodes}, {rank}, {port}",
+        ),
+        (
+            ["fault", "--node", "0"],
+            "one of the arguments --cut --slow --pause --kill --restore is required",
+        ),
+    ],
+)
+def test_bad_input_is_one_message_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     if arguments[0] == "run":
         arguments = ["run", "--output-dir", str(tmp_path / "reports"), *arguments[1:]]
     status, output = here(capsys, *arguments)
@@ -78,37 +138,92 @@ def here(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
     return status, "".join(capsys.readouterr())
 
 
-ENDS = [(place, end) for place in ("namespaces", "loopback") for end in ("well", "failure", "interrupt", "kill", "terminate")]
-FAST = [("namespaces", "failure"), ("namespaces", "interrupt"), ("namespaces", "kill"), ("loopback", "kill"),
-        ("loopback", "terminate")]
+ENDS = [
+    (place, end)
+    for place in ("namespaces", "loopback")
+    for end in ("well", "failure", "interrupt", "kill", "terminate")
+]
+FAST = [
+    ("namespaces", "failure"),
+    ("namespaces", "interrupt"),
+    ("namespaces", "kill"),
+    ("loopback", "kill"),
+    ("loopback", "terminate"),
+]
 
 
-@pytest.mark.parametrize(("place", "end"), [
-    pytest.param(place, end, id=f"{place}-{end}", marks=[needs_namespaces] * (place == "namespaces")
-                 + [pytest.mark.slow] * ((place, end) not in FAST)) for place, end in ENDS])
+@pytest.mark.parametrize(
+    ("place", "end"),
+    [
+        pytest.param(
+            place,
+            end,
+            id=f"{place}-{end}",
+            marks=[needs_namespaces] * (place == "namespaces")
+            + [pytest.mark.slow] * ((place, end) not in FAST),
+        )
+        for place, end in ENDS
+    ],
+)
 def test_nothing_is_left_behind(lab: Lab, place: str, end: str) -> None:
     """Counted: processes, also in sessions of their own, network namespaces, links, sockets of Unix, temporary files."""
-    mark, links, last = word(), sorted(os.listdir("/sys/class/net")), {"well": "true", "failure": "exit 3"}
+    mark, links, last = (
+        word(),
+        sorted(os.listdir("/sys/class/net")),
+        {"well": "true", "failure": "exit 3"},
+    )
     seen, loopback = lab.folder / "seen", place == "loopback"
-    stays = f"until test -e {seen}; do sleep 0.1; done; {last[end]}" if end in last else f"sleep {mark}"
-    process = lab.start("run", "--nodes", "3", *(["--loopback"] if loopback else ["--rate", "1gbit"]), "--logs",
-                        str(lab.folder / "logs"), "--", "sh", "-c", f"setsid sleep {mark} & {stays}")
+    stays = (
+        f"until test -e {seen}; do sleep 0.1; done; {last[end]}" if end in last else f"sleep {mark}"
+    )
+    process = lab.start(
+        "run",
+        "--nodes",
+        "3",
+        *(["--loopback"] if loopback else ["--rate", "1gbit"]),
+        "--logs",
+        str(lab.folder / "logs"),
+        "--",
+        "sh",
+        "-c",
+        f"setsid sleep {mark} & {stays}",
+    )
     wait_until(lambda: len(sleeping(mark)) == (3 if end in last else 6), "all nodes are up")
-    with held_networks([process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]) as made:
-        assert len(made) == (1 if loopback else 5), "one a node, the bridge's, and that of lab itself"
+    with held_networks(
+        [
+            process.pid,
+            *(child.pid for child in psutil.Process(process.pid).children(recursive=True)),
+        ]
+    ) as made:
+        assert len(made) == (1 if loopback else 5), (
+            "one a node, the bridge's, and that of lab itself"
+        )
         assert len(sockets(process.pid)) == 1
         if end in last:
             seen.touch()
         else:
-            process.send_signal({"interrupt": signal.SIGINT, "kill": signal.SIGKILL, "terminate": signal.SIGTERM}[end])
+            process.send_signal(
+                {"interrupt": signal.SIGINT, "kill": signal.SIGKILL, "terminate": signal.SIGTERM}[
+                    end
+                ]
+            )
         output, _ = process.communicate(timeout=LONG)
-        assert process.returncode == {"well": 0, "failure": 3, "interrupt": 130, "kill": -9, "terminate": -15}[end], output
+        assert (
+            process.returncode
+            == {"well": 0, "failure": 3, "interrupt": 130, "kill": -9, "terminate": -15}[end]
+        ), output
         wait_until(lambda: with_word(mark) == [], "every process of every node is gone")
+
         # Who kills lab leaves nobody who waits: then the cluster's first process ends a moment after its nodes.
         def left() -> tuple:
             in_them = (made - networks([os.getpid()])) & networks(psutil.pids())
-            return (in_them, with_word(str(lab.temporary)), sockets(process.pid),
-                    sorted(set(os.listdir("/sys/class/net")) - set(links)), list(lab.temporary.iterdir()))
+            return (
+                in_them,
+                with_word(str(lab.temporary)),
+                sockets(process.pid),
+                sorted(set(os.listdir("/sys/class/net")) - set(links)),
+                list(lab.temporary.iterdir()),
+            )
 
         if process.returncode < 0:
             wait_until(lambda: not any(left()), "nothing is left")
@@ -132,21 +247,52 @@ def sockets(pid: int) -> list[str]:
 @needs_namespaces
 def test_killing_what_holds_the_namespaces_ends_all_and_is_told(lab: Lab) -> None:
     mark = word()
-    process = lab.start("run", "--nodes", "2", "--logs", str(lab.folder), "--", "sh", "-c", f"setsid sleep {mark} & sleep {mark}")
+    process = lab.start(
+        "run",
+        "--nodes",
+        "2",
+        "--logs",
+        str(lab.folder),
+        "--",
+        "sh",
+        "-c",
+        f"setsid sleep {mark} & sleep {mark}",
+    )
     wait_until(lambda: len(sleeping(mark)) == 4, "the nodes are up")
-    next(child for child in psutil.Process(process.pid).children() if child.name() == "unshare").kill()
+    next(
+        child for child in psutil.Process(process.pid).children() if child.name() == "unshare"
+    ).kill()
     output, _ = process.communicate(timeout=LONG)
-    assert (process.returncode, output.splitlines()[-1]) == (1, "error: the cluster has ended: its first process is gone")
+    assert (process.returncode, output.splitlines()[-1]) == (
+        1,
+        "error: the cluster has ended: its first process is gone",
+    )
     wait_until(lambda: with_word(mark) == [], "every process is gone")
 
 
 @needs_namespaces
-def test_a_running_cluster_is_reached_from_another_terminal(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_cluster_is_reached_from_another_terminal(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By its process id, since others may run clusters on this machine."""
     mark = word()
-    process = lab.start("run", "--nodes", "2", "--rate", "100mbit", "--logs", str(lab.folder), "--", "sh", "-c",
-                        f"echo up; sleep {mark}; echo on")
-    wait_until(lambda: (lab.folder / "node1.log").exists() and (lab.folder / "node1.log").read_text(), "node 1 is up")
+    process = lab.start(
+        "run",
+        "--nodes",
+        "2",
+        "--rate",
+        "100mbit",
+        "--logs",
+        str(lab.folder),
+        "--",
+        "sh",
+        "-c",
+        f"echo up; sleep {mark}; echo on",
+    )
+    wait_until(
+        lambda: (lab.folder / "node1.log").exists() and (lab.folder / "node1.log").read_text(),
+        "node 1 is up",
+    )
     place = ("--cluster", str(process.pid))
 
     def shell(*command: str) -> tuple[int, str]:  # not in this process: it would stay in the node
@@ -162,13 +308,19 @@ def test_a_running_cluster_is_reached_from_another_terminal(lab: Lab, capsys: py
     assert shell("0", "no-such") == (127, "error: no-such: No such file or directory\n")
     assert fault("--slow", "3")[1].startswith("error: --rate: got '3'")
     assert lab.run("fault", "--node", "1", *place, "--cut") == (0, "node 1: cut\n")
-    for what, told in ((["--slow", "10mbit"], "slow 10mbit"), (["--restore"], "restore"), (["--pause"], "pause")):
+    for what, told in (
+        (["--slow", "10mbit"], "slow 10mbit"),
+        (["--restore"], "restore"),
+        (["--pause"], "pause"),
+    ):
         assert fault(*what) == (0, f"node 1: {told}\n")
     wait_until(lambda: len(stopped(mark)) == 1, "node 1 is stopped")
     status, output = here(capsys, "fault", "--node", "0", "--cut", "--cluster", "1")
     assert status == 2
     assert re.match(rf"error: --cluster: got 1, choose one of .*\b{process.pid}\b", output)
-    for other in {*sleeping(mark)} - {*stopped(mark)}:  # so that nobody waits for node 0 once the other has failed
+    for other in {*sleeping(mark)} - {
+        *stopped(mark)
+    }:  # so that nobody waits for node 0 once the other has failed
         psutil.Process(other).terminate()
     assert fault("--kill") == (0, "node 1: kill\n")
     output, _ = process.communicate(timeout=LONG)
@@ -179,12 +331,31 @@ def test_a_running_cluster_is_reached_from_another_terminal(lab: Lab, capsys: py
 @needs_namespaces
 def test_a_shell_on_a_terminal(lab: Lab) -> None:
     """With a terminal of its own, as a person has it: commands typed are answered from within the node."""
-    lab.start("run", "--nodes", "2", "--logs", str(lab.folder), "--", "sh", "-c", "echo up; sleep 100")
-    wait_until(lambda: (lab.folder / "node1.log").exists() and (lab.folder / "node1.log").read_text(), "node 1 is up")
+    lab.start(
+        "run", "--nodes", "2", "--logs", str(lab.folder), "--", "sh", "-c", "echo up; sleep 100"
+    )
+    wait_until(
+        lambda: (lab.folder / "node1.log").exists() and (lab.folder / "node1.log").read_text(),
+        "node 1 is up",
+    )
     inner, outer = os.openpty()
-    shell = subprocess.Popen(["env", "SHELL=/bin/sh", *lab.started[0].args[:4], "shell", "--node", "1", "--cluster",
-                              str(lab.started[0].pid)], stdin=outer,
-                             stdout=outer, stderr=outer, start_new_session=True, cwd=ROOT)
+    shell = subprocess.Popen(
+        [
+            "env",
+            "SHELL=/bin/sh",
+            *lab.started[0].args[:4],
+            "shell",
+            "--node",
+            "1",
+            "--cluster",
+            str(lab.started[0].pid),
+        ],
+        stdin=outer,
+        stdout=outer,
+        stderr=outer,
+        start_new_session=True,
+        cwd=ROOT,
+    )
     lab.started.append(shell)
     os.close(outer)
     os.write(inner, b"ip -brief address show eth0\nexit 4\n")

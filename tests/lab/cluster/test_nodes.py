@@ -106,11 +106,18 @@ def test_every_node_has_an_address_and_reaches_every_other(tmp_path: Path) -> No
 
 
 @needs_namespaces
-@pytest.mark.parametrize(("senders", "nbytes"), [pytest.param(1, 4_000_000, marks=pytest.mark.slow), (2, 1_000_000)])
-def test_links_are_limited_where_they_send_and_where_they_receive(tmp_path: Path, senders: int, nbytes: int) -> None:
+@pytest.mark.parametrize(
+    ("senders", "nbytes"), [pytest.param(1, 4_000_000, marks=pytest.mark.slow), (2, 1_000_000)]
+)
+def test_links_are_limited_where_they_send_and_where_they_receive(
+    tmp_path: Path, senders: int, nbytes: int
+) -> None:
     """Two senders at full rate share what the one receiver's link lets through: so that end must be shaped, too."""
     with Cluster(3, rate="20mbit", logs=tmp_path, fresh=True) as cluster:
-        cluster.start([sys.executable, script(tmp_path, MOVE), "{rank}", str(senders), str(nbytes)], nodes=range(senders + 1))
+        cluster.start(
+            [sys.executable, script(tmp_path, MOVE), "{rank}", str(senders), str(nbytes)],
+            nodes=range(senders + 1),
+        )
         assert {end.status for end in cluster.wait(limit_seconds=LONG)} == {0}
         seconds = float(cluster.output(0))
         bursts = 2 * 128 * 1024 * 8 / 20e6
@@ -124,7 +131,9 @@ def test_links_are_limited_where_they_send_and_where_they_receive(tmp_path: Path
 @pytest.fixture(scope="module")
 def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The one cluster of this module that forks its programs; on loopback where there are no namespaces."""
-    with Cluster(NODES, logs=tmp_path_factory.mktemp("forking"), loopback=REFUSED is not None) as cluster:
+    with Cluster(
+        NODES, logs=tmp_path_factory.mktemp("forking"), loopback=REFUSED is not None
+    ) as cluster:
         yield cluster
 
 
@@ -143,33 +152,54 @@ def check_facts(forking: Cluster, folder: Path) -> None:
 
     def facts_of(cluster: Cluster, nodes: list[int]) -> list[dict]:
         logs = folder / f"logs{len(nodes)}"
-        cluster.start(["python", facts, "{rank} of {nodes}"], environment={"WORD": "given"}, cwd=folder, nodes=nodes, logs=logs)
+        cluster.start(
+            ["python", facts, "{rank} of {nodes}"],
+            environment={"WORD": "given"},
+            cwd=folder,
+            nodes=nodes,
+            logs=logs,
+        )
         assert {end.status for end in cluster.wait(limit_seconds=LONG)} == {0}
         answers = [(logs / f"node{node}.log").read_text().splitlines() for node in nodes]
-        assert [last for _, last in answers] == ["last words"] * len(nodes), "what ends without a line's end is kept"
+        assert [last for _, last in answers] == ["last words"] * len(nodes), (
+            "what ends without a line's end is kept"
+        )
         return [json.loads(answer) for answer, _ in answers]
 
     with Cluster(NODES, logs=folder, loopback=forking.loopback, fresh=True) as cluster:
-        fresh, = facts_of(cluster, [1])
+        (fresh,) = facts_of(cluster, [1])
     other, forked = facts_of(forking, [0, 1])
-    assert len({one.pop("seed") for one in (fresh, forked, other)}) == 3, "chance is each node's own"
+    assert len({one.pop("seed") for one in (fresh, forked, other)}) == 3, (
+        "chance is each node's own"
+    )
     assert forked == fresh
     assert fresh["argv"] == [facts, f"1 of {NODES}"]
     assert fresh["word"] == "given"
 
 
-@pytest.mark.parametrize(("text", "status", "told"), [
-    ("import sys; sys.exit(3)", 3, ""),
-    ("raise SystemExit('no luck')", 1, "no luck"),
-    ("def f():\n    raise ValueError('bad')\nf()", 1,
-     'Traceback (most recent call last):\n  File "{script}", line 3, in <module>\n    f()\n  File "{script}", line 2, in f\n'
-     "    raise ValueError('bad')\nValueError: bad"),
-    ("import os; os.abort()", -6, None),
-    ("import atexit; atexit.register(print, 'farewell')", 0, "farewell"),
-    ("import threading, time; threading.Thread(target=lambda: (time.sleep(0.3), print('late'))).start()", 0, "late"),
-])
-def test_a_forked_program_ends_as_a_fresh_one_does(tmp_path: Path, text: str, status: int, told: str | None,
-                                                   forking: Cluster) -> None:
+@pytest.mark.parametrize(
+    ("text", "status", "told"),
+    [
+        ("import sys; sys.exit(3)", 3, ""),
+        ("raise SystemExit('no luck')", 1, "no luck"),
+        (
+            "def f():\n    raise ValueError('bad')\nf()",
+            1,
+            'Traceback (most recent call last):\n  File "{script}", line 3, in <module>\n    f()\n  File "{script}", line 2, in f\n'
+            "    raise ValueError('bad')\nValueError: bad",
+        ),
+        ("import os; os.abort()", -6, None),
+        ("import atexit; atexit.register(print, 'farewell')", 0, "farewell"),
+        (
+            "import threading, time; threading.Thread(target=lambda: (time.sleep(0.3), print('late'))).start()",
+            0,
+            "late",
+        ),
+    ],
+)
+def test_a_forked_program_ends_as_a_fresh_one_does(
+    tmp_path: Path, text: str, status: int, told: str | None, forking: Cluster
+) -> None:
     path = script(tmp_path, text)
     forking.start(["python", path], nodes=[0], logs=tmp_path)
     assert [end.status for end in forking.wait(limit_seconds=LONG)] == [status]
@@ -188,14 +218,22 @@ def test_a_program_elsewhere_has_its_own_modules(tmp_path: Path, forking: Cluste
     """Not those of the same name that the forked interpreter had imported."""
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "config.py").write_text("WHOSE = 'mine'\n")
-    forking.start(["python", script(tmp_path, "from common.config import WHOSE\nprint(WHOSE)")], nodes=[0], logs=tmp_path)
+    forking.start(
+        ["python", script(tmp_path, "from common.config import WHOSE\nprint(WHOSE)")],
+        nodes=[0],
+        logs=tmp_path,
+    )
     assert [end.status for end in forking.wait(limit_seconds=LONG)] == [0]
     assert (tmp_path / "node0.log").read_text() == "mine\n"
 
 
 def test_who_joins_later_meets_at_the_same_port(tmp_path: Path, forking: Cluster) -> None:
     joined = tmp_path / "joined"
-    forking.start(["sh", "-c", f"echo {{port}}; until test -e {joined}; do sleep 0.1; done"], nodes=[0], logs=tmp_path)
+    forking.start(
+        ["sh", "-c", f"echo {{port}}; until test -e {joined}; do sleep 0.1; done"],
+        nodes=[0],
+        logs=tmp_path,
+    )
     forking.start(["echo", "{port}"], nodes=[1], logs=tmp_path)
     joined.touch()
     forking.wait(limit_seconds=LONG)
@@ -206,9 +244,16 @@ def test_what_cannot_be_started_is_told(tmp_path: Path, forking: Cluster) -> Non
     forking.start(["no-such-program"], nodes=[0], logs=tmp_path)
     forking.start(["sleep", "30"], nodes=[1], cwd=Path("/no/such/folder"), logs=tmp_path)
     assert [end.status for end in forking.wait(limit_seconds=LONG)] == [127, 127]
-    assert (tmp_path / "node0.log").read_text() == "error: no-such-program: No such file or directory\n"
-    assert (tmp_path / "node1.log").read_text() == "error: /no/such/folder: No such file or directory\n"
-    with pytest.raises(UserError, match=re.escape("{ranks} in the command: choose from {master}, {nodes}, {rank}, {port}")):
+    assert (
+        tmp_path / "node0.log"
+    ).read_text() == "error: no-such-program: No such file or directory\n"
+    assert (
+        tmp_path / "node1.log"
+    ).read_text() == "error: /no/such/folder: No such file or directory\n"
+    with pytest.raises(
+        UserError,
+        match=re.escape("{ranks} in the command: choose from {master}, {nodes}, {rank}, {port}"),
+    ):
         forking.start(["echo", "{ranks}"])
     with pytest.raises(UserError, match=f"node {NODES}: the cluster has nodes 0 to {NODES - 1}"):
         forking.start(["true"], nodes=[NODES])
@@ -222,14 +267,30 @@ def test_what_cannot_be_started_is_told(tmp_path: Path, forking: Cluster) -> Non
 
 
 def test_the_others_end_when_one_has_failed(tmp_path: Path, forking: Cluster) -> None:
-    forking.start(["sh", "-c", "test {rank} = 0 && exit 7; setsid sleep 100 & exec sleep 100"], nodes=[0, 1], logs=tmp_path)
+    forking.start(
+        ["sh", "-c", "test {rank} = 0 && exit 7; setsid sleep 100 & exec sleep 100"],
+        nodes=[0, 1],
+        logs=tmp_path,
+    )
     ends = forking.wait(limit_seconds=LONG, stop_at_failure=True, grace_seconds=0.5)
     assert [(end.node, end.status) for end in ends] == [(0, 7), (1, -9)]
 
 
 @needs_namespaces
-def test_a_user_namespace_does_where_root_is_not_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    way = ("unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+def test_a_user_namespace_does_where_root_is_not_at_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way = (
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--net",
+        "--mount",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+    )
     monkeypatch.setattr(tools, "unshare_command", lambda: way)
     with Cluster(2, rate="100mbit", logs=tmp_path, fresh=True) as cluster:
         cluster.start(["sh", "-c", "ip -brief address show eth0; readlink /proc/self/ns/net"])
@@ -238,15 +299,33 @@ def test_a_user_namespace_does_where_root_is_not_at_hand(tmp_path: Path, monkeyp
         assert cluster.output(0).splitlines()[1] != cluster.output(1).splitlines()[1]
 
 
-@pytest.mark.parametrize(("lacking", "words"), [
-    ({"missing": lambda: [tools.Missing("tc", "iproute2")]}, "tc is not installed: install the package iproute2"),
-    ({"unshare_command": lambda: None, "_MOST_NAMESPACES": "0"}, "sysctl -w user.max_user_namespaces=10000"),
-    ({"unshare_command": lambda: None, "_SWITCHES": ("0", "kernel.unprivileged_userns_clone=1")},
-     "sudo sysctl -w kernel.unprivileged_userns_clone=1"),
-    ({"unshare_command": lambda: None, "_MOST_NAMESPACES": "7", "_SWITCHES": ("1", "x")}, "--cap-add SYS_ADMIN"),
-])
-def test_where_none_is_allowed_the_setting_to_change_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: dict,
-                                                             words: str) -> None:
+@pytest.mark.parametrize(
+    ("lacking", "words"),
+    [
+        (
+            {"missing": lambda: [tools.Missing("tc", "iproute2")]},
+            "tc is not installed: install the package iproute2",
+        ),
+        (
+            {"unshare_command": lambda: None, "_MOST_NAMESPACES": "0"},
+            "sysctl -w user.max_user_namespaces=10000",
+        ),
+        (
+            {
+                "unshare_command": lambda: None,
+                "_SWITCHES": ("0", "kernel.unprivileged_userns_clone=1"),
+            },
+            "sudo sysctl -w kernel.unprivileged_userns_clone=1",
+        ),
+        (
+            {"unshare_command": lambda: None, "_MOST_NAMESPACES": "7", "_SWITCHES": ("1", "x")},
+            "--cap-add SYS_ADMIN",
+        ),
+    ],
+)
+def test_where_none_is_allowed_the_setting_to_change_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: dict, words: str
+) -> None:
     for name, value in lacking.items():
         if name == "_MOST_NAMESPACES":
             (tmp_path / name).write_text(value)
@@ -270,8 +349,10 @@ def test_latency_is_added_or_said_to_be_left_out(tmp_path: Path) -> None:
         assert cluster.latency_seconds is None
         return
     with cluster:
-        until_connected = "import socket, time; time.sleep(1); b = time.monotonic(); s = socket.socket(); " \
-                          "s.connect_ex(('node1', 9)); print(time.monotonic() - b)"
+        until_connected = (
+            "import socket, time; time.sleep(1); b = time.monotonic(); s = socket.socket(); "
+            "s.connect_ex(('node1', 9)); print(time.monotonic() - b)"
+        )
         cluster.start([sys.executable, "-c", until_connected], nodes=[0])
         cluster.wait(limit_seconds=LONG)
         assert float(cluster.output(0)) > 0.099, "there and back"
@@ -280,6 +361,7 @@ def test_latency_is_added_or_said_to_be_left_out(tmp_path: Path) -> None:
 @needs_namespaces
 def test_faults_of_links_and_of_processes(tmp_path: Path) -> None:
     with Cluster(2, rate="100mbit", logs=tmp_path, fresh=True) as cluster:
+
         def moved(nbytes: int) -> float:
             cluster.start([sys.executable, script(tmp_path, MOVE), "{rank}", "1", str(nbytes)])
             assert {end.status for end in cluster.wait(limit_seconds=LONG)} == {0}
@@ -295,13 +377,18 @@ def test_faults_of_links_and_of_processes(tmp_path: Path) -> None:
         before = cluster.traffic()[0].received_bytes
         with pytest.raises(TimeoutError):
             cluster.wait(limit_seconds=1)
-        assert cluster.traffic()[0].received_bytes < before + 100_000, "a cut link lets nothing pass"
+        assert cluster.traffic()[0].received_bytes < before + 100_000, (
+            "a cut link lets nothing pass"
+        )
         cluster.fault(1, "restore")
         assert {end.status for end in cluster.wait(limit_seconds=LONG)} == {0}
 
         cluster.start(["sh", "-c", "setsid sleep 50 & sleep 50"], nodes=[1])
         # By their names: sh, too, waits unstoppably until its fork has become the sleep.
-        wait_until(lambda: sorted(map(name, cluster.pids(1))) == ["sh", "sleep", "sleep"], "both sleeps run")
+        wait_until(
+            lambda: sorted(map(name, cluster.pids(1))) == ["sh", "sleep", "sleep"],
+            "both sleeps run",
+        )
         cluster.fault(1, "pause")
         wait_until(lambda: states(cluster.pids(1)) == "TTT", "all three are stopped")
         cluster.fault(1, "restore")
@@ -321,25 +408,61 @@ def states(pids: list[int]) -> str:
     return "".join(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] for pid in pids)
 
 
-FEW, MANY = 1, 3  # the difference leaves out what begins and ends a run, up to some acknowledgements
+FEW, MANY = (
+    1,
+    3,
+)  # the difference leaves out what begins and ends a run, up to some acknowledgements
 
 
 def sent_bytes(cluster: Cluster, sync: str, steps: int, folder: Path) -> list[int]:
     """Train VGG-11 for ``steps`` steps; return the bytes that each node has sent, those of start and end included."""
     before = cluster.traffic()
-    cluster.start(["python", str(ROOT / part_of(sync) / "main.py"), *(["--sync", sync] if sync != "ddp" else []),
-                   "--master-ip", "{master}", "--num-nodes", "{nodes}", "--rank", "{rank}", "--dataset", "digits",
-                   "--batch-size", "6", "--max-steps", str(steps), "--measure-only", "--timeout", str(LONG),
-                   "--output-dir", str(folder)], nodes=range(NODES))
-    assert [end.status for end in cluster.wait(limit_seconds=LONG)] == [0] * NODES, cluster.output(0)
+    cluster.start(
+        [
+            "python",
+            str(ROOT / part_of(sync) / "main.py"),
+            *(["--sync", sync] if sync != "ddp" else []),
+            "--master-ip",
+            "{master}",
+            "--num-nodes",
+            "{nodes}",
+            "--rank",
+            "{rank}",
+            "--dataset",
+            "digits",
+            "--batch-size",
+            "6",
+            "--max-steps",
+            str(steps),
+            "--measure-only",
+            "--timeout",
+            str(LONG),
+            "--output-dir",
+            str(folder),
+        ],
+        nodes=range(NODES),
+    )
+    assert [end.status for end in cluster.wait(limit_seconds=LONG)] == [0] * NODES, cluster.output(
+        0
+    )
     after = cluster.traffic()
     return [after[node].sent_bytes - before[node].sent_bytes for node in range(NODES)]
 
 
 @needs_namespaces
-@pytest.mark.parametrize("sync", ["ring", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-    "gather_scatter", "all_reduce", "tree", "overlapped", "ddp"))])
-def test_bytes_on_the_links_are_those_of_the_formula(forking: Cluster, sync: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sync",
+    [
+        "ring",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gather_scatter", "all_reduce", "tree", "overlapped", "ddp")
+        ),
+    ],
+)
+def test_bytes_on_the_links_are_those_of_the_formula(
+    forking: Cluster, sync: str, tmp_path: Path
+) -> None:
     """What passes is what the strategies' formulas say, plus a tenth for headers and control at most."""
     few, many = (sent_bytes(forking, sync, steps, tmp_path) for steps in (FEW, MANY))
     sizes = GradientSize.of([p for p in build_model("vgg11", 10).parameters() if p.requires_grad])

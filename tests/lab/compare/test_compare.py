@@ -26,7 +26,9 @@ from lab.compare.runner import compare
 from tests.helpers import Started, start_lab, user_environment, wait_until
 
 FAKE = REPOSITORY / "tests" / "helpers" / "fake_part.py"
-needs_cluster = pytest.mark.skipif(namespaces_refused() is not None, reason=f"no cluster here: {namespaces_refused()}")
+needs_cluster = pytest.mark.skipif(
+    namespaces_refused() is not None, reason=f"no cluster here: {namespaces_refused()}"
+)
 SYNCS = ("all_reduce", "ring")
 
 
@@ -48,7 +50,9 @@ def fake_parts(monkeypatch):
 
 def asks(**changes):
     """Settings of a small comparison."""
-    return Settings(**{"nodes": (1, 2), "sync": SYNCS, "steps": 4, "warmup": 1, "repeats": 2} | changes)
+    return Settings(
+        **{"nodes": (1, 2), "sync": SYNCS, "steps": 4, "warmup": 1, "repeats": 2} | changes
+    )
 
 
 # --- what is started ---
@@ -57,7 +61,9 @@ def asks(**changes):
 @pytest.mark.parametrize("sync", STRATEGIES)
 def test_every_strategy_is_started_by_a_command_that_its_part_understands(sync, tmp_path):
     """The command is parsed by the part's own parser, with the part's own choices."""
-    settings = Settings(nodes=(1 if sync == "none" else 3,), sync=(sync,), steps=7, warmup=2, batch_size=90)
+    settings = Settings(
+        nodes=(1 if sync == "none" else 3,), sync=(sync,), steps=7, warmup=2, batch_size=90
+    )
     [cell] = plan_cells(settings)
     command = node_command(settings, cell, 1, tmp_path)
     part = Path(command[0]).parent.name
@@ -65,35 +71,61 @@ def test_every_strategy_is_started_by_a_command_that_its_part_understands(sync, 
     choices = {"PartOne": ("none",), "PartTwo": BY_HAND, "PartThree": BUILT_IN}[part]
     config = parse_arguments(part, "", {}, choices, command[1:])
     assert config.sync == sync
-    assert (config.batch_size, config.untimed_steps, config.timeline, config.measure_only) == (90, 2, True, True)
+    assert (config.batch_size, config.untimed_steps, config.timeline, config.measure_only) == (
+        90,
+        2,
+        True,
+        True,
+    )
     assert config.max_steps == 2 + 7 + (4 if sync == "local_sgd" else 1)
 
 
 def test_all_runs_of_a_comparison_have_equally_many_steps():
     """The learning rate follows the schedule, so a run of more steps would be another training."""
-    settings = Settings(nodes=(2,), sync=("all_reduce", "local_sgd"), flags=("--averaging-period", "6"))
-    steps = {command[command.index("--max-steps") + 1] for cell in plan_cells(settings)
-             for command in [list(node_command(settings, cell, 0, Path("x")))]}
+    settings = Settings(
+        nodes=(2,), sync=("all_reduce", "local_sgd"), flags=("--averaging-period", "6")
+    )
+    steps = {
+        command[command.index("--max-steps") + 1]
+        for cell in plan_cells(settings)
+        for command in [list(node_command(settings, cell, 0, Path("x")))]
+    }
     assert steps == {str(5 + 30 + 6)}
 
 
 def test_one_node_comes_once_and_weak_scaling_gives_each_node_the_same():
-    found = {cell["id"]: cell["batch_size"] for cell in plan_cells(asks(nodes=(4, 1, 2), scaling="weak", batch_size=32))}
-    assert found == {"none-n1": 32, "all_reduce-n2": 64, "ring-n2": 64, "all_reduce-n4": 128, "ring-n4": 128}
+    found = {
+        cell["id"]: cell["batch_size"]
+        for cell in plan_cells(asks(nodes=(4, 1, 2), scaling="weak", batch_size=32))
+    }
+    assert found == {
+        "none-n1": 32,
+        "all_reduce-n2": 64,
+        "ring-n2": 64,
+        "all_reduce-n4": 128,
+        "ring-n4": 128,
+    }
 
 
 def test_names_for_several_strategies():
     assert strategies(["all"]) == tuple(STRATEGIES)
-    assert set(STRATEGIES) - set(strategies(["exact", "topk"])) == {"ddp_fp16", "ddp_powersgd", "local_sgd"}
+    assert set(STRATEGIES) - set(strategies(["exact", "topk"])) == {
+        "ddp_fp16",
+        "ddp_powersgd",
+        "local_sgd",
+    }
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"sync": ("rings",)}, "got rings; choose from none, gather_scatter"),
-    ({"nodes": (0,)}, "--nodes: got 0"),
-    ({"nodes": (1, 300)}, "got 300, more than the 256 samples"),
-    ({"steps": 0}, "--steps: got 0"),
-    ({"until_accuracy": 60.0}, "--until-accuracy: got 60.0, give a fraction"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sync": ("rings",)}, "got rings; choose from none, gather_scatter"),
+        ({"nodes": (0,)}, "--nodes: got 0"),
+        ({"nodes": (1, 300)}, "got 300, more than the 256 samples"),
+        ({"steps": 0}, "--steps: got 0"),
+        ({"until_accuracy": 60.0}, "--until-accuracy: got 60.0, give a fraction"),
+    ],
+)
 def test_nonsense_is_refused_before_anything_runs(changes, message):
     with pytest.raises(UserError, match=message):
         asks(**changes)
@@ -102,28 +134,44 @@ def test_nonsense_is_refused_before_anything_runs(changes, message):
 def test_each_rate_has_cells_of_its_own_and_one_node_has_none():
     settings = asks(rates=("200mbit", "1 Gbit"), compute="measured", nodes=(1, 4))
     assert [(cell["id"], cell["rate"]) for cell in plan_cells(settings)] == [
-        ("none-n1", None), ("all_reduce-n4-200mbit", "200mbit"), ("ring-n4-200mbit", "200mbit"),
-        ("all_reduce-n4-1gbit", "1 Gbit"), ("ring-n4-1gbit", "1 Gbit")]
+        ("none-n1", None),
+        ("all_reduce-n4-200mbit", "200mbit"),
+        ("ring-n4-200mbit", "200mbit"),
+        ("all_reduce-n4-1gbit", "1 Gbit"),
+        ("ring-n4-1gbit", "1 Gbit"),
+    ]
     folders = {run_folder(Path("x"), cell, 0) for cell in plan_cells(settings)}
     assert len(folders) == 5
     command = list(node_command(settings, plan_cells(settings)[1], 0, Path("here")))
-    assert command[command.index("--compute") + 1] == "here/profile.json", "the comparison's own copy"
+    assert command[command.index("--compute") + 1] == "here/profile.json", (
+        "the comparison's own copy"
+    )
     config = parse_arguments("PartTwo", "", {}, BY_HAND, command[1:])
     assert config.only_times
     assert "--compute" not in node_command(asks(), plan_cells(asks())[0], 0, Path("here"))
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"rates": ("200mbit", "0.2gbit")}, "--rate: got 200mbit 0.2gbit, the same twice"),
-    ({"rates": ("fast",)}, "--rate: got 'fast', give a number with a unit"),
-    ({"compute": "measured", "until_accuracy": 0.5}, "--compute measured learns nothing.*leave out --until-accuracy")])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rates": ("200mbit", "0.2gbit")}, "--rate: got 200mbit 0.2gbit, the same twice"),
+        ({"rates": ("fast",)}, "--rate: got 'fast', give a number with a unit"),
+        (
+            {"compute": "measured", "until_accuracy": 0.5},
+            "--compute measured learns nothing.*leave out --until-accuracy",
+        ),
+    ],
+)
 def test_rates_and_compute_that_make_no_sense(changes, message):
     with pytest.raises(UserError, match=message):
         asks(**changes)
 
 
 def test_without_a_profile_nothing_begins(tmp_path):
-    with pytest.raises(UserError, match=r"there is no profile .*nowhere.json: `lab calibrate --profile nowhere` measures one"):
+    with pytest.raises(
+        UserError,
+        match=r"there is no profile .*nowhere.json: `lab calibrate --profile nowhere` measures one",
+    ):
         compare(asks(compute=str(tmp_path / "nowhere.json")), reports=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -140,15 +188,26 @@ def test_cells_with_a_rate_run_on_one_cluster_each(fake_parts, tmp_path, monkeyp
     entered = []
     real = Cluster.__enter__
     monkeypatch.setattr(Cluster, "__enter__", lambda self: entered.append(self.nodes) or real(self))
-    monkeypatch.setattr("lab.compare.executors.Cluster", partial(Cluster, fresh=True))  # the fake part has no use for torch
+    monkeypatch.setattr(
+        "lab.compare.executors.Cluster", partial(Cluster, fresh=True)
+    )  # the fake part has no use for torch
     settings = asks(nodes=(1, 2, 3), rates=("1gbit",), repeats=1, flags=("--fail", "all_reduce"))
     folder, results = compare(settings, reports=tmp_path)
     assert entered == [3], "made once, with the largest number of nodes"
     status = {cell["id"]: cell["status"] for cell in results["cells"]}
-    assert status == {"none-n1": "done", "all_reduce-n2-1gbit": "failed", "ring-n2-1gbit": "done",
-                      "all_reduce-n3-1gbit": "failed", "ring-n3-1gbit": "done"}
-    message = next(cell["message"] for cell in results["cells"] if cell["id"] == "all_reduce-n2-1gbit")
-    assert message.startswith("rank 1 ended with status 1: ValueError: the test wants it (its output: ")
+    assert status == {
+        "none-n1": "done",
+        "all_reduce-n2-1gbit": "failed",
+        "ring-n2-1gbit": "done",
+        "all_reduce-n3-1gbit": "failed",
+        "ring-n3-1gbit": "done",
+    }
+    message = next(
+        cell["message"] for cell in results["cells"] if cell["id"] == "all_reduce-n2-1gbit"
+    )
+    assert message.startswith(
+        "rank 1 ended with status 1: ValueError: the test wants it (its output: "
+    )
     assert (results["emulated"], results["settings"]["rates"]) == (True, ["1gbit"])
     assert (folder / "logs" / "ring-n3-1gbit-1" / "node2.log").exists()
 
@@ -163,8 +222,14 @@ def test_nothing_to_compare():
 
 def test_cells_take_turns_and_medians_are_those_of_the_runs(fake_parts, tmp_path):
     folder, results = compare(asks(), reports=tmp_path)
-    assert fake_parts == [("none-n1", 0), ("all_reduce-n2", 0), ("ring-n2", 0), ("ring-n2", 1), ("all_reduce-n2", 1),
-                          ("none-n1", 1)], "the second repeat goes the other way round"
+    assert fake_parts == [
+        ("none-n1", 0),
+        ("all_reduce-n2", 0),
+        ("ring-n2", 0),
+        ("ring-n2", 1),
+        ("all_reduce-n2", 1),
+        ("none-n1", 1),
+    ], "the second repeat goes the other way round"
     assert results == read_results(folder / "results.json")
     assert results["finished"]
     ring = next(cell for cell in results["cells"] if cell["id"] == "ring-n2")
@@ -180,12 +245,16 @@ def test_a_failed_cell_says_why_and_stops_nothing(fake_parts, tmp_path):
     status = {cell["id"]: cell["status"] for cell in results["cells"]}
     assert status == {"none-n1": "done", "all_reduce-n2": "failed", "ring-n2": "done"}
     message = next(cell["message"] for cell in results["cells"] if cell["sync"] == "all_reduce")
-    assert "rank 1 ended with status 1: ValueError: the test wants it" in message, "the cause, not rank 0's echo"
+    assert "rank 1 ended with status 1: ValueError: the test wants it" in message, (
+        "the cause, not rank 0's echo"
+    )
     assert not results["finished"]
     fake_parts.clear()
     again, _ = compare(asks(flags=("--fail", "all_reduce")), reports=tmp_path)
     assert again == folder
-    assert {name for name, _ in fake_parts} == {"all_reduce-n2"}, "what failed is tried again, what is done is not"
+    assert {name for name, _ in fake_parts} == {"all_reduce-n2"}, (
+        "what failed is tried again, what is done is not"
+    )
 
 
 def test_other_settings_and_foreign_results_are_left_alone(fake_parts, tmp_path, capsys):
@@ -215,8 +284,10 @@ def test_other_settings_and_foreign_results_are_left_alone(fake_parts, tmp_path,
 
 def test_time_to_accuracy_is_training_time_up_to_the_first_epoch_that_reaches_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"steps_per_epoch": 22}))
-    epochs = [{"epoch": number, "seconds": 10.0 + number, "val_accuracy": accuracy}
-              for number, accuracy in enumerate([0.4, 0.62, 0.5, 0.9], start=1)]
+    epochs = [
+        {"epoch": number, "seconds": 10.0 + number, "val_accuracy": accuracy}
+        for number, accuracy in enumerate([0.4, 0.62, 0.5, 0.9], start=1)
+    ]
     (tmp_path / "epochs.jsonl").write_text("".join(json.dumps(epoch) + "\n" for epoch in epochs))
     reached = time_to_accuracy(tmp_path, 0.6)
     assert reached == {"seconds_to_accuracy": 23.0, "steps_to_accuracy": 44}
@@ -231,31 +302,61 @@ def test_time_to_accuracy_is_training_time_up_to_the_first_epoch_that_reaches_it
 @pytest.mark.timeout(600)
 def test_real_runs_from_the_command_line_to_the_report(tmp_path):
     """Two ranks of five strategies on the digits: the exact ones lose alike, bytes are the formula's, everything is written."""
-    done = start_lab("compare", "--nodes", 1, 2, "--sync", "gather_scatter", "ring", "ddp", "topk", "--steps", 2, "--warmup", 1,
-                     "--repeats", 1, "--dataset", "digits", "--batch-size", 16, "--no-predict", "--output-dir", tmp_path,
-                     cold=True).end(timeout_seconds=500)
+    done = start_lab(
+        "compare",
+        "--nodes",
+        1,
+        2,
+        "--sync",
+        "gather_scatter",
+        "ring",
+        "ddp",
+        "topk",
+        "--steps",
+        2,
+        "--warmup",
+        1,
+        "--repeats",
+        1,
+        "--dataset",
+        "digits",
+        "--batch-size",
+        16,
+        "--no-predict",
+        "--output-dir",
+        tmp_path,
+        cold=True,
+    ).end(timeout_seconds=500)
     assert done.status == 0, done
     [folder] = tmp_path.glob("compare-*")
     results = read_results(folder / "results.json")
     cells = {cell["id"]: cell for cell in results["cells"]}
     assert {cell["status"] for cell in cells.values()} == {"done"}
-    losses = {name: [loss for _, loss in cell["repeats"][0]["losses"]] for name, cell in cells.items()}
+    losses = {
+        name: [loss for _, loss in cell["repeats"][0]["losses"]] for name, cell in cells.items()
+    }
     assert len(losses["ring-n2"]) == 4
     assert losses["gather_scatter-n2"] == pytest.approx(losses["ring-n2"], rel=1e-3)
     assert losses["ddp-n2"] == pytest.approx(losses["ring-n2"], rel=1e-3)
-    assert losses["none-n1"][0] == pytest.approx(losses["ring-n2"][0], rel=0.05), "the same weights and images, in two shards"
+    assert losses["none-n1"][0] == pytest.approx(losses["ring-n2"][0], rel=0.05), (
+        "the same weights and images, in two shards"
+    )
     sizes = GradientSize.of(build_model("vgg11", 10).parameters())
     for name in ("gather_scatter", "ring", "ddp", "topk"):
         strategy = build_sync(name)
         sent = [float(strategy.bytes_sent(sizes, rank, 2)) for rank in range(2)]
-        assert [rank["bytes_sent"] for rank in cells[f"{name}-n2"]["repeats"][0]["ranks"]] == sent, name
+        assert [
+            rank["bytes_sent"] for rank in cells[f"{name}-n2"]["repeats"][0]["ranks"]
+        ] == sent, name
     for name in ("report.html", "table.md", "table.csv"):
         assert (folder / name).stat().st_size > 500
     runs = sorted(folder.glob("runs/*/n2-1"))
     again = start_lab("report", *runs, "--output-dir", tmp_path, cold=True).end()
     assert again.status == 0, again
     [reported] = tmp_path.glob("report-*")
-    [ring] = [cell for cell in read_results(reported / "results.json")["cells"] if cell["sync"] == "ring"]
+    [ring] = [
+        cell for cell in read_results(reported / "results.json")["cells"] if cell["sync"] == "ring"
+    ]
     assert ring["median"] == cells["ring-n2"]["median"]
 
 
@@ -266,12 +367,35 @@ def _workers(marker: Path) -> set[int]:
     return {int(path.name.rsplit("-", 1)[1]) for path in marker.parent.glob(f"{marker.name}-*")}
 
 
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, id="interrupted"),
-                                 pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGINT, id="interrupted"),
+        pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.slow),
+    ],
+)
 def test_stopped_in_the_middle_nothing_is_left_and_it_goes_on(how, tmp_path):
     marker = tmp_path / "go"
-    command = [sys.executable, str(FAKE), "lab", "compare", "--nodes", "1", "3", "--sync", "ring", "--steps", "4", "--warmup",
-               "1", "--repeats", "1", "--no-predict", "--output-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(FAKE),
+        "lab",
+        "compare",
+        "--nodes",
+        "1",
+        "3",
+        "--sync",
+        "ring",
+        "--steps",
+        "4",
+        "--warmup",
+        "1",
+        "--repeats",
+        "1",
+        "--no-predict",
+        "--output-dir",
+        str(tmp_path),
+    ]
     environment = user_environment(FLAGS=f"--wait-for {marker}")
     process = Started(command, cwd=tmp_path, env=environment, forked=True)
     wait_until(lambda: len(_workers(marker)) == 1, "the single node")
@@ -282,12 +406,16 @@ def test_stopped_in_the_middle_nothing_is_left_and_it_goes_on(how, tmp_path):
     process.send(how)
     ended = process.end()
     assert ended.status == (130 if how == signal.SIGINT else -9), ended.out + ended.err
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in _workers(marker)), "the end of all nodes")
+    wait_until(
+        lambda: not any(psutil.pid_exists(pid) for pid in _workers(marker)), "the end of all nodes"
+    )
     [results] = tmp_path.glob("compare-*/results.json")
     status = {cell["id"]: cell["status"] for cell in read_results(results)["cells"]}
     assert status == {"none-n1": "done", "ring-n3": "pending"}
     if how == signal.SIGINT:
-        assert (results.parent / "report.html").read_text() == "none-n1", "what is finished is shown"
+        assert (results.parent / "report.html").read_text() == "none-n1", (
+            "what is finished is shown"
+        )
     before = len(_workers(marker))
     marker.touch()
     again = Started(command, cwd=tmp_path, env=environment, forked=True).end()

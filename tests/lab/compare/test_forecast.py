@@ -23,13 +23,18 @@ FOUR = [GradientSize((size,)) for size in (100, 200, 300, 400)]
 def slow_profile() -> Profile:
     """Four layers whose backward takes 1, 2, 3 and 4 s, the last layer's first; the third has no parameters."""
     names = (("a",), ("b",), (), ("c", "d"))
-    layers = tuple(Layer(str(place), Line(0.1, 0.01), Line(place + 1.0, 0.0), own) for place, own in enumerate(names))
+    layers = tuple(
+        Layer(str(place), Line(0.1, 0.01), Line(place + 1.0, 0.0), own)
+        for place, own in enumerate(names)
+    )
     return Profile("slow", "m", "cpu", 1, "now", "vgg11", (32, 32), layers, 0.5)
 
 
 def test_gradients_are_ready_when_their_layers_backward_has_ended():
     step = emulated_compute(slow_profile(), 10, ["a", "b", "c", "d"], FOUR)
-    assert (step.before_seconds, step.backward_seconds, step.update_seconds) == pytest.approx((4 * 0.2, 10.0, 0.5))
+    assert (step.before_seconds, step.backward_seconds, step.update_seconds) == pytest.approx(
+        (4 * 0.2, 10.0, 0.5)
+    )
     ready = [step.ready_seconds(nbytes) for nbytes in (1, 1_600, 1_601, 2_800, 2_801, 3_600, 4_000)]
     assert ready == pytest.approx([4.0, 4.0, 4.0, 4.0, 9.0, 9.0, 10.0])
 
@@ -38,8 +43,10 @@ def found(ranks: int, *, rate_bits: float, alpha0: float, alpha1: float) -> dict
     """What ``measure_links`` would return of links that follow the event model."""
     rows = {}
     for kind in ("all_reduce", "gather"):
-        rows[kind] = [[nbytes, max(alpha1, loads(kind, nbytes, ranks)[1] * 8 * HEADERS / rate_bits + alpha0)]
-                      for nbytes in (SMALL, LARGE, LARGEST)]
+        rows[kind] = [
+            [nbytes, max(alpha1, loads(kind, nbytes, ranks)[1] * 8 * HEADERS / rate_bits + alpha0)]
+            for nbytes in (SMALL, LARGE, LARGEST)
+        ]
     return {"nodes": ranks, "kinds": rows, "sum": 1e-10, "copy": 2e-10}
 
 
@@ -56,12 +63,19 @@ def test_the_network_is_that_of_the_links(known):
 
 def test_steps_of_emulated_cells_are_those_of_the_event_model():
     """all_reduce one after the other behind backward; overlapped's last bucket waits for the one before it."""
-    settings = Settings(nodes=(1, 4), sync=("all_reduce", "overlapped", "topk"), rates=("200mbit",), compute="slow")
+    settings = Settings(
+        nodes=(1, 4), sync=("all_reduce", "overlapped", "topk"), rates=("200mbit",), compute="slow"
+    )
     cells = plan_cells(settings)
     network = Network(0.0, 1e-2, kinds={"all_reduce": Rate(0.0, 1e-2, 10.0)})
-    made = forecast_on_links({"cells": cells}, {(4, "200mbit"): network},
-                             lambda nodes: emulated_compute(slow_profile(), 10, ["a", "b", "c", "d"], FOUR), FOUR,
-                             {"bucket_mb": 1_500 / 2**20}, source="here")["cells"]
+    made = forecast_on_links(
+        {"cells": cells},
+        {(4, "200mbit"): network},
+        lambda nodes: emulated_compute(slow_profile(), 10, ["a", "b", "c", "d"], FOUR),
+        FOUR,
+        {"bucket_mb": 1_500 / 2**20},
+        source="here",
+    )["cells"]
     alone = 0.8 + 10.0 + 0.5
     assert made["none-n1"]["step_seconds"] == pytest.approx(alone)
     each = [max(10.0, 1.5 * size * 1e-2) for size in FOUR]
@@ -78,7 +92,11 @@ def test_steps_of_emulated_cells_are_those_of_the_event_model():
 
 def test_only_what_the_strategies_send_is_measured():
     assert kinds_of(["all_reduce", "ddp"], {}, FOUR, 4) == ["all_reduce"]
-    assert set(kinds_of(["gather_scatter", "ring", "none"], {}, FOUR, 4)) == {"gather", "scatter", "exchange"}
+    assert set(kinds_of(["gather_scatter", "ring", "none"], {}, FOUR, 4)) == {
+        "gather",
+        "scatter",
+        "exchange",
+    }
     at, gradients = emulated_compute_at(_vgg_profile(), batch_size=256, scaling="strong")
     assert sum(gradients) == 36_924_456
     assert at(4).backward_seconds == pytest.approx(30 * 64e-4)
@@ -101,41 +119,80 @@ def test_messages_are_measured_alike_on_all_ranks():
 
 def _vgg_profile() -> Profile:
     model = build_model("vgg11", 10)
-    layers = tuple(Layer(name, Line(1e-3, 0.0), Line(0.0, 1e-4), tuple(f"{name}.{own}" for own, _ in layer.named_parameters()))
-                   for name, layer in model.named_modules() if not list(layer.children()))
+    layers = tuple(
+        Layer(
+            name,
+            Line(1e-3, 0.0),
+            Line(0.0, 1e-4),
+            tuple(f"{name}.{own}" for own, _ in layer.named_parameters()),
+        )
+        for name, layer in model.named_modules()
+        if not list(layer.children())
+    )
     return Profile("even", "a machine", "cpu", 1, "now", "vgg11", (32, 32), layers, 5e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(500)
-@pytest.mark.skipif(namespaces_refused() is not None, reason=f"no cluster here: {namespaces_refused()}")
+@pytest.mark.skipif(
+    namespaces_refused() is not None, reason=f"no cluster here: {namespaces_refused()}"
+)
 def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(tmp_path):
     """Four nodes on whatever cores there are; the model knows the steps, which a busy machine makes longer, never shorter."""
     save_profile(_vgg_profile(), tmp_path / "even.json")
-    done = start_lab("compare", "--nodes", 1, 4, "--sync", "all_reduce_flat", "ddp", "--rate", "200mbit", "--compute",
-                     tmp_path / "even.json", "--steps", 5, "--warmup", 2, "--repeats", 1, "--dataset", "digits", "--output-dir",
-                     tmp_path).end(timeout_seconds=480)
+    done = start_lab(
+        "compare",
+        "--nodes",
+        1,
+        4,
+        "--sync",
+        "all_reduce_flat",
+        "ddp",
+        "--rate",
+        "200mbit",
+        "--compute",
+        tmp_path / "even.json",
+        "--steps",
+        5,
+        "--warmup",
+        2,
+        "--repeats",
+        1,
+        "--dataset",
+        "digits",
+        "--output-dir",
+        tmp_path,
+    ).end(timeout_seconds=480)
     assert done.status == 0, done
     [folder] = tmp_path.glob("compare-*")
     results = read_results(folder / "results.json")
     cells = {cell["id"]: cell for cell in results["cells"]}
     assert {name: cell["status"] for name, cell in cells.items()} == dict.fromkeys(
-        ("none-n1", "all_reduce_flat-n4-200mbit", "ddp-n4-200mbit"), "done")
+        ("none-n1", "all_reduce_flat-n4-200mbit", "ddp-n4-200mbit"), "done"
+    )
     for name, cell in cells.items():
         predicted = results["prediction"]["cells"][name]
-        assert 0.9 * predicted["step_seconds"] < cell["median"]["step"] < 1.5 * predicted["step_seconds"], name
+        assert (
+            0.9 * predicted["step_seconds"]
+            < cell["median"]["step"]
+            < 1.5 * predicted["step_seconds"]
+        ), name
         assert predicted["in_scope"]
         assert not cell["oversubscribed"]
         assert cell["repeats"][0]["test_accuracy"] is None
         assert {loss for _, loss in cell["repeats"][0]["losses"]} == {None}
         sent = [rank["bytes_sent"] for rank in cell["repeats"][0]["ranks"]]
         assert sent == pytest.approx(predicted["bytes_sent"])
-    assert cells["all_reduce_flat-n4-200mbit"]["median"]["sync"] > 1.5 * 36_924_456 * 8 / 2e8, "no link is faster than its rate"
+    assert cells["all_reduce_flat-n4-200mbit"]["median"]["sync"] > 1.5 * 36_924_456 * 8 / 2e8, (
+        "no link is faster than its rate"
+    )
     page, table = (folder / "report.html").read_text(), (folder / "table.md").read_text()
     assert "EMULATED" in page
     assert "200 Mbit/s" in page
     assert "EMULATED: layers and update slept" in table
     for path in [*folder.glob("*.svg")]:
         assert "EMULATED" in path.read_text(), path
-    assert json.loads((folder / "profile.json").read_text()) == json.loads((tmp_path / "even.json").read_text())
+    assert json.loads((folder / "profile.json").read_text()) == json.loads(
+        (tmp_path / "even.json").read_text()
+    )

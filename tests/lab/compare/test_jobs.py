@@ -32,18 +32,36 @@ def _fake_parts(monkeypatch):
 
 def asks(**changes):
     """Settings of a small comparison: runs 0 to 5."""
-    return Settings(**{"nodes": (1, 2), "sync": ("all_reduce", "ring"), "steps": 4, "warmup": 1, "repeats": 2} | changes)
+    return Settings(
+        **{"nodes": (1, 2), "sync": ("all_reduce", "ring"), "steps": 4, "warmup": 1, "repeats": 2}
+        | changes
+    )
 
 
 def plan(reports, **changes):
     """Plan, and return the folder."""
-    return plan_comparison(asks(**changes), reports=reports, anew=False, command="lab compare --plan", predicts=False)[0]
+    return plan_comparison(
+        asks(**changes), reports=reports, anew=False, command="lab compare --plan", predicts=False
+    )[0]
 
 
 def start(folder, number, *, nodes=2, rank=0, flags=""):
     """Start a node's part of a run as a launcher does, with the fake part, to which ``flags`` go."""
-    command = [sys.executable, str(FAKE), "lab", "run-cell", str(folder), "--run", str(number), "-M", "127.0.0.1", "-N",
-               str(nodes), "-R", str(rank)]
+    command = [
+        sys.executable,
+        str(FAKE),
+        "lab",
+        "run-cell",
+        str(folder),
+        "--run",
+        str(number),
+        "-M",
+        "127.0.0.1",
+        "-N",
+        str(nodes),
+        "-R",
+        str(rank),
+    ]
     return Started(command, cwd=folder, env=user_environment(FLAGS=flags), forked=True)
 
 
@@ -56,32 +74,60 @@ def run(folder, number, *, nodes=2, flags=""):
 
 def report(folder):
     """What ``lab report`` makes of the folder, by cell."""
-    return {cell["id"]: cell for cell in put_together(folder, read_results(folder / "results.json"))["cells"]}
+    return {
+        cell["id"]: cell
+        for cell in put_together(folder, read_results(folder / "results.json"))["cells"]
+    }
 
 
 def tree(folder):
     """All files below a folder, with contents and times."""
-    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
-            for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 # --- the plan ---
 
 
 def test_a_plan_has_the_runs_in_turns_and_goes_on(tmp_path, capsys):
-    command = ["compare", "--plan", "--nodes", "1", "2", "--sync", "all_reduce", "ring", "--repeats", "2", "--no-predict",
-               "--output-dir", str(tmp_path)]
+    command = [
+        "compare",
+        "--plan",
+        "--nodes",
+        "1",
+        "2",
+        "--sync",
+        "all_reduce",
+        "ring",
+        "--repeats",
+        "2",
+        "--no-predict",
+        "--output-dir",
+        str(tmp_path),
+    ]
     assert main(command) == 0
     [folder] = tmp_path.glob("compare-*")
     results = read_results(folder / "results.json")
-    assert results["plan"]["runs"] == [["none-n1", 0], ["all_reduce-n2", 0], ["ring-n2", 0], ["ring-n2", 1],
-                                       ["all_reduce-n2", 1], ["none-n1", 1]], "as lab compare takes turns"
+    assert results["plan"]["runs"] == [
+        ["none-n1", 0],
+        ["all_reduce-n2", 0],
+        ["ring-n2", 0],
+        ["ring-n2", 1],
+        ["all_reduce-n2", 1],
+        ["none-n1", 1],
+    ], "as lab compare takes turns"
     assert {cell["status"] for cell in results["cells"]} == {"pending"}
     assert [path.name for path in folder.iterdir()] == ["results.json"], "nothing was run"
     out = capsys.readouterr().out
     assert "6 of 6 runs to do" in out
     assert "on 1 node 0,5; on 2 nodes 1-4" in out
-    assert f"sbatch --nodes=2 --array=0-5%1 launch/slurm-compare.sbatch {folder}" in out or Path.cwd() != REPOSITORY
+    assert (
+        f"sbatch --nodes=2 --array=0-5%1 launch/slurm-compare.sbatch {folder}" in out
+        or Path.cwd() != REPOSITORY
+    )
     assert f"lab run-cell {folder} --run K" in out
     assert main(command) == 0
     assert list(tmp_path.glob("compare-*")) == [folder], "the same command finds the same plan"
@@ -92,13 +138,22 @@ def test_plans_of_other_code_and_comparisons_of_this_machine_are_left_alone(tmp_
     alone, _ = open_comparison(asks(), reports=tmp_path, anew=False, command="lab compare")
     assert alone != first, "lab compare runs no plan's runs"
     assert plan(tmp_path) == first, "nor does a plan go on with what lab compare began"
-    monkeypatch.setattr(plan_module, "code_of_runs", lambda: code_of_runs() | {"lab/compare/cells.py": "another"})
+    monkeypatch.setattr(
+        plan_module, "code_of_runs", lambda: code_of_runs() | {"lab/compare/cells.py": "another"}
+    )
     assert plan(tmp_path) not in (first, alone)
 
 
 def test_settings_come_back_as_they_were():
-    for settings in (asks(), asks(rates=("1gbit",), compute="measured"), asks(flags=("--threads", "1"), until_accuracy=0.5)):
-        assert Settings.from_json(json.loads(json.dumps(settings.as_json() | {"command": "lab"}))) == settings
+    for settings in (
+        asks(),
+        asks(rates=("1gbit",), compute="measured"),
+        asks(flags=("--threads", "1"), until_accuracy=0.5),
+    ):
+        assert (
+            Settings.from_json(json.loads(json.dumps(settings.as_json() | {"command": "lab"})))
+            == settings
+        )
 
 
 def test_numbers_in_short():
@@ -112,17 +167,25 @@ def test_the_prediction_is_fixed_before_the_first_run(over_loopback, tmp_path, m
     content = calibration.as_json() | ({} if over_loopback else {"ranks_here": 1})
     path.write_text(json.dumps(content))
     monkeypatch.setattr(plan_module, "calibration_path", lambda: path)
-    _, results = plan_comparison(asks(repeats=1), reports=tmp_path, anew=False, command="", predicts=True)
+    _, results = plan_comparison(
+        asks(repeats=1), reports=tmp_path, anew=False, command="", predicts=True
+    )
     cells = results["prediction"]["cells"]
     alone = calibration.compute.at(256, ranks_here=1).seconds
     assert cells["none-n1"]["step_seconds"] == pytest.approx(alone)
     halves = calibration.compute.at(128, ranks_here=1).seconds
-    assert cells["ring-n2"]["compute_seconds"] == pytest.approx(halves), "each node is a machine of its own"
+    assert cells["ring-n2"]["compute_seconds"] == pytest.approx(halves), (
+        "each node is a machine of its own"
+    )
     assert cells["none-n1"]["in_scope"]
     assert cells["ring-n2"]["in_scope"] != over_loopback, "memory is no network"
-    later, _ = plan_comparison(asks(repeats=2), reports=tmp_path, anew=False, command="", predicts=False)
+    later, _ = plan_comparison(
+        asks(repeats=2), reports=tmp_path, anew=False, command="", predicts=False
+    )
     (later / "logs").mkdir()
-    _, results = plan_comparison(asks(repeats=2), reports=tmp_path, anew=False, command="", predicts=True)
+    _, results = plan_comparison(
+        asks(repeats=2), reports=tmp_path, anew=False, command="", predicts=True
+    )
     assert results["prediction"] is None, "a run has begun: too late"
 
 
@@ -130,7 +193,12 @@ def test_the_prediction_is_fixed_before_the_first_run(over_loopback, tmp_path, m
 
 
 def test_emulated_links_are_not_for_jobs(tmp_path, capsys):
-    assert main(["compare", "--plan", "--nodes", "2", "--rate", "1gbit", "--output-dir", str(tmp_path)]) == 2
+    assert (
+        main(
+            ["compare", "--plan", "--nodes", "2", "--rate", "1gbit", "--output-dir", str(tmp_path)]
+        )
+        == 2
+    )
     assert "--plan: its runs go to nodes of their own" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -141,14 +209,21 @@ def test_each_mistake_has_one_message(tmp_path, capsys):
     (empty := tmp_path / "empty").mkdir()
     place = ["-M", "127.0.0.1", "-N", "2", "-R", "0"]
     for arguments, message in (
-            ([folder, "--run", 6, *place], "--run: got 6, the plan in .* has runs 0 to 5"),
-            ([folder, "--run", -1, *place], "--run: got -1"),
-            ([folder, "--run", 1, "-N", 2, "-R", 2], "--rank: got 2 of --num-nodes 2"),
-            ([folder, "--run", 1, "-M", "127.0.0.1", "-N", 1, "-R", 0], "needs 2 nodes, and there is 1: .*sbatch --nodes=2"),
-            ([folder, "--run", 1, "-N", 2, "-R", 0], "give --master-ip, --num-nodes and --rank on each"),
-            ([tmp_path / "nowhere", "--run", 0], "nowhere is not there on .*: .* all nodes share"),
-            ([empty, "--run", 0], "empty is no plan .*make one by lab compare --plan"),
-            ([alone, "--run", 0], "is a comparison, but no plan")):
+        ([folder, "--run", 6, *place], "--run: got 6, the plan in .* has runs 0 to 5"),
+        ([folder, "--run", -1, *place], "--run: got -1"),
+        ([folder, "--run", 1, "-N", 2, "-R", 2], "--rank: got 2 of --num-nodes 2"),
+        (
+            [folder, "--run", 1, "-M", "127.0.0.1", "-N", 1, "-R", 0],
+            "needs 2 nodes, and there is 1: .*sbatch --nodes=2",
+        ),
+        (
+            [folder, "--run", 1, "-N", 2, "-R", 0],
+            "give --master-ip, --num-nodes and --rank on each",
+        ),
+        ([tmp_path / "nowhere", "--run", 0], "nowhere is not there on .*: .* all nodes share"),
+        ([empty, "--run", 0], "empty is no plan .*make one by lab compare --plan"),
+        ([alone, "--run", 0], "is a comparison, but no plan"),
+    ):
         assert main(["run-cell", *map(str, arguments)]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
@@ -166,7 +241,10 @@ def test_other_code_is_refused_and_named_in_the_report(tmp_path, capsys):
     results["plan"]["code"]["common/sync/ring.py"] = "another"
     write_results(folder / "results.json", results)
     assert main(["run-cell", str(folder), "--run", "0"]) == 2
-    assert "has other code than the plan was made with (common/sync/ring.py)" in capsys.readouterr().err
+    assert (
+        "has other code than the plan was made with (common/sync/ring.py)"
+        in capsys.readouterr().err
+    )
     cell = report(folder)["none-n1"]
     assert cell["status"] == "failed"
     assert "has other code than the plan was made with (common/sync/ring.py)" in cell["message"]
@@ -180,22 +258,41 @@ def test_a_run_writes_its_own_folders_alone_and_is_not_done_twice(tmp_path):
     before = tree(folder)
     statuses, outputs = run(folder, 2, nodes=3)
     assert statuses == [0, 0, 0]
-    assert outputs == ["run 2 (ring on 2 nodes, repeat 1): 0.830 s a step, 0.100 of it sync\n", "", ""]
+    assert outputs == [
+        "run 2 (ring on 2 nodes, repeat 1): 0.830 s a step, 0.100 of it sync\n",
+        "",
+        "",
+    ]
     after = tree(folder)
-    assert {name: after[name] for name in before} == before, "results.json is for lab report to write"
-    assert {str(Path(name).parent) for name in after.keys() - before.keys()} == {"runs/Part-ring/n2-1", "logs/ring-n2-1"}
-    assert not (folder / "logs" / "ring-n2-1" / "rank2.txt").exists(), "a node too many has nothing to do"
+    assert {name: after[name] for name in before} == before, (
+        "results.json is for lab report to write"
+    )
+    assert {str(Path(name).parent) for name in after.keys() - before.keys()} == {
+        "runs/Part-ring/n2-1",
+        "logs/ring-n2-1",
+    }
+    assert not (folder / "logs" / "ring-n2-1" / "rank2.txt").exists(), (
+        "a node too many has nothing to do"
+    )
     cells = report(folder)
-    assert {name: cell["status"] for name, cell in cells.items()} == {"none-n1": "pending", "all_reduce-n2": "pending",
-                                                                      "ring-n2": "partial"}
+    assert {name: cell["status"] for name, cell in cells.items()} == {
+        "none-n1": "pending",
+        "all_reduce-n2": "pending",
+        "ring-n2": "partial",
+    }
     assert cells["ring-n2"]["median"]["step"] == 0.83
     measured = {name: content for name, content in tree(folder).items() if name.startswith("runs")}
     statuses, outputs = run(folder, 2)
     assert statuses == [0, 0]
     assert outputs == ["run 2 (ring on 2 nodes, repeat 1) is done already; left as it is\n", ""]
-    assert measured == {name: content for name, content in tree(folder).items() if name.startswith("runs")}
+    assert measured == {
+        name: content for name, content in tree(folder).items() if name.startswith("runs")
+    }
     warnings = put_together(folder, read_results(folder / "results.json"))["warnings"]
-    assert warnings[0] == "1 of 6 runs are done; missing: none-n1 (runs 0,5), all_reduce-n2 (runs 1,4), ring-n2 (run 3)"
+    assert (
+        warnings[0]
+        == "1 of 6 runs are done; missing: none-n1 (runs 0,5), all_reduce-n2 (runs 1,4), ring-n2 (run 3)"
+    )
     assert "--array=0-1,3-5%1" in warnings[1]
 
 
@@ -254,24 +351,53 @@ def test_under_way_stopped_and_killed(tmp_path):
 
 def fill(folder, numbers, **environment):
     """Do these runs, as a machine of that kind."""
-    for one in [run for run in planned_runs(folder, read_results(folder / "results.json")) if run.number in numbers]:
-        fake_part.main(["--sync", one.cell["sync"], "--num-nodes", str(one.nodes), "--output-dir", str(folder / "runs"),
-                        "--run-name", one.path.name])
-        one.path.joinpath("environment.json").write_text(json.dumps(
-            {"cpu": "A", "gpus": [], "torch": "2", "usable_cores": 8} | environment))
+    for one in [
+        run
+        for run in planned_runs(folder, read_results(folder / "results.json"))
+        if run.number in numbers
+    ]:
+        fake_part.main(
+            [
+                "--sync",
+                one.cell["sync"],
+                "--num-nodes",
+                str(one.nodes),
+                "--output-dir",
+                str(folder / "runs"),
+                "--run-name",
+                one.path.name,
+            ]
+        )
+        one.path.joinpath("environment.json").write_text(
+            json.dumps({"cpu": "A", "gpus": [], "torch": "2", "usable_cores": 8} | environment)
+        )
 
 
 def test_other_machines_are_groups_of_their_own(tmp_path, capsys, monkeypatch):
     """And lab report says what is missing, and draws what there is."""
     drawn = []
-    monkeypatch.setattr(commands, "write_report", lambda folder, results: drawn.append(results) or (folder / "table.md").touch())
+    monkeypatch.setattr(
+        commands,
+        "write_report",
+        lambda folder, results: drawn.append(results) or (folder / "table.md").touch(),
+    )
     folder = plan(tmp_path, sync=("ring",))
     fill(folder, [0, 1, 2])
     fill(folder, [3], cpu="B", usable_cores=1)
     results = put_together(folder, read_results(folder / "results.json"))
-    cells = {cell["id"]: (cell["group"], cell["status"], len(cell["repeats"])) for cell in results["cells"]}
-    assert cells == {"none-n1": (0, "partial", 1), "ring-n2": (0, "done", 2), "none-n1-g1": (1, "done", 1)}
-    assert results["differences"] == ["cpu: A in runs 0-2; B in runs 3", "usable_cores: 8 in runs 0-2; 1 in runs 3"]
+    cells = {
+        cell["id"]: (cell["group"], cell["status"], len(cell["repeats"]))
+        for cell in results["cells"]
+    }
+    assert cells == {
+        "none-n1": (0, "partial", 1),
+        "ring-n2": (0, "done", 2),
+        "none-n1-g1": (1, "done", 1),
+    }
+    assert results["differences"] == [
+        "cpu: A in runs 0-2; B in runs 3",
+        "usable_cores: 8 in runs 0-2; 1 in runs 3",
+    ]
     assert results["groups"]["1"]["cpu"] == "B"
     assert results["environment"]["cpu"] == "A"
     assert "different kinds of machines" in results["warnings"][0]
@@ -281,7 +407,10 @@ def test_other_machines_are_groups_of_their_own(tmp_path, capsys, monkeypatch):
     assert "3 of 4 runs are done; missing: none-n1 (run 3)" in out
     assert "--array=3%1" in out
     assert drawn == [read_results(folder / "results.json")]
-    assert {(cell["id"], cell["status"]) for cell in drawn[0]["cells"]} == {("none-n1", "partial"), ("ring-n2", "done")}
+    assert {(cell["id"], cell["status"]) for cell in drawn[0]["cells"]} == {
+        ("none-n1", "partial"),
+        ("ring-n2", "done"),
+    }
 
 
 def test_what_was_put_together_stays_where_the_runs_are_cleaned_up(tmp_path):
@@ -293,4 +422,6 @@ def test_what_was_put_together_stays_where_the_runs_are_cleaned_up(tmp_path):
     after = put_together(folder, read_results(folder / "results.json"))
     assert after == before
     (folder / "runs").mkdir()
-    assert report(folder)["ring-n2"]["status"] == "pending", "one that was removed alone is to be measured again"
+    assert report(folder)["ring-n2"]["status"] == "pending", (
+        "one that was removed alone is to be measured again"
+    )

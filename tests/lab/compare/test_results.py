@@ -14,9 +14,27 @@ from tests.helpers.fake_part import SECTIONS
 
 def repeat(step, *, seed=0, ranks=2, sent=(5.0, 1.0, 3.0)):
     """A repeat whose rank r took ``step`` + r seconds."""
-    rows = [{"rank": rank, "host": "h", "threads": 1, "seconds": SECTIONS | {"step": step + rank},
-             "peak_memory_bytes": 100 + rank, "bytes_sent": sent[rank], "messages": 1.0} for rank in range(ranks)]
-    return {"folder": "f", "seed": seed, "status": "done", "ranks": rows, "losses": [], "test_accuracy": None, "repeat": 0}
+    rows = [
+        {
+            "rank": rank,
+            "host": "h",
+            "threads": 1,
+            "seconds": SECTIONS | {"step": step + rank},
+            "peak_memory_bytes": 100 + rank,
+            "bytes_sent": sent[rank],
+            "messages": 1.0,
+        }
+        for rank in range(ranks)
+    ]
+    return {
+        "folder": "f",
+        "seed": seed,
+        "status": "done",
+        "ranks": rows,
+        "losses": [],
+        "test_accuracy": None,
+        "repeat": 0,
+    }
 
 
 def test_median_over_repeats_of_the_mean_over_ranks():
@@ -40,8 +58,13 @@ def test_interval_is_students_t():
 
 def test_status_tells_how_much_is_there():
     failed = {"status": "failed", "message": "why", "ranks": [], "repeat": 1}
-    for repeats, expected in (([], "pending"), ([failed], "failed"), ([repeat(1.0), failed], "partial"),
-                              ([repeat(1.0)], "partial"), ([repeat(1.0), repeat(2.0)], "done")):
+    for repeats, expected in (
+        ([], "pending"),
+        ([failed], "failed"),
+        ([repeat(1.0), failed], "partial"),
+        ([repeat(1.0)], "partial"),
+        ([repeat(1.0), repeat(2.0)], "done"),
+    ):
         cell = {"repeats": repeats}
         summarise(cell, repeats=2)
         assert cell["status"] == expected
@@ -56,11 +79,17 @@ def test_bytes_that_no_timeline_counted_are_unknown_not_zero():
     assert cell["median"]["others_bytes_sent"] is None
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ("{\"format\": 1, \"kind\"", "cut or no results.json"), ("[1, 2]", "is no results.json"), ("{}", "is no results.json"),
-    ("{\"format\": 2}", "has format 2, this version reads 1"), ("{\"format\": 1}", "kind is missing"),
-    ("[" * 100_000, "cut or no"),
-])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"format": 1, "kind"', "cut or no results.json"),
+        ("[1, 2]", "is no results.json"),
+        ("{}", "is no results.json"),
+        ('{"format": 2}', "has format 2, this version reads 1"),
+        ('{"format": 1}', "kind is missing"),
+        ("[" * 100_000, "cut or no"),
+    ],
+)
 def test_foreign_results_are_named(content, message, tmp_path):
     path = tmp_path / "results.json"
     path.write_text(content)
@@ -72,8 +101,17 @@ def test_foreign_results_are_named(content, message, tmp_path):
 
 def test_every_cell_is_checked(tmp_path):
     cell = {"id": "a", "sync": "ring", "nodes": "2", "status": "done", "repeats": [], "group": 0}
-    whole = {"format": 1, "kind": "compare", "created": "now", "finished": True, "settings": {}, "environment": {},
-             "warnings": [], "timelines": {}, "cells": [cell]}
+    whole = {
+        "format": 1,
+        "kind": "compare",
+        "created": "now",
+        "finished": True,
+        "settings": {},
+        "environment": {},
+        "warnings": [],
+        "timelines": {},
+        "cells": [cell],
+    }
     path = tmp_path / "results.json"
     path.write_text(json.dumps(whole))
     with pytest.raises(UserError, match=r"cells\[0\]\.nodes is missing or no int"):
@@ -86,16 +124,45 @@ def test_every_cell_is_checked(tmp_path):
 def write_run(folder, *, sync="ring", nodes=2, step=1.0, environment=(), losses=6, **settings):
     """A run's folder as rank 0 leaves it."""
     folder.mkdir(parents=True)
-    config = {"sync": sync, "world_size": nodes, "dataset": "digits", "training_images": 1437, "model": "vgg11", "batch_size": 64,
-              "seed": 0, "learning_rate": 0.02, "schedule": "onecycle", "total_steps": 6, "opt": "sgd", "momentum": 0.9,
-              "nesterov": True, "weight_decay": 5e-4, "label_smoothing": 0.0, "clip_norm": None, "accumulation_steps": 1,
-              "amp": None, "amp_dtype": None, "untimed_steps": 1} | settings
-    machine = {"cpu": "c", "gpus": [], "torch": "2", "usable_cores": 2, "git_commit": "a"} | dict(environment)
-    files = {"config.json": config, "environment.json": machine, "ranks.json": {"ranks": repeat(step, ranks=nodes)["ranks"]},
-             "summary.json": {"test_accuracy": 0.5, "ranks_hold_equal_weights": settings.get("equal", True)}}
+    config = {
+        "sync": sync,
+        "world_size": nodes,
+        "dataset": "digits",
+        "training_images": 1437,
+        "model": "vgg11",
+        "batch_size": 64,
+        "seed": 0,
+        "learning_rate": 0.02,
+        "schedule": "onecycle",
+        "total_steps": 6,
+        "opt": "sgd",
+        "momentum": 0.9,
+        "nesterov": True,
+        "weight_decay": 5e-4,
+        "label_smoothing": 0.0,
+        "clip_norm": None,
+        "accumulation_steps": 1,
+        "amp": None,
+        "amp_dtype": None,
+        "untimed_steps": 1,
+    } | settings
+    machine = {"cpu": "c", "gpus": [], "torch": "2", "usable_cores": 2, "git_commit": "a"} | dict(
+        environment
+    )
+    files = {
+        "config.json": config,
+        "environment.json": machine,
+        "ranks.json": {"ranks": repeat(step, ranks=nodes)["ranks"]},
+        "summary.json": {
+            "test_accuracy": 0.5,
+            "ranks_hold_equal_weights": settings.get("equal", True),
+        },
+    }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "loss": 1 / n}) + "\n" for n in range(1, losses + 1)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": n, "loss": 1 / n}) + "\n" for n in range(1, losses + 1))
+    )
     return folder
 
 
@@ -110,21 +177,39 @@ def test_equal_runs_become_repeats_of_a_cell(tmp_path):
     assert results["settings"]["nodes"] == [1, 2]
 
 
-@pytest.mark.parametrize("changed", [{"dataset": "cifar10"}, {"batch_size": 32}, {"seed": 1}, {"learning_rate": 0.1},
-                                     {"model": "vgg13"}, {"environment": {"cpu": "another"}}, {"environment": {"torch": "3"}}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dataset": "cifar10"},
+        {"batch_size": 32},
+        {"seed": 1},
+        {"learning_rate": 0.1},
+        {"model": "vgg13"},
+        {"environment": {"cpu": "another"}},
+        {"environment": {"torch": "3"}},
+    ],
+)
 def test_runs_that_differ_are_told_and_kept_apart(changed, tmp_path):
-    folders = [write_run(tmp_path / "PartTwo-ring" / "a"), write_run(tmp_path / "PartTwo-ring" / "b", **changed)]
+    folders = [
+        write_run(tmp_path / "PartTwo-ring" / "a"),
+        write_run(tmp_path / "PartTwo-ring" / "b", **changed),
+    ]
     results = collect(folders, scaling="strong")
     [difference] = results["differences"]
     name, value = next(iter(changed.get("environment", changed).items()))
     assert difference.startswith(f"{name}: ")
     assert f"{value} in PartTwo-ring/b" in difference
-    assert [(cell["id"], cell["group"]) for cell in results["cells"]] == [("ring-n2", 0), ("ring-n2-g1", 1)]
+    assert [(cell["id"], cell["group"]) for cell in results["cells"]] == [
+        ("ring-n2", 0),
+        ("ring-n2-g1", 1),
+    ]
 
 
 def test_weak_scaling_compares_batches_a_node(tmp_path):
-    folders = [write_run(tmp_path / "a", sync="none", nodes=1, batch_size=32, total_steps=12),
-               write_run(tmp_path / "b", nodes=2, batch_size=64, total_steps=6)]
+    folders = [
+        write_run(tmp_path / "a", sync="none", nodes=1, batch_size=32, total_steps=12),
+        write_run(tmp_path / "b", nodes=2, batch_size=64, total_steps=6),
+    ]
     assert collect(folders, scaling="weak")["differences"] == []
     assert len(collect(folders, scaling="strong")["differences"]) == 2
 

@@ -40,8 +40,16 @@ from tests.helpers import (
 from tests.helpers.doctor_node import find
 
 NODE = [sys.executable, "-P", doctor_node.__file__]
-FACTS = {"python": "3.11.7", "torch": "2.15.0", "torchvision": "0.29.2", "commit": "a3579d2", "code": "f484c16b924f",
-         "dataset": "digits", "gpus": 0, "cores": 64}
+FACTS = {
+    "python": "3.11.7",
+    "torch": "2.15.0",
+    "torchvision": "0.29.2",
+    "commit": "a3579d2",
+    "code": "f484c16b924f",
+    "dataset": "digits",
+    "gpus": 0,
+    "cores": 64,
+}
 
 
 @pytest.fixture
@@ -53,17 +61,29 @@ def question(tmp_path: Path) -> Question:
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen]:
     """Another process that listens on a port, which it prints."""
-    code = ("import socket,time; s=socket.socket(); s.bind(('',0)); s.listen(); print(s.getsockname()[1],flush=True); "
-            "time.sleep(300)")
-    process = subprocess.Popen([sys.executable, "-c", code, "a-run-of-mine"], stdout=subprocess.PIPE, text=True)
+    code = (
+        "import socket,time; s=socket.socket(); s.bind(('',0)); s.listen(); print(s.getsockname()[1],flush=True); "
+        "time.sleep(300)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "a-run-of-mine"], stdout=subprocess.PIPE, text=True
+    )
     yield process
     process.kill()
     process.communicate()
 
 
-def at(rank: int, port: int, *, num_nodes: int = 3, timeout: float = 30, **more: Any) -> dict[str, Any]:
+def at(
+    rank: int, port: int, *, num_nodes: int = 3, timeout: float = 30, **more: Any
+) -> dict[str, Any]:
     """What a node of a meeting is told."""
-    return {"master_port": port, "num_nodes": num_nodes, "rank": rank, "timeout": timeout, "facts": FACTS} | more
+    return {
+        "master_port": port,
+        "num_nodes": num_nodes,
+        "rank": rank,
+        "timeout": timeout,
+        "facts": FACTS,
+    } | more
 
 
 def find_all(*told: dict[str, Any]) -> list[dict[str, dict[str, str]]]:
@@ -75,14 +95,25 @@ def find_all(*told: dict[str, Any]) -> list[dict[str, dict[str, str]]]:
 def meet_all(*nodes: dict[str, Any], timeout: float = 30) -> list[dict[str, dict[str, str]]]:
     """What each node of one meeting found."""
     port = free_port()
-    return find_all(*(at(rank, port, num_nodes=len(nodes), timeout=timeout, **more) for rank, more in enumerate(nodes)))
+    return find_all(
+        *(
+            at(rank, port, num_nodes=len(nodes), timeout=timeout, **more)
+            for rank, more in enumerate(nodes)
+        )
+    )
 
 
 def test_nodes_that_agree_find_nothing() -> None:
     """Processes here, rank 0 the last, without torch; in the other tests the nodes are threads."""
     port = free_port()
-    nodes = [Started([*NODE, json.dumps(at(rank, port))], cwd=ROOT, env=user_environment(PYTHONPATH=str(ROOT)))
-             for rank in (2, 1, 0)]
+    nodes = [
+        Started(
+            [*NODE, json.dumps(at(rank, port))],
+            cwd=ROOT,
+            env=user_environment(PYTHONPATH=str(ROOT)),
+        )
+        for rank in (2, 1, 0)
+    ]
     for ended in [node.end() for node in nodes]:
         assert ended.status == 0, ended.err
         found = json.loads(ended.out)
@@ -92,24 +123,38 @@ def test_nodes_that_agree_find_nothing() -> None:
 
 
 @pytest.mark.parametrize(("door", "why"), [("closed", "connection refused"), ("deaf", "no answer")])
-def test_a_node_that_cannot_be_reached_back_is_named_by_all_with_the_direction(door: str, why: str) -> None:
+def test_a_node_that_cannot_be_reached_back_is_named_by_all_with_the_direction(
+    door: str, why: str
+) -> None:
     for found in meet_all({}, {"door": door}, {}, timeout=3):
         connections = found["connections"]
         assert connections["status"] == "failure"
-        directions = re.findall(r"rank (\d) \(127\.0\.0\.1\) does not reach rank (\d) \(127\.0\.0\.1\): ([a-z ]+)",
-                                connections["text"])
+        directions = re.findall(
+            r"rank (\d) \(127\.0\.0\.1\) does not reach rank (\d) \(127\.0\.0\.1\): ([a-z ]+)",
+            connections["text"],
+        )
         assert directions == [("0", "1", why), ("2", "1", why)], "rank 1 itself reaches both"
         assert "2 of 6 directions" in connections["text"]
         assert connections["remedy"].startswith("on rank 1's node, let the firewall pass")
 
 
 def test_other_versions_code_data_and_gpus_are_named_with_who_has_them() -> None:
-    other = FACTS | {"torch": "2.14.0", "python": "3.12.1", "commit": "b000000", "code": "000000000000", "gpus": 4,
-                     "dataset": "cifar10 missing"}
+    other = FACTS | {
+        "torch": "2.14.0",
+        "python": "3.12.1",
+        "commit": "b000000",
+        "code": "000000000000",
+        "gpus": 4,
+        "dataset": "cifar10 missing",
+    }
     for found in meet_all({}, {"facts": other}, {}):
-        assert {found[name]["status"] for name in ("versions", "same code", "same dataset")} == {"failure"}
-        assert found["versions"]["text"] == ("torch differs: 2.15.0 on ranks 0, 2, 2.14.0 on rank 1; python differs: 3.11.7 on "
-                                             "ranks 0, 2, 3.12.1 on rank 1")
+        assert {found[name]["status"] for name in ("versions", "same code", "same dataset")} == {
+            "failure"
+        }
+        assert found["versions"]["text"] == (
+            "torch differs: 2.15.0 on ranks 0, 2, 2.14.0 on rank 1; python differs: 3.11.7 on "
+            "ranks 0, 2, 3.12.1 on rank 1"
+        )
         assert "commits a3579d2 on ranks 0, 2, b000000 on rank 1" in found["same code"]["text"]
         assert "digits on ranks 0, 2, cifar10 missing on rank 1" in found["same dataset"]["text"]
         assert found["backend"]["status"] == "warning"
@@ -127,7 +172,9 @@ def test_the_same_files_from_another_commit_are_the_same_code() -> None:
 def test_a_clock_that_is_off_is_told_with_its_sign() -> None:
     for found in meet_all({}, {"clock_ahead": 0.3}, {"clock_ahead": -90.0}):
         assert found["clocks"]["status"] == "warning"
-        told = re.search(r"off rank 0's: rank 2's by (-\d+\.\d+) s \(±(\d+\.\d+) s\);", found["clocks"]["text"])
+        told = re.search(
+            r"off rank 0's: rank 2's by (-\d+\.\d+) s \(±(\d+\.\d+) s\);", found["clocks"]["text"]
+        )
         assert abs(float(told[1]) + 90) <= float(told[2]) + 0.02
     for found in meet_all({"clock_ahead": 20.0}, {"clock_ahead": 20.3}):
         assert found["clocks"]["status"] == "ok", "only the difference counts"
@@ -136,8 +183,11 @@ def test_a_clock_that_is_off_is_told_with_its_sign() -> None:
 
 def test_a_missing_node_a_doubled_one_and_one_of_another_number() -> None:
     one, other = free_port(), free_port()
-    found = find_all(*(at(rank, one, num_nodes=5, timeout=3) for rank in (0, 1, 3)),
-                     *(at(rank, other, timeout=3) for rank in (0, 1, 1)), at(2, other, num_nodes=4, timeout=3))
+    found = find_all(
+        *(at(rank, one, num_nodes=5, timeout=3) for rank in (0, 1, 3)),
+        *(at(rank, other, timeout=3) for rank in (0, 1, 1)),
+        at(2, other, num_nodes=4, timeout=3),
+    )
     for missing in found[:3]:
         assert "3 of 5 nodes met" in missing["nodes"]["text"]
         assert "missing: ranks 2, 4" in missing["nodes"]["text"]
@@ -150,9 +200,15 @@ def test_a_missing_node_a_doubled_one_and_one_of_another_number() -> None:
 
 
 def test_more_ranks_than_cores_on_a_machine() -> None:
-    found = meet_all({"facts": FACTS | {"cores": 1}, "host": "a"}, {"facts": FACTS | {"cores": 1}, "host": "a"},
-                     {"facts": FACTS | {"cores": 1}, "host": "b"})[0]
-    assert (found["cores"]["status"], found["cores"]["text"][:27]) == ("warning", "a has 2 ranks and 1 cores: ")
+    found = meet_all(
+        {"facts": FACTS | {"cores": 1}, "host": "a"},
+        {"facts": FACTS | {"cores": 1}, "host": "a"},
+        {"facts": FACTS | {"cores": 1}, "host": "b"},
+    )[0]
+    assert (found["cores"]["status"], found["cores"]["text"][:27]) == (
+        "warning",
+        "a has 2 ranks and 1 cores: ",
+    )
 
 
 def test_strangers_at_the_master_s_port_do_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,17 +222,25 @@ def test_strangers_at_the_master_s_port_do_not_disturb(monkeypatch: pytest.Monke
                 return held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
 
         strangers: list[socket.socket] = []
-        wait_until(lambda: strangers.extend(filter(None, [connected()])) or len(strangers) == 2, "the master listens")
+        wait_until(
+            lambda: strangers.extend(filter(None, [connected()])) or len(strangers) == 2,
+            "the master listens",
+        )
         strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")  # the other one stays silent
         guest = nodes.submit(find, at(1, port, num_nodes=2))
         for node in (master, guest):
             assert {entry["status"] for entry in node.result(LONG).values()} == {"ok"}
 
 
-def test_what_is_no_doctor_is_not_taken_for_one(stranger: subprocess.Popen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_doctor_is_not_taken_for_one(
+    stranger: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(meeting, "_GRACE_SECONDS", 0.5)
     text = find(at(1, int(stranger.stdout.readline()), num_nodes=2, timeout=1))["nodes"]["text"]
-    assert re.search(r"rank 1 reached 127\.0\.0\.1:\d+, but no lab doctor answered to the end \(no answer\)", text)
+    assert re.search(
+        r"rank 1 reached 127\.0\.0\.1:\d+, but no lab doctor answered to the end \(no answer\)",
+        text,
+    )
 
 
 def test_a_free_port_and_who_holds_another(question: Question, stranger: subprocess.Popen) -> None:
@@ -184,7 +248,9 @@ def test_a_free_port_and_who_holds_another(question: Question, stranger: subproc
     found = network.check_port(replace(question, master_port=int(stranger.stdout.readline())))
     assert found.status == "failure"
     assert re.search(rf"is taken by python[\d.]*, process {stranger.pid}: .*python", found.text)
-    assert network.check_port(replace(question, master_ip="192.0.2.7", rank=1, num_nodes=2)) is None, "rank 0's affair"
+    assert (
+        network.check_port(replace(question, master_ip="192.0.2.7", rank=1, num_nodes=2)) is None
+    ), "rank 0's affair"
 
 
 def test_the_way_to_the_master(question: Question, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,24 +258,36 @@ def test_the_way_to_the_master(question: Question, monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(variable, raising=False)
     local = replace(question, master_ip="127.0.0.1")
     assert network.check_interface(question) is None
-    assert re.match(r"lo\d* \(127\.0\.0\.1\) routes to 127\.0\.0\.1", network.check_interface(local).text)
-    elsewhere = network.check_interface(replace(question, master_ip="192.0.2.7", rank=0, num_nodes=2))
+    assert re.match(
+        r"lo\d* \(127\.0\.0\.1\) routes to 127\.0\.0\.1", network.check_interface(local).text
+    )
+    elsewhere = network.check_interface(
+        replace(question, master_ip="192.0.2.7", rank=0, num_nodes=2)
+    )
     assert elsewhere.status == "failure"  # without any network there is no route either
     assert re.search("none of its addresses|no route", elsewhere.text)
     unknown = network.check_interface(replace(question, master_ip="no-such-host.invalid"))
     assert (unknown.status, "is not an address" in unknown.text) == ("failure", True)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
-    assert network.check_interface(local).text == "GLOO_SOCKET_IFNAME=eth77, which this node does not have"
+    assert (
+        network.check_interface(local).text
+        == "GLOO_SOCKET_IFNAME=eth77, which this node does not have"
+    )
 
 
-def test_whether_the_master_s_node_answers(question: Question, stranger: subprocess.Popen,
-                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_the_master_s_node_answers(
+    question: Question, stranger: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(network, "is_own", lambda host: False)  # loopback stands for another node
     there = replace(question, master_ip="127.0.0.1")
-    assert network.check_master(there) == ok("master", f"127.0.0.1 answers; nothing listens on {there.master_port} yet")
+    assert network.check_master(there) == ok(
+        "master", f"127.0.0.1 answers; nothing listens on {there.master_port} yet"
+    )
     listening = network.check_master(replace(there, master_port=int(stranger.stdout.readline())))
     assert (listening.status, "something listens there" in listening.text) == ("ok", True)
-    assert network.check_master(replace(there, master_ip="no-such-host.invalid")).status == "failure"
+    assert (
+        network.check_master(replace(there, master_ip="no-such-host.invalid")).status == "failure"
+    )
     assert network.check_master(replace(there, num_nodes=2, rank=1)) is None, "then they meet"
 
 
@@ -225,7 +303,9 @@ def test_a_host_name_that_resolves_to_loopback(question: Question) -> None:
     assert (found.status, "resolves to 127.0.1.1" in found.text) == ("warning", True)
     assert network.check_host_name(remote, resolve=unknown).status == "warning"
     assert network.check_host_name(remote, resolve=resolve("192.0.2.8")).status == "ok"
-    assert network.check_host_name(question, resolve=resolve("127.0.1.1")).status == "ok", "on one machine it does no harm"
+    assert network.check_host_name(question, resolve=resolve("127.0.1.1")).status == "ok", (
+        "on one machine it does no harm"
+    )
 
 
 @needs_cifar10
@@ -246,29 +326,47 @@ def test_a_dataset_that_is_missing_cut_or_altered(question: Question, tmp_path: 
     for name, begin, end in (("test_batch", b"", -1000), ("batches.meta", b"x", None)):
         content = (broken / name).read_bytes()
         (broken / name).unlink()
-        (broken / name).write_bytes(begin + content[len(begin):end])
+        (broken / name).write_bytes(begin + content[len(begin) : end])
     assert look("whole").status == "ok"
     found = look("broken")
     assert (found.status, found.text.split(": ")[-1]) == ("failure", "test_batch, batches.meta")
     assert files.dataset_state("cifar10", tmp_path / "broken")[0] == ("data_batch_3",)
     missing = look("none")
-    assert (missing.status, "missing: data_batch_1, data_batch_2" in missing.text) == ("warning", True)
-    assert files.check_dataset(replace(question, dataset="folder", data_dir=tmp_path / "none")).status == "failure"
+    assert (missing.status, "missing: data_batch_1, data_batch_2" in missing.text) == (
+        "warning",
+        True,
+    )
+    assert (
+        files.check_dataset(replace(question, dataset="folder", data_dir=tmp_path / "none")).status
+        == "failure"
+    )
     assert files.check_dataset(question).status == "ok"
 
 
-def test_a_short_disk_and_a_folder_that_cannot_be_written(question: Question, tmp_path: Path) -> None:
+def test_a_short_disk_and_a_folder_that_cannot_be_written(
+    question: Question, tmp_path: Path
+) -> None:
     usage = namedtuple("usage", "total used free")
     new = replace(question, output_dir=tmp_path / "not" / "yet" / "there")
-    assert files.check_disk(new, usage=lambda path: usage(1, 0, 10**12) if path == tmp_path else None).status == "ok"
+    assert (
+        files.check_disk(
+            new, usage=lambda path: usage(1, 0, 10**12) if path == tmp_path else None
+        ).status
+        == "ok"
+    )
     for free, status in ((100e6, "failure"), (400e6, "warning"), (2e9, "ok")):
-        assert files.check_disk(new, usage=lambda path, free=free: usage(1, 0, int(free))).status == status
+        assert (
+            files.check_disk(new, usage=lambda path, free=free: usage(1, 0, int(free))).status
+            == status
+        )
     (tmp_path / "file").write_text("in the way")
     found = files.check_disk(replace(question, output_dir=tmp_path / "file" / "reports"))
     assert (found.status, "cannot be written" in found.text) == ("failure", True)
 
 
-def test_a_pair_that_does_not_match_and_threads_beyond_the_cores(question: Question, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_that_does_not_match_and_threads_beyond_the_cores(
+    question: Question, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = TorchFacts(error="RuntimeError: operator torchvision::nms does not exist")
     for module in (machine, files):
         monkeypatch.setattr(module, "torch_facts", lambda: broken)
@@ -279,10 +377,15 @@ def test_a_pair_that_does_not_match_and_threads_beyond_the_cores(question: Quest
     monkeypatch.setenv("OMP_NUM_THREADS", "4096")
     assert machine.check_cores(question).status == "warning"
     monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (64, 64))
-    assert (machine.check_open_files(question).status, machine.check_open_files(question).remedy) == ("warning", "ulimit -n 4096")
+    assert (
+        machine.check_open_files(question).status,
+        machine.check_open_files(question).remedy,
+    ) == ("warning", "ulimit -n 4096")
 
 
-def test_a_check_that_hangs_or_breaks_is_a_finding(question: Question, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_hangs_or_breaks_is_a_finding(
+    question: Question, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends = threading.Event()
 
     def check_slow_disk(_question: Question) -> None:
@@ -297,39 +400,78 @@ def test_a_check_that_hangs_or_breaks_is_a_finding(question: Question, monkeypat
         found = examine(question)
     finally:
         ends.set()
-    assert [(one.name, one.status) for one in found] == [("slow disk", "failure"), ("odd", "failure"), ("python", "ok")]
+    assert [(one.name, one.status) for one in found] == [
+        ("slow disk", "failure"),
+        ("odd", "failure"),
+        ("python", "ok"),
+    ]
     assert "ZeroDivisionError: seven" in found[1].text
     told = as_json(question, found)
     assert (told["ok"], told["failures"], told["warnings"]) == (False, 2, 0)
 
 
-@pytest.mark.parametrize(("flags", "told"), [
-    (["--rank", "0"], "give --master-ip, --num-nodes and --rank together"),
-    (["--num-nodes", "2", "--rank", "0"], "give --master-ip, --num-nodes and --rank together"),
-    (["-M", "127.0.0.1", "-N", "2", "-R", "2"], "--rank: got 2 of --num-nodes 2"),
-    (["--master-port", "70000"], "--master-port: got 70000"),
-    (["--timeout", "0"], "--timeout: got 0"),
-])
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--rank", "0"], "give --master-ip, --num-nodes and --rank together"),
+        (["--num-nodes", "2", "--rank", "0"], "give --master-ip, --num-nodes and --rank together"),
+        (["-M", "127.0.0.1", "-N", "2", "-R", "2"], "--rank: got 2 of --num-nodes 2"),
+        (["--master-port", "70000"], "--master-port: got 70000"),
+        (["--timeout", "0"], "--timeout: got 0"),
+    ],
+)
 def test_flags_that_do_not_go_together(flags: list[str], told: str) -> None:
     with pytest.raises(UserError, match=re.escape(told)):
         question_of(build_parser().parse_args(["doctor", *flags]))
 
 
 def test_the_command_on_two_nodes_its_json_and_its_status(tmp_path: Path) -> None:
-    flags = ("doctor", "--dataset", "digits", "--master-ip", "127.0.0.1", "--num-nodes", 2, "--timeout", 60, "--master-port",
-             free_port(), "--output-dir", tmp_path)
+    flags = (
+        "doctor",
+        "--dataset",
+        "digits",
+        "--master-ip",
+        "127.0.0.1",
+        "--num-nodes",
+        2,
+        "--timeout",
+        60,
+        "--master-port",
+        free_port(),
+        "--output-dir",
+        tmp_path,
+    )
     as_text = start_lab(*flags, "--rank", 0, cold=True)
     told = start_lab(*flags, "--rank", 1, "--json").end()
     found = json.loads(told.out)
     assert told.status == 0, told
     assert {name: type(value) for name, value in found.items()} == {
-        "format": int, "what": str, "host": str, "rank": int, "num_nodes": int, "ok": bool, "failures": int, "warnings": int,
-        "findings": list}
+        "format": int,
+        "what": str,
+        "host": str,
+        "rank": int,
+        "num_nodes": int,
+        "ok": bool,
+        "failures": int,
+        "warnings": int,
+        "findings": list,
+    }
     assert all(set(entry) == {"name", "status", "text", "remedy"} for entry in found["findings"])
     assert all(bool(entry["remedy"]) == (entry["status"] != "ok") for entry in found["findings"])
     names = [entry["name"] for entry in found["findings"]]
     assert names == list(dict.fromkeys(names)), "one line a check"
-    assert {"python", "torch", "gpu", "cpu", "dataset", "disk", "host name", "interface", "nodes", "connections"} <= {*names}
+    assert {
+        "python",
+        "torch",
+        "gpu",
+        "cpu",
+        "dataset",
+        "disk",
+        "host name",
+        "interface",
+        "nodes",
+        "connections",
+    } <= {*names}
     ended = as_text.end()
     assert ended.status == 0
     assert re.search(r"^ok +port +\d+ is free$", ended.out, re.MULTILINE)
@@ -338,13 +480,30 @@ def test_the_command_on_two_nodes_its_json_and_its_status(tmp_path: Path) -> Non
 
 
 def test_the_command_where_the_master_is_not_there_or_its_port_is_held(
-        stranger: subprocess.Popen, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = ["doctor", "--dataset", "digits", "--output-dir", str(tmp_path), "--master-ip", "127.0.0.1", "--num-nodes", "2",
-             "--timeout", "1", "--master-port"]
+    stranger: subprocess.Popen, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = [
+        "doctor",
+        "--dataset",
+        "digits",
+        "--output-dir",
+        str(tmp_path),
+        "--master-ip",
+        "127.0.0.1",
+        "--num-nodes",
+        "2",
+        "--timeout",
+        "1",
+        "--master-port",
+    ]
     assert main([*place, str(free_port()), "--rank", "1"]) == 1
     told = capsys.readouterr().out
-    assert re.search(r"^failure +nodes +rank 1 did not reach rank 0 at 127\.0\.0\.1:\d+ within 1 s \(connection refused\)\n"
-                     r" +-> run lab doctor with --rank 0 on 127\.0\.0\.1 at the same time", told, re.MULTILINE)
+    assert re.search(
+        r"^failure +nodes +rank 1 did not reach rank 0 at 127\.0\.0\.1:\d+ within 1 s \(connection refused\)\n"
+        r" +-> run lab doctor with --rank 0 on 127\.0\.0\.1 at the same time",
+        told,
+        re.MULTILINE,
+    )
     assert told.rstrip().endswith("not ready")
     assert main([*place, stranger.stdout.readline().strip(), "--rank", "0", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["findings"]
@@ -355,21 +514,47 @@ def test_the_command_where_the_master_is_not_there_or_its_port_is_held(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(tools.namespaces_refused() is not None, reason="no network namespaces on this machine")
+@pytest.mark.skipif(
+    tools.namespaces_refused() is not None, reason="no network namespaces on this machine"
+)
 def test_on_nodes_with_addresses_of_their_own_one_of_them_cut_off(tmp_path: Path) -> None:
     with Cluster(3, rate="200mbit", logs=tmp_path / "logs") as cluster:
         cluster.fault(2, "cut")
-        cluster.start(["python", "-m", "lab", "doctor", "--dataset", "digits", "--master-ip", "{master}", "--num-nodes",
-                       "{nodes}", "--rank", "{rank}", "--timeout", "15", "--json"], cwd=ROOT)
+        cluster.start(
+            [
+                "python",
+                "-m",
+                "lab",
+                "doctor",
+                "--dataset",
+                "digits",
+                "--master-ip",
+                "{master}",
+                "--num-nodes",
+                "{nodes}",
+                "--rank",
+                "{rank}",
+                "--timeout",
+                "15",
+                "--json",
+            ],
+            cwd=ROOT,
+        )
         ends = {end.node: end for end in cluster.wait(limit_seconds=120)}
-        found = [{entry["name"]: entry for entry in json.loads(cluster.output(node))["findings"]} for node in range(3)]
+        found = [
+            {entry["name"]: entry for entry in json.loads(cluster.output(node))["findings"]}
+            for node in range(3)
+        ]
     assert {end.status for end in ends.values()} == {1}
     for rank in (0, 1):
         assert "2 of 3 nodes met at 10.9.0.1" in found[rank]["nodes"]["text"]
         assert "missing: rank 2" in found[rank]["nodes"]["text"]
         assert found[rank]["connections"]["status"] == "ok"
         assert f"eth0 (10.9.0.{rank + 1}) routes to 10.9.0.1" in found[rank]["interface"]["text"]
-    assert re.search(r"no route|did not reach rank 0|not met", found[2]["nodes"]["text"] + found[2]["interface"]["text"])
+    assert re.search(
+        r"no route|did not reach rank 0|not met",
+        found[2]["nodes"]["text"] + found[2]["interface"]["text"],
+    )
 
 
 def test_nothing_is_left_of_a_meeting() -> None:

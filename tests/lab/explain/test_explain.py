@@ -86,12 +86,16 @@ def errors_of(*logs: str) -> list[str]:
 
 
 def lines_of(text: str) -> list[Line]:
-    return [Line("", number, line) for number, line in enumerate(text.splitlines(), start=1) if line]
+    return [
+        Line("", number, line) for number, line in enumerate(text.splitlines(), start=1) if line
+    ]
 
 
 def test_every_log_is_expected_and_every_error_has_one() -> None:
     assert {path.stem for path in LOGS.glob("*.txt")} == set(EXPECTED)
-    shown = {one.error.name for path in LOGS.glob("*.txt") for one in explain(read_lines(str(path)))}
+    shown = {
+        one.error.name for path in LOGS.glob("*.txt") for one in explain(read_lines(str(path)))
+    }
     assert {error.name for error in known_errors()} <= shown
 
 
@@ -132,7 +136,10 @@ def test_several_files_are_read_as_one(capsys: pytest.CaptureFixture[str], tmp_p
     assert "These are echoes" in alone
     assert main_explain(Namespace(logs=logs)) == 0
     both = capsys.readouterr().out
-    assert re.match(rf"1\. an exception of the program itself\n   {tmp_path}/rank1\.txt:\d+: .*ValueError: could not read", both)
+    assert re.match(
+        rf"1\. an exception of the program itself\n   {tmp_path}/rank1\.txt:\d+: .*ValueError: could not read",
+        both,
+    )
     assert "echoes" not in both
 
 
@@ -147,30 +154,48 @@ def test_prefixes_and_colours_of_launchers_don_t_hide_an_error() -> None:
 
 def test_words_about_errors_are_no_errors() -> None:
     """Text that speaks of the same things in a good run."""
-    good = ("timeout: 60 s, port 29500\nconnected to 127.0.1.1:29500\nall ranks joined: 4 of 4\nchecking for duplicate images\n"
-            "Process group has been initialized\nmemory: 3 of 40 GB used\nKilled 3 of 12 mutants\nNo errors in 1234 files")
+    good = (
+        "timeout: 60 s, port 29500\nconnected to 127.0.1.1:29500\nall ranks joined: 4 of 4\nchecking for duplicate images\n"
+        "Process group has been initialized\nmemory: 3 of 40 GB used\nKilled 3 of 12 mutants\nNo errors in 1234 files"
+    )
     assert explain(lines_of(good)) == []
 
 
 def test_what_the_shell_and_the_kernel_say_of_a_killed_process() -> None:
-    for line in ("train.sh: line 4:  8079 Killed        python train.py", "Killed",
-                 "[  17.3] Out of memory: Killed process 1234 (python) total-vm:9 kB", "srun: error: node3: task 0: Killed",
-                 "rank 1 was killed by SIGKILL: it said"):
+    for line in (
+        "train.sh: line 4:  8079 Killed        python train.py",
+        "Killed",
+        "[  17.3] Out of memory: Killed process 1234 (python) total-vm:9 kB",
+        "srun: error: node3: task 0: Killed",
+        "rank 1 was killed by SIGKILL: it said",
+    ):
         assert [one.error.name for one in explain(lines_of(line))] == ["killed"], line
 
 
-def test_nothing_known_says_so_and_where_to_look(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "log").write_text("epoch 1\nTraceback (most recent call last):\n  File \"x.py\", line 1\nFrobError: seven\n")
+def test_nothing_known_says_so_and_where_to_look(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log").write_text(
+        'epoch 1\nTraceback (most recent call last):\n  File "x.py", line 1\nFrobError: seven\n'
+    )
     assert main(["explain", str(tmp_path / "log")]) == 0
     told = capsys.readouterr().out
     assert re.match(r"No known error in 4 lines\.", told)
     assert "line 4: FrobError: seven" in told
 
 
-def test_standard_input_an_empty_log_and_a_missing_one(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    told = subprocess.run([sys.executable, "-m", "lab", "explain", "-"], cwd=ROOT, capture_output=True, text=True,
-                          input=(LOGS / "port_in_use.txt").read_text(), timeout=90, check=False)
+def test_standard_input_an_empty_log_and_a_missing_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "lab", "explain", "-"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        input=(LOGS / "port_in_use.txt").read_text(),
+        timeout=90,
+        check=False,
+    )
     assert told.returncode == 0
     assert re.match(r"1\. address already in use\n   line \d+: .*EADDRINUSE", told.stdout)
     assert "cure:  End that process" in told.stdout
@@ -178,7 +203,10 @@ def test_standard_input_an_empty_log_and_a_missing_one(tmp_path: Path, capsys: p
     assert main(["explain", "-"]) == 0
     assert "The log is empty" in capsys.readouterr().out
     assert main(["explain", str(tmp_path / "none.txt")]) == 2
-    assert re.match(r"error: lab explain: .*none\.txt cannot be read \(No such file or directory\)", capsys.readouterr().err)
+    assert re.match(
+        r"error: lab explain: .*none\.txt cannot be read \(No such file or directory\)",
+        capsys.readouterr().err,
+    )
 
 
 def test_the_table_is_whole_and_stands_in_the_docs() -> None:
@@ -187,15 +215,35 @@ def test_the_table_is_whole_and_stands_in_the_docs() -> None:
     for error in known_errors():
         assert error.kind in KINDS
         assert set(error.hides) <= set(names), error.name
-        assert f"| {error.title} | {error.cause} | {error.cure} |" in text, f"{error.name} is not in docs/troubleshooting.md"
+        assert f"| {error.title} | {error.cause} | {error.cure} |" in text, (
+            f"{error.name} is not in docs/troubleshooting.md"
+        )
 
 
-@pytest.mark.parametrize("words", [
-    "is taken on this machine", "could not reach rank 0 at", "ranks came to", "was started twice", "the ranks differ in",
-    "was started with --num-nodes", "broke: another rank has ended", "not finite in epoch", "and could not be downloaded",
-    "could not be written (", "something else than rank 0 answers", "lost rank 0 at", "is not an address and no known host name"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "is taken on this machine",
+        "could not reach rank 0 at",
+        "ranks came to",
+        "was started twice",
+        "the ranks differ in",
+        "was started with --num-nodes",
+        "broke: another rank has ended",
+        "not finite in epoch",
+        "and could not be downloaded",
+        "could not be written (",
+        "something else than rank 0 answers",
+        "lost rank 0 at",
+        "is not an address and no known host name",
+    ],
+)
 def test_the_parts_still_say_what_is_looked_for(words: str) -> None:
     """A message of this project that is worded anew must be known anew."""
     source = "".join(path.read_text() for path in (ROOT / "common").rglob("*.py"))
     assert words in re.sub(r'"\s*\n\s*f?"', "", source)
-    assert any(words in pattern.pattern.replace("\\", "") for error in known_errors() for pattern in error.patterns)
+    assert any(
+        words in pattern.pattern.replace("\\", "")
+        for error in known_errors()
+        for pattern in error.patterns
+    )

@@ -28,29 +28,60 @@ REFERENCE = load_calibration(reference_path())
 
 
 def table(nodes, strategies, **changes):
-    settings = {"rate_bits": 1e9, "latency_seconds": 2e-4, "batch_size": 256, "scaling": "strong"} | changes
-    return {(row.sync, row.nodes): row for row in predict_table(
-        nodes, strategies=plans(strategies), calibration=settings.pop("calibration", REFERENCE), **settings)}
+    settings = {
+        "rate_bits": 1e9,
+        "latency_seconds": 2e-4,
+        "batch_size": 256,
+        "scaling": "strong",
+    } | changes
+    return {
+        (row.sync, row.nodes): row
+        for row in predict_table(
+            nodes,
+            strategies=plans(strategies),
+            calibration=settings.pop("calibration", REFERENCE),
+            **settings,
+        )
+    }
 
 
 def arguments(**changes):
-    return argparse.Namespace(**{"nodes": [8], "sync": ["all"], "rate": "1gbit", "latency": "0.2ms", "batch_size": 256,
-                                 "scaling": "strong", "calibration": reference_path(), "json": True, "figure": None} | changes)
+    return argparse.Namespace(
+        **{
+            "nodes": [8],
+            "sync": ["all"],
+            "rate": "1gbit",
+            "latency": "0.2ms",
+            "batch_size": 256,
+            "scaling": "strong",
+            "calibration": reference_path(),
+            "json": True,
+            "figure": None,
+        }
+        | changes
+    )
 
 
 def test_speedup_and_efficiency_are_those_of_the_step_times():
     strong = table([1, 8], ["ring"])
     one, eight = strong["ring", 1], strong["ring", 8]
     assert (one.speedup, one.efficiency, one.prediction.sync_seconds) == pytest.approx((1, 1, 0))
-    assert eight.speedup == pytest.approx(one.prediction.step_seconds / eight.prediction.step_seconds)
+    assert eight.speedup == pytest.approx(
+        one.prediction.step_seconds / eight.prediction.step_seconds
+    )
     assert eight.efficiency == pytest.approx(eight.speedup / 8)
     weak = table([8], ["ring"], scaling="weak")["ring", 8]
     assert weak.prediction.compute_seconds == pytest.approx(one.prediction.compute_seconds)
-    assert weak.speedup == pytest.approx(8 * one.prediction.step_seconds / weak.prediction.step_seconds)
+    assert weak.speedup == pytest.approx(
+        8 * one.prediction.step_seconds / weak.prediction.step_seconds
+    )
 
 
 def test_the_rate_is_that_of_the_links():
-    fast, slow = (table([4], ["ring", "gather_scatter"], rate_bits=rate, latency_seconds=None) for rate in (1e9, 1e8))
+    fast, slow = (
+        table([4], ["ring", "gather_scatter"], rate_bits=rate, latency_seconds=None)
+        for rate in (1e9, 1e8)
+    )
     payload = sum(REFERENCE.gradients)
     for name, share in (("ring", 1.5), ("gather_scatter", 6)):
         more = slow[name, 4].prediction.sync_seconds - fast[name, 4].prediction.sync_seconds
@@ -72,7 +103,10 @@ def test_ranks_of_one_machine_share_its_cores():
     here = table([1, 2], ["ring"], rate_bits=None, latency_seconds=None)
     apart = table([1, 2], ["ring"], rate_bits=1e12, latency_seconds=None)
     assert here["ring", 1].prediction.compute_seconds == apart["ring", 1].prediction.compute_seconds
-    assert here["ring", 2].prediction.compute_seconds > 1.3 * apart["ring", 2].prediction.compute_seconds
+    assert (
+        here["ring", 2].prediction.compute_seconds
+        > 1.3 * apart["ring", 2].prediction.compute_seconds
+    )
 
 
 def test_a_strategy_without_a_formula_is_shown_as_such(capsys):
@@ -86,18 +120,40 @@ def test_a_strategy_without_a_formula_is_shown_as_such(capsys):
     assert (row.prediction, row.note) == (None, "no formula")
 
 
-@pytest.mark.parametrize(("parse", "text", "value"), [
-    (parse_rate, "1gbit", 1e9), (parse_rate, "200mbit", 2e8), (parse_rate, "2.5 Gbit/s", 2.5e9), (parse_rate, None, None),
-    (parse_latency, "0.2ms", 2e-4), (parse_latency, "50us", 5e-5), (parse_latency, "50µs", 5e-5), (parse_latency, "1s", 1.0)])
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (parse_rate, "1gbit", 1e9),
+        (parse_rate, "200mbit", 2e8),
+        (parse_rate, "2.5 Gbit/s", 2.5e9),
+        (parse_rate, None, None),
+        (parse_latency, "0.2ms", 2e-4),
+        (parse_latency, "50us", 5e-5),
+        (parse_latency, "50µs", 5e-5),
+        (parse_latency, "1s", 1.0),
+    ],
+)
 def test_rates_and_latencies_are_read(parse, text, value):
     assert parse(text) == (None if value is None else pytest.approx(value))
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"rate": "0gbit"}, "more than 0"), ({"rate": "fast"}, "200mbit"), ({"rate": "10"}, "10gbit"), ({"rate": "1ms"}, "1gbit"),
-    ({"latency": "0.2"}, "0.2ms"), ({"latency": "-1ms"}, "0.2ms"), ({"latency": "1gbit"}, "0.2ms"), ({"nodes": [0]}, "100,000"),
-    ({"nodes": [4, 100_001]}, "100001"), ({"sync": ["carrier_pigeon"]}, "halving_doubling"), ({"scaling": "up"}, "weak"),
-    ({"batch_size": 1}, "--batch-size")])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rate": "0gbit"}, "more than 0"),
+        ({"rate": "fast"}, "200mbit"),
+        ({"rate": "10"}, "10gbit"),
+        ({"rate": "1ms"}, "1gbit"),
+        ({"latency": "0.2"}, "0.2ms"),
+        ({"latency": "-1ms"}, "0.2ms"),
+        ({"latency": "1gbit"}, "0.2ms"),
+        ({"nodes": [0]}, "100,000"),
+        ({"nodes": [4, 100_001]}, "100001"),
+        ({"sync": ["carrier_pigeon"]}, "halving_doubling"),
+        ({"scaling": "up"}, "weak"),
+        ({"batch_size": 1}, "--batch-size"),
+    ],
+)
 def test_bad_input_is_named_with_what_to_do(changes, said):
     with pytest.raises(UserError, match=said):
         main_predict(arguments(**changes))
@@ -130,9 +186,22 @@ def test_json_holds_the_rows_and_how_far_each_strategy_scales_strongly_and_weakl
 def test_the_second_table_says_where_each_strategy_stops(capsys):
     assert main_predict(arguments(json=False, sync=["none", "ring", "gather_scatter"])) == 0
     lines = capsys.readouterr().out.splitlines()
-    first, second = ([line for line in lines if line.split()[:1] == [name]] for name in ("none", "gather_scatter"))
+    first, second = (
+        [line for line in lines if line.split()[:1] == [name]]
+        for name in ("none", "gather_scatter")
+    )
     assert first[1].split()[1:] == ["128", "19.4", "samples", "all", "never", "100,000", "-"]
-    assert second[1].split()[1:] == ["1", "1.00", "root's", "link", "2", "11", "1.84", "root's", "link"]
+    assert second[1].split()[1:] == [
+        "1",
+        "1.00",
+        "root's",
+        "link",
+        "2",
+        "11",
+        "1.84",
+        "root's",
+        "link",
+    ]
     assert "up to 128;" in lines[-4]
 
 
@@ -146,18 +215,24 @@ def test_ranks_of_one_machine_end_with_its_cores(capsys):
 @pytest.mark.parametrize("scaling", ["strong", "weak"])
 def test_a_terminal_of_80_columns_cuts_nothing(scaling, monkeypatch):
     written = io.StringIO()
-    monkeypatch.setattr("lab.predict.tables.Console", partial(Console, file=written, force_terminal=True, width=80))
+    monkeypatch.setattr(
+        "lab.predict.tables.Console", partial(Console, file=written, force_terminal=True, width=80)
+    )
     assert main_predict(arguments(json=False, nodes=[1, 100_000], scaling=scaling)) == 0
     text = re.sub(r"\x1b\[[\d;]*m", "", written.getvalue())
     assert "…" not in text
-    tables = [line for line in text.splitlines() if line.split()[:1] and line.split()[0] in STRATEGIES]
+    tables = [
+        line for line in text.splitlines() if line.split()[:1] and line.split()[0] in STRATEGIES
+    ]
     assert len(tables) == 3 * len(STRATEGIES)
     assert max(map(len, tables)) <= 80
 
 
 def test_the_figure_has_a_line_for_each_strategy(tmp_path):
     assert main_predict(arguments(scaling="weak", figure=tmp_path / "steps.svg")) == 0
-    texts = re.findall(r"<text[^>]*>([^<]+)</text>", (tmp_path / "steps.svg").read_text(encoding="utf-8"))
+    texts = re.findall(
+        r"<text[^>]*>([^<]+)</text>", (tmp_path / "steps.svg").read_text(encoding="utf-8")
+    )
     names = [name for text in texts for name in text.split(", ") if name in STRATEGIES]
     assert sorted(names) == sorted([*STRATEGIES, *STRATEGIES])  # beside both panels
     assert "gather_scatter, gather_scatter_flat" in texts  # whose lines lie on one another
@@ -167,7 +242,10 @@ def test_the_figure_has_a_line_for_each_strategy(tmp_path):
     assert len(imread(tmp_path / "steps.PNG", format="png")) > 600
 
 
-@pytest.mark.parametrize(("name", "said"), [("steps.gif", "ends in .png"), ("missing/steps.png", "a folder that is there")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("steps.gif", "ends in .png"), ("missing/steps.png", "a folder that is there")],
+)
 def test_a_figure_that_cannot_be_drawn_is_named(name, said, tmp_path):
     with pytest.raises(UserError, match=said):
         main_predict(arguments(sync=["ring"], figure=tmp_path / name))
@@ -182,7 +260,9 @@ def test_the_pages_show_what_their_commands_print(page, commands, monkeypatch, c
     assert len(shown) == commands
     for command, output in shown:
         assert main(shlex.split(command)[1:]) == 0
-        assert [line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()] == output.splitlines(), command
+        assert [
+            line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()
+        ] == output.splitlines(), command
 
 
 def test_the_hierarchy_that_the_page_composes_gives_its_numbers():
@@ -195,7 +275,9 @@ def test_the_hierarchy_that_the_page_composes_gives_its_numbers():
 
 
 def test_the_reference_says_that_it_is_not_this_machine(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("common.cost_model.calibration_file.calibration_path", lambda: tmp_path / "none.json")
+    monkeypatch.setattr(
+        "common.cost_model.calibration_file.calibration_path", lambda: tmp_path / "none.json"
+    )
     main_predict(arguments(json=False, calibration=None))
     assert capsys.readouterr().out.startswith("NOT this machine")
 
@@ -218,22 +300,37 @@ assert torch.zeros(2).sum() == 0
 
 
 def test_plans_without_torch_are_those_with_torch():
-    sizes = [GradientSize((64, 3, 3, 3)), GradientSize((512, 512, 3, 3)), GradientSize((7,)), GradientSize((10, 33), 2)]
-    found = subprocess.run([sys.executable, "-c", PROBE, json.dumps([[size.shape, size.itemsize] for size in sizes])], cwd=ROOT,
-                           capture_output=True, text=True, timeout=60, check=True)
+    sizes = [
+        GradientSize((64, 3, 3, 3)),
+        GradientSize((512, 512, 3, 3)),
+        GradientSize((7,)),
+        GradientSize((10, 33), 2),
+    ]
+    found = subprocess.run(
+        [sys.executable, "-c", PROBE, json.dumps([[size.shape, size.itemsize] for size in sizes])],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     without = json.loads(found.stdout)
     assert len(without) == 4 * len(STRATEGIES)
     for name, ranks, operations, period, sent in without:
         plan = build_sync(name)
-        assert operations == [list(vars(one).values()) for one in plan.operations(sizes, ranks)], name
+        assert operations == [list(vars(one).values()) for one in plan.operations(sizes, ranks)], (
+            name
+        )
         assert period == plan.period
-        assert sent == [str(plan.bytes_sent(sizes, rank, ranks)) for rank in range(min(ranks, 9))], name
-
-
+        assert sent == [
+            str(plan.bytes_sent(sizes, rank, ranks)) for rank in range(min(ranks, 9))
+        ], name
 
 
 def test_calibrations_over_nodes_keep_a_machine_a_rank():
     nodes = replace(REFERENCE, ranks=4, ranks_here=1)
     rows = table([1, 8], ["ring"], rate_bits=None, latency_seconds=None, calibration=nodes)
     assert rows["ring", 8].note == ""
-    assert rows["ring", 8].prediction.compute_seconds < rows["ring", 1].prediction.compute_seconds / 2
+    assert (
+        rows["ring", 8].prediction.compute_seconds < rows["ring", 1].prediction.compute_seconds / 2
+    )

@@ -32,22 +32,33 @@ class RingOfLatency:
 
 def far(*, alpha, scaling, seconds, batch_size=1_000_000):
     """The stop of a ring of latency, whose nodes compute ``seconds``, in strong scaling all of them together."""
+
     def at(nodes):
         return StepCompute(0.0, seconds if scaling == "weak" else seconds / nodes, 0.0)
 
-    return stops({"ring": RingOfLatency()}, [4], network=Network(alpha, 1e-9), compute_at=at, batch_size=batch_size,
-                 scaling=scaling)[0]
+    return stops(
+        {"ring": RingOfLatency()},
+        [4],
+        network=Network(alpha, 1e-9),
+        compute_at=at,
+        batch_size=batch_size,
+        scaling=scaling,
+    )[0]
 
 
 def test_a_strong_ring_stops_where_the_derivative_says():
     one = far(alpha=1e-3, scaling="strong", seconds=1.5)
     assert one.fastest_nodes == 27  # of 1.5 / N + 2 (N - 1) alpha, at sqrt(1.5 / 2 alpha)
     best = 1.5 / 27 + 2 * 26e-3
-    by_hand = next(nodes for nodes in range(1, 28) if 1.5 / nodes + 2e-3 * (nodes - 1) <= 1.1 * best)
+    by_hand = next(
+        nodes for nodes in range(1, 28) if 1.5 / nodes + 2e-3 * (nodes - 1) <= 1.1 * best
+    )
     assert (one.nodes, one.held_by, one.limit) == (by_hand, "latency", LARGEST_NODES)
     assert one.speedup == pytest.approx(1.5 / (1.5 / by_hand + 2e-3 * (by_hand - 1)))
     assert one.half_nodes == 27  # N (N - 1) <= 1.5 / 2 alpha
-    assert far(alpha=1e-5, scaling="strong", seconds=1.5).fastest_nodes == 274  # between the numbers that are asked for first
+    assert (
+        far(alpha=1e-5, scaling="strong", seconds=1.5).fastest_nodes == 274
+    )  # between the numbers that are asked for first
 
 
 def test_a_weak_ring_stops_where_its_latency_saturates():
@@ -62,16 +73,27 @@ def test_a_weak_ring_stops_where_its_latency_saturates():
 
 def test_what_grows_to_the_end_never_stops():
     one = far(alpha=1e-9, scaling="weak", seconds=1.0)
-    assert (one.nodes, one.held_by, one.half_nodes, one.fastest_nodes) == (None, "", LARGEST_NODES, LARGEST_NODES)
+    assert (one.nodes, one.held_by, one.half_nodes, one.fastest_nodes) == (
+        None,
+        "",
+        LARGEST_NODES,
+        LARGEST_NODES,
+    )
     assert one.speedup == pytest.approx(LARGEST_NODES, rel=1e-3)
 
 
-@pytest.mark.parametrize(("batch_size", "limit"), [(1_000, 500), (3, 1), (2, 1), (1_000_000, LARGEST_NODES)])
+@pytest.mark.parametrize(
+    ("batch_size", "limit"), [(1_000, 500), (3, 1), (2, 1), (1_000_000, LARGEST_NODES)]
+)
 def test_strong_scaling_ends_with_the_samples(batch_size, limit):
     assert most_nodes(batch_size, scaling="strong") == limit
     assert most_nodes(batch_size, scaling="weak") == LARGEST_NODES
     one = far(alpha=1e-12, scaling="strong", seconds=1e6, batch_size=batch_size)
-    assert (one.limit, one.nodes, one.held_by) == (limit, None, "samples" if limit < LARGEST_NODES else "")
+    assert (one.limit, one.nodes, one.held_by) == (
+        limit,
+        None,
+        "samples" if limit < LARGEST_NODES else "",
+    )
     assert one.speedup == pytest.approx(limit, rel=1e-3)
 
 
@@ -79,13 +101,25 @@ def test_what_is_computed_by_every_node_anew_holds_scaling_too():
     def at(nodes):
         return StepCompute(0.1, 1.0 / nodes, 0.0)
 
-    one = stops({"ring": RingOfLatency()}, [4], network=Network(1e-12, 1e-9), compute_at=at, batch_size=10**6,
-                scaling="strong")[0]
+    one = stops(
+        {"ring": RingOfLatency()},
+        [4],
+        network=Network(1e-12, 1e-9),
+        compute_at=at,
+        batch_size=10**6,
+        scaling="strong",
+    )[0]
     assert (one.nodes, one.held_by) == (100, "compute")  # 0.1 + 1 / N <= 1.1 (0.1 + 1 / 100,000)
 
 
-@pytest.mark.parametrize(("name", "links", "held_by"), [
-    ("gather_scatter", (1e9, 2e-4), "root's link"), ("tree", (1e9, 2e-4), "bandwidth"), ("all_reduce", (1e11, 5e-3), "latency")])
+@pytest.mark.parametrize(
+    ("name", "links", "held_by"),
+    [
+        ("gather_scatter", (1e9, 2e-4), "root's link"),
+        ("tree", (1e9, 2e-4), "bandwidth"),
+        ("all_reduce", (1e11, 5e-3), "latency"),
+    ],
+)
 def test_what_holds_it_is_what_takes_the_most(name, links, held_by):
     strong, weak = stops_of(plans([name]), REFERENCE, *links, 256)
     assert strong.held_by == held_by
@@ -102,12 +136,26 @@ def test_the_search_finds_what_every_number_of_nodes_gives(rate, latency, scalin
     def at(nodes):
         return compute_of(REFERENCE, nodes, batch_size=300, scaling=scaling, own_machines=True)
 
-    found = stops(strategies, REFERENCE.gradients, network=network, compute_at=at, batch_size=300, scaling=scaling)
+    found = stops(
+        strategies,
+        REFERENCE.gradients,
+        network=network,
+        compute_at=at,
+        batch_size=300,
+        scaling=scaling,
+    )
     assert [one.sync for one in found] == list(strategies)
     for one in found:
-        seconds = [step_seconds(strategies[one.sync], REFERENCE.gradients, nodes, network=network, compute=at(nodes))
-                   for nodes in range(1, 151)]
-        speeds = [(nodes if scaling == "weak" else 1) * seconds[0] / taken for nodes, taken in enumerate(seconds, 1)]
+        seconds = [
+            step_seconds(
+                strategies[one.sync], REFERENCE.gradients, nodes, network=network, compute=at(nodes)
+            )
+            for nodes in range(1, 151)
+        ]
+        speeds = [
+            (nodes if scaling == "weak" else 1) * seconds[0] / taken
+            for nodes, taken in enumerate(seconds, 1)
+        ]
         best = max(speeds)
         assert one.fastest_speedup == pytest.approx(best, rel=1e-3), one
         nodes = next(nodes for nodes, speed in enumerate(speeds, 1) if 1.1 * speed >= best)
@@ -134,7 +182,9 @@ def test_no_exchange_never_stops_and_a_strategy_without_a_formula_is_left_out():
 def test_numbers_of_nodes_hold_powers_of_two_and_the_ends():
     numbers = numbers_of_nodes(LARGEST_NODES, also=[4_321, 200_000])
     assert numbers == sorted(set(numbers))
-    assert {*range(1, 33), *(1 << power for power in range(17)), 4_321, LARGEST_NODES} <= set(numbers)
+    assert {*range(1, 33), *(1 << power for power in range(17)), 4_321, LARGEST_NODES} <= set(
+        numbers
+    )
     assert numbers[-1] == LARGEST_NODES
     assert numbers_of_nodes(1) == [1]
 

@@ -29,7 +29,17 @@ from tests.helpers import ROOT, Started, user_environment
 
 BY_NAME = {one.name: one for one in WRONG}
 MAKE_TEST = "not slow and not engines and not mutation and not long"
-GROUPS = {"strategy", "sharding", "loss weighting", "BatchNorm", "resume", "clipping", "checkpoint", "accumulation", "seeds"}
+GROUPS = {
+    "strategy",
+    "sharding",
+    "loss weighting",
+    "BatchNorm",
+    "resume",
+    "clipping",
+    "checkpoint",
+    "accumulation",
+    "seeds",
+}
 
 
 # --- The harness ---
@@ -47,7 +57,9 @@ def test_a_right_function_and_a_right_class_pass() -> None:
     for strategy, case in ((Mean(), Case()), (average, Case(unused=False))):
         for found in check_equivalence(strategy, sizes=(2, 3), case=case):
             assert found.first_wrong is None, str(found)
-            assert 0 < found.greatest.error < 1e-12, "rounding, not zero: two computations were compared"
+            assert 0 < found.greatest.error < 1e-12, (
+                "rounding, not zero: two computations were compared"
+            )
 
 
 def test_a_difference_is_told_with_its_step_rank_and_parameter() -> None:
@@ -62,8 +74,10 @@ def test_a_difference_is_told_with_its_step_rank_and_parameter() -> None:
     assert wrong is not None
     assert (wrong.step, wrong.rank, wrong.parameter, wrong.equal_bits) == (3, 1, "head.bias", False)
     assert [step.error < 1e-12 for step in found.steps] == [True, True, False, False]
-    assert re.match(r"2 ranks, step 3: head\.bias on rank 1 differs from one process by .*; the ranks hold different weights",
-                    str(found))
+    assert re.match(
+        r"2 ranks, step 3: head\.bias on rank 1 differs from one process by .*; the ranks hold different weights",
+        str(found),
+    )
     assert not found
 
 
@@ -92,10 +106,19 @@ def test_several_strategies_share_a_group() -> None:
     assert found["FirstParameterLeftOut"].first_wrong.parameter == "conv.weight"
 
 
-@pytest.mark.parametrize(("strategy", "sizes", "words"), [
-    (OwnGradient, [2], r"strategy: got OwnGradient, give .* an instance such as OwnGradient\(\)"),
-    ("telepathy", [2], "unknown strategy 'telepathy': choose one of"), ("all_reduce", [0], "sizes: got 0"),
-    ("all_reduce", [], "sizes: got none, give numbers of ranks")])
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "words"),
+    [
+        (
+            OwnGradient,
+            [2],
+            r"strategy: got OwnGradient, give .* an instance such as OwnGradient\(\)",
+        ),
+        ("telepathy", [2], "unknown strategy 'telepathy': choose one of"),
+        ("all_reduce", [0], "sizes: got 0"),
+        ("all_reduce", [], "sizes: got none, give numbers of ranks"),
+    ],
+)
 def test_what_cannot_be_compared_is_refused(strategy: Any, sizes: list[int], words: str) -> None:
     with pytest.raises(UserError, match=words):
         check_equivalence(strategy, sizes=sizes)
@@ -128,9 +151,12 @@ for result in check_equivalence(MyStrategy(), sizes=(2, 3)):
 @pytest.mark.slow
 def test_a_users_own_strategy_in_a_script_without_a_guard(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
-    ended = Started([sys.executable, "mine.py"], cwd=tmp_path, env=user_environment(PYTHONPATH=str(ROOT))).end()
+    ended = Started(
+        [sys.executable, "mine.py"], cwd=tmp_path, env=user_environment(PYTHONPATH=str(ROOT))
+    ).end()
     assert [line.split(" within")[0] for line in ended.out.splitlines()] == [
-        f"{size} ranks: equal to one process" for size in (2, 3)], ended
+        f"{size} ranks: equal to one process" for size in (2, 3)
+    ], ended
 
 
 def test_a_rank_that_is_killed_is_told_at_once() -> None:
@@ -191,7 +217,9 @@ class _Failures:
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.passed += report.when == "call" and report.passed
         if report.failed:
-            message = getattr(getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr))
+            message = getattr(
+                getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr)
+            )
             self.messages.append(f"[{report.when}] {message}")
 
 
@@ -203,8 +231,20 @@ def _run_check(name: str, answers: Any) -> None:
     wrong, failures = BY_NAME[name], _Failures()
     wrong.plant()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        pytest.main(["-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "-m", MAKE_TEST, wrong.check],
-                    plugins=[failures])
+        pytest.main(
+            [
+                "-x",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:xdist",
+                "--tb=short",
+                "-m",
+                MAKE_TEST,
+                wrong.check,
+            ],
+            plugins=[failures],
+        )
     # Cut, since a pipe holds 64 KB and nobody reads before this process has ended.
     answers.put((failures.passed, [message[:4000] for message in failures.messages]))
 
@@ -220,9 +260,13 @@ def test_a_wrong_implementation_is_caught(name: str) -> None:
     if process.exitcode is None:
         process.kill()
         process.join()
-    assert process.exitcode == 0, f"{wrong.check}: not done in time, or ended with {process.exitcode}"
+    assert process.exitcode == 0, (
+        f"{wrong.check}: not done in time, or ended with {process.exitcode}"
+    )
     passed, messages = answers.get()
     assert passed or messages, f"{wrong.check} is no test of make test"
     assert messages, f"{wrong.what} {wrong.check} passes all the same"
     assert messages[0].startswith("[call]"), messages
-    assert re.search(wrong.reason, messages[0], re.DOTALL), f"{wrong.check} fails for another reason: {messages}"
+    assert re.search(wrong.reason, messages[0], re.DOTALL), (
+        f"{wrong.check} fails for another reason: {messages}"
+    )

@@ -13,8 +13,17 @@ from PIL import Image
 from lab.report import write_report
 from tests.helpers.report_samples import cell, results
 
-BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium and no google-chrome on the path")
+BROWSER = next(
+    (
+        found
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (found := shutil.which(name))
+    ),
+    None,
+)
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason="no chromium and no google-chrome on the path"
+)
 
 # Tells the page around it what this one is like; that one keeps it in its <html>, which --dump-dom prints. A window cannot be
 # as narrow as a phone, a frame can.
@@ -42,8 +51,12 @@ addEventListener("message", (event) => { document.documentElement.dataset.measur
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report whose words are long, with a script that measures it added to the page."""
-    data = results(("gather_scatter", "halving_doubling", "ddp_powersgd"), (1, 2), accuracy=0.43, emulated=True)
-    data["cells"].append(cell("gather_scatter_flat", 2, status="failed", message="connection to " + "a" * 200))
+    data = results(
+        ("gather_scatter", "halving_doubling", "ddp_powersgd"), (1, 2), accuracy=0.43, emulated=True
+    )
+    data["cells"].append(
+        cell("gather_scatter_flat", 2, status="failed", message="connection to " + "a" * 200)
+    )
     data["settings"]["command"] = "lab compare --output-dir /" + "long/" * 60
     data["warnings"] = ["/" + "path" * 60]
     data["timelines"] = {"gather_scatter-n2": data["timelines"]["gather_scatter-n2"]}
@@ -59,9 +72,24 @@ def browse(page: Path, *flags: str) -> str:
     """Run the browser on ``page`` once and return what it printed; what it complained of is an error."""
     assert BROWSER
     profile = page.parent / "profile"
-    done = subprocess.run([BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr",
-                           "--virtual-time-budget=2000", f"--user-data-dir={profile}", *flags, page.as_uri()],
-                          capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [
+            BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--enable-logging=stderr",
+            "--virtual-time-budget=2000",
+            f"--user-data-dir={profile}",
+            *flags,
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "CONSOLE" not in done.stderr, done.stderr
     return done.stdout
@@ -71,7 +99,9 @@ def measured(page: Path, width: int, *flags: str) -> tuple[int, int, list[str], 
     """Return inner width, width of all that can be scrolled to, what sticks out, smallest letters, paper and ink."""
     around = page.with_name(f"around-{width}.html")
     around.write_text(AROUND.replace("WIDTH", str(width)), encoding="utf-8")
-    found = re.search(r'data-measured="([^"]+)"', browse(around, "--dump-dom", "--window-size=1300,1000", *flags))
+    found = re.search(
+        r'data-measured="([^"]+)"', browse(around, "--dump-dom", "--window-size=1300,1000", *flags)
+    )
     assert found
     return tuple(json.loads(html.unescape(found[1])))
 
@@ -81,17 +111,18 @@ def test_phone(page: Path) -> None:
     assert width == 390
     assert scrolled <= 390
     assert sticking_out == []
-    assert smallest_text >= 8        # pixels, of the letters in the figures
+    assert smallest_text >= 8  # pixels, of the letters in the figures
     assert (background, ink) == ("rgb(255, 255, 255)", "rgb(27, 31, 35)")
 
 
 def test_dark_on_a_wide_screen(page: Path) -> None:
     width, scrolled, sticking_out, smallest_text, background, ink = measured(
-        page, 1280, "--blink-settings=preferredColorScheme=0")
+        page, 1280, "--blink-settings=preferredColorScheme=0"
+    )
     assert (width, scrolled, sticking_out) == (1280, 1280, [])
     assert smallest_text >= 9
     assert background == "rgb(20, 23, 28)"
-    assert ink == "rgb(230, 233, 237)"          # the figures follow
+    assert ink == "rgb(230, 233, 237)"  # the figures follow
 
 
 @pytest.mark.slow
@@ -100,9 +131,14 @@ def test_screenshot_and_print(page: Path) -> None:
     browse(page, f"--screenshot={shot}", "--window-size=1280,4000")
     colors = Image.open(shot).convert("RGB").getcolors(maxcolors=1 << 24)
     assert colors
-    assert len(colors) > 100         # figures and text, not an empty page
+    assert len(colors) > 100  # figures and text, not an empty page
     paper = page.parent / "page.pdf"
-    browse(page, f"--print-to-pdf={paper}", "--no-pdf-header-footer", "--blink-settings=preferredColorScheme=0")
+    browse(
+        page,
+        f"--print-to-pdf={paper}",
+        "--no-pdf-header-footer",
+        "--blink-settings=preferredColorScheme=0",
+    )
     content = paper.read_bytes()
     assert content.startswith(b"%PDF")
     pages = [int(count) for count in re.findall(rb"/Count (\d+)", content)]

@@ -22,11 +22,21 @@ from lab.report.view import Block, blocks
 from tests.helpers.report_samples import cell, predicted, results, timeline
 
 
-def block(*cells: dict[str, Any], scaling: str = "strong", prediction: dict[str, Any] | None = None, **settings: Any) -> Block:
+def block(
+    *cells: dict[str, Any],
+    scaling: str = "strong",
+    prediction: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Block:
     """The block of ``cells`` beside a one-node cell."""
     one = [] if any(entry["nodes"] == 1 for entry in cells) else [cell("none", 1, scaling=scaling)]
-    (found,) = blocks({"cells": [*one, *cells], "settings": {"dataset": "cifar10", "scaling": scaling, **settings},
-                       "prediction": prediction})
+    (found,) = blocks(
+        {
+            "cells": [*one, *cells],
+            "settings": {"dataset": "cifar10", "scaling": scaling, **settings},
+            "prediction": prediction,
+        }
+    )
     return found
 
 
@@ -35,9 +45,16 @@ def said(found: Any) -> str:
 
 
 def test_fastest_is_named_only_where_intervals_lie_apart() -> None:
-    apart = said(fastest(block(cell("gather_scatter", 4), cell("ddp", 4))))       # 0.284 and 0.494 s, 2 % each
-    assert "On 4 nodes ddp is fastest: 0.284 s [0.278, 0.290] a step. Next is gather_scatter with 0.494 s [0.484, 0.504]" in apart
-    close = list(fastest(block(cell("overlapped", 2), cell("ddp", 2), cell("gather_scatter", 2))))  # 0.524, 0.514, 0.584 s
+    apart = said(
+        fastest(block(cell("gather_scatter", 4), cell("ddp", 4)))
+    )  # 0.284 and 0.494 s, 2 % each
+    assert (
+        "On 4 nodes ddp is fastest: 0.284 s [0.278, 0.290] a step. Next is gather_scatter with 0.494 s [0.484, 0.504]"
+        in apart
+    )
+    close = list(
+        fastest(block(cell("overlapped", 2), cell("ddp", 2), cell("gather_scatter", 2)))
+    )  # 0.524, 0.514, 0.584 s
     assert "cannot be told apart: ddp has the shortest median" in close[0].text
     assert "overlaps that of overlapped." in close[0].text
     assert close[0].caution
@@ -48,13 +65,17 @@ def test_one_repeat_allows_no_order() -> None:
     text = said(fastest(block(cell("gather_scatter", 4, repeats=1), cell("ddp", 4, repeats=1))))
     assert "one repeat, no interval, so no order is claimed" in text
     assert "fastest" not in text
-    mixed = said(fastest(block(cell("gather_scatter", 4), cell("all_reduce", 4), cell("ddp", 4, repeats=1))))
+    mixed = said(
+        fastest(block(cell("gather_scatter", 4), cell("all_reduce", 4), cell("ddp", 4, repeats=1)))
+    )
     assert "all_reduce is fastest" in mixed
     assert "Left out for want of an interval (one repeat): ddp." in mixed
 
 
 def test_a_fastest_that_is_not_exact_is_said_to_be_so() -> None:
-    text = said(fastest(block(cell("gather_scatter", 4), cell("all_reduce", 4), cell("ddp_powersgd", 4))))
+    text = said(
+        fastest(block(cell("gather_scatter", 4), cell("all_reduce", 4), cell("ddp_powersgd", 4)))
+    )
     assert "On 4 nodes ddp_powersgd (not exact) is fastest" in text
     assert "On 4 nodes, among the exact strategies, all_reduce is fastest" in text
 
@@ -63,14 +84,27 @@ def test_nothing_is_compared_with_itself_or_with_what_failed() -> None:
     text = said(fastest(block(cell("ring", 2), cell("ddp", 2, status="failed", message="boom"))))
     assert text == "On 2 nodes only ring has been measured: nothing to compare."
     assert said(fastest(block(cell("ddp", 2, status="pending")))) == ""
-    assert "No cell has ended yet" in findings(block(cell("none", 1, status="pending"), cell("ddp", 2, status="pending")))[0].text
+    assert (
+        "No cell has ended yet"
+        in findings(block(cell("none", 1, status="pending"), cell("ddp", 2, status="pending")))[
+            0
+        ].text
+    )
 
 
-@pytest.mark.parametrize(("scale", "repeats", "expected"), [
-    (4.0, 3, "is slower than one node, also at the favourable ends"), (1.83, 3, "leave open whether really"),
-    (4.0, 1, "there is no interval, so no more is claimed"), (1.0, 3, "")])
+@pytest.mark.parametrize(
+    ("scale", "repeats", "expected"),
+    [
+        (4.0, 3, "is slower than one node, also at the favourable ends"),
+        (1.83, 3, "leave open whether really"),
+        (4.0, 1, "there is no interval, so no more is claimed"),
+        (1.0, 3, ""),
+    ],
+)
 def test_speed_up_below_one(scale: float, repeats: int, expected: str) -> None:
-    text = said(slower_than_one(block(cell("ring", 2, scale=scale, repeats=repeats))))  # 0.555 s * scale + 0.004 s against 1 s
+    text = said(
+        slower_than_one(block(cell("ring", 2, scale=scale, repeats=repeats)))
+    )  # 0.555 s * scale + 0.004 s against 1 s
     assert (expected in text) if expected else text == ""
 
 
@@ -90,7 +124,9 @@ def test_an_interval_that_reaches_zero_leaves_the_speed_up_open() -> None:
 
 
 def test_weak_scaling_compares_throughput() -> None:
-    found = block(cell("ring", 2, scaling="weak"), scaling="weak")   # 512 samples in 1.059 s against 256 in 1.0 s
+    found = block(
+        cell("ring", 2, scaling="weak"), scaling="weak"
+    )  # 512 samples in 1.059 s against 256 in 1.0 s
     assert found.find("ring", 2).speedup == pytest.approx(2 / 1.059)
     assert found.find("ring", 2).efficiency == pytest.approx(1 / 1.059)
     slow = said(slower_than_one(block(cell("ring", 2, scaling="weak", scale=3.0), scaling="weak")))
@@ -105,7 +141,9 @@ def test_bounds_and_stragglers() -> None:
     assert "update) with ddp" in text
     assert "waiting for slower ranks with ring" in text
     assert "waiting for slower ranks than wire with ring:" in said(stragglers(both))
-    assert "by the medians with ring, but no intervals" in said(stragglers(block(cell("ring", 4, wait=0.5, repeats=1))))
+    assert "by the medians with ring, but no intervals" in said(
+        stragglers(block(cell("ring", 4, wait=0.5, repeats=1)))
+    )
     assert "no strategy spends more" in said(stragglers(block(cell("ddp", 4))))
     unsplit = block(cell("ddp", 4))
     unsplit.find("ddp", 4).cell["median"].update(wait=None, wire=None)
@@ -113,45 +151,81 @@ def test_bounds_and_stragglers() -> None:
 
 
 def test_root_share() -> None:
-    text = said(root_share(block(cell("gather_scatter", 4), cell("ring", 4))))  # 3 M of 6 M bytes; an equal share is a quarter
-    assert "more than its share with gather_scatter: up to 50.0 % of all bytes; an equal share would be 25.0 %" in text
+    text = said(
+        root_share(block(cell("gather_scatter", 4), cell("ring", 4)))
+    )  # 3 M of 6 M bytes; an equal share is a quarter
+    assert (
+        "more than its share with gather_scatter: up to 50.0 % of all bytes; an equal share would be 25.0 %"
+        in text
+    )
     assert "ring" not in text
-    assert "no strategy makes the root send much more" in said(root_share(block(cell("gather_scatter", 2))))
+    assert "no strategy makes the root send much more" in said(
+        root_share(block(cell("gather_scatter", 2)))
+    )
 
 
 def test_exact_losses() -> None:
     same = said(quality.exact_losses(block(cell("ring", 2), cell("ddp", 2))))
-    assert "the losses of the 2 exact strategies agree: they differ by 8.7e-06 at most, at step 30" in same  # 29 * 3e-7
-    assert "are equal at every step" in said(quality.exact_losses(block(cell("ring", 2), cell("ring", 2) | {"sync": "tree"})))
+    assert (
+        "the losses of the 2 exact strategies agree: they differ by 8.7e-06 at most, at step 30"
+        in same
+    )  # 29 * 3e-7
+    assert "are equal at every step" in said(
+        quality.exact_losses(block(cell("ring", 2), cell("ring", 2) | {"sync": "tree"}))
+    )
     drifted = list(quality.exact_losses(block(cell("ring", 2), cell("ddp", 2, loss_shift=0.05))))
     assert "start alike and drift apart, by 0.05" in drifted[0].text
     assert drifted[0].caution
     other = cell("ddp", 2)
-    other["repeats"][0]["losses"] = [[step, value + 0.3] for step, value in other["repeats"][0]["losses"]]
-    assert "differ from the first step on, by 0.3" in said(quality.exact_losses(block(cell("ring", 2), other)))
-    assert said(quality.exact_losses(block(cell("ring", 2), cell("topk", 2)))) == ""            # one exact one
-    assert said(quality.exact_losses(block(cell("ring", 2), cell("ddp", 2, seeds=(1,))))) == ""  # other seeds are not compared
+    other["repeats"][0]["losses"] = [
+        [step, value + 0.3] for step, value in other["repeats"][0]["losses"]
+    ]
+    assert "differ from the first step on, by 0.3" in said(
+        quality.exact_losses(block(cell("ring", 2), other))
+    )
+    assert (
+        said(quality.exact_losses(block(cell("ring", 2), cell("topk", 2)))) == ""
+    )  # one exact one
+    assert (
+        said(quality.exact_losses(block(cell("ring", 2), cell("ddp", 2, seeds=(1,))))) == ""
+    )  # other seeds are not compared
 
 
 def test_accuracy_near_chance_shows_nothing() -> None:
-    near = list(quality.accuracies(block(cell("ring", 2, accuracy=0.13), cell("ddp", 2, accuracy=0.13))))
+    near = list(
+        quality.accuracies(block(cell("ring", 2, accuracy=0.13), cell("ddp", 2, accuracy=0.13)))
+    )
     assert "of ring and ddp is near chance (at most 15.0 % with 10 classes)" in near[0].text
     assert len(near) == 1
-    above = said(quality.accuracies(block(cell("ring", 2, accuracy=0.43), cell("topk", 2, accuracy=0.40))))
+    above = said(
+        quality.accuracies(block(cell("ring", 2, accuracy=0.43), cell("topk", 2, accuracy=0.40)))
+    )
     assert "On 2 nodes the test accuracy of ring is 42.8 % to 43.2 %." in above
-    assert "topk, which is not exact, reaches 40.0 %; the exact ones 42.8 % to 43.2 %: 3.0 points below their mean" in above
-    assert "One repeat each" in said(quality.accuracies(block(cell("ring", 2, accuracy=0.43, repeats=1))))
+    assert (
+        "topk, which is not exact, reaches 40.0 %; the exact ones 42.8 % to 43.2 %: 3.0 points below their mean"
+        in above
+    )
+    assert "One repeat each" in said(
+        quality.accuracies(block(cell("ring", 2, accuracy=0.43, repeats=1)))
+    )
     assert said(quality.accuracies(block(cell("ring", 2)))) == ""
-    assert "no statement" in said(quality.accuracies(block(cell("ring", 2, accuracy=0.9), dataset="folder")))
+    assert "no statement" in said(
+        quality.accuracies(block(cell("ring", 2, accuracy=0.9), dataset="folder"))
+    )
 
 
 def test_time_to_accuracy() -> None:
     ran = cell("ring", 2, seeds=(0, 1, 2))
     for repeat, seconds in zip(ran["repeats"], (12.0, 10.5, None), strict=True):
-        repeat.update(seconds_to_accuracy=seconds, steps_to_accuracy=None if seconds is None else 40)
+        repeat.update(
+            seconds_to_accuracy=seconds, steps_to_accuracy=None if seconds is None else 40
+        )
     text = said(quality.time_to_accuracy(block(ran, until_accuracy=0.6)))
-    assert "ring reached 60 % after 11.2 s of training (10.5 to 12.0 s over 2 runs); 1 of 3 runs did not reach it." in text
-    assert "a run did not reach 60 % in any of 3 runs" in text     # the one-node cell
+    assert (
+        "ring reached 60 % after 11.2 s of training (10.5 to 12.0 s over 2 runs); 1 of 3 runs did not reach it."
+        in text
+    )
+    assert "a run did not reach 60 % in any of 3 runs" in text  # the one-node cell
     assert said(quality.time_to_accuracy(block(ran))) == ""
 
 
@@ -163,20 +237,37 @@ def test_predictions_and_bytes() -> None:
     text = said(quality.predictions(found))
     assert "1 of 2 predictions in scope lie within 20 %" in text
     assert "the farthest off is ddp-n2 with -25.0 %. Outside: ddp-n2 (-25.0 %)." in text
-    assert "1 cell lies out of the model's scope (more ranks than cores); its error, +60.0 %, is shown, not counted." in text
+    assert (
+        "1 cell lies out of the model's scope (more ranks than cores); its error, +60.0 %, is shown, not counted."
+        in text
+    )
     assert "equal the formulas in all 3 cells" in said(quality.bytes_as_predicted(found))
     wrong = copy.deepcopy(prediction)
     wrong["cells"]["ring-n4"]["bytes_sent"][2] += 4
-    assert "differ from the formulas in ring-n4." in said(quality.bytes_as_predicted(block(*cells, prediction=wrong)))
-    assert said(quality.predictions(block(*cells))) == said(quality.bytes_as_predicted(block(*cells))) == ""
+    assert "differ from the formulas in ring-n4." in said(
+        quality.bytes_as_predicted(block(*cells, prediction=wrong))
+    )
+    assert (
+        said(quality.predictions(block(*cells)))
+        == said(quality.bytes_as_predicted(block(*cells)))
+        == ""
+    )
 
 
 def test_cautions() -> None:
     shared = block(cell("ring", 4, oversubscribed=True), cell("ring", 2))
     assert "On 4 nodes the ranks share cores" in said(oversubscription(shared))
     assert said(oversubscription(block(cell("ring", 2)))) == ""
-    text = said(unfinished(block(cell("ring", 2, status="failed"), cell("tree", 2, status="failed"),
-                                 cell("ddp", 2, status="pending"), cell("topk", 2, status="partial"))))
+    text = said(
+        unfinished(
+            block(
+                cell("ring", 2, status="failed"),
+                cell("tree", 2, status="failed"),
+                cell("ddp", 2, status="pending"),
+                cell("topk", 2, status="partial"),
+            )
+        )
+    )
     assert "tree-n2 and ring-n2 failed and are not part of any comparison" in text
     assert "ddp-n2 has not been run yet" in text
     assert "topk-n2 is only partly done" in text
@@ -184,9 +275,15 @@ def test_cautions() -> None:
 
 def test_overlap_is_told_for_the_recorded_step() -> None:
     found = block(cell("ring", 2), cell("overlapped", 2))
-    steps = {"ring-n2": timeline("ring", 2), "overlapped-n2": timeline("overlapped", 2, overlapped=True)}
+    steps = {
+        "ring-n2": timeline("ring", 2),
+        "overlapped-n2": timeline("overlapped", 2, overlapped=True),
+    }
     text = said(overlaps(found, steps))
-    assert "On 2 nodes, in the one step recorded, messages lie under backward with overlapped (" in text
+    assert (
+        "On 2 nodes, in the one step recorded, messages lie under backward with overlapped ("
+        in text
+    )
     assert "ring" not in text
     assert "no message lies under backward" in said(overlaps(found, {"ring-n2": steps["ring-n2"]}))
     assert said(overlaps(found, {})) == ""
@@ -196,6 +293,9 @@ def test_what_holds_on_several_numbers_of_nodes_is_said_once() -> None:
     data = results(("ring", "ddp"), accuracy=0.11)
     (found,) = blocks(data)
     texts = [finding.text for finding in findings(found, data["timelines"])]
-    assert sum("near chance" in text for text in texts) == 2   # one node, and both others together
-    assert any(text.startswith("On 2 and 4 nodes the test accuracy of ring and ddp is near chance") for text in texts)
+    assert sum("near chance" in text for text in texts) == 2  # one node, and both others together
+    assert any(
+        text.startswith("On 2 and 4 nodes the test accuracy of ring and ddp is near chance")
+        for text in texts
+    )
     assert len(texts) == len(set(texts))

@@ -71,7 +71,10 @@ class Page(HTMLParser):
 def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], Page]:
     """A report with a failed, a pending and a partial cell, and words that try to be markup."""
     data = results(("gather_scatter", "ring", "ddp_powersgd"), accuracy=0.43)
-    data["cells"][-2:] = [cell("ring", 4, status="failed", message=HOSTILE), cell("ddp_powersgd", 4, status="pending")]
+    data["cells"][-2:] = [
+        cell("ring", 4, status="failed", message=HOSTILE),
+        cell("ddp_powersgd", 4, status="pending"),
+    ]
     data["cells"][1]["status"] = "partial"
     data["timelines"] = {"ring-n2": data["timelines"]["ring-n2"]}
     data["warnings"].append(HOSTILE)
@@ -84,8 +87,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 
 def test_files(report: tuple[Path, dict[str, Any], Page]) -> None:
     folder, _, _ = report
-    names = {"table.md", "table.csv", "report.html", "trace-ring-n2.json",
-             *(f"{name}.{kind}" for name in (*FIGURES, "timeline-ring-n2") for kind in ("png", "svg"))}
+    names = {
+        "table.md",
+        "table.csv",
+        "report.html",
+        "trace-ring-n2.json",
+        *(f"{name}.{kind}" for name in (*FIGURES, "timeline-ring-n2") for kind in ("png", "svg")),
+    }
     assert {path.name for path in folder.iterdir()} == names
     for path in folder.glob("*.svg"):
         assert "<metadata>" not in path.read_text(encoding="utf-8")
@@ -101,16 +109,29 @@ def test_page_stands_alone(report: tuple[Path, dict[str, Any], Page]) -> None:
     assert set(re.findall(r"url\(#([^)]+)\)", source)) <= set(ids)
     assert not re.search(r"url\((?!#)|@import|<script|<iframe|<img", source)
     assert not page.values("src")
-    loads = [found["href"] for tag, found in page.tags if tag in ("link", "use", "image") and "href" in found]
+    loads = [
+        found["href"]
+        for tag, found in page.tags
+        if tag in ("link", "use", "image") and "href" in found
+    ]
     assert all(str(target).startswith(("#", "data:,")) for target in loads)
-    assert [value for value in page.values("href") if ":" in value] == ["data:,", "https://ui.perfetto.dev"]
-    assert all((folder / value).is_file() for value in page.values("href") if not value.startswith(("#", "data:", "https:")))
+    assert [value for value in page.values("href") if ":" in value] == [
+        "data:,",
+        "https://ui.perfetto.dev",
+    ]
+    assert all(
+        (folder / value).is_file()
+        for value in page.values("href")
+        if not value.startswith(("#", "data:", "https:"))
+    )
 
 
 def test_page_is_made_for_every_reader(report: tuple[Path, dict[str, Any], Page]) -> None:
     folder, _, page = report
     source = (folder / "report.html").read_text(encoding="utf-8")
-    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in [found for _, found in page.tags]
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in [
+        found for _, found in page.tags
+    ]
     assert "prefers-color-scheme: dark" in source
     assert "@media print" in source
     images = [found for _, found in page.tags if found.get("role") == "img"]
@@ -118,7 +139,9 @@ def test_page_is_made_for_every_reader(report: tuple[Path, dict[str, Any], Page]
     assert all(len(found.get("aria-label") or "") > 80 for found in images)
     drawn = re.findall(r"<svg.*?</svg>", source, re.S)
     assert len(drawn) == len(images)
-    assert all("currentColor" in svg and "#1b1f23" not in svg and "#fffffe" not in svg for svg in drawn)
+    assert all(
+        "currentColor" in svg and "#1b1f23" not in svg and "#fffffe" not in svg for svg in drawn
+    )
     assert [tag for tag, _ in page.tags].count("h1") == 1
     assert [tag for tag, _ in page.tags].count("main") == 1
 
@@ -126,8 +149,14 @@ def test_page_is_made_for_every_reader(report: tuple[Path, dict[str, Any], Page]
 def test_words_cannot_become_markup(report: tuple[Path, dict[str, Any], Page]) -> None:
     folder, _, page = report
     assert not [tag for tag, _ in page.tags if tag == "script"]
-    assert page.text.count(" ".join(HOSTILE.split())) >= 5  # warning, command, setting, environment's name and value, message
-    lines = [line for line in (folder / "table.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert (
+        page.text.count(" ".join(HOSTILE.split())) >= 5
+    )  # warning, command, setting, environment's name and value, message
+    lines = [
+        line
+        for line in (folder / "table.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+    ]
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
     assert "<script" not in "".join(lines)
 
@@ -144,9 +173,17 @@ def test_unfinished_cells_are_shown_as_such(report: tuple[Path, dict[str, Any], 
 
 def test_numbers_in_the_page_equal_the_data(report: tuple[Path, dict[str, Any], Page]) -> None:
     _, data, page = report
-    cells = {(entry["sync"], str(entry["nodes"])): entry for entry in data["cells"] if entry["median"]}
-    times, costs = ({(row[0], row[1]): row for row in page.rows if len(row) == width and tuple(row[:2]) in cells}
-                    for width in (11, 10))
+    cells = {
+        (entry["sync"], str(entry["nodes"])): entry for entry in data["cells"] if entry["median"]
+    }
+    times, costs = (
+        {
+            (row[0], row[1]): row
+            for row in page.rows
+            if len(row) == width and tuple(row[:2]) in cells
+        }
+        for width in (11, 10)
+    )
     assert set(times) == set(costs) == set(cells)
     for key, entry in cells.items():
         middle, (low, high) = entry["median"], entry["interval"]["step"]
@@ -160,13 +197,17 @@ def test_numbers_in_the_page_equal_the_data(report: tuple[Path, dict[str, Any], 
         assert float(costs[key][7]) == pytest.approx(middle["peak_memory_bytes"] / 1e6, abs=0.51)
         foretold = data["prediction"]["cells"][entry["id"]]["step_seconds"]
         assert float(costs[key][8]) == pytest.approx(foretold, abs=0.0006)
-        assert float(costs[key][9].rstrip(" %")) == pytest.approx(100 * (foretold / middle["step"] - 1), abs=0.06)
+        assert float(costs[key][9].rstrip(" %")) == pytest.approx(
+            100 * (foretold / middle["step"] - 1), abs=0.06
+        )
 
 
 def test_csv_holds_plain_numbers(report: tuple[Path, dict[str, Any], Page]) -> None:
     folder, _, _ = report
-    rows = {(row["strategy"], row["nodes"]): row
-            for row in csv.DictReader((folder / "table.csv").read_text(encoding="utf-8").splitlines())}
+    rows = {
+        (row["strategy"], row["nodes"]): row
+        for row in csv.DictReader((folder / "table.csv").read_text(encoding="utf-8").splitlines())
+    }
     ring = rows["ring", "2"]
     assert float(ring["step_seconds"]) == 0.5 + 0.004 + 0.055
     assert float(ring["root_sent_bytes"]) == float(ring["others_sent_bytes"]) == BYTES
@@ -193,22 +234,32 @@ def plain_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_groups_and_rates_never_share_a_figure(tmp_path: Path) -> None:
     data = results(("ring",), (1, 2), predict=False)
     data.update(kind="report", differences=["learning_rate: 0.02 in A, 0.01 in <B>"], timelines={})
-    data["cells"] += [cell("none", 1, group=1, batch=128, seeds=(7,)), cell("ring", 2, group=1, batch=128, seeds=(7,), scale=2.0)]
+    data["cells"] += [
+        cell("none", 1, group=1, batch=128, seeds=(7,)),
+        cell("ring", 2, group=1, batch=128, seeds=(7,), scale=2.0),
+    ]
     write_report(tmp_path, data)
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     words = page.text
-    assert {path.name for path in tmp_path.glob("step_time*.png")} == {"step_time-group0.png", "step_time-group1.png"}
+    assert {path.name for path in tmp_path.glob("step_time*.png")} == {
+        "step_time-group0.png",
+        "step_time-group1.png",
+    }
     assert words.index("learning_rate: 0.02 in A, 0.01 in <B>") < words.index("Findings")
     assert "These runs differ and cannot be compared" in words
     first, second = blocks(data)
     assert [row.cell["group"] for row in first.rows] == [0, 0]
-    assert second.find("ring", 2).speedup == pytest.approx(1 / 1.114)     # against its own group's one node
+    assert second.find("ring", 2).speedup == pytest.approx(
+        1 / 1.114
+    )  # against its own group's one node
     assert "global batch size 128" in words
     assert markdown([first, second]).count("| strategy |") == 2
     rated = results(("ring",), (1,), predict=False)
     rated["cells"] += [cell("ring", 2, rate="1gbit"), cell("ring", 2, rate=2e8)]
     assert [(part.label, part.suffix, [row.id for row in part.rows]) for part in blocks(rated)] == [
-        ("1 Gbit/s", "-1gbit", ["none-n1", "ring-n2-1gbit"]), ("200 Mbit/s", "-200_Mbit_s", ["none-n1", "ring-n2-200000000.0"])]
+        ("1 Gbit/s", "-1gbit", ["none-n1", "ring-n2-1gbit"]),
+        ("200 Mbit/s", "-200_Mbit_s", ["none-n1", "ring-n2-200000000.0"]),
+    ]
     assert rate_text(None) == "unshaped"
 
 
@@ -219,23 +270,39 @@ def test_any_stage_of_results_makes_a_report(tmp_path: Path, kind: str) -> None:
     if kind == "empty":
         data.update(cells=[], timelines={}, prediction=None)
     elif kind == "pending":
-        data.update(cells=[cell("none", 1, status="pending"), cell("ring", 2, status="pending")], timelines={}, prediction=None)
-    elif kind == "bare":  # a run from elsewhere: no one-node cell, nothing counted, a loss that was not finite
+        data.update(
+            cells=[cell("none", 1, status="pending"), cell("ring", 2, status="pending")],
+            timelines={},
+            prediction=None,
+        )
+    elif (
+        kind == "bare"
+    ):  # a run from elsewhere: no one-node cell, nothing counted, a loss that was not finite
         bare = data["cells"][1]
         bare["median"] = dict.fromkeys(bare["median"]) | {"step": 0.004, "sync": 0.001}
         bare["repeats"][0].update(losses=[[1, None], [2, 1.5]], ranks=[])
-        data.update(cells=[bare], prediction=None, environment={}, timelines={"ring-n2": {"format": 1, "step": 1, "ranks": []}})
+        data.update(
+            cells=[bare],
+            prediction=None,
+            environment={},
+            timelines={"ring-n2": {"format": 1, "step": 1, "ranks": []}},
+        )
     data.update(finished=kind == "one repeat", emulated=True)
     write_report(tmp_path, data)
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert "EMULATED" in page.text
-    expected = {"empty": "There are no cells", "pending": "No cell has ended yet",
-                "one repeat": "one repeat, so there is no interval",
-                "bare": "without the cell of one node there is nothing to relate the others to"}
+    expected = {
+        "empty": "There are no cells",
+        "pending": "No cell has ended yet",
+        "one repeat": "one repeat, so there is no interval",
+        "bare": "without the cell of one node there is nothing to relate the others to",
+    }
     assert expected[kind] in page.text
     assert ("nothing to show yet" in page.text) == (kind not in ("one repeat", "empty"))
     if kind == "one repeat":
-        assert all("EMULATED" in (tmp_path / f"{name}.svg").read_text(encoding="utf-8") for name in FIGURES)
+        assert all(
+            "EMULATED" in (tmp_path / f"{name}.svg").read_text(encoding="utf-8") for name in FIGURES
+        )
     if kind == "bare":
         assert "0.00400" in page.text
 
@@ -251,13 +318,17 @@ def test_emulated_compute_is_told_everywhere_and_shows_no_loss(tmp_path: Path) -
     data["settings"] |= {"compute": "/somewhere/laptop.json", "rates": ["200mbit"]}
     write_report(tmp_path, data)
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-    what = ("EMULATED: layers and update slept as long as they take by profile laptop, and nothing was learned; the nodes were "
-            "namespaces of one machine, their links limited to 200 Mbit/s.")
+    what = (
+        "EMULATED: layers and update slept as long as they take by profile laptop, and nothing was learned; the nodes were "
+        "namespaces of one machine, their links limited to 200 Mbit/s."
+    )
     assert what in " ".join(page.text.split())
     assert what in (tmp_path / "table.md").read_text(encoding="utf-8")
     assert "losses and accuracies do not exist" in " ".join(page.text.split())
     assert "nothing to show yet: compute was emulated" in " ".join(page.text.split())
-    assert "ddp on 2 nodes at 200 Mbit/s" in (tmp_path / "timeline-ddp-n2.svg").read_text(encoding="utf-8")
+    assert "ddp on 2 nodes at 200 Mbit/s" in (tmp_path / "timeline-ddp-n2.svg").read_text(
+        encoding="utf-8"
+    )
     drawn = list(tmp_path.glob("*.svg"))
     assert len(drawn) >= len(FIGURES) - 1
     assert all("EMULATED" in path.read_text(encoding="utf-8") for path in drawn)
@@ -284,46 +355,74 @@ def test_table_of_nothing() -> None:
     assert csv_text([]).splitlines() == ["strategy,nodes"]
 
 
-HAND = {"step": 9, "sync": "overlapped", "ranks": [
-    {"rank": 0, "sections": {"forward": [[0.0, 0.1]], "backward": [[0.1, 0.3]], "sync": [[0.3, 0.5]]},
-     "messages": [{"kind": "all_reduce", "bytes": 8, "sent_bytes": 8.0, "begin": 0.2, "end": 0.3},
-                  {"kind": "all_reduce", "bytes": 8, "sent_bytes": 8.0, "begin": 0.25, "end": 0.4},
-                  {"kind": "broadcast", "bytes": 8, "sent_bytes": 8.0, "begin": 0.4, "end": 0.5}]},
-    {"rank": 1, "sections": {"forward": [[0.0, 0.1]], "backward": [[0.1, 0.35]], "sync": [[0.35, 0.5]]}, "messages": []}]}
+HAND = {
+    "step": 9,
+    "sync": "overlapped",
+    "ranks": [
+        {
+            "rank": 0,
+            "sections": {"forward": [[0.0, 0.1]], "backward": [[0.1, 0.3]], "sync": [[0.3, 0.5]]},
+            "messages": [
+                {"kind": "all_reduce", "bytes": 8, "sent_bytes": 8.0, "begin": 0.2, "end": 0.3},
+                {"kind": "all_reduce", "bytes": 8, "sent_bytes": 8.0, "begin": 0.25, "end": 0.4},
+                {"kind": "broadcast", "bytes": 8, "sent_bytes": 8.0, "begin": 0.4, "end": 0.5},
+            ],
+        },
+        {
+            "rank": 1,
+            "sections": {"forward": [[0.0, 0.1]], "backward": [[0.1, 0.35]], "sync": [[0.35, 0.5]]},
+            "messages": [],
+        },
+    ],
+}
 
 
 def test_overlap_by_hand() -> None:
     first, second = HAND["ranks"]
     assert union([(0.2, 0.3), (0.25, 0.4), (0.4, 0.5), (0.7, 0.6)]) == [(0.2, 0.5)]
-    assert overlap(first) == pytest.approx(1 / 3)     # 0.1 of the 0.3 s of the union; a sum of the messages would say 0.15 / 0.35
+    assert overlap(first) == pytest.approx(
+        1 / 3
+    )  # 0.1 of the 0.3 s of the union; a sum of the messages would say 0.15 / 0.35
     assert overlap(second) is None
     assert mean_overlap(HAND) == pytest.approx(1 / 3)
     assert mean_overlap({"ranks": [second]}) is None
     assert sync_parts(HAND, first) == {"wait": [(0.3, 0.35)], "wire": [(0.35, 0.5)]}
     assert sync_parts(HAND, second) == {"wait": [], "wire": [(0.35, 0.5)]}
-    assert [[message["begin"] for message in lane] for lane in lanes(first["messages"])] == [[0.2, 0.4], [0.25]]
+    assert [[message["begin"] for message in lane] for lane in lanes(first["messages"])] == [
+        [0.2, 0.4],
+        [0.25],
+    ]
 
 
 def test_trace_is_one_that_perfetto_opens(report: tuple[Path, dict[str, Any], Page]) -> None:
     folder, data, _ = report
     events = trace(HAND, "x")["traceEvents"]
     backward = next(event for event in events if event["name"] == "backward" and event["pid"] == 0)
-    assert (backward["ph"], backward["ts"], backward["dur"]) == ("X", pytest.approx(1e5), pytest.approx(2e5))  # microseconds
+    assert (backward["ph"], backward["ts"], backward["dur"]) == (
+        "X",
+        pytest.approx(1e5),
+        pytest.approx(2e5),
+    )  # microseconds
     written = json.loads((folder / "trace-ring-n2.json").read_text(encoding="utf-8"))["traceEvents"]
     assert {event["ph"] for event in written} == {"X", "M"}
     names = {(event["pid"], event["args"]["name"]) for event in written if event["ph"] == "M"}
-    assert {(rank, name) for rank in (0, 1) for name in (f"rank {rank}", "sections", "messages")} <= names
+    assert {
+        (rank, name) for rank in (0, 1) for name in (f"rank {rank}", "sections", "messages")
+    } <= names
     complete = [event for event in written if event["ph"] == "X"]
     assert len([event for event in complete if event["cat"] == "message"]) == sum(
-        len(rank["messages"]) for rank in data["timelines"]["ring-n2"]["ranks"])
+        len(rank["messages"]) for rank in data["timelines"]["ring-n2"]["ranks"]
+    )
     for event in complete:
         assert event["ts"] >= 0
         assert event["dur"] >= 0
     threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in complete:
         if event["cat"] == "message":
-            threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-    for spans in threads.values():      # none overlaps another in its thread
+            threads.setdefault((event["pid"], event["tid"]), []).append(
+                (event["ts"], event["ts"] + event["dur"])
+            )
+    for spans in threads.values():  # none overlaps another in its thread
         assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(sorted(spans)))
 
 
@@ -331,6 +430,6 @@ def test_labels_are_spread() -> None:
     places = spread([0.5, 0.5, 0.51, 0.9], 0.1)
     assert all(high - low >= 0.1 - 1e-9 for low, high in pairwise(places))
     assert places[3] == 0.9
-    assert math.isclose(sum(places[:3]) / 3, 1.51 / 3)    # as little as needed
+    assert math.isclose(sum(places[:3]) / 3, 1.51 / 3)  # as little as needed
     assert spread([0.98, 0.99], 0.1) == pytest.approx([0.9, 1.0])
     assert spread([], 0.1) == []

@@ -14,28 +14,60 @@ from lab.ssh.hosts import Host, Way, parse_hosts, remote_folder, ssh_command
 from lab.ssh.probe import problems_of, refuse
 from lab.ssh.refusals import explain
 
-FACTS = {"folder": "/lab", "folder_there": True, "script_there": True, "python": "/lab/.venv/bin/python", "version": "3.11.7",
-         "torch": "2.15.0", "code": {"common/a.py": "1"}, "name": "a", "addresses": ["10.0.0.1"], "clock": 1.0}
+FACTS = {
+    "folder": "/lab",
+    "folder_there": True,
+    "script_there": True,
+    "python": "/lab/.venv/bin/python",
+    "version": "3.11.7",
+    "torch": "2.15.0",
+    "code": {"common/a.py": "1"},
+    "name": "a",
+    "addresses": ["10.0.0.1"],
+    "clock": 1.0,
+}
 
 
 def filled(command: str, *, rank: int = 1, nodes: int = 3, port: int | None = None) -> str:
-    return " ".join(Plan.of(command.split(), nodes=nodes, port=port).fill(master="10.0.0.1", rank=rank, python="PY"))
+    return " ".join(
+        Plan.of(command.split(), nodes=nodes, port=port).fill(
+            master="10.0.0.1", rank=rank, python="PY"
+        )
+    )
 
 
-@pytest.mark.parametrize(("command", "there"), [
-    ("python PartTwo/main.py --sync ring", "PY PartTwo/main.py --sync ring --master-ip 10.0.0.1 --num-nodes 3 --rank 1"),
-    ("python3 -u ./PartThree/main.py", "PY -u ./PartThree/main.py --master-ip 10.0.0.1 --num-nodes 3 --rank 1"),
-    ("torchrun --nproc-per-node 2 PartThree/main.py --rank-like 1",
-     "PY -m torch.distributed.run --nnodes=3 --node-rank=1 --master-addr=10.0.0.1 --master-port=29500 --nproc-per-node 2 "
-     "PartThree/main.py --rank-like 1"),
-    ("python -m torch.distributed.run --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint a:1 train.py --nnodes 9",
-     "PY -m torch.distributed.run --node-rank=1 --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint a:1 train.py --nnodes 9"),
-    ("/opt/torchrun --master_port=7 train.py",
-     "/opt/torchrun --nnodes=3 --node-rank=1 --master-addr=10.0.0.1 --master_port=7 train.py"),
-    ("python PartTwo/main.py -M {master} -N {nodes} --rank {rank}", "PY PartTwo/main.py -M 10.0.0.1 -N 3 --rank 1"),
-    ("hostname -I", "hostname -I"),
-    ("./train {master}:{port}", "./train 10.0.0.1:29500"),
-])
+@pytest.mark.parametrize(
+    ("command", "there"),
+    [
+        (
+            "python PartTwo/main.py --sync ring",
+            "PY PartTwo/main.py --sync ring --master-ip 10.0.0.1 --num-nodes 3 --rank 1",
+        ),
+        (
+            "python3 -u ./PartThree/main.py",
+            "PY -u ./PartThree/main.py --master-ip 10.0.0.1 --num-nodes 3 --rank 1",
+        ),
+        (
+            "torchrun --nproc-per-node 2 PartThree/main.py --rank-like 1",
+            "PY -m torch.distributed.run --nnodes=3 --node-rank=1 --master-addr=10.0.0.1 --master-port=29500 --nproc-per-node 2 "
+            "PartThree/main.py --rank-like 1",
+        ),
+        (
+            "python -m torch.distributed.run --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint a:1 train.py --nnodes 9",
+            "PY -m torch.distributed.run --node-rank=1 --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint a:1 train.py --nnodes 9",
+        ),
+        (
+            "/opt/torchrun --master_port=7 train.py",
+            "/opt/torchrun --nnodes=3 --node-rank=1 --master-addr=10.0.0.1 --master_port=7 train.py",
+        ),
+        (
+            "python PartTwo/main.py -M {master} -N {nodes} --rank {rank}",
+            "PY PartTwo/main.py -M 10.0.0.1 -N 3 --rank 1",
+        ),
+        ("hostname -I", "hostname -I"),
+        ("./train {master}:{port}", "./train 10.0.0.1:29500"),
+    ],
+)
 def test_each_host_gets_its_place_as_the_command_takes_it(command: str, there: str) -> None:
     assert filled(command) == there
 
@@ -45,31 +77,51 @@ def test_a_port_that_is_given_goes_to_the_parts() -> None:
     assert filled("echo {port}", port=29600) == "echo 29600"
     assert "--master-port=29600" in filled("torchrun a.py", port=29600)
     assert Plan.of(["torchrun", "--master_port=7", "a.py"], nodes=2, port=None).meeting_port == 7
-    assert filled("python PartOne/main.py", nodes=1, rank=0) == "PY PartOne/main.py", "PartOne has no such flags"
+    assert filled("python PartOne/main.py", nodes=1, rank=0) == "PY PartOne/main.py", (
+        "PartOne has no such flags"
+    )
 
 
-@pytest.mark.parametrize(("command", "message"), [
-    ("", "no command: give it behind --, for example lab launch"),
-    ("python PartTwo/main.py --num-nodes 4", "--num-nodes in the command: lab launch gives each host its"),
-    ("python PartTwo/main.py -R 1", "-R in the command: lab launch gives each host its"),
-    ("python PartTwo/main.py --master_ip=1.2.3.4", "--master_ip in the command: .*give --master-ip and .* to lab launch, before"),
-    ("python PartTwo/main.py --distributed", "--distributed in the command: .*-- torchrun --nproc-per-node 2"),
-    ("torchrun --nnodes 2 PartTwo/main.py", "--nnodes 2 in the command, but --hosts names 3"),
-    ("torchrun --node-rank 0 PartTwo/main.py", "--node-rank 0: each host gets its own"),
-    ("torchrun --standalone PartTwo/main.py", "--standalone is for one machine"),
-    ("python PartOne/main.py", "PartOne trains on one process, and --hosts names 3"),
-    ("echo {ranks}", r"\{ranks\} in the command: choose from"),
-])
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("", "no command: give it behind --, for example lab launch"),
+        (
+            "python PartTwo/main.py --num-nodes 4",
+            "--num-nodes in the command: lab launch gives each host its",
+        ),
+        ("python PartTwo/main.py -R 1", "-R in the command: lab launch gives each host its"),
+        (
+            "python PartTwo/main.py --master_ip=1.2.3.4",
+            "--master_ip in the command: .*give --master-ip and .* to lab launch, before",
+        ),
+        (
+            "python PartTwo/main.py --distributed",
+            "--distributed in the command: .*-- torchrun --nproc-per-node 2",
+        ),
+        ("torchrun --nnodes 2 PartTwo/main.py", "--nnodes 2 in the command, but --hosts names 3"),
+        ("torchrun --node-rank 0 PartTwo/main.py", "--node-rank 0: each host gets its own"),
+        ("torchrun --standalone PartTwo/main.py", "--standalone is for one machine"),
+        ("python PartOne/main.py", "PartOne trains on one process, and --hosts names 3"),
+        ("echo {ranks}", r"\{ranks\} in the command: choose from"),
+    ],
+)
 def test_a_command_that_contradicts_the_hosts_is_refused(command: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Plan.of(command.split(), nodes=3, port=None)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("", "--hosts: no hosts"), ("a,,b", "'a,,b', which has an empty name"), ("a,b,", "which has an empty name"),
-    ("a,b,a", "a stands there twice.*give --master-port.*torchrun"), ("-oProxyCommand=x", "is no name of a host"),
-    ("a b", "'a b' is no name of a host"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "--hosts: no hosts"),
+        ("a,,b", "'a,,b', which has an empty name"),
+        ("a,b,", "which has an empty name"),
+        ("a,b,a", "a stands there twice.*give --master-port.*torchrun"),
+        ("-oProxyCommand=x", "is no name of a host"),
+        ("a b", "'a b' is no name of a host"),
+    ],
+)
 def test_hosts_that_cannot_be(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_hosts(text, shares_a_port=False)
@@ -79,68 +131,134 @@ def test_the_same_host_twice_where_the_port_is_given() -> None:
     assert [host.rank for host in parse_hosts("a,a", shares_a_port=True)] == [0, 1]
 
 
-@pytest.mark.parametrize(("given", "name"), [("node0", "node0"), ("u@10.0.0.1", "10.0.0.1"), ("ssh://u@a.b:2222", "a.b"),
-                                             ("ssh://a", "a")])
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("node0", "node0"), ("u@10.0.0.1", "10.0.0.1"), ("ssh://u@a.b:2222", "a.b"), ("ssh://a", "a")],
+)
 def test_a_hosts_name_is_without_user_and_port(given: str, name: str) -> None:
     assert str(Host(2, given)) == f"node 2 ({name})"
 
 
 def test_the_command_of_ssh_never_asks_and_takes_what_the_user_says_first() -> None:
-    way = Way("lab", user="u", config=Path("conf"), options=("Port=22", "ConnectTimeout=3"), silence_seconds=30)
+    way = Way(
+        "lab",
+        user="u",
+        config=Path("conf"),
+        options=("Port=22", "ConnectTimeout=3"),
+        silence_seconds=30,
+    )
     words = ssh_command(Host(0, "node0"), way)
     assert words[:4] == ["ssh", "-T", "-F", "conf"]
-    assert words[4:8] == ["-o", "Port=22", "-o", "ConnectTimeout=3"], "of options that stand twice ssh takes the first"
+    assert words[4:8] == ["-o", "Port=22", "-o", "ConnectTimeout=3"], (
+        "of options that stand twice ssh takes the first"
+    )
     assert {"BatchMode=yes", "ServerAliveInterval=10"} <= set(words)
     assert words[-5:-1] == ["-l", "u", "--", "node0"]
     assert "\n" not in words[-1]
     assert "-l" not in ssh_command(Host(0, "v@node0"), way), "user@host wins"
-    assert [remote_folder(one) for one in ("~/lab", "~", "/a/b", "lab")] == ["lab", ".", "/a/b", "lab"]
+    assert [remote_folder(one) for one in ("~/lab", "~", "/a/b", "lab")] == [
+        "lab",
+        ".",
+        "/a/b",
+        "lab",
+    ]
 
 
-@pytest.mark.parametrize(("said", "told"), [
-    ("ssh: Could not resolve hostname n: Name or service not known", "unknown host (ssh: Could not resolve hostname n: Name or "
-     "service not known): check the name, or give it an address in ~/.ssh/config or /etc/hosts"),
-    ("ssh: connect to host n port 22: Connection refused", "it refuses connections on ssh's port"),
-    ("ssh: connect to host n port 22: No route to host", "no answer (ssh: connect to host n port 22: No route to host)"),
-    ("Connection timed out during banner exchange", "no answer (ssh: Connection timed out during banner exchange)"),
-    ("u@n: Permission denied (publickey,password).", "it refuses the key (ssh: u@n: Permission denied (publickey,password).): "
-     "copy yours there: ssh-copy-id u@n"),
-    ("@@@@@\n@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key verification failed.",
-     "its host key is not the one that ssh knows: where it was installed anew: ssh-keygen -R n, then"),
-    ("No ED25519 host key is known for n and you have requested strict checking.\nHost key verification failed.",
-     "its host key is unknown here"),
-    ("sh: 1: exec: python3: not found", "no Python there"),
-    ("kex_exchange_identification: Connection closed by remote host", "it closed the connection before the login"),
-    ("Welcome to n\nThis account is currently not available.", "ssh: This account is currently not available."),
-    ("Warning: Permanently added 'n' (ED25519) to the list of known hosts.", "ssh ended without a word: try ssh u@n"),
-])
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "ssh: Could not resolve hostname n: Name or service not known",
+            "unknown host (ssh: Could not resolve hostname n: Name or "
+            "service not known): check the name, or give it an address in ~/.ssh/config or /etc/hosts",
+        ),
+        (
+            "ssh: connect to host n port 22: Connection refused",
+            "it refuses connections on ssh's port",
+        ),
+        (
+            "ssh: connect to host n port 22: No route to host",
+            "no answer (ssh: connect to host n port 22: No route to host)",
+        ),
+        (
+            "Connection timed out during banner exchange",
+            "no answer (ssh: Connection timed out during banner exchange)",
+        ),
+        (
+            "u@n: Permission denied (publickey,password).",
+            "it refuses the key (ssh: u@n: Permission denied (publickey,password).): "
+            "copy yours there: ssh-copy-id u@n",
+        ),
+        (
+            "@@@@@\n@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key verification failed.",
+            "its host key is not the one that ssh knows: where it was installed anew: ssh-keygen -R n, then",
+        ),
+        (
+            "No ED25519 host key is known for n and you have requested strict checking.\nHost key verification failed.",
+            "its host key is unknown here",
+        ),
+        ("sh: 1: exec: python3: not found", "no Python there"),
+        (
+            "kex_exchange_identification: Connection closed by remote host",
+            "it closed the connection before the login",
+        ),
+        (
+            "Welcome to n\nThis account is currently not available.",
+            "ssh: This account is currently not available.",
+        ),
+        (
+            "Warning: Permanently added 'n' (ED25519) to the list of known hosts.",
+            "ssh ended without a word: try ssh u@n",
+        ),
+    ],
+)
 def test_what_ssh_says_becomes_what_to_do(said: str, told: str) -> None:
     assert explain(said.splitlines(), name="n", given="u@n").startswith(told)
 
 
-@pytest.mark.parametrize(("change", "told"), [
-    ({"folder_there": False}, "there is no folder /lab: clone the project to it"),
-    ({"script_there": False}, "/lab has no PartTwo/main.py"),
-    ({"torch": None}, "/lab/.venv/bin/python has no torch: make setup in /lab"),
-    ({"torch": "2.14.0+cu126"}, "torch 2.14.0+cu126, but node 0 (a) has 2.15.0"),
-    ({"version": "3.12.1"}, "Python 3.12.1 (/lab/.venv/bin/python), but node 0 (a) has 3.11.7"),
-    ({"version": "3.9.2", "torch": None}, "/lab/.venv/bin/python is Python 3.9.2, and the parts need 3.11"),
-    ({"code": {"common/a.py": "2"}}, "other code than node 0 (a): common/a.py: check out the same commit"),
-    ({"code": {"common/a.py": "1", "common/b.py": "1"}}, "other code than node 0 (a): common/b.py"),
-    ({"code": None}, "other code than node 0 (a): common/a.py"),
-    ({"addresses": ["10.0.0.1"]}, "the same machine as node 0 (a), so that two ranks would share it"),
-    ({"torch": "2.15.0+cpu", "version": "3.11.2"}, None),
-])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"folder_there": False}, "there is no folder /lab: clone the project to it"),
+        ({"script_there": False}, "/lab has no PartTwo/main.py"),
+        ({"torch": None}, "/lab/.venv/bin/python has no torch: make setup in /lab"),
+        ({"torch": "2.14.0+cu126"}, "torch 2.14.0+cu126, but node 0 (a) has 2.15.0"),
+        ({"version": "3.12.1"}, "Python 3.12.1 (/lab/.venv/bin/python), but node 0 (a) has 3.11.7"),
+        (
+            {"version": "3.9.2", "torch": None},
+            "/lab/.venv/bin/python is Python 3.9.2, and the parts need 3.11",
+        ),
+        (
+            {"code": {"common/a.py": "2"}},
+            "other code than node 0 (a): common/a.py: check out the same commit",
+        ),
+        (
+            {"code": {"common/a.py": "1", "common/b.py": "1"}},
+            "other code than node 0 (a): common/b.py",
+        ),
+        ({"code": None}, "other code than node 0 (a): common/a.py"),
+        (
+            {"addresses": ["10.0.0.1"]},
+            "the same machine as node 0 (a), so that two ranks would share it",
+        ),
+        ({"torch": "2.15.0+cpu", "version": "3.11.2"}, None),
+    ],
+)
 def test_what_differs_on_one_host_is_told_of_that_host(change: dict, told: str | None) -> None:
     hosts = [Host(0, "a"), Host(1, "b")]
     plan = Plan.of(["python", "PartTwo/main.py"], nodes=2, port=None)
-    problems = problems_of(hosts, [FACTS, FACTS | {"addresses": ["10.0.0.2"]} | change], plan, shares_a_port=False)
+    problems = problems_of(
+        hosts, [FACTS, FACTS | {"addresses": ["10.0.0.2"]} | change], plan, shares_a_port=False
+    )
     assert list(problems) == ([] if told is None else [hosts[1]])
     assert told is None or problems[hosts[1]].startswith(told)
 
 
 def test_any_other_command_asks_for_the_folder_alone() -> None:
-    hosts, other = [Host(0, "a"), Host(1, "b")], {"torch": None, "version": "3.6.1", "code": None, "addresses": ["10.0.0.2"]}
+    hosts, other = (
+        [Host(0, "a"), Host(1, "b")],
+        {"torch": None, "version": "3.6.1", "code": None, "addresses": ["10.0.0.2"]},
+    )
     plan = Plan.of(["nvidia-smi"], nodes=2, port=None)
     assert not problems_of(hosts, [FACTS, FACTS | other], plan, shares_a_port=False)
     assert not problems_of(hosts, [FACTS, FACTS], replace(plan, part=None), shares_a_port=True)

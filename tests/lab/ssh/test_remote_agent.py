@@ -28,7 +28,9 @@ class Keeper:
 
     def __init__(self, silence_seconds: float = LONG) -> None:
         there = ssh_command(Host(0, "here"), Way(str(ROOT), python=sys.executable))[-1]
-        self.process = subprocess.Popen(["sh", "-c", there], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            ["sh", "-c", there], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         self.process.stdin.write(program())
         self.tell(token="begin", silence_seconds=silence_seconds)
         assert self.process.stdout.readline() == b"begin\n"
@@ -70,7 +72,9 @@ def keepers() -> Iterator[list[Keeper]]:
                 stream.close()
 
 
-@pytest.mark.parametrize("end", ["closed", "silence", "keeper killed", "guard killed", "terminated"])
+@pytest.mark.parametrize(
+    "end", ["closed", "silence", "keeper killed", "guard killed", "terminated"]
+)
 def test_it_ends_all_that_it_has_started_however_it_ends(keepers: list[Keeper], end: str) -> None:
     """Also what has left its session, and whose parent is gone."""
     keepers.append(one := Keeper(silence_seconds=0.5 if end == "silence" else LONG))
@@ -93,7 +97,9 @@ def test_it_ends_all_that_it_has_started_however_it_ends(keepers: list[Keeper], 
         assert b'{"killed": 9}' in one.process.stdout.read()
 
 
-def test_a_beat_is_answered_and_keeps_it_alive_and_an_end_is_told_when_all_is_gone(keepers: list[Keeper]) -> None:
+def test_a_beat_is_answered_and_keeps_it_alive_and_an_end_is_told_when_all_is_gone(
+    keepers: list[Keeper],
+) -> None:
     keepers.append(one := Keeper(silence_seconds=1.0))
     for _ in range(3):
         time.sleep(0.5)  # three beats are longer than the silence that it bears
@@ -103,13 +109,21 @@ def test_a_beat_is_answered_and_keeps_it_alive_and_an_end_is_told_when_all_is_go
     assert [one.answer(), one.answer()] == [{"line": "no newline"}, {"ended": 3, "left": 0}]
     assert [process.name() for process in one.started() if process.name() == "sleep"] == []
     one.start("/no/such/program")
-    assert [one.answer(), one.answer()] == [{"line": "error: /no/such/program: No such file or directory"},
-                                            {"ended": 127, "left": 0}]
+    assert [one.answer(), one.answer()] == [
+        {"line": "error: /no/such/program: No such file or directory"},
+        {"ended": 127, "left": 0},
+    ]
     one.tell(do="facts", id=7, folder="/no/such/folder", script="x")
     told = one.answer()
-    assert (told["answer"], told["result"]["folder_there"], told["result"]["script_there"]) == (7, False, False)
+    assert (told["answer"], told["result"]["folder_there"], told["result"]["script_there"]) == (
+        7,
+        False,
+        False,
+    )
     one.tell(do="runs", id=8)
-    assert one.answer() == {"answer": 8, "error": "'folder'"}, "a request that breaks is answered, too"
+    assert one.answer() == {"answer": 8, "error": "'folder'"}, (
+        "a request that breaks is answered, too"
+    )
 
 
 @pytest.fixture
@@ -117,13 +131,17 @@ def ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A program called ssh that runs on this machine what it should run on another, behind the noise of a login shell."""
     fake = tmp_path / "bin" / "ssh"
     fake.parent.mkdir()
-    fake.write_text('#!/bin/sh\necho Welcome; echo "a banner" >&2\nfor last; do :; done\nexec sh -c "$last"\n')
+    fake.write_text(
+        '#!/bin/sh\necho Welcome; echo "a banner" >&2\nfor last; do :; done\nexec sh -c "$last"\n'
+    )
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
     return tmp_path
 
 
-def test_two_ranks_here_and_their_runs_brought_back(ssh_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_here_and_their_runs_brought_back(
+    ssh_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without sshd: what a host has made since the launch is found, merged, and never written over another file."""
     there, here = ssh_here / "there", ssh_here / "here"
 
@@ -136,35 +154,87 @@ def test_two_ranks_here_and_their_runs_brought_back(ssh_here: Path, capsys: pyte
         (there / "reports" / name / "config.json").write_text("{}")
         os.utime(there / "reports" / name / "config.json", (1, 1))
     run = "reports/PartTwo-ring/2026"
-    script = (f"mkdir -p {run}/checkpoints; cd {run}; echo {{rank}} > logs_rank{{rank}}.txt; test {{rank}} = 1 || "
-              "{ echo [] > config.json; echo w > checkpoints/Epoch_1.pt; ln -s /etc/passwd link; }; pwd")
-    status, output = lab("launch", "--hosts", "a,a", "--master-port", "29711", "--master-ip", "10.0.0.9", "--workdir", there,
-                         "--python", sys.executable, "--output-dir", here, "--", "sh", "-c", script)
+    script = (
+        f"mkdir -p {run}/checkpoints; cd {run}; echo {{rank}} > logs_rank{{rank}}.txt; test {{rank}} = 1 || "
+        "{ echo [] > config.json; echo w > checkpoints/Epoch_1.pt; ln -s /etc/passwd link; }; pwd"
+    )
+    status, output = lab(
+        "launch",
+        "--hosts",
+        "a,a",
+        "--master-port",
+        "29711",
+        "--master-ip",
+        "10.0.0.9",
+        "--workdir",
+        there,
+        "--python",
+        sys.executable,
+        "--output-dir",
+        here,
+        "--",
+        "sh",
+        "-c",
+        script,
+    )
     assert status == 0, output
     assert f"node 1 | {there / run}" in output.splitlines()
     assert "Welcome" not in output
     status, output = lab("collect", "--output-dir", here)
     assert status == 0, output
     got = here / "PartTwo-ring" / "2026"
-    assert sorted(path.name for path in got.iterdir()) == ["config.json", "logs_rank0.txt", "logs_rank1.txt"]
-    assert [path.name for path in (here / "PartTwo-ring").iterdir()] == ["2026"], "runs from before the launch stay there"
+    assert sorted(path.name for path in got.iterdir()) == [
+        "config.json",
+        "logs_rank0.txt",
+        "logs_rank1.txt",
+    ]
+    assert [path.name for path in (here / "PartTwo-ring").iterdir()] == ["2026"], (
+        "runs from before the launch stay there"
+    )
     assert lab("collect", "--checkpoints", "--output-dir", here)[0] == 0
     assert (got / "checkpoints" / "Epoch_1.pt").read_text() == "w\n"
-    status, output = lab("collect", "--hosts", "a", "--workdir", there, "--python", sys.executable, "--output-dir", here,
-                         "reports/PartTwo-ring/other/")
-    assert (status, (here / "PartTwo-ring" / "other" / "config.json").read_text()) == (0, "{}"), output
+    status, output = lab(
+        "collect",
+        "--hosts",
+        "a",
+        "--workdir",
+        there,
+        "--python",
+        sys.executable,
+        "--output-dir",
+        here,
+        "reports/PartTwo-ring/other/",
+    )
+    assert (status, (here / "PartTwo-ring" / "other" / "config.json").read_text()) == (0, "{}"), (
+        output
+    )
 
 
 def start_launch(folder: Path, *flags: str, command: list[str]) -> tuple[Started, psutil.Process]:
     """``lab launch`` on one host, and its process."""
-    process = start_lab("launch", "--hosts", "a", "--workdir", "/", "--python", sys.executable, *flags, "--logs", folder / "logs",
-                        "--", *command, cold=True)  # it does not import torch
+    process = start_lab(
+        "launch",
+        "--hosts",
+        "a",
+        "--workdir",
+        "/",
+        "--python",
+        sys.executable,
+        *flags,
+        "--logs",
+        folder / "logs",
+        "--",
+        *command,
+        cold=True,
+    )  # it does not import torch
     return process, psutil.Process(process.process.pid)
 
 
 def test_a_launch_that_is_killed_leaves_nothing(ssh_here: Path) -> None:
     process, me = start_launch(ssh_here, command=["sh", "-c", "setsid sleep 1000 & sleep 1000"])
-    wait_until(lambda: sum(one.name() == "sleep" for one in me.children(recursive=True)) == 2, "it runs")
+    wait_until(
+        lambda: sum(one.name() == "sleep" for one in me.children(recursive=True)) == 2, "it runs"
+    )
     processes = me.children(recursive=True)
     process.send(signal.SIGKILL)
     process.end(timeout_seconds=LONG)
@@ -179,37 +249,62 @@ def test_a_host_that_is_silent_while_its_connection_stands_is_given_up(ssh_here:
         one.suspend()
     ended = process.end(timeout_seconds=LONG)
     assert ended.status == 255
-    assert re.search(r"error: the connection to node 0 \(a\) broke after .* \(no sign of life for \d+ s\)", ended.err), ended
+    assert re.search(
+        r"error: the connection to node 0 \(a\) broke after .* \(no sign of life for \d+ s\)",
+        ended.err,
+    ), ended
 
 
 def test_of_an_archive_only_files_that_were_asked_for_are_kept(tmp_path: Path) -> None:
     """Whatever a host sends: links, devices, other names."""
     archive, wanted = io.BytesIO(), "PartTwo-ring/2026/config.json"
     with tarfile.open(fileobj=archive, mode="w") as tar:
-        for name, kind in [(wanted, tarfile.REGTYPE), ("PartTwo-ring/2026/other", tarfile.REGTYPE), ("../out", tarfile.REGTYPE),
-                           ("PartTwo-ring/2026/link", tarfile.SYMTYPE)]:
+        for name, kind in [
+            (wanted, tarfile.REGTYPE),
+            ("PartTwo-ring/2026/other", tarfile.REGTYPE),
+            ("../out", tarfile.REGTYPE),
+            ("PartTwo-ring/2026/link", tarfile.SYMTYPE),
+        ]:
             member = tarfile.TarInfo(name)
-            member.type, member.size, member.linkname = kind, 2 * (kind == tarfile.REGTYPE), "/etc/passwd"
+            member.type, member.size, member.linkname = (
+                kind,
+                2 * (kind == tarfile.REGTYPE),
+                "/etc/passwd",
+            )
             tar.addfile(member, io.BytesIO(b"{}"))
     archive.seek(0)
     outcome = Outcome()
     _unpack(archive, {wanted, "PartTwo-ring/2026/link"}, tmp_path / "here", outcome)
-    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == [tmp_path / "here" / wanted]
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == [
+        tmp_path / "here" / wanted
+    ]
     assert outcome.taken == 1
 
 
-@pytest.mark.parametrize(("path", "safe"), [("PartTwo-ring/2026/config.json", True), ("PartTwo-ring/2026/a/b.txt", True),
-                                            ("../2026/config.json", False), ("/etc/2026/config.json", False),
-                                            ("PartTwo-ring/2026/../../x", False), ("PartTwo-ring/2026", False)])
+@pytest.mark.parametrize(
+    ("path", "safe"),
+    [
+        ("PartTwo-ring/2026/config.json", True),
+        ("PartTwo-ring/2026/a/b.txt", True),
+        ("../2026/config.json", False),
+        ("/etc/2026/config.json", False),
+        ("PartTwo-ring/2026/../../x", False),
+        ("PartTwo-ring/2026", False),
+    ],
+)
 def test_where_a_host_may_have_files_put(path: str, safe: bool) -> None:
     assert _is_safe(path) == safe
 
 
-def test_bad_input_of_collect_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in [(["--output-dir", tmp_path], f"{tmp_path} has no folder of lab launch"),
-                               ([tmp_path], f"{tmp_path} is no folder of lab launch (no launch.json of format 1)"),
-                               (["--hosts", "a"], "--hosts without runs: name them"),
-                               (["--workdir", "x", tmp_path], "--workdir goes with --hosts; a launch remembers its own")]:
+def test_bad_input_of_collect_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, message in [
+        (["--output-dir", tmp_path], f"{tmp_path} has no folder of lab launch"),
+        ([tmp_path], f"{tmp_path} is no folder of lab launch (no launch.json of format 1)"),
+        (["--hosts", "a"], "--hosts without runs: name them"),
+        (["--workdir", "x", tmp_path], "--workdir goes with --hosts; a launch remembers its own"),
+    ]:
         assert main(["collect", *map(str, arguments)]) == 2
         told = capsys.readouterr().err
         assert told.startswith(f"error: {message}"), told
