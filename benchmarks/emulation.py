@@ -3,9 +3,9 @@
     lab calibrate                          # or lab calibrate --profile NAME: what each layer takes
     python benchmarks/emulation.py         # 4 and 8 nodes, 200 Mbit/s and 1 Gbit/s, some 25 minutes; nothing else should run
 
-For each number of nodes and each rate a comparison of its own (lab/compare/runner.py): a cluster of so many network namespaces; the
-messages measured on it, alpha1 with 1 KB and alpha0 with 2 MB; then every strategy, with the layers asleep for as long as the
-profile says.
+For each number of nodes and each rate a comparison of its own (lab/compare/runner.py): a cluster of
+so many network namespaces; the messages measured on it, alpha1 with 1 KB and alpha0 with 2 MB; then
+every strategy, with the layers asleep for as long as the profile says.
 
 - measured: the median over the steps behind the warm-up, the mean over the ranks; with --repeats the median over the repeats.
 - model: t(M) = max(alpha1, ideal x 1.06 + alpha0) for each operation, c_k = max(r_k, c_k-1) + t(M_k), r_k and the rest of the

@@ -1,8 +1,9 @@
 """What a step takes, from what a strategy says that it sends: closed alpha-beta-gamma formulas and an event model.
 
-``predict_step`` adds up a step; lab/predict/scaling.py asks for many numbers of nodes. Nothing here imports torch, so that a table for
-100,000 nodes comes at once. The formulas are those of the algorithms that Gloo uses (Thakur, Rabenseifner, Gropp:
-Optimization of Collective Communication Operations in MPICH, 2005).
+``predict_step`` adds up a step; lab/predict/scaling.py asks for many numbers of nodes. Nothing here
+imports torch, so that a table for 100,000 nodes comes at once. The formulas are those of the
+algorithms that Gloo uses (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication
+Operations in MPICH, 2005).
 """
 
 import math

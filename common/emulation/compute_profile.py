@@ -1,6 +1,7 @@
 """Profiles of emulated compute: what each layer of a model takes where it has a machine for itself, as a file. No torch here.
 
-lab/calibrate/layer_profile.py measures one, ``load_profile`` reads and checks it, common/emulation/emulated_model.py sleeps by it.
+lab/calibrate/layer_profile.py measures one, ``load_profile`` reads and checks it,
+common/emulation/emulated_model.py sleeps by it.
 """
 
 import json

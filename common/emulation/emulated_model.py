@@ -3,8 +3,9 @@
 Eight ranks that compute on two cores measure the scheduler. Ranks that sleep leave the cores to what is to be seen: parameters,
 hooks, buckets, the order and the moments in which gradients become ready, and all communication stay real.
 
-Order of the calls: ``Emulation`` replaces the model's forward, with a profile of common/emulation/compute_profile.py; the engine calls
-``update`` where it would let the optimiser step. Weights stay what they are, and no loss means anything.
+Order of the calls: ``Emulation`` replaces the model's forward, with a profile of compute_profile.py;
+the engine calls ``update`` where it would let the optimiser step. Weights stay what they are, and no
+loss means anything.
 """
 
 import math

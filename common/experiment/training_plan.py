@@ -120,34 +120,30 @@ def notices(
     *,
     amp_notice: str,
 ) -> list[str]:
-    """What is done in another way than one might expect."""
+    """Return what is done in another way than one might expect, a sentence each."""
+    found = [amp_notice] if amp_notice else []
     idle = world.size - plan["shards"]
-    earlier = entries.get("world_size") if entries is not None else None
-    return [
-        text
-        for text in (
-            amp_notice,
-            f"{idle} of {world.size} ranks have no shard and compute nothing: begin a job with --shards, the most ranks that it "
-            "may have"
-            if idle > 0
-            else "",
-            f"the job has {world.size} rank{'s' if world.size > 1 else ''} now, {earlier} before; its {plan['shards']} shards and "
-            "its batch stay the same"
-            if earlier not in (None, world.size)
-            else "",
-            "a CPU run repeats bit for bit as it is, with the same threads"
-            if config.deterministic and world.device.type == "cpu"
-            else "",
-            "SyncBatchNorm is off: the job has another number of shards than ranks"
-            if config.sync_batchnorm
-            and world.device.type == "cuda"
-            and plan["shards"] != world.size
-            else "",
-            "torchrun may start these workers again, but under Gloo they would then read the old ranks' addresses: end this, and "
-            "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before the command, and --rdzv-backend c10d (on one machine "
-            "--standalone)"
-            if launch.restarts > 0 and launch.stale_addresses and world.backend == "gloo"
-            else "",
+    if idle > 0:
+        found.append(
+            f"{idle} of {world.size} ranks have no shard and compute nothing: begin a job with "
+            "--shards, the most ranks that it may have"
         )
-        if text
-    ]
+    earlier = entries.get("world_size") if entries is not None else None
+    if earlier not in (None, world.size):
+        found.append(
+            f"the job has {world.size} rank{'s' if world.size > 1 else ''} now, {earlier} before; "
+            f"its {plan['shards']} shards and its batch stay the same"
+        )
+    if config.deterministic and world.device.type == "cpu":
+        found.append("a CPU run repeats bit for bit as it is, with the same threads")
+    on_gpus = world.device.type == "cuda"
+    if config.sync_batchnorm and on_gpus and plan["shards"] != world.size:
+        found.append("SyncBatchNorm is off: the job has another number of shards than ranks")
+    if launch.restarts > 0 and launch.stale_addresses and world.backend == "gloo":
+        found.append(
+            "torchrun may start these workers again, but under Gloo they would then read the old "
+            "ranks' addresses: end this, and start torchrun with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before the command, and --rdzv-backend c10d "
+            "(on one machine --standalone)"
+        )
+    return found

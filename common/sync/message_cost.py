@@ -1,7 +1,8 @@
 """What a strategy's step sends, as figures: ``Operation`` is one line of its plan, ``sent_bytes`` what a rank sends in it.
 
-``GradientSync.operations`` lists a step's operations; common/cost_model/event_model.py turns them into seconds, and the messages that
-common/profiling/comm_trace.py records on a real run are counted by the same ``sent_bytes``.
+``GradientSync.operations`` lists a step's operations; common/cost_model/event_model.py turns them
+into seconds, and the messages that common/profiling/comm_trace.py records on a real run are counted
+by the same ``sent_bytes``.
 """
 
 import math

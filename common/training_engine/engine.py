@@ -62,8 +62,9 @@ class TrainingEngine:
     clip_norm : largest norm of all gradients together.
     experiment_name, output_dir : ``train`` writes to ``output_dir/experiment_name/``.
 
-    Set ``timeline`` (common/profiling/comm_trace.py) to take down the messages of some steps, ``emulation`` (common/emulation/emulated_model.py) where the
-    model sleeps in place of computing: then weights stay, and no loss is recorded.
+    Set ``timeline`` (common/profiling/comm_trace.py) to take down the messages of some steps,
+    ``emulation`` (common/emulation/emulated_model.py) where the model sleeps in place of computing:
+    then weights stay, and no loss is recorded.
     """
 
     def __init__(

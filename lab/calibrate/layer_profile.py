@@ -1,4 +1,5 @@
-"""What each layer of a model takes: a profile for emulated compute (common/emulation/compute_profile.py), measured on this machine alone.
+"""What each layer of a model takes: a profile for emulated compute
+(common/emulation/compute_profile.py), measured on this machine alone.
 
 ``measure_profile`` trains the real model on noise, in one process that has all cores, with several numbers of samples in turns;
 hooks note when each layer has ended. What lies between two layers (an addition, a reshape) counts to the layer after it, so

@@ -1,9 +1,10 @@
 """What messages take on the nodes at hand: the part of a prediction for emulated nodes that must be measured there, in seconds.
 
-On each node ``python -m lab.calibrate.link_probe --output FILE --kinds all_reduce ... --master-ip IP --num-nodes N --rank R``; rank 0 writes
-the file. ``network_from`` makes of it what common/cost_model/event_model.py needs: for each kind of operation max(alpha1, ideal x 1.06 +
-alpha0), alpha1 from messages of 1 KB, alpha0 from messages of 2 MB, and for buffers in memory what they take while all ranks
-copy.
+On each node ``python -m lab.calibrate.link_probe --output FILE --kinds all_reduce ... --master-ip
+IP --num-nodes N --rank R``; rank 0 writes the file. ``network_from`` makes of it what
+common/cost_model/event_model.py needs: for each kind of operation max(alpha1, ideal x 1.06 +
+alpha0), alpha1 from messages of 1 KB, alpha0 from messages of 2 MB, and for buffers in memory what
+they take while all ranks copy.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """``lab compare``: run every cell as a student would start it, in turns, and keep what is finished whatever happens.
 
 Order: ``open_comparison`` finds an interrupted one with the same settings or begins a new one; the prediction is fixed; then the
-cells run in turns (lab/compare/executors.py says where), each repeat in the opposite order of the one before; ``lab.report`` draws what
-there is.
+cells run in turns (lab/compare/executors.py says where), each repeat in the opposite order of the
+one before; ``lab.report`` draws what there is.
 """
 
 import json

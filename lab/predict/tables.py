@@ -81,8 +81,9 @@ def predict_table(
 ) -> list[Row]:
     """Return a row for each number of nodes and each strategy.
 
-    strategies : by name, from ``lab.predict.torchless.plans``. Without rate and latency the ranks stand where the calibration's did:
-    those of one over loopback share its machine. Raises UserError on values out of range.
+    strategies : by name, from ``lab.predict.torchless.plans``. Without rate and latency the ranks
+    stand where the calibration's did: those of one over loopback share its machine. Raises UserError
+    on values out of range.
     """
     for count in nodes:
         if not 1 <= count <= LARGEST_NODES:

@@ -13,8 +13,9 @@ from typing import Any
 def write_report(folder: Path, results: Mapping[str, Any]) -> None:
     """Write table.md, table.csv, the figures as PNG and SVG, trace-<cell>.json and report.html of ``results`` into ``folder``.
 
-    ``results`` is as lab/compare/results.py documents and has checked it, finished or not: what cannot be shown yet is named in its
-    place. Files of an earlier call are replaced. Raises OSError where ``folder`` cannot be written.
+    ``results`` is as lab/compare/results.py documents and has checked it, finished or not: what
+    cannot be shown yet is named in its place. Files of an earlier call are replaced. Raises OSError
+    where ``folder`` cannot be written.
     """
     import json
 

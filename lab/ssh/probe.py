@@ -22,7 +22,8 @@ Facts = Mapping[str, Any]
 
 
 def ask_facts(nodes: Nodes, way: Way, *, script: str | None) -> list[Facts]:
-    """Return what each host says of itself, see remote_handlers.facts. UserError, with a line for each, where some do not answer."""
+    """Return what each host says of itself, see remote_handlers.facts. UserError, with a line for
+    each, where some do not answer."""
     refuse(unreached_hosts(nodes), of=len(nodes.nodes))
     answers = nodes.ask(
         "facts",

@@ -408,8 +408,8 @@ def test_other_code_or_folders_or_pythons_are_found_before_anything_starts(
         part.rename(part.with_name("Gone"))
         assert refused(machines, tmp_path) == [
             "error: 2 of 3 hosts cannot take part; nothing was started",
-            "  node 1 (node2): other code than node 0 (node1): common/config/schema.py: check out the same commit on all hosts (git "
-            "pull)",
+            "  node 1 (node2): other code than node 0 (node1): common/config/schema.py: "
+            "check out the same commit on all hosts (git pull)",
             f"  node 2 (node3): {machines.checkout} has no PartTwo/main.py: give --workdir, the project's folder on the hosts",
         ]
     finally:

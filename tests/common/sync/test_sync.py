@@ -1,7 +1,7 @@
 """Every exact strategy equals one process on the whole batch, after every step; what the contract refuses, it refuses.
 
-The harness is lab/proofs/equivalence.py, and tests/lab/proofs/test_proofs.py shows that it can fail. What the other strategies keep is in
-tests/common/sync/test_lossy.py.
+The harness is lab/proofs/equivalence.py, and tests/lab/proofs/test_proofs.py shows that it can
+fail. What the other strategies keep is in tests/common/sync/test_lossy.py.
 """
 
 import functools

@@ -185,7 +185,8 @@ def check_facts(forking: Cluster, folder: Path) -> None:
         (
             "def f():\n    raise ValueError('bad')\nf()",
             1,
-            'Traceback (most recent call last):\n  File "{script}", line 3, in <module>\n    f()\n  File "{script}", line 2, in f\n'
+            'Traceback (most recent call last):\n  File "{script}", line 3, in <module>\n    f()\n'
+            '  File "{script}", line 2, in f\n'
             "    raise ValueError('bad')\nValueError: bad",
         ),
         ("import os; os.abort()", -6, None),
