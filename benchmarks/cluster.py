@@ -27,11 +27,11 @@ from sync import Exchange, shown
 
 sys.path.insert(0, str(REPOSITORY))
 
-from common.distributed.launch_env import Launch
+from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import process_group
 from common.models import build_model
 from common.sync.message_cost import GradientSize
-from common.utils.system import keep_freed_memory
+from common.utils.system import tune_malloc
 from lab.cluster import Cluster
 from lab.units import parse_rate
 
@@ -43,10 +43,10 @@ _RINGS = ("all_reduce", "all_reduce_flat", "ring")
 
 def measure(rank: int, size: int, master: str, *, rounds: int, output: Path) -> None:
     """Be one rank; rank 0 writes the seconds and the busy share of the cores of each round, by strategy."""
-    keep_freed_memory()
+    tune_malloc()
     torch.set_num_threads(1)
     torch.manual_seed(SEED + rank)
-    with process_group(Launch(rank, size, master), backend="gloo", timeout_seconds=120):
+    with process_group(LaunchSpec(rank, size, master), backend="gloo", timeout_seconds=120):
         met = time.time()
         examples = [torch.randn_like(p) * 1e-3 for p in build_model("vgg11", 10).parameters()]
         ways = {name: Exchange(name, examples) for name in (*_THROUGH_ROOT, *_RINGS)}

@@ -25,7 +25,7 @@ from loader import REPOSITORY, describe_machine, whole_number
 sys.path.insert(0, str(REPOSITORY))
 
 from lab.compare.cells import Settings
-from lab.compare.executors import Places
+from lab.compare.executors import Executors
 from lab.compare.forecast import forecast_on_nodes
 from lab.compare.runner import compare
 
@@ -55,8 +55,8 @@ def measure(nodes: int, rate: str, arguments: argparse.Namespace, reports: Path)
         batch_size=arguments.batch_size,
     )
 
-    def predict(results: dict[str, Any], folder: Path, places: Places) -> None:
-        results["prediction"] = forecast_on_nodes(results, settings, folder, places, {}, None)
+    def predict(results: dict[str, Any], folder: Path, executors: Executors) -> None:
+        results["prediction"] = forecast_on_nodes(results, settings, folder, executors, {}, None)
 
     _, results = compare(settings, reports=reports, anew=True, predict=predict)
     return results

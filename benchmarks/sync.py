@@ -43,7 +43,7 @@ sys.path.insert(0, str(REPOSITORY))
 from common.models import build_model
 from common.sync import STRATEGIES, build_sync
 from common.sync.message_cost import GradientSize
-from common.utils.system import keep_freed_memory
+from common.utils.system import tune_malloc
 
 _WARM_UP_ROUNDS = 4
 
@@ -193,7 +193,7 @@ def serve(rank: int, size: int, store: str, arguments: argparse.Namespace, resul
     os.environ["GLOO_SOCKET_IFNAME"] = arguments.interface
     torch.set_num_threads(1)
     torch.manual_seed(SEED + rank)
-    keep_freed_memory()  # as run() does
+    tune_malloc()  # as run() does
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, size),

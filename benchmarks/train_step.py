@@ -59,7 +59,7 @@ from common.reporting.run_folder import RunFolder
 from common.training import prepare_model_for_training
 from common.training_engine import TrainingEngine
 from common.training_engine.lr_schedules import build_schedule
-from common.utils.system import keep_freed_memory, usable_cores
+from common.utils.system import tune_malloc, usable_cores
 
 VGG11_MACS = 152.8e6
 """Multiply-adds of one sample's forward pass; each is 2 operations, and backward counts as two more such passes."""
@@ -294,7 +294,7 @@ def main() -> None:
     arguments = parse()
     size, steps = arguments.batch_size, arguments.steps_per_round
     torch.set_num_threads(arguments.threads)
-    keep_freed_memory()  # as run() does
+    tune_malloc()  # as run() does
     print(describe_machine())
     print(
         f"settings: batch {size}, {arguments.threads} threads, {arguments.rounds} rounds of {steps} steps after "

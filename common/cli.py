@@ -18,7 +18,7 @@ from common.config.parser import parse_arguments
 from common.config.recipes import print_recipe
 from common.config.schema import Config
 from common.distributed.launch_env import (
-    Launch,
+    LaunchSpec,
     choose_gpus,
     launcher_command,
     processes_to_start,
@@ -121,7 +121,7 @@ def main(
         return _end(launch, traceback.format_exc().rstrip(), 1)
 
 
-def _end(launch: Launch, message: str, status: int) -> int:
+def _end(launch: LaunchSpec, message: str, status: int) -> int:
     """Say why the run ends early, if it does, and return the status; of a group, end the process with it."""
     if message:
         _say(message, status)
@@ -130,7 +130,7 @@ def _end(launch: Launch, message: str, status: int) -> int:
     return status
 
 
-def _launch_or_explain(config: Config, path: str) -> Launch | None:
+def _launch_or_explain(config: Config, path: str) -> LaunchSpec | None:
     launch = resolve_launch(config.launch_flags)
     if config.sync == "none":
         if launch is not None and launch.size > 1:
@@ -138,9 +138,9 @@ def _launch_or_explain(config: Config, path: str) -> Launch | None:
                 f"{config.part} trains on one process, but torchrun started {launch.size}: use one, or "
                 "PartTwo or PartThree"
             )
-        return Launch()
+        return LaunchSpec()
     if launch is None and config.recipe is not None:
-        return Launch()
+        return LaunchSpec()
     if launch is None:
         print(HOW_TO_START.format(part=config.part, path=path), file=sys.stderr, end="")
     return launch

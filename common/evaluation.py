@@ -46,7 +46,7 @@ def evaluate_model(
     only named in the report.
     """
     predictions = predict(model, device, criterion, test_loader)
-    if current_world().is_root:
+    if current_world().is_rank0:
         generate_eval_report(
             predictions.labels,
             predictions.predicted,

@@ -14,12 +14,12 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.checkpoint import load_checkpoint, load_model_state
-from common.distributed.collectives import agree, broadcast_bytes
+from common.distributed.collectives import broadcast_bytes, check_same_on_all_ranks
 from common.distributed.process_group import World, current_world
 from common.errors import UserError
 from common.sync import build_sync
 from common.training_engine import EpochResult, StepRecord, TrainingEngine
-from common.training_engine.checkpoint_manager import Saver
+from common.training_engine.checkpoint_manager import CheckpointManager
 from common.training_engine.evaluation_loop import unwrap
 
 _STRATEGY_OF_TASK = {"": "none", "PartOne": "gather_scatter", "PartTwo": "all_reduce"}
@@ -152,7 +152,7 @@ def train_model(
     seed: int | None = None,
     max_steps: int | None = None,
     resume: Mapping[str, Any] | None = None,
-    saver: Saver | None = None,
+    saver: CheckpointManager | None = None,
     log_every: int = 10,
     on_steps: Callable[[list[StepRecord]], None] | None = None,
     on_epoch: Callable[[int, EpochResult], bool] | None = None,
@@ -188,14 +188,14 @@ def train_model(
         engine = TrainingEngine(
             model, device, distributed=strategy != "none", sync=strategy, sync_batchnorm=False
         )
-    world, saver = engine.world, saver or Saver(Path(checkpoint_dir))
+    world, saver = engine.world, saver or CheckpointManager(Path(checkpoint_dir))
 
     def stepped(step_in_epoch: int) -> None:
         saver.after_step(step_in_epoch)
         if after_step is not None:
             after_step()
 
-    agree(
+    check_same_on_all_ranks(
         world,
         {
             "number of batches in train_loader": _steps(train_loader),
@@ -223,7 +223,7 @@ def train_model(
             saver.save_epoch(epoch, result)
             line = _log_line(world, rank, epoch, result, emulated=engine.emulation is not None)
             _append(Path(logs_path), line)
-            if on_epoch is None and world.is_root:
+            if on_epoch is None and world.is_rank0:
                 print(line, flush=True)
             if ends:
                 break

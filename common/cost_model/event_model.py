@@ -25,7 +25,7 @@ LARGEST_NODES = 100_000
 _SAMPLED_RANKS = 32
 
 
-class Plan(Protocol):
+class MessagePlan(Protocol):
     """What this module needs of a strategy (``common.sync.base.GradientSync``)."""
 
     period: int
@@ -231,7 +231,12 @@ class Prediction:
 
 
 def predict_step(
-    strategy: Plan, sizes: Sequence[int], ranks: int, *, network: Network, compute: StepCompute
+    strategy: MessagePlan,
+    sizes: Sequence[int],
+    ranks: int,
+    *,
+    network: Network,
+    compute: StepCompute,
 ) -> Prediction:
     """Return what a step of ``strategy`` takes on ``ranks`` ranks.
 
@@ -246,21 +251,28 @@ def predict_step(
 
 
 def step_seconds(
-    strategy: Plan, sizes: Sequence[int], ranks: int, *, network: Network, compute: StepCompute
+    strategy: MessagePlan,
+    sizes: Sequence[int],
+    ranks: int,
+    *,
+    network: Network,
+    compute: StepCompute,
 ) -> float:
     """Return the seconds of ``predict_step`` alone."""
     slowed, sync, _ = _messages(strategy, sizes, ranks, network, compute)
     return compute.seconds + slowed + sync
 
 
-def message_terms(strategy: Plan, sizes: Sequence[int], ranks: int, *, network: Network) -> Terms:
+def message_terms(
+    strategy: MessagePlan, sizes: Sequence[int], ranks: int, *, network: Network
+) -> Terms:
     """Return what the messages of a period take, hidden behind backward or not."""
     operations = strategy.operations(sizes, ranks) if ranks > 1 else []
     return sum((operation_terms(operation, ranks, network) for operation in operations), Terms())
 
 
 def _messages(
-    strategy: Plan, sizes: Sequence[int], ranks: int, network: Network, compute: StepCompute
+    strategy: MessagePlan, sizes: Sequence[int], ranks: int, network: Network, compute: StepCompute
 ) -> tuple[float, float, Terms]:
     """Seconds by which messages slow backward, seconds left after it, and all of them by what they are spent on."""
     if ranks == 1:
@@ -283,7 +295,7 @@ def _messages(
     return slowed / strategy.period, left / strategy.period, sum(costs, Terms())
 
 
-def _bytes_sent(strategy: Plan, sizes: Sequence[int], ranks: int) -> tuple[float, float]:
+def _bytes_sent(strategy: MessagePlan, sizes: Sequence[int], ranks: int) -> tuple[float, float]:
     def sent(rank: int) -> float:
         return float(strategy.bytes_sent(sizes, rank, ranks)) / strategy.period
 

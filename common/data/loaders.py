@@ -35,9 +35,9 @@ class TrainLoader:
         return self.sampler.global_batch_sizes
 
     @property
-    def pieces(self) -> range:
+    def micro_batches(self) -> range:
         """Which micro-batches of each global batch come from here, in this order."""
-        return self.sampler.pieces
+        return self.sampler.micro_batches
 
     @property
     def shards_here(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.errors import UserError
 
-_MIN_SAMPLES_PER_PIECE = 2
+_MIN_SAMPLES_PER_MICRO_BATCH = 2
 """BatchNorm needs two values a channel in training, and after VGG's last pooling a sample has one."""
 
 _ORDER_STREAM, AUGMENTATION_STREAM, STEP_STREAM = 1, 2, 3
@@ -32,14 +32,14 @@ def epoch_order(samples: int, *, seed: int, epoch: int) -> Tensor:
     return torch.randperm(samples, generator=generator)
 
 
-def global_batch_bounds(samples: int, batch_size: int, pieces: int) -> list[int]:
+def global_batch_bounds(samples: int, batch_size: int, micro_batches: int) -> list[int]:
     """Return where each global batch begins, and at last ``samples``.
 
     All batches have ``batch_size`` samples but the last, which has the rest; a rest too small to give every piece two
     samples joins the batch before it.
     """
     bounds = [*range(0, samples, batch_size), samples]
-    if len(bounds) > 2 and samples - bounds[-2] < _MIN_SAMPLES_PER_PIECE * pieces:
+    if len(bounds) > 2 and samples - bounds[-2] < _MIN_SAMPLES_PER_MICRO_BATCH * micro_batches:
         del bounds[-2]
     return bounds
 
@@ -74,14 +74,14 @@ class GlobalBatchSampler:
     ) -> None:
         shards = shards or world_size
         count = shards * accumulation_steps
-        if batch_size < _MIN_SAMPLES_PER_PIECE * count:
+        if batch_size < _MIN_SAMPLES_PER_MICRO_BATCH * count:
             parts = f"{shards} rank{'s' if shards > 1 else ''}"
             parts += f" x {accumulation_steps} accumulation steps" if accumulation_steps > 1 else ""
             raise UserError(
                 f"--batch-size: got {batch_size} for {parts}; "
-                f"BatchNorm needs two samples a rank, so give {_MIN_SAMPLES_PER_PIECE * count} or more"
+                f"BatchNorm needs two samples a rank, so give {_MIN_SAMPLES_PER_MICRO_BATCH * count} or more"
             )
-        if samples < _MIN_SAMPLES_PER_PIECE * count:
+        if samples < _MIN_SAMPLES_PER_MICRO_BATCH * count:
             raise UserError(
                 f"the training set has {samples} images, too few for {shards} ranks: BatchNorm needs "
                 f"two samples a rank"
@@ -93,11 +93,11 @@ class GlobalBatchSampler:
         ]  # the last ranks of too many get none
         self.shards_here = max(1, len(own))
         self._count = count
-        self.pieces = range(own.start * accumulation_steps, own.stop * accumulation_steps)
+        self.micro_batches = range(own.start * accumulation_steps, own.stop * accumulation_steps)
         if (
             not own
         ):  # a rank without a shard takes part with no sample, under a number that no piece has
-            self.pieces = range(count + rank, count + rank + 1)
+            self.micro_batches = range(count + rank, count + rank + 1)
         self._start = 0
 
     @property
@@ -114,14 +114,16 @@ class GlobalBatchSampler:
         self._start = step
 
     def __len__(self) -> int:
-        return len(self.global_batch_sizes) * len(self.pieces)
+        return len(self.global_batch_sizes) * len(self.micro_batches)
 
     def __iter__(self) -> Iterator[Tensor]:
         order = epoch_order(self.samples, seed=self.seed, epoch=self.epoch)
         start, self._start = self._start, 0
         for begin, end in list(zip(self._bounds, self._bounds[1:], strict=False))[start:]:
-            for piece in self.pieces:
+            for micro_batch in self.micro_batches:
                 share = (
-                    rank_share(end - begin, piece, self._count) if piece < self._count else slice(0)
+                    rank_share(end - begin, micro_batch, self._count)
+                    if micro_batch < self._count
+                    else slice(0)
                 )
                 yield order[begin:end][share]

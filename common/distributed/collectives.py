@@ -21,7 +21,7 @@ T = TypeVar("T")
 _FIRST_PAUSE_SECONDS = 0.02
 
 
-def agree(world: World, facts: Mapping[str, Any], *, what: str) -> None:
+def check_same_on_all_ranks(world: World, facts: Mapping[str, Any], *, what: str) -> None:
     """Raise UserError on every rank, naming each fact that differs with the values and who has them.
 
     One all_reduce of 64 bytes where all agree, however many they are. ``facts`` are plain values by name, e.g. settings or
@@ -61,7 +61,7 @@ def _by_value(values: list[Any]) -> str:
     )
 
 
-def everyone(world: World, action: Callable[[], T], *, patient: bool = False) -> T:
+def run_on_all_ranks(world: World, action: Callable[[], T], *, patient: bool = False) -> T:
     """Run ``action`` on every rank; if it fails with UserError or OSError on one, raise UserError on all.
 
     ``patient`` waits for as long as the action takes (a download), provided that every rank answers within the group's timeout.
@@ -102,19 +102,19 @@ def _done_on_all(world: World, action: Callable[[], T]) -> Callable[[], T]:
         pause = min(2 * pause, 1.0)
 
 
-def on_rank0(world: World, action: Callable[[], T]) -> T:
+def run_on_rank0(world: World, action: Callable[[], T]) -> T:
     """Run ``action`` on rank 0 alone and give its result (a small, picklable one) or its error to every rank."""
     if world.size == 1:
         return _told(action)
     shared: list[Any] = [None, None]
-    if world.is_root:
+    if world.is_rank0:
         try:
             shared[0] = _told(action)
         except UserError as failure:
             shared[1] = str(failure)
     dist.broadcast_object_list(shared, src=0)
     if shared[1] is not None:
-        raise UserError(shared[1] if world.is_root else f"rank 0 stopped: {shared[1]}")
+        raise UserError(shared[1] if world.is_rank0 else f"rank 0 stopped: {shared[1]}")
     return shared[0]
 
 
@@ -129,7 +129,7 @@ def gather_objects(world: World, mine: T) -> list[T]:
 
 def broadcast_bytes(world: World, read: Callable[[], bytes], *, source: int = 0) -> bytes:
     """Run ``read`` on rank ``source`` and return its bytes on every rank; its UserError or OSError reaches all of them."""
-    content = everyone(world, lambda: read() if world.rank == source else b"")
+    content = run_on_all_ranks(world, lambda: read() if world.rank == source else b"")
     if world.size == 1:
         return content
     length = torch.tensor([len(content)], dtype=torch.int64, device=world.device)

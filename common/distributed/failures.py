@@ -62,7 +62,7 @@ _POLL_SECONDS = 0.05
 _WORDS, _PARTED = "words", "parted"
 
 
-class LastWords:
+class FailureReport:
     """The words of one rank. Without a store (under torchrun, which tells itself who failed first) nothing is told.
 
     Parameters
@@ -84,7 +84,7 @@ class LastWords:
         self._patience_seconds, self._others_sockets = patience_seconds, others_sockets
         self._words_exist = False
 
-    def leave(self, error: BaseException) -> None:
+    def publish(self, error: BaseException) -> None:
         """Tell the others that ``error`` ends this rank."""
         self._words_exist = True
         first_line = next((line for line in str(error).splitlines() if line.strip()), "")
@@ -98,7 +98,7 @@ class LastWords:
             lambda store: store.compare_set(_WORDS, "", f"rank {self._rank} stopped: {words}")
         )
 
-    def read(self) -> str | None:
+    def fetch(self) -> str | None:
         """Return why the group broke, in the words of the first rank that left some; None where there are none: it was killed."""
         words = self._ask(
             lambda store: store.get(_WORDS).decode() if store.check([_WORDS]) else None
@@ -106,7 +106,7 @@ class LastWords:
         self._words_exist = words is not None
         return words
 
-    def part(self) -> None:
+    def close(self) -> None:
         """Leave the store; where there are words to read, rank 0 stays until the others have parted, or its patience ends.
 
         The process must end after it.

@@ -19,7 +19,7 @@ from common.utils.environment import DEFAULT_MASTER_PORT
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchSpec:
     """``size`` is 1 and ``master_ip`` None for a process without a group; ``local_rank`` and ``local_size`` are None where
     only the ranks' meeting can tell them. What follows is torchrun's alone: ``largest_size`` of the job, ``restarts`` that
     it may make, ``agent`` (a name of the process that starts this node's workers again), and whether restarts under Gloo
@@ -55,7 +55,7 @@ class LaunchFlags:
 
 def resolve_launch(
     flags: LaunchFlags, environment: Mapping[str, str] = os.environ
-) -> Launch | None:
+) -> LaunchSpec | None:
     """Join flags and torchrun's environment; None where neither says anything. UserError on a contradiction."""
     master_ip, master_port = _meeting_place(flags)
     if {"RANK", "WORLD_SIZE"} <= environment.keys():
@@ -82,7 +82,7 @@ def resolve_launch(
             "--rank together, for example --master-ip 10.0.0.1 --num-nodes 4 --rank 0; or --distributed "
             "--world-size 4 for all ranks on this machine"
         )
-    return Launch(flags.rank, flags.num_nodes, master_ip, master_port or DEFAULT_MASTER_PORT)
+    return LaunchSpec(flags.rank, flags.num_nodes, master_ip, master_port or DEFAULT_MASTER_PORT)
 
 
 def _meeting_place(flags: LaunchFlags) -> tuple[str | None, int | None]:
@@ -116,7 +116,7 @@ def _from_environment(
     environment: Mapping[str, str],
     master_ip: str | None,
     master_port: int | None,
-) -> Launch:
+) -> LaunchSpec:
     def number(name: str, default: str | None = None) -> int:
         text = environment.get(name, default)
         if text is None or not text.isdecimal():
@@ -128,7 +128,7 @@ def _from_environment(
 
     size, local_size = number("WORLD_SIZE"), number("LOCAL_WORLD_SIZE", "1")
     agent = "TORCHELASTIC_RUN_ID" in environment
-    launch = Launch(
+    launch = LaunchSpec(
         number("RANK"),
         size,
         environment.get("MASTER_ADDR", "127.0.0.1"),

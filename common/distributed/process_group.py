@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from common.distributed.failures import (
-    LastWords,
+    FailureReport,
     explain_collective_failure,
     first_line,
     is_torchs,
     open_sockets,
 )
-from common.distributed.launch_env import Launch
-from common.distributed.rendezvous import meet
+from common.distributed.launch_env import LaunchSpec
+from common.distributed.rendezvous import rendezvous
 from common.errors import GroupError, Stopped, UserError
 from common.utils.environment import DEFAULT_MASTER_PORT
 
@@ -38,7 +38,7 @@ class World:
     timeout_seconds: float = 60.0
 
     @property
-    def is_root(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this is rank 0, the one that speaks and writes."""
         return self.rank == 0
 
@@ -55,7 +55,7 @@ def current_world(device: torch.device | str = "cpu") -> World:
 
 @contextmanager
 def process_group(
-    launch: Launch, *, backend: str | None = None, timeout_seconds: float = 60.0
+    launch: LaunchSpec, *, backend: str | None = None, timeout_seconds: float = 60.0
 ) -> Iterator[World]:
     """Form the group, yield this process's World, and close the group whatever happens.
 
@@ -67,7 +67,7 @@ def process_group(
         return
     before = open_sockets()
     world, store = _open(launch, backend, timeout_seconds)
-    words = LastWords(
+    report = FailureReport(
         store, world.rank, world.size, patience_seconds=timeout_seconds, others_sockets=before
     )
     try:
@@ -79,30 +79,30 @@ def process_group(
             raise
         except Exception as error:
             if not is_torchs(error) or (broken := explain_collective_failure(error)) is None:
-                words.leave(error)
-            elif told := words.read():
+                report.publish(error)
+            elif told := report.fetch():
                 raise GroupError(
                     f"{told}. Finished checkpoints are kept. ({broken.split(':')[0]} here: another rank has ended)"
                 ) from error
             raise
     finally:
         dist.destroy_process_group()
-        words.part()
+        report.close()
 
 
 def open_group(
-    launch: Launch, *, backend: str | None = None, timeout_seconds: float = 60.0
+    launch: LaunchSpec, *, backend: str | None = None, timeout_seconds: float = 60.0
 ) -> World:
     """Form the group and return this process's World; the caller destroys the group.
 
     ``backend`` None means NCCL where each rank has a GPU of its own, else Gloo. Gloo trains on the CPU. Raises GroupError
-    and UserError as ``rendezvous.meet`` does.
+    and UserError as ``rendezvous.rendezvous`` does.
     """
     return _open(launch, backend, timeout_seconds)[0]
 
 
 def _open(
-    launch: Launch, backend: str | None, timeout_seconds: float
+    launch: LaunchSpec, backend: str | None, timeout_seconds: float
 ) -> tuple[World, dist.Store | None]:
     """As ``open_group``, with the store at which the ranks met; None under torchrun."""
     _choose_interface(launch.master_ip)
@@ -110,8 +110,12 @@ def _open(
     if launch.torchrun:
         gpus_suffice = torch.cuda.device_count() >= local_size
     else:
-        store, seat = meet(launch, timeout_seconds)
-        local_rank, local_size, gpus_suffice = seat.local_rank, seat.local_size, seat.gpus_suffice
+        store, placement = rendezvous(launch, timeout_seconds)
+        local_rank, local_size, gpus_suffice = (
+            placement.local_rank,
+            placement.local_size,
+            placement.gpus_suffice,
+        )
     if backend == "nccl" and not gpus_suffice:
         raise UserError(
             f"--backend nccl needs a GPU for each of the {local_size} ranks on a machine, and this one has "
@@ -146,7 +150,7 @@ def _open(
     ), store
 
 
-def place_from_environment(rank: int, world_size: int) -> Launch:
+def place_from_environment(rank: int, world_size: int) -> LaunchSpec:
     """Return the place of a rank that a caller has numbered; where to meet is MASTER_ADDR:MASTER_PORT (default
     127.0.0.1:29500)."""
     local = {
@@ -158,7 +162,7 @@ def place_from_environment(rank: int, world_size: int) -> Launch:
         str(rank),
         str(world_size),
     ) and len(local) == 2
-    return Launch(
+    return LaunchSpec(
         rank,
         world_size,
         os.environ.get("MASTER_ADDR", "127.0.0.1"),

@@ -1,6 +1,6 @@
 """How ranks that were started by hand meet: a TCP store on rank 0's node, and clear words for those who don't come.
 
-``meet`` is the one function. torch's own rendezvous would do the same, but says neither who is missing nor that a
+``rendezvous`` is the one function. torch's own rendezvous would do the same, but says neither who is missing nor that a
 rank was started twice. A rank asks the store a handful of times, however many ranks there are: it says that it has come, and
 waits for its seat; rank 0 alone looks at all, and hands the seats out, or the reason why there are none.
 """
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from common.distributed.failures import first_line
-from common.distributed.launch_env import Launch
+from common.distributed.launch_env import LaunchSpec
 from common.errors import GroupError, UserError
 from common.utils.processes import in_thread
 from common.utils.system import free_port
@@ -42,7 +42,7 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankPlacement:
     """A rank's place on its machine: ``local_rank`` of ``local_size``; and whether every rank of the job has a GPU of its own."""
 
     local_rank: int
@@ -50,21 +50,21 @@ class Seat:
     gpus_suffice: bool
 
 
-def meet(launch: Launch, timeout_seconds: float) -> tuple[dist.TCPStore, Seat]:
+def rendezvous(launch: LaunchSpec, timeout_seconds: float) -> tuple[dist.TCPStore, RankPlacement]:
     """Wait until all ranks are there; return the store they share and this rank's seat.
 
     Raises GroupError where the master cannot be reached or is lost, ranks are missing after ``timeout_seconds``, a rank was
     started twice or the ranks were given different numbers of nodes; UserError where the port is taken.
     """
     # The store's own operations wait for as long as TCP hopes, where rank 0's node pauses or its link is cut.
-    meeting = in_thread(lambda: _meet(launch, timeout_seconds))
-    wait([meeting], timeout=timeout_seconds + _FAREWELL_SECONDS + _LAST_ANSWER_SECONDS)
-    if not meeting.done():
+    joining = in_thread(lambda: _rendezvous(launch, timeout_seconds))
+    wait([joining], timeout=timeout_seconds + _FAREWELL_SECONDS + _LAST_ANSWER_SECONDS)
+    if not joining.done():
         raise _lost(launch)
-    return meeting.result()
+    return joining.result()
 
 
-def _meet(launch: Launch, timeout_seconds: float) -> tuple[dist.TCPStore, Seat]:
+def _rendezvous(launch: LaunchSpec, timeout_seconds: float) -> tuple[dist.TCPStore, RankPlacement]:
     deadline = time.monotonic() + timeout_seconds
     store = (
         _serve(launch, timeout_seconds)
@@ -73,8 +73,8 @@ def _meet(launch: Launch, timeout_seconds: float) -> tuple[dist.TCPStore, Seat]:
     )
     try:
         _join(store, launch)
-        wait_for_seat = _hand_out_seats if launch.rank == 0 else _take_seat
-        return store, wait_for_seat(store, launch, deadline, timeout_seconds)
+        wait_for_placement = _hand_out_placements if launch.rank == 0 else _take_placement
+        return store, wait_for_placement(store, launch, deadline, timeout_seconds)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise GroupError(
             f"lost rank 0 at {_place(launch)} while the ranks were meeting; its own output says why "
@@ -82,19 +82,19 @@ def _meet(launch: Launch, timeout_seconds: float) -> tuple[dist.TCPStore, Seat]:
         ) from error
 
 
-def seats(peers: Sequence[Peer]) -> list[Seat]:
+def place_ranks(peers: Sequence[Peer]) -> list[RankPlacement]:
     """Return every rank's seat; ranks of one host sit there in the order of their numbers."""
     sizes = Counter(peer.host for peer in peers)
     gpus_suffice = all(peer.gpus >= sizes[peer.host] for peer in peers)
     taken: Counter[str] = Counter()
     found = []
     for peer in peers:
-        found.append(Seat(taken[peer.host], sizes[peer.host], gpus_suffice))
+        found.append(RankPlacement(taken[peer.host], sizes[peer.host], gpus_suffice))
         taken[peer.host] += 1
     return found
 
 
-def _serve(launch: Launch, timeout_seconds: float) -> dist.TCPStore:
+def _serve(launch: LaunchSpec, timeout_seconds: float) -> dist.TCPStore:
     if launch.master_port != (free := free_port(launch.master_port)):
         raise UserError(
             f"port {launch.master_port} is taken on this machine, by another run or by another rank 0 of this one: "
@@ -109,7 +109,7 @@ def _serve(launch: Launch, timeout_seconds: float) -> dist.TCPStore:
     )
 
 
-def _connect(launch: Launch, deadline: float, timeout_seconds: float) -> dist.TCPStore:
+def _connect(launch: LaunchSpec, deadline: float, timeout_seconds: float) -> dist.TCPStore:
     """Reach rank 0's store. A plain socket tries first: its errors are immediate and name the cause."""
     reason = "no answer"
     while (left := deadline - time.monotonic()) > 0:
@@ -149,7 +149,7 @@ def _connect(launch: Launch, deadline: float, timeout_seconds: float) -> dist.TC
     )
 
 
-def _join(store: dist.TCPStore, launch: Launch) -> None:
+def _join(store: dist.TCPStore, launch: LaunchSpec) -> None:
     me = Peer(socket.gethostname(), os.getpid(), torch.cuda.device_count())
     size = int(store.compare_set("size", "", str(launch.size)))
     if size != launch.size:
@@ -172,9 +172,9 @@ def _join(store: dist.TCPStore, launch: Launch) -> None:
     store.add(_COUNT, 1)
 
 
-def _hand_out_seats(
-    store: dist.TCPStore, launch: Launch, deadline: float, timeout_seconds: float
-) -> Seat:
+def _hand_out_placements(
+    store: dist.TCPStore, launch: LaunchSpec, deadline: float, timeout_seconds: float
+) -> RankPlacement:
     """Rank 0: wait for all, and tell each where it sits."""
     while store.add(_COUNT, 0) < launch.size:
         if store.check([_ABORT]):
@@ -186,27 +186,27 @@ def _hand_out_seats(
         Peer(**json.loads(value))
         for value in store.multi_get([_joined(rank) for rank in range(launch.size)])
     ]
-    all_seats = seats(peers)
+    placements = place_ranks(peers)
     store.multi_set(
-        [_seat(rank) for rank in range(launch.size)],
-        [json.dumps(asdict(seat)) for seat in all_seats],
+        [_placement_key(rank) for rank in range(launch.size)],
+        [json.dumps(asdict(placement)) for placement in placements],
     )
-    return all_seats[0]
+    return placements[0]
 
 
-def _take_seat(
-    store: dist.TCPStore, launch: Launch, deadline: float, timeout_seconds: float
-) -> Seat:
+def _take_placement(
+    store: dist.TCPStore, launch: LaunchSpec, deadline: float, timeout_seconds: float
+) -> RankPlacement:
     """Any other rank: wait for what rank 0 tells it. The first whose time is over says who is missing, for all."""
-    if not _comes(store, _seat(launch.rank), max(0.0, deadline - time.monotonic())):
+    if not _comes(store, _placement_key(launch.rank), max(0.0, deadline - time.monotonic())):
         if store.add("late", 1) == 1:
             _abort(store, launch, _missing_message(store, launch, timeout_seconds))
-        if not _comes(store, _seat(launch.rank), _FAREWELL_SECONDS):
+        if not _comes(store, _placement_key(launch.rank), _FAREWELL_SECONDS):
             raise _lost(launch)
-    told = json.loads(store.get(_seat(launch.rank)))
+    told = json.loads(store.get(_placement_key(launch.rank)))
     if "away" in told:
         raise GroupError(told["away"])
-    return Seat(**told)
+    return RankPlacement(**told)
 
 
 def _comes(store: dist.TCPStore, key: str, seconds: float) -> bool:
@@ -220,7 +220,7 @@ def _comes(store: dist.TCPStore, key: str, seconds: float) -> bool:
     return True
 
 
-def _missing_message(store: dist.TCPStore, launch: Launch, timeout_seconds: float) -> str:
+def _missing_message(store: dist.TCPStore, launch: LaunchSpec, timeout_seconds: float) -> str:
     missing = [rank for rank in range(launch.size) if not store.check([_joined(rank)])]
     names = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing[:20]))
     names += f" and {len(missing) - 20} more" if len(missing) > 20 else ""
@@ -233,7 +233,7 @@ def _missing_message(store: dist.TCPStore, launch: Launch, timeout_seconds: floa
     )
 
 
-def _abort(store: dist.TCPStore, launch: Launch, message: str) -> NoReturn:
+def _abort(store: dist.TCPStore, launch: LaunchSpec, message: str) -> NoReturn:
     """Have rank 0 tell those who are still waiting, then raise."""
     if launch.rank == 0:
         _send_all_away(store, launch, message)
@@ -244,17 +244,19 @@ def _abort(store: dist.TCPStore, launch: Launch, message: str) -> NoReturn:
     raise GroupError(message)
 
 
-def _send_all_away(store: dist.TCPStore, launch: Launch, message: str) -> NoReturn:
+def _send_all_away(store: dist.TCPStore, launch: LaunchSpec, message: str) -> NoReturn:
     """Rank 0: tell everyone why there is no run, and raise."""
     most = max(launch.size, int(store.get("size")))
-    store.multi_set([_seat(rank) for rank in range(most)], [json.dumps({"away": message})] * most)
+    store.multi_set(
+        [_placement_key(rank) for rank in range(most)], [json.dumps({"away": message})] * most
+    )
     time.sleep(
         _FAREWELL_SECONDS
     )  # rank 0 holds the store: the others must have read the message before it goes
     raise GroupError(message)
 
 
-def _lost(launch: Launch) -> GroupError:
+def _lost(launch: LaunchSpec) -> GroupError:
     return GroupError(
         f"lost rank 0 at {_place(launch)} while the ranks were meeting: it does not answer any more. Its node "
         "stands still, or the link to it is cut"
@@ -273,9 +275,9 @@ def _joined(rank: int) -> str:
     return f"joined/{rank}"
 
 
-def _seat(rank: int) -> str:
+def _placement_key(rank: int) -> str:
     return f"seat/{rank}"
 
 
-def _place(launch: Launch) -> str:
+def _place(launch: LaunchSpec) -> str:
     return f"{launch.master_ip}:{launch.master_port}"

@@ -21,7 +21,7 @@ _WHAT = "compute profile of data-parallel-lab"
 
 
 @dataclass(frozen=True)
-class Line:
+class SectionTime:
     """Seconds over samples: ``fixed_seconds`` + ``sample_seconds`` x samples."""
 
     fixed_seconds: float
@@ -37,8 +37,8 @@ class Layer:
     """One call of a layer: what it takes, and the names of the parameters whose gradients its backward makes."""
 
     name: str
-    forward: Line
-    backward: Line
+    forward: SectionTime
+    backward: SectionTime
     parameters: tuple[str, ...] = ()
 
 
@@ -180,8 +180,8 @@ def _from_json(content: Mapping[str, Any]) -> Profile:
             "layers": tuple(
                 Layer(
                     str(layer["name"]),
-                    _line(layer["forward"]),
-                    _line(layer["backward"]),
+                    _section_time(layer["forward"]),
+                    _section_time(layer["backward"]),
                     tuple(map(str, layer["parameters"])),
                 )
                 for layer in entries["layers"]
@@ -194,8 +194,8 @@ def _from_json(content: Mapping[str, Any]) -> Profile:
     return profile
 
 
-def _line(content: Mapping[str, Any]) -> Line:
-    return Line(_seconds(content["fixed_seconds"]), _seconds(content["sample_seconds"]))
+def _section_time(content: Mapping[str, Any]) -> SectionTime:
+    return SectionTime(_seconds(content["fixed_seconds"]), _seconds(content["sample_seconds"]))
 
 
 def _seconds(value: Any) -> float:

@@ -13,8 +13,13 @@ import torch.distributed as dist
 
 from common.checkpoint import load_checkpoint, newest_checkpoint
 from common.config.schema import Config
-from common.distributed.collectives import broadcast_bytes, everyone, gather_objects, on_rank0
-from common.distributed.launch_env import Launch
+from common.distributed.collectives import (
+    broadcast_bytes,
+    gather_objects,
+    run_on_all_ranks,
+    run_on_rank0,
+)
+from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import World
 from common.errors import UserError
 from common.reporting.console import say
@@ -26,15 +31,15 @@ _AGENTS = ".agents"
 
 @dataclass(frozen=True)
 class Job:
-    """folder : this node's; goes_on : whether it holds an earlier part of the same run; writes : whether this rank writes
+    """folder : this node's; resuming : whether it holds an earlier part of the same run; writes : whether this rank writes
     checkpoints (rank 0, and under torchrun with restarts one rank a node that has a disk of its own)."""
 
     folder: RunFolder
-    goes_on: bool
+    resuming: bool
     writes: bool
 
 
-def open_job(config: Config, launch: Launch, world: World) -> Job:
+def open_job(config: Config, launch: LaunchSpec, world: World) -> Job:
     """Choose and make the run's folder, the same name on every node. Collective.
 
     Raises UserError where it cannot be written, and where --run-name exists already and --resume is not given.
@@ -47,16 +52,16 @@ def open_job(config: Config, launch: Launch, world: World) -> Job:
     record = parent / _AGENTS / launch.agent if may_start_again else None
     mine = record.read_text(encoding="utf-8") if record is not None and record.is_file() else ""
     names = [name for name in gather_objects(world, mine) if name]
-    goes_on = bool(names)
-    name = max(names) if names else on_rank0(world, lambda: _new_name(config, parent))
-    if not goes_on and config.run_name is not None:
-        goes_on = any(gather_objects(world, (parent / name / "config.json").exists()))
-    folder = everyone(world, lambda: RunFolder(parent / name))
+    resuming = bool(names)
+    name = max(names) if names else run_on_rank0(world, lambda: _new_name(config, parent))
+    if not resuming and config.run_name is not None:
+        resuming = any(gather_objects(world, (parent / name / "config.json").exists()))
+    folder = run_on_all_ranks(world, lambda: RunFolder(parent / name))
     if record is not None and world.local_rank == 0:
         record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(name, encoding="utf-8")
     own_disk = _own_disk(folder.path, world) if may_start_again else False
-    return Job(folder, goes_on, world.is_root or own_disk)
+    return Job(folder, resuming, world.is_rank0 or own_disk)
 
 
 def _new_name(config: Config, parent: Path) -> str:
@@ -72,16 +77,16 @@ def _new_name(config: Config, parent: Path) -> str:
 
 def _own_disk(folder: Path, world: World) -> bool:
     """Whether this rank is the first of its node and sees another disk than rank 0. Collective."""
-    token = on_rank0(world, lambda: secrets.token_hex(8))
+    token = run_on_rank0(world, lambda: secrets.token_hex(8))
     marker = folder / f".seen-by-rank0-{token}"
-    if world.is_root:
+    if world.is_rank0:
         marker.touch()
     if world.size > 1:
         dist.barrier()
     alone = not marker.exists() and world.local_rank == 0
     if world.size > 1:
         dist.barrier()
-    if world.is_root:
+    if world.is_rank0:
         marker.unlink()
     return alone
 
@@ -94,7 +99,7 @@ def find_checkpoint(
     A path is rank 0's; "auto", and a job that was started again, look on every node: in the run's own folder if it goes on,
     else in --checkpoint and, unless the run has a name of its own, in the earlier runs of the experiment.
     """
-    wanted = "auto" if job.goes_on else on_rank0(world, lambda: config.resume)
+    wanted = "auto" if job.resuming else run_on_rank0(world, lambda: config.resume)
     if wanted is None:
         return None, None
     path, source = wanted, 0
@@ -103,9 +108,9 @@ def find_checkpoint(
         steps = gather_objects(world, found[1] if found is not None else -1)
         source = max(range(world.size), key=lambda rank: (steps[rank], -rank))
         path = gather_objects(world, str(found[0]) if found is not None else "")[source]
-        if world.is_root:
+        if world.is_rank0:
             where = f" of rank {source}'s node" if source else ""
-            own = job.goes_on or config.run_name is not None
+            own = job.resuming or config.run_name is not None
             say(
                 f"going on from {path}{where}, step {steps[source]}"
                 if path
@@ -122,7 +127,7 @@ def find_checkpoint(
 
 
 def _newest_here(config: Config, job: Job) -> tuple[Path, int] | None:
-    if job.goes_on:
+    if job.resuming:
         folders = [job.folder.checkpoints]
     else:
         if config.checkpoint is not None and config.checkpoint.exists():

@@ -13,8 +13,8 @@ from common.config.schema import Config
 from common.data import load_dataset
 from common.data.dataset import Dataset
 from common.data.loaders import TrainLoader
-from common.distributed.collectives import agree, everyone, gather_objects
-from common.distributed.launch_env import Launch
+from common.distributed.collectives import check_same_on_all_ranks, gather_objects, run_on_all_ranks
+from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import World, process_group, set_debug
 from common.emulation.compute_profile import Profile, load_profile
 from common.emulation.emulated_model import Emulation
@@ -24,64 +24,64 @@ from common.experiment.training_plan import (
     DATASET_CONTENTS,
     epochs_to_train,
     learning_rate,
-    notices,
+    make_plan,
     refuse_other_training,
-    share_out,
+    run_warnings,
 )
-from common.experiment.validation import Judge, evaluation_loader
+from common.experiment.validation import Validator, evaluation_loader
 from common.models import PRETRAINED, build_model
 from common.profiling.comm_trace import Timeline
 from common.profiling.torch_profiler import step_profiler
 from common.reporting.console import Progress, say
 from common.reporting.rank_stats import gather_measurements
-from common.reporting.run_logger import Recorder, introduce
+from common.reporting.run_logger import RunLogger, log_header
 from common.reporting.summary import report
 from common.reporting.trackers import Trackers
 from common.sync import build_sync_from
 from common.training import prepare_model_for_training, train_model
 from common.training_engine import Predictions, TrainingEngine, determinism, predict
 from common.training_engine.amp import choose_amp
-from common.training_engine.checkpoint_manager import Saver
+from common.training_engine.checkpoint_manager import CheckpointManager
 from common.training_engine.evaluation_loop import unwrap
 from common.training_engine.lr_schedules import build_schedule
 from common.utils.environment import environment
 from common.utils.hashing import digest
 from common.utils.source_hash import code_facts
-from common.utils.system import keep_freed_memory, usable_cores
+from common.utils.system import tune_malloc, usable_cores
 
 
-def run(config: Config, launch: Launch) -> None:
+def run(config: Config, launch: LaunchSpec) -> None:
     """Train, evaluate and report as ``config`` says, at the place in the group that ``launch`` says.
 
     Raises UserError, GroupError, Stopped after a signal, or torch's RuntimeError where a collective breaks.
     """
     if config.debug:
         set_debug()
-    keep_freed_memory()
+    tune_malloc()
     backend = "gloo" if config.emulated else config.backend
     with (
         process_group(launch, backend=backend, timeout_seconds=config.timeout) as world,
         _spoken_warnings(world),
     ):
-        agree(world, code_facts(), what="their code")
-        agree(world, config.shared_settings(), what="their settings")
+        check_same_on_all_ranks(world, code_facts(), what="their code")
+        check_same_on_all_ranks(world, config.shared_settings(), what="their settings")
         torch.set_num_threads(config.threads or max(1, usable_cores() // world.local_size))
         torch.manual_seed(config.seed)
         determinism.choose_algorithms(world.device, deterministic=config.deterministic)
         job = open_job(config, launch, world)
         folder = job.folder
 
-        dataset = everyone(world, lambda: _load_dataset(config), patient=True)
-        agree(world, fingerprint := _fingerprint(dataset), what="their dataset")
+        dataset = run_on_all_ranks(world, lambda: _load_dataset(config), patient=True)
+        check_same_on_all_ranks(world, fingerprint := _fingerprint(dataset), what="their dataset")
         profile = _load_profile(config, world, dataset) if config.emulated else None
         path, entries = find_checkpoint(config, job, world)
-        train_loader, plan = share_out(
-            config, launch, world, dataset, entries if job.goes_on else None
+        train_loader, plan = make_plan(
+            config, launch, world, dataset, entries if job.resuming else None
         )
         plan[DATASET_CONTENTS] = fingerprint["contents (SHA-256)"]
         if entries is not None:
             refuse_other_training(path, entries, plan)
-        if world.is_root:
+        if world.is_rank0:
             folder.write_json(
                 "config.json",
                 config.as_json() | {"world_size": world.size, "backend": world.backend} | plan,
@@ -95,10 +95,10 @@ def run(config: Config, launch: Launch) -> None:
             config.amp, config.amp_dtype, default=config.part == "PartThree", device=world.device
         )
         rate = learning_rate(config, plan)
-        if world.is_root:
-            for line in notices(config, launch, world, plan, entries, amp_notice=notice):
+        if world.is_rank0:
+            for line in run_warnings(config, launch, world, plan, entries, amp_notice=notice):
                 say(f"notice: {line}")
-            introduce(
+            log_header(
                 config,
                 world,
                 model,
@@ -152,7 +152,7 @@ def run(config: Config, launch: Launch) -> None:
                 plan["total_steps"] - engine.sync.period + 1, plan["total_steps"]
             )
         first_epoch, last_epoch = epochs_to_train(config, plan, entries)
-        saver = Saver(
+        saver = CheckpointManager(
             folder.checkpoints,
             every=config.checkpoint_every,
             keep=config.keep_checkpoints,
@@ -167,19 +167,19 @@ def run(config: Config, launch: Launch) -> None:
             done_steps=entries["step"] if entries else 0,
             log_every=config.log_every,
             global_batch_size=plan["batch_size"],
-            visible=world.is_root,
+            visible=world.is_rank0,
             emulated=config.emulated,
         ) as progress:
-            recorder = Recorder(
+            run_logger = RunLogger(
                 world,
                 folder,
                 progress,
                 trackers,
-                folder.earlier_steps(entries["step"] if entries else 0) if job.goes_on else [],
+                folder.earlier_steps(entries["step"] if entries else 0) if job.resuming else [],
                 engine.timeline,
                 engine.sync.period,
             )
-            judge = Judge(config, world, engine, saver, recorder, dataset, entries)
+            validator = Validator(config, world, engine, saver, run_logger, dataset, entries)
             trace = folder.path / f"profile_rank{world.rank}.json" if config.profile else None
             with (
                 step_profiler(trace) as profiled,
@@ -204,20 +204,20 @@ def run(config: Config, launch: Launch) -> None:
                     resume=entries,
                     saver=saver,
                     log_every=config.log_every,
-                    on_steps=recorder.steps,
-                    on_epoch=judge.epoch,
+                    on_steps=run_logger.steps,
+                    on_epoch=validator.epoch,
                     after_step=profiled,
                 )
-        if trace is not None and not trace.exists() and world.is_root:
+        if trace is not None and not trace.exists() and world.is_rank0:
             say(
                 "warning: --profile: the training was too short for a trace; give it three steps or more"
             )
-        total_seconds = recorder.total_seconds
+        total_seconds = run_logger.total_seconds
 
         gather_measurements(
             world,
             folder,
-            recorder.own_steps,
+            run_logger.own_steps,
             sync=config.sync,
             period=engine.sync.period,
             untimed_steps=config.untimed_steps,
@@ -234,13 +234,13 @@ def run(config: Config, launch: Launch) -> None:
         equal = len(set(gather_objects(world, digest(unwrap(model).state_dict())))) == 1
         if trackers is not None:
             trackers.close()
-    if world.is_root:  # the group is closed: nobody waits while rank 0 draws
+    if world.is_rank0:  # the group is closed: nobody waits while rank 0 draws
         report(
             config,
             world,
             folder,
             dataset,
-            recorder,
+            run_logger,
             predictions=predictions,
             ema_predictions=ema_predictions,
             checkpoint=saver.newest or path,
@@ -263,7 +263,7 @@ def _spoken_warnings(world: World) -> Iterator[None]:
         ) -> None:
             if category is not UserWarning:
                 show(message, category, *place, **more)
-            elif world.is_root:
+            elif world.is_rank0:
                 say(f"warning: {message}")
 
         warnings.showwarning = speak
@@ -273,13 +273,13 @@ def _spoken_warnings(world: World) -> Iterator[None]:
 def _load_profile(config: Config, world: World, dataset: Dataset) -> Profile:
     """Return the profile of emulated compute, the same on every rank."""
     image = (dataset.train.images.shape[1], dataset.train.images.shape[2])
-    profile = everyone(
+    profile = run_on_all_ranks(
         world,
         lambda: load_profile(
             config.compute, model=config.model, image=image, machine=environment()["cpu"]
         ),
     )
-    agree(world, profile.as_json(), what="the profile of --compute")
+    check_same_on_all_ranks(world, profile.as_json(), what="the profile of --compute")
     return profile
 
 
@@ -313,10 +313,10 @@ def _build_model(config: Config, world: World, dataset: Dataset, *, pretrained: 
     def load() -> None:
         from common.models.transfer import load_pretrained
 
-        if world.is_root and pretrained:
+        if world.is_rank0 and pretrained:
             say(f"pretrained weights from {load_pretrained(model, config.pretrained_weights)}")
 
-    everyone(world, load, patient=True)
+    run_on_all_ranks(world, load, patient=True)
     return model
 
 
@@ -331,7 +331,7 @@ def _price_of_determinism(
         return {}
     images, labels = next(iter(loader))
     times = determinism.cost(model, images, labels, amp_dtype=amp_dtype)
-    if world.is_root:
+    if world.is_rank0:
         say(
             f"deterministic: forward and backward take {times:.2f} times as long as with the fastest algorithms"
         )
@@ -340,7 +340,7 @@ def _price_of_determinism(
 
 def _on_rank0_alone(world: World, action: Any) -> Any:
     """Run ``action`` on rank 0 and return its result there, None elsewhere; its UserError reaches all ranks."""
-    return everyone(world, lambda: action() if world.is_root else None)
+    return run_on_all_ranks(world, lambda: action() if world.is_rank0 else None)
 
 
 def _trackers(config: Config, folder: Any) -> Trackers:
@@ -353,7 +353,7 @@ def _trackers(config: Config, folder: Any) -> Trackers:
     )
 
 
-def _where_it_stopped(engine: TrainingEngine, saver: Saver) -> str:
+def _where_it_stopped(engine: TrainingEngine, saver: CheckpointManager) -> str:
     return (
         f"stopped after step {engine.step}, saved as {saver.newest}; --resume auto goes on"
         if engine.stopping

@@ -1,6 +1,6 @@
 """What a training is: its global batches, shards, steps and rate, fixed when a job begins, whoever computes them later.
 
-``share_out`` makes the plan and this rank's loader; ``refuse_other_training`` holds a checkpoint's plan against it.
+``make_plan`` makes the plan and this rank's loader; ``refuse_other_training`` holds a checkpoint's plan against it.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from common.config.schema import Config
 from common.data.dataset import Dataset
 from common.data.loaders import TrainLoader
 from common.data.sharding import GlobalBatchSampler
-from common.distributed.launch_env import Launch
+from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import World
 from common.errors import UserError
 
@@ -18,9 +18,9 @@ DATASET_CONTENTS = "dataset_sha256"
 """The plan's entry with the digest of all images and labels, which ``run`` adds."""
 
 
-def share_out(
+def make_plan(
     config: Config,
-    launch: Launch,
+    launch: LaunchSpec,
     world: World,
     dataset: Dataset,
     going_on: Mapping[str, Any] | None,
@@ -111,9 +111,9 @@ def epochs_to_train(
     return (entries["epoch"] + 1 if entries else 1), min(last, config.stop_after_epoch or last)
 
 
-def notices(
+def run_warnings(
     config: Config,
-    launch: Launch,
+    launch: LaunchSpec,
     world: World,
     plan: Mapping[str, Any],
     entries: Mapping[str, Any] | None,

@@ -11,12 +11,12 @@ from common.data.dataset import Dataset
 from common.data.loaders import EvaluationLoader
 from common.distributed.process_group import World
 from common.reporting.console import say
-from common.reporting.run_logger import Recorder
+from common.reporting.run_logger import RunLogger
 from common.training_engine import EarlyStop, EpochResult, TrainingEngine, report_epoch
-from common.training_engine.checkpoint_manager import Saver
+from common.training_engine.checkpoint_manager import CheckpointManager
 
 
-class Judge:
+class Validator:
     """Keeps the best accuracy and the epochs in a row, which go into the checkpoints; ``entries`` are those to go on from."""
 
     def __init__(
@@ -24,15 +24,15 @@ class Judge:
         config: Config,
         world: World,
         engine: TrainingEngine,
-        saver: Saver,
-        recorder: Recorder,
+        saver: CheckpointManager,
+        run_logger: RunLogger,
         dataset: Dataset,
         entries: Mapping[str, Any] | None,
     ) -> None:
         self._engine, self._saver, self._recorder, self._world, self._config = (
             engine,
             saver,
-            recorder,
+            run_logger,
             world,
             config,
         )
@@ -57,7 +57,7 @@ class Judge:
         self._recorder.epoch(report, step=self._engine.step, is_best=is_best)
         if is_best:
             self._saver.save_best(epoch, report.train_loss)
-        if ends and self._world.is_root:
+        if ends and self._world.is_rank0:
             say(
                 f"Target accuracy reached: {self._config.target_accuracy:g} in {self._config.patience} epochs in a row"
             )

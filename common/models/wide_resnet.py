@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes.
 
     ``forward`` takes (batch, channels_in, h, w) and returns (batch, channels_out, h / stride, w / stride).
@@ -46,7 +46,7 @@ class WideResNet(nn.Module):
         layers, channels = [], 16
         for stage, stride in ((16, 1), (32, 2), (64, 2)):
             for block in range(blocks):
-                layers.append(Block(channels, stage * width, stride if block == 0 else 1))
+                layers.append(ResidualBlock(channels, stage * width, stride if block == 0 else 1))
                 channels = stage * width
         self.blocks = nn.Sequential(*layers)
         self.bn = nn.BatchNorm2d(channels)

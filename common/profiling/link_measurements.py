@@ -9,9 +9,9 @@ from torch import Tensor
 
 from common.sync.p2p import send_and_receive
 
-_FLOAT_BYTES = 4
-_SPREAD = 7936  # between messages, in floats: they keep the alignment that tensors have
-_MEMORY_SIZES = (1_000_000, 4_000_000, 12_000_000)
+FLOAT_BYTES = 4
+SPREAD = 7936  # between messages, in floats: they keep the alignment that tensors have
+MEMORY_SIZES = (1_000_000, 4_000_000, 12_000_000)
 
 
 def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
@@ -40,33 +40,33 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
     }[kind]
 
 
-def _parts(arena: Tensor, nbytes: int, repeats: int) -> list[Tensor]:
-    count = max(1, nbytes // _FLOAT_BYTES)
-    places = range(0, repeats * (count + _SPREAD), count + _SPREAD)
+def parts_of(arena: Tensor, nbytes: int, repeats: int) -> list[Tensor]:
+    count = max(1, nbytes // FLOAT_BYTES)
+    places = range(0, repeats * (count + SPREAD), count + SPREAD)
     return [arena[place % (len(arena) - count) :][:count] for place in places]
 
 
-def _timed(call: Callable[[Tensor], object], parts: list[Tensor]) -> float:
+def seconds_of_call(call: Callable[[Tensor], object], parts: list[Tensor]) -> float:
     """Seconds of one call with the tiny all_reduce behind it."""
-    _meet()
+    barrier()
     began = time.perf_counter()
     for part in parts:
         call(part)
-        _meet()
+        barrier()
     return (time.perf_counter() - began) / len(parts)
 
 
-def _meet(_step: int = 0) -> None:
+def barrier(_step: int = 0) -> None:
     dist.all_reduce(torch.zeros(2))
 
 
 def time_memory(arena: Tensor) -> dict[str, list[list[float]]]:
     """Return [bytes, seconds] of adding a part of ``arena`` to another ("sum") and of copying it, all ranks at once."""
     found: dict[str, list[list[float]]] = {"sum": [], "copy": []}
-    for nbytes in _MEMORY_SIZES:
-        parts = _parts(arena, nbytes, 8)
+    for nbytes in MEMORY_SIZES:
+        parts = parts_of(arena, nbytes, 8)
         for name, act in (("sum", Tensor.add_), ("copy", Tensor.copy_)):
-            _meet()
+            barrier()
             began = time.perf_counter()
             for part, other in zip(parts[::2], parts[1::2], strict=True):
                 act(part, other)

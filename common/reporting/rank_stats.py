@@ -75,7 +75,7 @@ def gather_measurements(
     offset = clock_offset(world)
     lane = timeline.busiest_step(offset) if timeline else None
     rows = gather_objects(world, (_row(world, median_seconds(steps, period), timeline), lane))
-    if not world.is_root or not steps:
+    if not world.is_rank0 or not steps:
         return
     folder.write_json(
         "ranks.json",

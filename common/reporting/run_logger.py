@@ -1,6 +1,6 @@
 """What a run tells and leaves: on the terminal, in its folder, on dashboards. Rank 0 speaks and writes; all ranks call.
 
-Order of the calls: ``introduce``, then a ``Recorder`` whose ``steps`` and ``epoch`` are called during training, then
+Order of the calls: ``log_header``, then a ``RunLogger`` whose ``steps`` and ``epoch`` are called during training, then
 ``report``.
 """
 
@@ -24,7 +24,7 @@ from common.training import get_model_parameters
 from common.training_engine import EpochReport, StepRecord
 
 
-def introduce(
+def log_header(
     config: Config,
     world: World,
     model: nn.Module,
@@ -44,8 +44,8 @@ def introduce(
         f"{world.device.type}, {'fp32' if amp_dtype is None else str(amp_dtype).removeprefix('torch.')}, "
         f"{torch.get_num_threads()} threads a rank"
     )
-    pieces = plan["shards"] * plan["accumulation_steps"]
-    parts = f"{plan['batch_size'] / pieces:g} a rank"
+    micro_batches = plan["shards"] * plan["accumulation_steps"]
+    parts = f"{plan['batch_size'] / micro_batches:g} a rank"
     if plan["accumulation_steps"] > 1:
         parts += f" x {plan['accumulation_steps']} accumulated"
     ranks = f"{plan['shards']} rank{'s' if plan['shards'] > 1 else ''}"
@@ -65,7 +65,7 @@ def introduce(
     say(f"writing to {folder.path}")
 
 
-class Recorder:
+class RunLogger:
     """Takes down the training on rank 0: metrics, progress, epochs.
 
     Parameters
@@ -102,7 +102,7 @@ class Recorder:
         """Record steps that are done."""
         self.history += records
         self.own_steps += records
-        if not self._world.is_root:
+        if not self._world.is_rank0:
             return
         self._folder.append_metrics(records)
         self._progress.show(records)
@@ -120,7 +120,7 @@ class Recorder:
     def epoch(self, report: EpochReport, *, step: int, is_best: bool) -> None:
         """Record an epoch that is done."""
         self.epochs.append(report)
-        if not self._world.is_root:
+        if not self._world.is_rank0:
             return
         self._folder.append_epoch(report)
         say(report.line() + (", best so far" if is_best else ""))

@@ -12,7 +12,7 @@ from common.profiling.step_timer import SECTIONS
 from common.reporting.console import card
 from common.reporting.rank_stats import median_seconds, timed
 from common.reporting.run_folder import RunFolder
-from common.reporting.run_logger import Recorder
+from common.reporting.run_logger import RunLogger
 from common.training_engine import Predictions
 from common.utils.environment import peak_memory_bytes
 
@@ -22,7 +22,7 @@ def report(
     world: World,
     folder: RunFolder,
     dataset: Dataset,
-    recorder: Recorder,
+    run_logger: RunLogger,
     *,
     predictions: Predictions | None,
     ema_predictions: Predictions | None,
@@ -37,11 +37,11 @@ def report(
     result = ema_result = None
     if predictions is not None:
         result, ema_result = _report_accuracy(
-            config, world, folder, dataset, recorder, predictions, ema_predictions, checkpoint
+            config, world, folder, dataset, run_logger, predictions, ema_predictions, checkpoint
         )
-    history = recorder.history
-    steps = timed(history, config.untimed_steps, recorder.timeline)
-    seconds = median_seconds(steps, recorder.period)
+    history = run_logger.history
+    steps = timed(history, config.untimed_steps, run_logger.timeline)
+    seconds = median_seconds(steps, run_logger.period)
     step = seconds["step"] if seconds else None
     folder.write_json(
         "summary.json",
@@ -86,7 +86,7 @@ def report(
         "of it sync": f"{seconds['sync']:.3f} s, {seconds['sync'] / step:.0%}, {seconds['wait']:.3f} s of it waiting"
         if step
         else "-",
-        "total time": f"{total_seconds:.1f} s, {_throughput(recorder)}",
+        "total time": f"{total_seconds:.1f} s, {_throughput(run_logger)}",
     }
     if result is not None:
         rows |= {
@@ -113,7 +113,7 @@ def _report_accuracy(
     world: World,
     folder: RunFolder,
     dataset: Dataset,
-    recorder: Recorder,
+    run_logger: RunLogger,
     predictions: Predictions,
     ema_predictions: Predictions | None,
     checkpoint: Path | str | None,
@@ -124,7 +124,7 @@ def _report_accuracy(
         draw_loss,
     )
 
-    history = recorder.history
+    history = run_logger.history
     result = generate_eval_report(
         predictions.labels,
         predictions.predicted,
@@ -162,10 +162,10 @@ def _report_accuracy(
     return result, ema_result
 
 
-def _throughput(recorder: Recorder) -> str:
+def _throughput(run_logger: RunLogger) -> str:
     """Samples a second of all ranks while training, over the epochs that are done."""
-    seconds = sum(report.seconds for report in recorder.epochs)
-    samples = sum(report.samples_per_second * report.seconds for report in recorder.epochs)
+    seconds = sum(report.seconds for report in run_logger.epochs)
+    samples = sum(report.samples_per_second * report.seconds for report in run_logger.epochs)
     return (
         f"{samples / seconds:,.0f} samples/s in training"
         if seconds

@@ -1,7 +1,7 @@
 """The contract of a strategy: defaults that most strategies keep, and which gradients they exchange.
 
 Order of the calls: ``prepare`` once; in every step ``synchronize`` after the last backward and ``after_step`` after the
-optimiser's step; ``settle`` before evaluation and checkpoint; ``close`` at the end.
+optimiser's step; ``sync_replicas`` before evaluation and checkpoint; ``close`` at the end.
 """
 
 from collections.abc import Sequence
@@ -59,9 +59,15 @@ class GradientSync:
     def after_step(self, model: nn.Module) -> None:
         """After the optimiser's step; periodic strategies average the weights here."""
 
-    def settle(self, model: nn.Module) -> None:
+    def sync_replicas(self, model: nn.Module) -> None:
         """Make weights and the optimiser's state equal on all ranks, before evaluation or a checkpoint; where ``synchronize``
         keeps them equal there is nothing to do. Collective."""
+        if type(self).settle is not GradientSync.settle:  # a strategy written for the older name
+            self.settle(model)
+
+    def settle(self, model: nn.Module) -> None:
+        """Older name of ``sync_replicas``; it goes after the next release."""
+        self.sync_replicas(model)
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """List what ``period`` steps send, in order, on the way that takes longest; for the cost model.

@@ -7,7 +7,7 @@ from common.sync.message_cost import GradientSize, Operation, itemsize
 MIB = 1024 * 1024
 
 
-def share_out(sizes_in_ready_order: Sequence[int], bucket_mb: float | None) -> list[list[int]]:
+def assign_buckets(sizes_in_ready_order: Sequence[int], bucket_mb: float | None) -> list[list[int]]:
     """Return the indices of each bucket's gradients: a bucket closes as soon as its bytes reach the limit.
 
     Types of entries have buckets of their own; what is left open at the end follows in the order of its first gradient.
@@ -47,9 +47,11 @@ def bucket_sizes(
     """
     count = len(sizes)
     if kept_as_built:
-        shares = sorted(share_out(sizes, bucket_mb), reverse=True)
+        shares = sorted(assign_buckets(sizes, bucket_mb), reverse=True)
     else:
-        shares = [[count - 1 - i for i in share] for share in share_out(sizes[::-1], bucket_mb)]
+        shares = [
+            [count - 1 - i for i in share] for share in assign_buckets(sizes[::-1], bucket_mb)
+        ]
     ready = [sum(sizes[min(share) :]) for share in shares]
     return [
         (

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from common.sync.base import GradientSync
 from common.sync.ddp import wrap
 from common.sync.message_cost import GradientSize, Operation, itemsize
-from common.sync.powersgd_state import PowerSGDMemory, is_compressed, thin_entries
+from common.sync.powersgd_state import PerParameterState, is_compressed, thin_entries
 
 _ONE_BUCKET_MB = 2**20
 
@@ -45,7 +45,7 @@ class DDPPowerSGD(GradientSync):
         super().__init__()
         self._rank, self._find_unused_parameters = powersgd_rank, find_unused_parameters
         self._wrapped: DistributedDataParallel | None = None
-        self._memory: PowerSGDMemory | None = None
+        self._memory: PerParameterState | None = None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """Return the model inside DistributedDataParallel, with the hook."""
@@ -56,7 +56,7 @@ class DDPPowerSGD(GradientSync):
             find_unused_parameters=self._find_unused_parameters,
         )
         if is_new:
-            self._memory = PowerSGDMemory(self._wrapped.module, rank=self._rank)
+            self._memory = PerParameterState(self._wrapped.module, rank=self._rank)
             self._wrapped.register_comm_hook(self._memory, _hook)
         return self._wrapped
 
@@ -102,6 +102,6 @@ def _shape(size: int) -> tuple[int, ...]:
     return getattr(size, "shape", (size // itemsize(size),))
 
 
-def _hook(memory: PowerSGDMemory, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _hook(memory: PerParameterState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     memory.arrange(bucket)
     return powerSGD_hook(memory.state, bucket)

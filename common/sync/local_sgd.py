@@ -17,7 +17,7 @@ class LocalSGD(GradientSync):
     """No exchange of gradients; after every H-th step of the optimiser one ``all_reduce`` of all weights, divided by N.
 
     What it keeps: between two averages each rank takes H steps of plain training on its own share; with H = 1 and SGD
-    without momentum it is ``all_reduce``. The optimiser's state stays each rank's own, until ``settle`` averages it with
+    without momentum it is ``all_reduce``. The optimiser's state stays each rank's own, until ``sync_replicas`` averages it with
     the weights before evaluation and checkpoint: a training that is evaluated or saved more often averages more often.
     With N ranks and M bytes of weights, per H steps, as a ring: every rank, the root too, sends 2(N-1) messages,
     2(N-1)/N M bytes, and receives as many.
@@ -62,7 +62,7 @@ class LocalSGD(GradientSync):
             average([p.data for p in self._weights])
             self._since_average = 0
 
-    def settle(self, model: nn.Module) -> None:
+    def sync_replicas(self, model: nn.Module) -> None:
         """See the base class; twice in a row does what once does."""
         if self._since_settled:
             state = [

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from common.errors import UserError
 from common.sync.base import GradientSync
-from common.sync.bucketing import bucket_operations, share_out
+from common.sync.bucketing import assign_buckets, bucket_operations
 from common.sync.flat_buffer import FlatBuffer
 from common.sync.message_cost import GradientSize, Operation
 
@@ -87,7 +87,7 @@ class Overlapped(GradientSync):
             in_ready_order = parameters[::-1]
             self._buckets = [
                 _Bucket([in_ready_order[i] for i in share])
-                for share in share_out(GradientSize.of(in_ready_order), self._bucket_mb)
+                for share in assign_buckets(GradientSize.of(in_ready_order), self._bucket_mb)
             ]
             self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.used}
         self._send(lambda _: True)

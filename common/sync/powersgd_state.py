@@ -42,7 +42,7 @@ class _InTurn(dist.ProcessGroup):
         return work
 
 
-class PowerSGDMemory:
+class PerParameterState:
     """Torch's ``state``, and the way from its buckets to parameters and back.
 
     Parameters

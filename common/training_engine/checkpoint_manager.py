@@ -1,6 +1,6 @@
 """When and where a training's checkpoints are written: after every epoch, every so many steps, and when it must stop.
 
-``Saver`` is told of every step and every epoch; the files and their verification are checkpoint.py's.
+``CheckpointManager`` is told of every step and every epoch; the files and their verification are checkpoint.py's.
 """
 
 import math
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.checkpoint import checkpoint_path, checkpoints_by_age, save_checkpoint
-from common.distributed.collectives import everyone, gather_objects
+from common.distributed.collectives import gather_objects, run_on_all_ranks
 from common.training_engine.evaluation_loop import unwrap
 from common.training_engine.metrics import EpochResult
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from common.training_engine.engine import TrainingEngine
 
 
-class Saver:
+class CheckpointManager:
     """Writes ``Epoch_{n}.pt`` after epoch n and ``Epoch_{n}_Step_{s}.pt`` within it, after s steps of the training.
 
     Parameters
@@ -75,13 +75,13 @@ class Saver:
     def save_best(self, epoch: int, loss: float) -> None:
         """Write ``best.pt`` beside the others. Collective."""
         entries = self._engine.state(epoch=epoch, loss=loss) | self.extra
-        everyone(
+        run_on_all_ranks(
             self._engine.world,
             lambda: self._is_writer() and save_checkpoint(self._folder / "best.pt", entries),
         )
 
     def _is_writer(self) -> bool:
-        return self._engine.world.is_root if self._writes is None else self._writes
+        return self._engine.world.is_rank0 if self._writes is None else self._writes
 
     def _save(self, path: Path, entries: Mapping[str, Any]) -> None:
         entries = {**entries, **self.extra}
@@ -92,10 +92,10 @@ class Saver:
                 if self._keep is not None:
                     for old in checkpoints_by_age(self._folder)[self._keep :]:
                         old.unlink(missing_ok=True)
-            if self._copy_to is not None and self._engine.world.is_root:
+            if self._copy_to is not None and self._engine.world.is_rank0:
                 save_checkpoint(self._copy_to, entries)
 
-        everyone(self._engine.world, write)
+        run_on_all_ranks(self._engine.world, write)
         self.newest = path
 
 

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from common.data.sharding import STEP_STREAM, stream_seed
 from common.distributed import process_group as group
-from common.distributed.collectives import agree, warn_of_equal_batches
+from common.distributed.collectives import check_same_on_all_ranks, warn_of_equal_batches
 from common.distributed.process_group import World, current_world
 from common.emulation.emulated_model import Emulation
 from common.errors import UserError
@@ -39,7 +39,7 @@ from common.training_engine import epochs as fitting
 from common.training_engine.amp import choose_amp
 from common.training_engine.ema import build_ema
 from common.training_engine.evaluation_loop import to_device, unwrap
-from common.training_engine.metrics import EpochResult, StepLedger, StepOutcome, StepRecord
+from common.training_engine.metrics import EpochResult, MetricsBuffer, StepOutcome, StepRecord
 
 MicroBatch = tuple[Tensor, Tensor]
 
@@ -120,7 +120,7 @@ class TrainingEngine:
         self.stopping = False
         self._stop_requested = False
         self._first_batch = True
-        self._pieces: Sequence[int] = ()
+        self._micro_batches: Sequence[int] = ()
         self._shards: batchnorm.ShardStatistics | None = None
 
     setup_distributed = staticmethod(group.setup_distributed)
@@ -131,7 +131,7 @@ class TrainingEngine:
 
     def notice(self, text: str) -> None:
         """Tell the user, once, what is done in another way than asked for; nothing where ``text`` is empty."""
-        if text and self.world.is_root:
+        if text and self.world.is_rank0:
             warnings.warn(text, stacklevel=3)
 
     def _with_batchnorm(self, model: nn.Module, sync_batchnorm: bool) -> nn.Module:
@@ -168,7 +168,7 @@ class TrainingEngine:
             )
         self.optimizer, self.criterion, self.scheduler = optimizer, criterion, scheduler
         self._scheduler_by_epoch = scheduler_by_epoch
-        agree(
+        check_same_on_all_ranks(
             self.world,
             {
                 name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
@@ -326,7 +326,7 @@ class TrainingEngine:
         Parameters
         ----------
         loader : yields (inputs, labels). If it has ``global_batch_sizes`` (samples of each step over all ranks), these
-            weight the loss; else each step costs an 8-byte all_reduce. If it has ``pieces``, these are the numbers of
+            weight the loss; else each step costs an 8-byte all_reduce. If it has ``micro_batches``, these are the numbers of
             its micro-batches within each global batch; else ``accumulation_steps`` of its batches make a step.
         seed : if given, torch's generator is set before each micro-batch from (seed, epoch, step, piece).
         start_step : steps of this epoch that are done already; ``loader.start_at`` is told.
@@ -336,7 +336,7 @@ class TrainingEngine:
         Raises GroupError on every rank where loss or gradients are not finite on one.
         """
         began = time.perf_counter()
-        ledger = StepLedger(
+        metrics = MetricsBuffer(
             self.world,
             self.timer,
             epoch=epoch,
@@ -346,7 +346,7 @@ class TrainingEngine:
             on_steps=on_steps,
         )
         sizes = getattr(loader, "global_batch_sizes", None)
-        self._take_pieces(loader)
+        self._take_micro_batches(loader)
         if start_step:
             loader.start_at(start_step)
         batches = iter(loader)
@@ -359,14 +359,14 @@ class TrainingEngine:
                 seeds = None
                 if seed is not None:
                     seeds = [
-                        stream_seed(seed, STEP_STREAM, epoch, index, piece)
-                        for piece in self._pieces
+                        stream_seed(seed, STEP_STREAM, epoch, index, micro_batch)
+                        for micro_batch in self._micro_batches
                     ]
                     torch.manual_seed(seeds[0])
                 with self.timer.section("data"):
                     window = [
                         (to_device(inputs, self.device), labels.to(self.device, non_blocking=True))
-                        for inputs, labels in itertools.islice(batches, len(self._pieces))
+                        for inputs, labels in itertools.islice(batches, len(self._micro_batches))
                     ]
                 if not window:
                     break
@@ -385,29 +385,29 @@ class TrainingEngine:
                 times = self.timer.take()
                 if self.timeline is not None:
                     self.timeline.took(self.step, self.timer.spans(times))
-                ledger.add(self.step, outcome, samples=local, learning_rate=rate, times=times)
-                if ledger.due:
-                    self.stopping = ledger.flush(stop=self._stop_requested)
+                metrics.add(self.step, outcome, samples=local, learning_rate=rate, times=times)
+                if metrics.due:
+                    self.stopping = metrics.flush(stop=self._stop_requested)
                 if after_step is not None:
                     after_step(index + 1)
                 if self.stopping:
-                    ledger.result.complete = sizes is not None and index + 1 == len(sizes)
+                    metrics.result.complete = sizes is not None and index + 1 == len(sizes)
                     break
             self.timer.take()
-            self.stopping = ledger.flush(stop=self._stop_requested) or self.stopping
+            self.stopping = metrics.flush(stop=self._stop_requested) or self.stopping
         except BaseException:
-            ledger.rescue()
+            metrics.flush_local()
             raise
-        ledger.result.seconds = time.perf_counter() - began
-        return ledger.result
+        metrics.result.seconds = time.perf_counter() - began
+        return metrics.result
 
-    def _take_pieces(self, loader: Iterable[MicroBatch]) -> None:
+    def _take_micro_batches(self, loader: Iterable[MicroBatch]) -> None:
         """See which micro-batches of each global batch this rank computes, and of how many shards."""
         own = range(
             self.world.rank * self._accumulation_steps,
             (self.world.rank + 1) * self._accumulation_steps,
         )
-        self._pieces = getattr(loader, "pieces", own)
+        self._micro_batches = getattr(loader, "micro_batches", own)
         shards = getattr(loader, "shards_here", 1)
         if shards != len(self._shards):
             self._shards = batchnorm.ShardStatistics(unwrap(self.model), shards)
@@ -415,7 +415,7 @@ class TrainingEngine:
     def agree_on_buffers(self) -> None:
         """Make the buffers equal on all ranks, as common/training_engine/batchnorm.py says, and with a periodic strategy the
         weights first; before evaluation and before a checkpoint. Collective."""
-        self.sync.settle(self.model)
+        self.sync.sync_replicas(self.model)
         taken = self._shards.take()
         if self.world.size > 1 or len(taken) > 1:
             batchnorm.agree_on_buffers(unwrap(self.model), taken)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from common.checkpoint import save_checkpoint
-from common.distributed.collectives import agree, everyone
+from common.distributed.collectives import check_same_on_all_ranks, run_on_all_ranks
 from common.errors import UserError
 from common.training_engine.evaluation_loop import validate
 from common.training_engine.metrics import EpochResult
@@ -167,7 +167,7 @@ def train(
         raise UserError(f"num_epochs: got {num_epochs}, give at least 1")
     if target_accuracy is not None and val_loader is None:
         raise UserError("target_accuracy needs a val_loader: give one, or leave it out")
-    agree(
+    check_same_on_all_ranks(
         engine.world,
         {
             "number of batches in train_loader": len(train_loader)
@@ -218,12 +218,12 @@ def train(
 def _save(engine: "TrainingEngine", entries: dict[str, Any], *, best: bool, last: bool) -> None:
     def write() -> None:
         for name, wanted in (("best.pt", best), ("last.pt", last)):
-            if wanted and engine.world.is_root:
+            if wanted and engine.world.is_rank0:
                 save_checkpoint(engine.output_folder / name, entries)
 
-    everyone(engine.world, write)
+    run_on_all_ranks(engine.world, write)
 
 
 def _say(engine: "TrainingEngine", text: str) -> None:
-    if engine.world.is_root:
+    if engine.world.is_rank0:
         print(text, flush=True)

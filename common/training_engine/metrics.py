@@ -1,6 +1,6 @@
 """What is known of steps and epochs: the records, and the ledger that turns a rank's numbers into the group's.
 
-``StepLedger.add`` after every step; ``flush`` now and then, with one small all_reduce for all steps since the last one.
+``MetricsBuffer.add`` after every step; ``flush`` now and then, with one small all_reduce for all steps since the last one.
 """
 
 import math
@@ -98,7 +98,7 @@ class _Pending:
     times: dict[str, list[tuple]]
 
 
-class StepLedger:
+class MetricsBuffer:
     """The steps of one epoch, first as this rank's own numbers, then as the group's.
 
     Parameters
@@ -229,7 +229,7 @@ class StepLedger:
             for spans, row in zip(parts, latest.tolist(), strict=True)
         ]
 
-    def rescue(self) -> None:
+    def flush_local(self) -> None:
         """Record what was trained before an error, as far as this rank knows it."""
         if self._on_steps is not None and self._pending:
             self._on_steps(

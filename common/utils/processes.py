@@ -47,7 +47,7 @@ _DIE_WITH_PARENT, _ADOPT_ORPHANS = 1, 36  # of prctl
 _ECHO = "another rank has ended"
 
 
-def death_wish() -> Callable[[], None] | None:
+def kill_on_parent_exit() -> Callable[[], None] | None:
     """Return what a child calls before its program, to be killed when its parent ends, however that happens; None off Linux."""
     if sys.platform != "linux":
         return None
@@ -69,14 +69,14 @@ def descendants(pid: int) -> list[int]:
         return []
 
 
-def blame(
+def find_root_failure(
     failed: Sequence[int], statuses: Mapping[int, int], outputs: Mapping[int, str], *, name: str
 ) -> tuple[int, str]:
     """Return who failed first and what it said: the cause rather than an echo of it.
 
     failed : ranks or nodes in the order of their ends. name : what they are called, "rank" or "node".
     """
-    words = {one: last_words(outputs[one]) for one in failed}
+    words = {one: last_error_line(outputs[one]) for one in failed}
     culprit = next((one for one in failed if words[one] and _ECHO not in words[one]), failed[0])
     status = statuses[culprit]
     how = (
@@ -87,7 +87,7 @@ def blame(
     return culprit, f"{name} {culprit} {how}: {words[culprit] or 'it said nothing'}"
 
 
-def last_words(output: str) -> str:
+def last_error_line(output: str) -> str:
     """Return the line that tells the error: ours, a traceback's last, else the last one."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     told = [line for line in lines if re.match(r"error|\w*(Error|Exception)\b", line)]

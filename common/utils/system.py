@@ -28,7 +28,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 _NEVER = 2**31 - 1
 
 
-def keep_freed_memory() -> bool:
+def tune_malloc() -> bool:
     """Make glibc keep what is freed for the next allocation; return whether it could be set (Linux with glibc).
 
     By default each large tensor is mapped anew in every step, and the kernel fills its pages with zeros one by one, as

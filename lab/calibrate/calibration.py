@@ -7,7 +7,7 @@ trains what is to be predicted: messages are timed by themselves, steps on noise
 from pathlib import Path
 
 from common.cost_model.calibration_file import Calibration, calibration_path
-from common.distributed.launch_env import Launch
+from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import process_group
 from common.errors import UserError
 from common.models import MODELS
@@ -89,7 +89,7 @@ def calibrate(
 
 
 def calibrate_nodes(
-    launch: Launch,
+    launch: LaunchSpec,
     *,
     model: str = "vgg11",
     image: tuple[int, int] = (32, 32),
@@ -113,7 +113,7 @@ def calibrate_nodes(
             measures=measures or measures_for(model, image, quick=quick),
             ranks_here=world.local_size,
         )
-    if not world.is_root:
+    if not world.is_rank0:
         return None
     calibration = fit_calibration(found, model=model, quick=quick)
     save_calibration(calibration, path or calibration_path())

@@ -70,14 +70,14 @@ def _calibrate(args: argparse.Namespace) -> int:
             "--master-ip, --num-nodes and --rank go together: give all three, or none for this machine alone"
         )
     else:
-        from common.distributed.launch_env import Launch
+        from common.distributed.launch_env import LaunchSpec
 
         if not 0 <= args.rank < args.num_nodes:
             raise UserError(
                 f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; give 0 to {args.num_nodes - 1}"
             )
         calibration = calibrate_nodes(
-            Launch(args.rank, args.num_nodes, args.master_ip, args.master_port),
+            LaunchSpec(args.rank, args.num_nodes, args.master_ip, args.master_port),
             model=args.model,
             quick=args.quick,
             path=path,

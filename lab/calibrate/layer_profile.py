@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from common.cost_model.calibration_file import QUIET_SHARE
-from common.emulation.compute_profile import Layer, Line, Profile
+from common.emulation.compute_profile import Layer, Profile, SectionTime
 from common.errors import UserError
 from common.models import MODELS
 from common.profiling.layer_timer import LayerTimer
 from common.utils.atomic_files import write_atomically
 from common.utils.environment import environment
-from common.utils.system import keep_freed_memory, usable_cores
+from common.utils.system import tune_malloc, usable_cores
 from lab.calibrate.fits import quiet
 from lab.calibrate.trainer import Trainer
 from lab.fitting import fit
@@ -52,7 +52,7 @@ def measure_profile(
             "--device cuda: torch finds no GPU here: leave it out to measure the CPU, or measure where there is one"
         )
     threads = torch.get_num_threads()
-    keep_freed_memory()
+    tune_malloc()
     torch.set_num_threads(usable_cores())
     try:
         trainer = Trainer(model, image, most_samples=max(samples), device=device)
@@ -118,16 +118,19 @@ def _profile(
         for count in counts
     ]
 
-    def line(which: str, place: int) -> Line:
+    def section_time(which: str, place: int) -> SectionTime:
         seconds = [
             max(_LEAST_SECONDS, statistics.median(step[which][place] for step in same))
             for same in by_count
         ]
-        return Line(*fit([[1.0] * len(counts), counts], seconds, varied=counts).values)
+        return SectionTime(*fit([[1.0] * len(counts), counts], seconds, varied=counts).values)
 
     layers = tuple(
         Layer(
-            call.name, line("layer_forward", place), line("layer_backward", place), call.parameters
+            call.name,
+            section_time("layer_forward", place),
+            section_time("layer_backward", place),
+            call.parameters,
         )
         for place, call in enumerate(calls)
     )

@@ -107,9 +107,9 @@ def network_from(found: Mapping[str, Any], *, rate_bits: float | None) -> Networ
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Be one rank, from the command line; return the exit status."""
-    from common.distributed.launch_env import Launch
+    from common.distributed.launch_env import LaunchSpec
     from common.distributed.process_group import process_group
-    from common.utils.system import keep_freed_memory, usable_cores
+    from common.utils.system import tune_malloc, usable_cores
 
     parser = argparse.ArgumentParser(prog="lab.calibrate.link_probe")
     parser.add_argument("--output", type=Path, required=True)
@@ -119,13 +119,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("--master-port", "--num-nodes", "--rank"):
         parser.add_argument(name, type=int, required=True)
     args = parser.parse_args(arguments)
-    keep_freed_memory()
+    tune_malloc()
     with process_group(
-        Launch(args.rank, args.num_nodes, args.master_ip, args.master_port), backend="gloo"
+        LaunchSpec(args.rank, args.num_nodes, args.master_ip, args.master_port), backend="gloo"
     ) as world:
         torch.set_num_threads(max(1, usable_cores() // world.local_size))
         found = measure_links(world.rank, world.size, kinds=args.kinds, shaped=args.shaped)
-        if world.is_root:
+        if world.is_rank0:
             write_atomically(args.output, json.dumps(found, indent=1).encode())
     return 0
 

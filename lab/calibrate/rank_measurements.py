@@ -17,18 +17,18 @@ from torch import Tensor
 from common.distributed.collectives import gather_objects
 from common.distributed.process_group import World
 from common.profiling.link_measurements import (
-    _FLOAT_BYTES,
-    _MEMORY_SIZES,
-    _SPREAD,
-    _meet,
-    _parts,
-    _timed,
+    FLOAT_BYTES,
+    MEMORY_SIZES,
+    SPREAD,
+    barrier,
     message_call,
+    parts_of,
+    seconds_of_call,
     time_memory,
 )
 from common.sync.message_cost import KINDS
 from common.utils.environment import environment
-from common.utils.system import keep_freed_memory, usable_cores
+from common.utils.system import tune_malloc, usable_cores
 from lab.calibrate.trainer import Trainer, cpu_seconds, since
 
 _WARM_UP_ROUNDS = 1
@@ -69,7 +69,7 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
     watchdog = threading.Timer(measures.limit_seconds, os._exit, args=[1])
     watchdog.daemon = True
     watchdog.start()
-    keep_freed_memory()
+    tune_malloc()
     cores = usable_cores()
     threads = max(1, cores // ranks_here)
     torch.set_num_threads(threads)
@@ -80,16 +80,16 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
     mine = tuple(max(2, count // ranks_here) for count in samples)
     found |= {"ready": trainer.time_gradients(mine[-1]), "together": [], "overlap": [], "alone": []}
     for _ in range(measures.step_rounds):
-        found["together"] += trainer.time_steps(mine, steps=measures.steps, after_step=_meet)
+        found["together"] += trainer.time_steps(mine, steps=measures.steps, after_step=barrier)
         found["overlap"].append(_overlap(trainer, mine[-1]))
         if ranks_here > 1:
             found["alone"] += _alone(trainer, rank, cores, samples, steps=measures.steps)
             torch.set_num_threads(threads)
     found |= {"threads": threads, "environment": environment()}
-    everyone = gather_objects(World(rank=rank, size=size), found)
+    all_ranks = gather_objects(World(rank=rank, size=size), found)
     watchdog.cancel()
     return {
-        "ranks": everyone,
+        "ranks": all_ranks,
         "gradients": trainer.gradients,
         "cores": cores,
         "ranks_here": ranks_here,
@@ -104,17 +104,17 @@ def time_messages(rank: int, size: int, measures: Measures) -> list[dict[str, An
     what that takes by itself, measured in the same turn. Each call takes another part of the memory, as gradients lie.
     """
     arena = torch.zeros(
-        max(2 * measures.sizes[-1][0], 10 * _MEMORY_SIZES[-1]) // _FLOAT_BYTES + _SPREAD
+        max(2 * measures.sizes[-1][0], 10 * MEMORY_SIZES[-1]) // FLOAT_BYTES + SPREAD
     ).fill_(0.0)
     calls, rounds = {kind: message_call(kind, rank, size) for kind in KINDS}, []
     for _ in range(_WARM_UP_ROUNDS + measures.rounds):
         began = cpu_seconds()
         found: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
         for nbytes, repeats in measures.sizes:
-            parts = _parts(arena, nbytes, repeats)
-            nothing = _timed(lambda _: None, parts)
+            parts = parts_of(arena, nbytes, repeats)
+            nothing = seconds_of_call(lambda _: None, parts)
             for kind, call in calls.items():
-                found[kind].append([nbytes, _timed(call, parts), nothing])
+                found[kind].append([nbytes, seconds_of_call(call, parts), nothing])
         rounds.append({"messages": found, "memory": time_memory(arena), "cpu": since(began)})
     return rounds[_WARM_UP_ROUNDS:]
 
@@ -122,17 +122,17 @@ def time_messages(rank: int, size: int, measures: Measures) -> list[dict[str, An
 def _overlap(trainer: Trainer, samples: int) -> dict[str, Any]:
     """Return the seconds of backward alone, of messages alone, of backward while these messages are under way, and the cost."""
     start = cpu_seconds()
-    _meet()
+    barrier()
     alone = trainer.backward_seconds(samples)
-    one = _timed(
-        lambda tensor: _send(1, tensor)(), [torch.zeros(_OVERLAP_BYTES // _FLOAT_BYTES)] * 4
+    one = seconds_of_call(
+        lambda tensor: _send(1, tensor)(), [torch.zeros(_OVERLAP_BYTES // FLOAT_BYTES)] * 4
     )
     counts = torch.tensor(
         [max(1.0, 0.5 * alone / one)]
     )  # within backward all of them, and enough to be seen
     dist.all_reduce(counts, op=dist.ReduceOp.MIN)
-    tensor, count = torch.zeros(_OVERLAP_BYTES // _FLOAT_BYTES), int(counts)
-    messages = _timed(lambda tensor: _send(count, tensor)(), [tensor])
+    tensor, count = torch.zeros(_OVERLAP_BYTES // FLOAT_BYTES), int(counts)
+    messages = seconds_of_call(lambda tensor: _send(count, tensor)(), [tensor])
     wait: list[Callable[[], None]] = []
     both = trainer.backward_seconds(samples, before=lambda: wait.append(_send(count, tensor)))
     wait[0]()
@@ -152,7 +152,7 @@ def _send(count: int, tensor: Tensor) -> Callable[[], None]:
 
 def _affordable(trainer: Trainer, samples: Sequence[int], ranks_here: int) -> tuple[int, ...]:
     """Return ``samples``, fewer where a step of a rank's share of the largest would take too long. Collective."""
-    _meet()
+    barrier()
     trainer.backward_seconds(_PROBE_SAMPLES)
     seconds = trainer.backward_seconds(_PROBE_SAMPLES) / _PROBE_SAMPLES * max(samples) / ranks_here
     share = torch.tensor([min(1.0, _LONGEST_BACKWARD_SECONDS / seconds)])
@@ -169,7 +169,7 @@ def _alone(
     """Time rank 0's steps with all of the machine's threads while the other ranks wait for it, step by step."""
     if rank == 0:
         torch.set_num_threads(cores)
-        return trainer.time_steps(samples, steps=steps, after_step=_meet)
+        return trainer.time_steps(samples, steps=steps, after_step=barrier)
     for _ in range(trainer.number_of_steps(len(samples), steps=steps)):
-        _meet()
+        barrier()
     return []

@@ -20,7 +20,7 @@ import psutil
 
 from common.errors import GroupError, UserError
 from common.utils.paths import REPOSITORY
-from common.utils.processes import death_wish, descendants
+from common.utils.processes import descendants, kill_on_parent_exit
 from lab.cluster import tools
 from lab.cluster.host import HOST_CODE
 
@@ -54,7 +54,9 @@ class Channel:
         self._requests = 0
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
         # On loopback the host itself must outlive this process for a moment, to end the nodes; elsewhere the kernel does.
-        way, wish = ((), None) if spec["loopback"] else (tools.unshare_command(), death_wish())
+        way, wish = (
+            ((), None) if spec["loopback"] else (tools.unshare_command(), kill_on_parent_exit())
+        )
         self._process = subprocess.Popen(
             [*way, sys.executable, "-P", "-c", HOST_CODE, str(REPOSITORY), json.dumps(spec)],
             stdin=subprocess.PIPE,

@@ -71,7 +71,7 @@ class Cluster:
         logs: Path = Path(),
         loopback: bool = False,
         fresh: bool = False,
-        echo: Callable[[int, str], object] | None = None,
+        prefixed: Callable[[int, str], object] | None = None,
     ) -> None:
         if not 1 <= nodes <= network.MOST_NODES:
             raise UserError(f"--nodes: got {nodes}, give 1 to {network.MOST_NODES}")
@@ -81,7 +81,7 @@ class Cluster:
         self._logs, self._fresh, self._echo = (
             logs,
             fresh or sys.platform != "linux",
-            echo,
+            prefixed,
         )  # elsewhere forks of torch may hang
         self._check(rate, latency)
         self._changed = threading.Condition()

@@ -12,11 +12,11 @@ from rich.console import Console
 
 from common.errors import INTERRUPTED, UserError
 from common.utils.paths import new_folder
-from common.utils.processes import blame
+from common.utils.processes import find_root_failure
 from lab.cluster import control
 from lab.cluster.cluster import Cluster, End
 from lab.cluster.program import check_placeholders, node_environment, parse_python
-from lab.processes.prefixed_output import Echo
+from lab.processes.prefixed_output import PrefixedOutput
 
 _FAREWELL_SECONDS = 5.0
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         latency=args.latency,
         loopback=args.loopback,
         fresh=args.fresh or parse_python(command) is None,
-        echo=Echo(console, args.nodes),
+        prefixed=PrefixedOutput(console, args.nodes),
     )
     for warning in cluster.warnings:
         console.print(f"warning: {warning}", markup=False, soft_wrap=True)
@@ -93,7 +93,7 @@ def _conclusion(cluster: Cluster, ends: Sequence[End], seconds: float, logs: Pat
         )
         return 0
     statuses = {end.node: end.status for end in ends}
-    culprit, message = blame(
+    culprit, message = find_root_failure(
         failed, statuses, {node: cluster.output(node) for node in failed}, name="node"
     )
     print(f"error: {message} (its output: {cluster.log(culprit, logs)})", file=sys.stderr)

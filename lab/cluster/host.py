@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.utils.processes import adopt_orphans, death_wish, descendants
+from common.utils.processes import adopt_orphans, descendants, kill_on_parent_exit
 from lab.cluster import network
 from lab.cluster.network import Link
 from lab.cluster.program import PythonProgram, as_started_anew, parse_python, preload_modules
@@ -27,7 +27,7 @@ _READ_BYTES = 65536
 _NOT_FOUND = 127
 
 
-class Host:
+class NodeSupervisor:
     """The nodes of one cluster, their processes and links.
 
     Parameters
@@ -199,7 +199,7 @@ class Host:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         if self._link is None:
-            (death_wish() or (lambda: None))()
+            (kill_on_parent_exit() or (lambda: None))()
         else:
             _enter_network(node)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -299,7 +299,7 @@ def main() -> None:
     """Be the first process of a cluster; the last argument says of which."""
     spec = json.loads(sys.argv[-1])
     link = None if spec["loopback"] else Link(spec["rate_bits"], spec["latency_seconds"])
-    host = Host(spec["nodes"], link)
+    host = NodeSupervisor(spec["nodes"], link)
     program = host.serve(preload=spec["preload"])
     if program is not None:
         program.run()

@@ -27,7 +27,7 @@ _SWITCHES = {
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingTool:
     """A program that is not there, and the package that brings it."""
 
     tool: str
@@ -39,10 +39,10 @@ def search_path() -> str:
     return f"{os.environ.get('PATH', os.defpath)}:{_SBIN}"
 
 
-def missing() -> list[Missing]:
+def missing() -> list[MissingTool]:
     """Return the programs of ``ip``, ``tc`` and ``unshare`` that this machine lacks."""
     return [
-        Missing(tool, package)
+        MissingTool(tool, package)
         for tool, package in _PACKAGES.items()
         if shutil.which(tool, path=search_path()) is None
     ]

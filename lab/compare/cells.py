@@ -179,7 +179,7 @@ def run_name(cell: Mapping[str, Any], repeat: int) -> str:
 
 def _cell(settings: Settings, sync: str, nodes: int, rate: str | None) -> dict[str, Any]:
     return {
-        "id": f"{sync}-{place(nodes, rate)}",
+        "id": f"{sync}-{cell_suffix(nodes, rate)}",
         "sync": sync,
         "nodes": nodes,
         "rate": rate,
@@ -195,7 +195,7 @@ def _cell(settings: Settings, sync: str, nodes: int, rate: str | None) -> dict[s
     }
 
 
-def place(nodes: int, rate: str | None) -> str:
+def cell_suffix(nodes: int, rate: str | None) -> str:
     """Return so many nodes with links of that rate as part of a file's name."""
     return f"n{nodes}" + ("" if rate is None else "-" + re.sub(r"[^a-z0-9.]", "", rate.lower()))
 
@@ -211,7 +211,7 @@ def run_folder(folder: Path, cell: dict[str, Any], repeat: int) -> Path:
         folder
         / "runs"
         / f"{part_of(cell['sync'])}-{cell['sync']}"
-        / f"{place(cell['nodes'], cell['rate'])}-{repeat + 1}"
+        / f"{cell_suffix(cell['nodes'], cell['rate'])}-{repeat + 1}"
     )
 
 

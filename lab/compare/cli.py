@@ -219,7 +219,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _run_cell(args: argparse.Namespace) -> int:
-    from common.distributed.launch_env import Launch
+    from common.distributed.launch_env import LaunchSpec
     from common.errors import UserError
     from lab.compare.job_plan import planned_run
     from lab.compare.job_run import run_cell
@@ -234,5 +234,5 @@ def _run_cell(args: argparse.Namespace) -> int:
     return run_cell(
         args.folder,
         args.number,
-        Launch(args.rank, args.num_nodes, args.master_ip, args.master_port),
+        LaunchSpec(args.rank, args.num_nodes, args.master_ip, args.master_port),
     )

@@ -9,7 +9,7 @@ from common.cost_model.calibration_file import Calibration, calibration_path, de
 from common.errors import INTERRUPTED, UserError
 from common.utils.paths import new_folder
 from lab.compare.cells import Settings
-from lab.compare.executors import Places
+from lab.compare.executors import Executors
 from lab.compare.imported_runs import collect
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import compare
@@ -25,8 +25,8 @@ def compare_and_report(
     failed."""
     status, opened = 0, []
 
-    def predict(results: dict[str, Any], folder: Path, places: Places) -> None:
-        results["prediction"] = _forecast(results, settings, folder, places)
+    def predict(results: dict[str, Any], folder: Path, executors: Executors) -> None:
+        results["prediction"] = _forecast(results, settings, folder, executors)
 
     try:
         folder, results = compare(
@@ -65,12 +65,12 @@ def plan_runs(
 ) -> int:
     """Plan a comparison whose runs others start, or find the unfinished plan of the same; say how to start what is missing."""
     from lab.compare.job_plan import how_to_run, plan_comparison, planned_runs, runs_by_nodes
-    from lab.compare.job_results import put_together
+    from lab.compare.job_results import merge_results
 
     folder, results = plan_comparison(
         settings, reports=reports, anew=anew, command=command, predicts=predicts
     )
-    results = put_together(folder, results)
+    results = merge_results(folder, results)
     runs = planned_runs(folder, results)
     to_do = [runs[number] for number in results["plan"]["to_do"]]
     lines = [
@@ -91,7 +91,7 @@ def plan_runs(
 
 
 def _forecast(
-    results: dict[str, Any], settings: Settings, folder: Path, places: Places
+    results: dict[str, Any], settings: Settings, folder: Path, executors: Executors
 ) -> dict[str, Any]:
     """Measure now, since a machine is not every day the same, and predict."""
     options = settings.strategy_options
@@ -106,7 +106,7 @@ def _forecast(
         "measuring messages on the nodes, for the predictions (--no-predict leaves them out)",
         soft_wrap=True,
     )
-    return forecast_on_nodes(results, settings, folder, places, options, calibration)
+    return forecast_on_nodes(results, settings, folder, executors, options, calibration)
 
 
 def _calibrate_for(results: dict[str, Any], settings: Settings, folder: Path) -> Calibration:
@@ -134,9 +134,9 @@ def report_on(runs: list[Path], *, reports: Path, scaling: str) -> int:
         folder = comparisons[0]
         results = read_results(folder / "results.json")
         if "plan" in results:
-            from lab.compare.job_results import put_together
+            from lab.compare.job_results import merge_results
 
-            results = put_together(folder, results)
+            results = merge_results(folder, results)
             for warning in results["warnings"]:
                 console.print(warning, markup=False, soft_wrap=True)
     else:

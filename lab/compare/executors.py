@@ -1,7 +1,7 @@
 """Where a comparison's runs take place: over loopback, or on emulated nodes with links of a rate (lab/cluster).
 
-``Places`` is a context manager; ``run`` starts a command on some nodes and waits. The cluster of a rate is made when it is first
-needed and kept, so that torch is imported once for all runs on it.
+``Executors`` is a context manager; ``run`` starts a command on some nodes and waits. The cluster of
+a rate is made when it is first needed and kept, so that torch is imported once for all runs on it.
 """
 
 import contextlib
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import GroupError
-from common.utils.processes import blame
+from common.utils.processes import find_root_failure
 from lab.cluster import Cluster
 from lab.processes.local_ranks import run_nodes
 
 _PLACE = ("--master-ip", "{master}", "--master-port", "{port}", "--rank", "{rank}")
 
 
-class Places:
+class Executors:
     """Everything ends with the ``with``.
 
     Parameters
@@ -35,7 +35,7 @@ class Places:
             Cluster(most_nodes, rate=rate)
         self._clusters: dict[str, Any] = {}
 
-    def __enter__(self) -> "Places":
+    def __enter__(self) -> "Executors":
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -81,7 +81,7 @@ class Places:
             node: cluster.log(node, logs).read_text(encoding="utf-8", errors="replace")
             for node in failed
         }
-        culprit, message = blame(list(failed), failed, texts, name="rank")
+        culprit, message = find_root_failure(list(failed), failed, texts, name="rank")
         return f"{message} (its output: {cluster.log(culprit, logs)})"
 
     def _cluster(self, rate: str, logs: Path) -> Cluster:

@@ -19,8 +19,8 @@ from common.errors import GroupError
 from common.models import build_model
 from common.sync.message_cost import GradientSize
 from lab.calibrate.link_probe import network_from
-from lab.compare.cells import Settings, place, profile_file
-from lab.compare.executors import Places
+from lab.compare.cells import Settings, cell_suffix, profile_file
+from lab.compare.executors import Executors
 from lab.compare.results import read_json
 from lab.predict.tables import compute_of, predict_table
 from lab.predict.torchless import plans
@@ -150,7 +150,7 @@ def forecast_on_nodes(
     results: Mapping[str, Any],
     settings: Settings,
     folder: Path,
-    places: Places,
+    executors: Executors,
     options: Mapping[str, Any],
     calibration: Calibration | None,
 ) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def forecast_on_nodes(
             cell["sync"] for cell in cells if (cell["nodes"], cell["rate"]) == (nodes, rate)
         ]
         kinds = kinds_of(strategies, options, gradients, nodes)
-        networks[nodes, rate] = _measured(nodes, rate, kinds, folder, places)
+        networks[nodes, rate] = _measured(nodes, rate, kinds, folder, executors)
         if (
             calibration is not None
         ):  # a message takes time from a backward that computes, as it did there
@@ -198,13 +198,13 @@ def forecast_on_nodes(
 
 
 def _measured(
-    nodes: int, rate: str | None, kinds: Sequence[str], folder: Path, places: Places
+    nodes: int, rate: str | None, kinds: Sequence[str], folder: Path, executors: Executors
 ) -> Network:
     """The network of so many nodes, measured now (lab/calibrate/link_probe.py)."""
-    name = f"links-{place(nodes, rate)}"
+    name = f"links-{cell_suffix(nodes, rate)}"
     output = folder / f"{name}.json"
     shaped = () if rate is None else ("--shaped",)
-    message = places.run(
+    message = executors.run(
         ["-m", "lab.calibrate.link_probe", "--output", str(output), *shaped, "--kinds", *kinds],
         nodes,
         rate=rate,

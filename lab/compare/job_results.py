@@ -1,6 +1,6 @@
 """What the runs of a plan have left so far, put together: ``results.json`` anew, and in its warnings what is missing or failed.
 
-``put_together`` may be called at any moment, also while runs are under way; it alone writes ``results.json``. ``why_failed`` is
+``merge_results`` may be called at any moment, also while runs are under way; it alone writes ``results.json``. ``why_failed`` is
 also what a run itself tells at its end.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.utils.processes import blame
+from common.utils.processes import find_root_failure
 from lab.compare.job_plan import PlannedRun, check_plan, how_to_run, planned_runs, spans
 from lab.compare.results import failed_run, read_json, summarise, take_timeline, write_results
 
@@ -28,7 +28,7 @@ class State:
     outcome: dict[str, Any] | None = None
 
 
-def put_together(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
+def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
     """Return the results of the plan in ``folder`` with what its runs have left there, and write them to ``results.json``.
 
     results : as ``read_results`` returned them. Runs on different kinds of machines come into different groups. Where the folder
@@ -82,7 +82,7 @@ def why_failed(run: PlannedRun) -> str | None:
         else ""
         for rank in statuses
     }
-    culprit, message = blame(list(statuses), statuses, texts, name="rank")
+    culprit, message = find_root_failure(list(statuses), statuses, texts, name="rank")
     return f"{message} (its output: {run.log(culprit)})"
 
 

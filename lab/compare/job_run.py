@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import IO, Any
 
-from common.distributed.launch_env import Launch
+from common.distributed.launch_env import LaunchSpec
 from common.errors import GroupError, UserError
 from common.utils.atomic_files import write_atomically
-from common.utils.processes import death_wish
+from common.utils.processes import kill_on_parent_exit
 from lab.compare.cells import node_command
 from lab.compare.job_plan import PlannedRun, code_of_runs, planned_run
 from lab.compare.job_results import why_failed
@@ -36,7 +36,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _WRONG_INPUT = 2
 
 
-def run_cell(folder: Path, number: int, place: Launch) -> int:
+def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
     """Run this node's part of run ``number`` of the plan in ``folder``; return the exit status.
 
     place : rank and number of the nodes that there are, which may be more than the cell has: the last ones have nothing to do.
@@ -44,35 +44,35 @@ def run_cell(folder: Path, number: int, place: Launch) -> int:
     failed. The other ranks say why in their logs.
     """
     run, code = planned_run(folder, number)
-    if place.rank >= run.nodes and place.size >= run.nodes:
+    if launch.rank >= run.nodes and launch.size >= run.nodes:
         return 0
-    with _claimed(run.log(place.rank)) as log:
-        run.failure(place.rank).unlink(missing_ok=True)
+    with _claimed(run.log(launch.rank)) as log:
+        run.failure(launch.rank).unlink(missing_ok=True)
         if run.outcome() is not None:
-            return _say(f"{run.name} is done already; left as it is", place)
+            return _say(f"{run.name} is done already; left as it is", launch)
         log.truncate(0)
         try:
-            _check(run, code, place)
-            status, why = _supervise(run, place, log)
+            _check(run, code, launch)
+            status, why = _supervise(run, launch, log)
         except UserError as error:
-            _note_failure(run, place, log, _WRONG_INPUT, str(error))
-            if place.rank == 0:
+            _note_failure(run, launch, log, _WRONG_INPUT, str(error))
+            if launch.rank == 0:
                 raise
             return _WRONG_INPUT
-        outcome = run.outcome() if place.rank == 0 else {}
+        outcome = run.outcome() if launch.rank == 0 else {}
         if status == 0 and outcome is not None:
-            return _say(_measured(run, outcome), place) if place.rank == 0 else 0
+            return _say(_measured(run, outcome), launch) if launch.rank == 0 else 0
         if status == 0:
             why = f"the part ended well, but {run.path} is not whole"
-        _note_failure(run, place, log, status, why)
-    if place.rank > 0:
+        _note_failure(run, launch, log, status, why)
+    if launch.rank > 0:
         return 1
     _wait_for_others(run)
     raise GroupError(f"{run.name}: {why_failed(run)}")
 
 
-def _say(words: str, place: Launch) -> int:
-    if place.rank == 0:
+def _say(words: str, launch: LaunchSpec) -> int:
+    if launch.rank == 0:
         print(words, flush=True)
     return 0
 
@@ -108,13 +108,13 @@ def _claimed(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _check(run: PlannedRun, code: Mapping[str, str], place: Launch) -> None:
-    if place.size < run.nodes:
+def _check(run: PlannedRun, code: Mapping[str, str], launch: LaunchSpec) -> None:
+    if launch.size < run.nodes:
         raise UserError(
-            f"{run.name} needs {run.nodes} nodes, and there {'is' if place.size == 1 else 'are'} {place.size}: start "
+            f"{run.name} needs {run.nodes} nodes, and there {'is' if launch.size == 1 else 'are'} {launch.size}: start "
             f"it on {run.nodes} or more, e.g. by sbatch --nodes={run.nodes}"
         )
-    if run.nodes > 1 and place.master_ip is None:
+    if run.nodes > 1 and launch.master_ip is None:
         raise UserError(
             f"{run.name} has {run.nodes} nodes: give --master-ip, --num-nodes and --rank on each"
         )
@@ -127,21 +127,21 @@ def _check(run: PlannedRun, code: Mapping[str, str], place: Launch) -> None:
         )
 
 
-def _supervise(run: PlannedRun, place: Launch, log: IO[bytes]) -> tuple[int, str]:
+def _supervise(run: PlannedRun, launch: LaunchSpec, log: IO[bytes]) -> tuple[int, str]:
     """Run the part to its end; return its exit status, and which signal to this process ended it, if one did, in words."""
     command = [sys.executable, *node_command(run.settings, run.cell, run.repeat, run.folder)]
     if run.nodes > 1:
         command += [
             "--master-ip",
-            str(place.master_ip),
+            str(launch.master_ip),
             "--master-port",
-            str(place.master_port),
+            str(launch.master_port),
             "--num-nodes",
             str(run.nodes),
             "--rank",
-            str(place.rank),
+            str(launch.rank),
         ]
-    if place.rank == 0:
+    if launch.rank == 0:
         _remove(run.path)  # of an attempt that was interrupted; the others wait for rank 0
     received: list[int] = []
     before = {
@@ -156,7 +156,7 @@ def _supervise(run: PlannedRun, place: Launch, log: IO[bytes]) -> tuple[int, str
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=death_wish(),
+                preexec_fn=kill_on_parent_exit(),
             ),
             received,
         )
@@ -198,12 +198,14 @@ def _remove(path: Path) -> None:
         ) from error
 
 
-def _note_failure(run: PlannedRun, place: Launch, log: IO[bytes], status: int, why: str) -> None:
+def _note_failure(
+    run: PlannedRun, launch: LaunchSpec, log: IO[bytes], status: int, why: str
+) -> None:
     if why:
         log.write(f"error: {why}\n".encode())
         log.flush()
     record = {"status": status, "host": os.uname().nodename}
-    write_atomically(run.failure(place.rank), json.dumps(record).encode())
+    write_atomically(run.failure(launch.rank), json.dumps(record).encode())
 
 
 def _wait_for_others(run: PlannedRun) -> None:

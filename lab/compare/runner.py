@@ -31,7 +31,7 @@ from lab.compare.cells import (
     run_folder,
     run_name,
 )
-from lab.compare.executors import Places
+from lab.compare.executors import Executors
 from lab.compare.results import (
     FORMAT,
     failed_run,
@@ -54,7 +54,7 @@ def compare(
     reports: Path,
     anew: bool = False,
     command: str = "lab compare",
-    predict: Callable[[dict[str, Any], Path, Places], None] | None = None,
+    predict: Callable[[dict[str, Any], Path, Executors], None] | None = None,
     opened: Callable[[Path], None] | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     """Run what is missing of the comparison, write ``results.json`` after every run, and return its folder and results.
@@ -69,21 +69,23 @@ def compare(
 
     Raises KeyboardInterrupt after Ctrl-C, when everything is ended and saved.
     """
-    places = Places(max(settings.nodes), settings.rates)
+    executors = Executors(max(settings.nodes), settings.rates)
     folder, results = open_comparison(settings, reports=reports, anew=anew, command=command)
     if opened is not None:
         opened(folder)
-    with places:
+    with executors:
         if predict is not None and results["prediction"] is None:
-            predict(results, folder, places)
+            predict(results, folder, executors)
             write_results(folder / "results.json", results)
-        _run_all(settings, results, folder, places)
+        _run_all(settings, results, folder, executors)
     results["finished"] = all(cell["status"] == "done" for cell in results["cells"])
     write_results(folder / "results.json", results)
     return folder, results
 
 
-def _run_all(settings: Settings, results: dict[str, Any], folder: Path, places: Places) -> None:
+def _run_all(
+    settings: Settings, results: dict[str, Any], folder: Path, executors: Executors
+) -> None:
     runs = in_turns(settings, results["cells"])
     todo = [
         (cell, repeat)
@@ -98,7 +100,7 @@ def _run_all(settings: Settings, results: dict[str, Any], folder: Path, places: 
     with _Progress(len(todo)) as progress:
         for cell, repeat in todo:
             progress.begin(cell, repeat)
-            outcome = _run(settings, cell, repeat, folder, places)
+            outcome = _run(settings, cell, repeat, folder, executors)
             cell["repeats"] = sorted(
                 [one for one in cell["repeats"] if one["repeat"] != repeat] + [outcome],
                 key=lambda one: one["repeat"],
@@ -215,14 +217,14 @@ def _machine() -> dict[str, Any]:
 
 
 def _run(
-    settings: Settings, cell: dict[str, Any], repeat: int, folder: Path, places: Places
+    settings: Settings, cell: dict[str, Any], repeat: int, folder: Path, executors: Executors
 ) -> dict[str, Any]:
     """Run one repeat of a cell and return it; a failure is a repeat with a message."""
     shutil.rmtree(
         run_folder(folder, cell, repeat), ignore_errors=True
     )  # of a run that was interrupted
     logs = folder / "logs" / f"{cell['id']}-{repeat + 1}"
-    message = places.run(
+    message = executors.run(
         node_command(settings, cell, repeat, folder),
         cell["nodes"],
         rate=cell["rate"],

@@ -1,6 +1,6 @@
 """Each node knocks at the door of each other one: Gloo connects all to all, at ports that the system chooses.
 
-``Doorman`` answers at this node's door while it is open, ``cross`` knocks at the others'.
+``ProbeServer`` answers at this node's door while it is open, ``cross`` knocks at the others'.
 """
 
 import socket
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
-from lab.doctor.finding import reason
+from lab.doctor.check_result import reason
 from lab.doctor.wire import accept, receive, send
 
 _AT_ONCE = 16
@@ -18,7 +18,7 @@ _TURN_SECONDS = 0.2
 _ANSWER_SECONDS = 3.0
 
 
-class Doorman:
+class ProbeServer:
     """Says "rank r" to everybody who knocks at ``door``, in a thread of its own, until the ``with`` ends."""
 
     def __init__(self, rank: int, door: socket.socket) -> None:
@@ -26,7 +26,7 @@ class Doorman:
         self._rank, self._door, self._ended = rank, door, threading.Event()
         self._thread = threading.Thread(target=self._answer, daemon=True)
 
-    def __enter__(self) -> "Doorman":
+    def __enter__(self) -> "ProbeServer":
         self._thread.start()
         return self
 

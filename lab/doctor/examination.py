@@ -1,6 +1,6 @@
 """``lab doctor`` itself: ask every check, print the findings or give them as JSON.
 
-``question_of`` reads the flags, ``examine`` asks, ``main_doctor`` prints. A new check is a function in one of the other files and
+``request_of`` reads the flags, ``examine`` asks, ``main_doctor`` prints. A new check is a function in one of the other files and
 an entry of CHECKS; none may hang, so each runs in a thread that is left behind when its time is up.
 """
 
@@ -17,12 +17,12 @@ from rich.text import Text
 
 from common.errors import UserError
 from lab.doctor import files, machine, network
-from lab.doctor.finding import FAILURE, WARNING, Finding, Question, failure, reason
-from lab.doctor.meeting import Place, meet
-from lab.doctor.nodes import findings_of, own_facts
+from lab.doctor.check_result import FAILURE, WARNING, CheckRequest, CheckResult, failure, reason
+from lab.doctor.meeting import NodePlace, connect_nodes
+from lab.doctor.nodes import own_facts, results_of
 
 FORMAT = 1
-CHECKS: tuple[Callable[[Question], Finding | None], ...] = (
+CHECKS: tuple[Callable[[CheckRequest], CheckResult | None], ...] = (
     machine.check_python,
     machine.check_torch,
     machine.check_gpus,
@@ -42,7 +42,7 @@ _CHECK_SECONDS = 120.0
 _STYLES = {"ok": "green", WARNING: "yellow", FAILURE: "bold red"}
 
 
-def question_of(args: argparse.Namespace) -> Question:
+def request_of(args: argparse.Namespace) -> CheckRequest:
     """Return what the flags ask; UserError where they don't go together."""
     if (args.num_nodes is None) != (args.rank is None) or (
         args.rank is not None and args.master_ip is None
@@ -60,7 +60,7 @@ def question_of(args: argparse.Namespace) -> Question:
         raise UserError(f"--master-port: got {args.master_port}, give 1 to 65535")
     if args.timeout <= 0:
         raise UserError(f"--timeout: got {args.timeout:g}, give seconds above 0")
-    return Question(
+    return CheckRequest(
         args.master_ip,
         args.master_port,
         args.num_nodes,
@@ -73,25 +73,25 @@ def question_of(args: argparse.Namespace) -> Question:
 
 
 def examine(
-    question: Question, *, tell: Callable[[Finding], None] = lambda finding: None
-) -> list[Finding]:
+    request: CheckRequest, *, tell: Callable[[CheckResult], None] = lambda result: None
+) -> list[CheckResult]:
     """Ask every check, in order, and then the other nodes where there are any; ``tell`` gets each finding as it comes."""
-    found: list[Finding] = []
+    found: list[CheckResult] = []
 
-    def add(findings: Sequence[Finding]) -> None:
-        for finding in findings:
-            found.append(finding)
-            tell(finding)
+    def add(results: Sequence[CheckResult]) -> None:
+        for result in results:
+            found.append(result)
+            tell(result)
 
     for check in CHECKS:
         add(
             _limited(
                 check.__name__.removeprefix("check_").replace("_", " "),
-                lambda check=check: [one] if (one := check(question)) is not None else [],
+                lambda check=check: [one] if (one := check(request)) is not None else [],
                 _CHECK_SECONDS,
             )
         )
-    if question.rank is not None:
+    if request.rank is not None:
         blocked = [
             one for one in found if one.name in ("port", "interface") and one.status == FAILURE
         ]
@@ -100,17 +100,19 @@ def examine(
         else:
             add(
                 _limited(
-                    "nodes", lambda: _meet(question), 3 * question.timeout_seconds + _CHECK_SECONDS
+                    "nodes",
+                    lambda: _connect_nodes(request),
+                    3 * request.timeout_seconds + _CHECK_SECONDS,
                 )
             )
     return found
 
 
-def _meet(question: Question) -> list[Finding]:
-    place = Place(question.master_ip, question.master_port, question.num_nodes, question.rank)
+def _connect_nodes(request: CheckRequest) -> list[CheckResult]:
+    place = NodePlace(request.master_ip, request.master_port, request.num_nodes, request.rank)
     try:
-        return findings_of(
-            meet(place, own_facts(question), timeout_seconds=question.timeout_seconds)
+        return results_of(
+            connect_nodes(place, own_facts(request), timeout_seconds=request.timeout_seconds)
         )
     except OSError as error:
         return [
@@ -118,9 +120,9 @@ def _meet(question: Question) -> list[Finding]:
         ]
 
 
-def _limited(name: str, ask: Callable[[], list[Finding]], seconds: float) -> list[Finding]:
+def _limited(name: str, ask: Callable[[], list[CheckResult]], seconds: float) -> list[CheckResult]:
     """Ask in a thread; a check that takes too long or breaks is a finding, too."""
-    answer: list[list[Finding]] = []
+    answer: list[list[CheckResult]] = []
 
     def run() -> None:
         try:
@@ -150,47 +152,47 @@ def _limited(name: str, ask: Callable[[], list[Finding]], seconds: float) -> lis
     return answer[0]
 
 
-def as_json(question: Question, findings: Sequence[Finding]) -> dict[str, Any]:
+def as_json(request: CheckRequest, results: Sequence[CheckResult]) -> dict[str, Any]:
     """Return the findings as docs/troubleshooting.md describes them."""
     return {
         "format": FORMAT,
         "what": "lab doctor",
         "host": socket.gethostname(),
-        "rank": question.rank,
-        "num_nodes": question.num_nodes,
-        "ok": not _count(findings, FAILURE),
-        "failures": _count(findings, FAILURE),
-        "warnings": _count(findings, WARNING),
-        "findings": [asdict(one) for one in findings],
+        "rank": request.rank,
+        "num_nodes": request.num_nodes,
+        "ok": not _count(results, FAILURE),
+        "failures": _count(results, FAILURE),
+        "warnings": _count(results, WARNING),
+        "findings": [asdict(one) for one in results],
     }
 
 
 def main_doctor(args: argparse.Namespace) -> int:
     """Print the findings; return 0 without a failure, else 1. UserError on flags that don't go together."""
-    question = question_of(args)
+    request = request_of(args)
     if args.json:
-        findings = examine(question)
-        print(json.dumps(as_json(question, findings), indent=1))
-        return 1 if _count(findings, FAILURE) else 0
+        results = examine(request)
+        print(json.dumps(as_json(request, results), indent=1))
+        return 1 if _count(results, FAILURE) else 0
     console = Console(highlight=False, soft_wrap=True)
-    findings = examine(question, tell=lambda finding: _print(console, finding))
-    failures, warnings = _count(findings, FAILURE), _count(findings, WARNING)
+    results = examine(request, tell=lambda result: _print(console, result))
+    failures, warnings = _count(results, FAILURE), _count(results, WARNING)
     told = f"{failures} failure{'s' * (failures != 1)}, {warnings} warning{'s' * (warnings != 1)}"
     console.print(Text(f"{told}: {'not ready' if failures else 'ready to run'}", style="bold"))
     return 1 if failures else 0
 
 
-def _count(findings: Sequence[Finding], status: str) -> int:
-    return sum(one.status == status for one in findings)
+def _count(results: Sequence[CheckResult], status: str) -> int:
+    return sum(one.status == status for one in results)
 
 
-def _print(console: Console, finding: Finding) -> None:
+def _print(console: Console, result: CheckResult) -> None:
     console.print(
         Text.assemble(
-            (f"{finding.status:<8}", _STYLES[finding.status]), f" {finding.name:<13} {finding.text}"
+            (f"{result.status:<8}", _STYLES[result.status]), f" {result.name:<13} {result.text}"
         )
     )
-    if finding.remedy:
+    if result.remedy:
         console.print(
-            Text(f"{'':<22} -> {finding.remedy}", style="dim" if finding.status == WARNING else "")
+            Text(f"{'':<22} -> {result.remedy}", style="dim" if result.status == WARNING else "")
         )

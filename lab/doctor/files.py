@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.utils.paths import REPOSITORY
 from common.utils.source_hash import source_digests
-from lab.doctor.finding import Finding, Question, failure, ok, warning
+from lab.doctor.check_result import CheckRequest, CheckResult, failure, ok, warning
 from lab.doctor.machine import torch_facts
 
 CHECKPOINT_BYTES = 74_000_000
@@ -21,9 +21,9 @@ _ROOM_FOR = 20
 _GIT_SECONDS = 10
 
 
-def check_dataset(question: Question) -> Finding:
+def check_dataset(request: CheckRequest) -> CheckResult:
     """The dataset's files are there and whole."""
-    name, folder = question.dataset, question.data_dir
+    name, folder = request.dataset, request.data_dir
     if name == "digits":
         return ok("dataset", "digits come with scikit-learn")
     if name == "folder":
@@ -66,7 +66,7 @@ def _md5(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
-def _image_folder(folder: Path) -> Finding:
+def _image_folder(folder: Path) -> CheckResult:
     lacking = [
         split
         for split in ("train", "test")
@@ -86,27 +86,27 @@ def _entries(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def dataset_fact(question: Question) -> str:
+def dataset_fact(request: CheckRequest) -> str:
     """Return a word on the dataset that is the same where its files are: for comparing nodes."""
-    if question.dataset == "digits":
+    if request.dataset == "digits":
         return "digits"
-    if question.dataset == "folder":
+    if request.dataset == "folder":
         listed = [
-            f"{path.relative_to(question.data_dir)} {path.stat().st_size}"
+            f"{path.relative_to(request.data_dir)} {path.stat().st_size}"
             for split in ("train", "test")
-            for path in sorted((question.data_dir / split).rglob("*"))
+            for path in sorted((request.data_dir / split).rglob("*"))
             if path.is_file()
         ]
         return f"folder of {len(listed)} images, {hashlib.sha256(chr(10).join(listed).encode()).hexdigest()[:12]}"
-    missing, damaged = dataset_state(question.dataset, question.data_dir)
-    return f"{question.dataset} {'damaged' if damaged else 'missing' if missing else 'whole'}"
+    missing, damaged = dataset_state(request.dataset, request.data_dir)
+    return f"{request.dataset} {'damaged' if damaged else 'missing' if missing else 'whole'}"
 
 
 def check_disk(
-    question: Question, *, usage: Callable[[Path], shutil._ntuple_diskusage] = shutil.disk_usage
-) -> Finding:
+    request: CheckRequest, *, usage: Callable[[Path], shutil._ntuple_diskusage] = shutil.disk_usage
+) -> CheckResult:
     """The output folder can be written and has room for checkpoints."""
-    folder = question.output_dir
+    folder = request.output_dir
     there = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return failure(
@@ -127,7 +127,7 @@ def check_disk(
     return ok("disk", told)
 
 
-def check_code(_question: Question) -> Finding:
+def check_code(_question: CheckRequest) -> CheckResult:
     """Which code this is."""
     commit, changed = (
         git("rev-parse", "--short", "HEAD"),

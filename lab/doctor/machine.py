@@ -18,7 +18,7 @@ import psutil
 
 from common.utils.system import usable_cores
 from lab.cluster import tools
-from lab.doctor.finding import Finding, Question, failure, ok, warning
+from lab.doctor.check_result import CheckRequest, CheckResult, failure, ok, warning
 
 _OLDEST_PYTHON = (3, 11)
 _LEAST_MEMORY = 1_500_000_000
@@ -66,7 +66,7 @@ def package_version(package: str) -> str | None:
         return None
 
 
-def check_python(_question: Question) -> Finding:
+def check_python(_question: CheckRequest) -> CheckResult:
     """Which Python runs this."""
     told = f"Python {platform.python_version()}, {sys.executable}"
     if sys.version_info < _OLDEST_PYTHON:
@@ -78,7 +78,7 @@ def check_python(_question: Question) -> Finding:
     return ok("python", told)
 
 
-def check_torch(_question: Question) -> Finding:
+def check_torch(_question: CheckRequest) -> CheckResult:
     """torch and torchvision are there and belong together."""
     torch, vision, facts = package_version("torch"), package_version("torchvision"), torch_facts()
     told = f"torch {torch or 'missing'}, torchvision {vision or 'missing'}"
@@ -103,7 +103,7 @@ def check_torch(_question: Question) -> Finding:
     )
 
 
-def check_gpus(_question: Question) -> Finding:
+def check_gpus(_question: CheckRequest) -> CheckResult:
     """What torch can compute on."""
     facts = torch_facts()
     if facts.error is not None:
@@ -139,7 +139,7 @@ def check_gpus(_question: Question) -> Finding:
     )
 
 
-def check_cores(question: Question) -> Finding:
+def check_cores(request: CheckRequest) -> CheckResult:
     """Cores that this process may use, and whether the environment asks for more threads."""
     cores, facts = usable_cores(), torch_facts()
     of_all = f" of {os.cpu_count()}" if os.cpu_count() != cores else ""
@@ -159,7 +159,7 @@ def check_cores(question: Question) -> Finding:
     return ok("cpu", told)
 
 
-def check_memory(_question: Question) -> Finding:
+def check_memory(_question: CheckRequest) -> CheckResult:
     """Memory that is free, and shared memory, which containers keep small."""
     free = psutil.virtual_memory().available
     told = f"{free / 1e9:.1f} GB free"
@@ -181,10 +181,10 @@ def check_memory(_question: Question) -> Finding:
     return ok("memory", told)
 
 
-def check_open_files(question: Question) -> Finding:
+def check_open_files(request: CheckRequest) -> CheckResult:
     """Sockets and files that a process may hold: Gloo needs a few for each other rank."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _FILES_BESIDE + _FILES_A_NODE * (question.num_nodes or 1)
+    needed = _FILES_BESIDE + _FILES_A_NODE * (request.num_nodes or 1)
     if limit != resource.RLIM_INFINITY and limit < needed:
         return warning(
             "open files",
@@ -194,7 +194,7 @@ def check_open_files(question: Question) -> Finding:
     return ok("open files", f"{'no limit' if limit == resource.RLIM_INFINITY else limit} a process")
 
 
-def check_cluster_tools(_question: Question) -> Finding:
+def check_cluster_tools(_question: CheckRequest) -> CheckResult:
     """Whether ``lab cluster`` can make nodes of namespaces on this machine."""
     refused = tools.namespaces_refused()
     if refused is not None:

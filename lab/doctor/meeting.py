@@ -1,7 +1,8 @@
 """The nodes' doctors meet: rank 0 listens at the master's port, each other one comes, then each connects to each, as Gloo does.
 
-``meet`` on every node. In order: a guest says who it is, measures its clock against rank 0's, gets the list of all, knocks at
-the door of each (crossing.py), tells rank 0 what it found, and gets what all found. So every node ends with the same Meeting.
+``connect_nodes`` on every node. In order: a guest says who it is, measures its clock against rank
+0's, gets the list of all, knocks at the door of each (crossing.py), tells rank 0 what it found, and
+gets what all found. So every node ends with the same Meeting.
 """
 
 import contextlib
@@ -11,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lab.doctor.crossing import Doorman, cross
-from lab.doctor.finding import reason
+from lab.doctor.check_result import reason
+from lab.doctor.crossing import ProbeServer, cross
 from lab.doctor.network import route_to
 from lab.doctor.wire import accept, listen, receive, send
 
@@ -24,7 +25,7 @@ _ROUND_TRIPS = 8
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """Where this node stands, as the parts' flags say it."""
 
     master_ip: str
@@ -34,7 +35,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeReport:
     """What one node told.
 
     address, port : of the door at which the others knock. facts : plain values by name. clock_seconds : how far its clock is
@@ -56,8 +57,8 @@ class Node:
 class Meeting:
     """Who came, by rank, and what went wrong; ``problems`` in words. ``nodes`` is empty where this node met nobody."""
 
-    place: Place
-    nodes: Mapping[int, Node]
+    place: NodePlace
+    nodes: Mapping[int, NodeReport]
     problems: tuple[str, ...] = ()
 
     @property
@@ -66,8 +67,8 @@ class Meeting:
         return [rank for rank in range(self.place.num_nodes) if rank not in self.nodes]
 
 
-def meet(
-    place: Place,
+def connect_nodes(
+    place: NodePlace,
     facts: Mapping[str, Any],
     *,
     timeout_seconds: float,
@@ -80,8 +81,8 @@ def meet(
     ``timeout_seconds`` to wait for the others; the whole takes at most twice that and some 20 s. ``door`` opens the socket at
     which the others knock. Raises OSError on rank 0 where the master's port cannot be had, elsewhere only without a route.
     """
-    with Doorman(place.rank, door()) as doorman:
-        me = Node(
+    with ProbeServer(place.rank, door()) as doorman:
+        me = NodeReport(
             place.rank,
             host or socket.gethostname(),
             route_to(place.master_ip),
@@ -94,7 +95,7 @@ def meet(
 
 
 def _receive_guests(
-    place: Place, me: Node, timeout_seconds: float, *, clock: Callable[[], float]
+    place: NodePlace, me: NodeReport, timeout_seconds: float, *, clock: Callable[[], float]
 ) -> Meeting:
     deadline = time.monotonic() + timeout_seconds
     nodes, guests, problems = {0: me}, {}, []
@@ -140,16 +141,16 @@ def _receive_guests(
 
 def _greet(
     guest: socket.socket,
-    place: Place,
-    nodes: Mapping[int, Node],
+    place: NodePlace,
+    nodes: Mapping[int, NodeReport],
     deadline: float,
     *,
     clock: Callable[[], float],
-) -> tuple[Node | None, str]:
+) -> tuple[NodeReport | None, str]:
     """Hear who comes and answer its questions for the time; return the node, or None and why it cannot stay."""
     soon = min(deadline, time.monotonic() + _HELLO_SECONDS)
     hello = receive(guest, deadline=soon)
-    node, num_nodes, problem = _node(hello.get("node")), hello.get("num_nodes"), ""
+    node, num_nodes, problem = _node_report(hello.get("node")), hello.get("num_nodes"), ""
     if num_nodes != place.num_nodes:
         problem = f"rank {node.rank} was started with --num-nodes {num_nodes}, rank 0 with {place.num_nodes}"
     elif not 0 <= node.rank < num_nodes:
@@ -171,7 +172,7 @@ def _greet(
 
 
 def _visit(
-    place: Place, me: Node, timeout_seconds: float, *, clock: Callable[[], float]
+    place: NodePlace, me: NodeReport, timeout_seconds: float, *, clock: Callable[[], float]
 ) -> Meeting:
     deadline, where = time.monotonic() + timeout_seconds, f"{place.master_ip}:{place.master_port}"
     master, why = _reach(place, deadline)
@@ -207,7 +208,7 @@ def _visit(
             soon = time.monotonic() + doors["seconds"] + 2 * _GRACE_SECONDS
             send(master, {"unreached": unreached}, deadline=soon)
             end = receive(master, deadline=soon)
-            nodes = [_node(entry) for entry in end["nodes"]]
+            nodes = [_node_report(entry) for entry in end["nodes"]]
         except (KeyError, TypeError, ValueError, AttributeError):
             return Meeting(
                 place, {}, (f"what answers at {where} is no lab doctor of this version",)
@@ -224,7 +225,7 @@ def _visit(
     return Meeting(place, {node.rank: node for node in nodes}, tuple(end["problems"]))
 
 
-def _reach(place: Place, deadline: float) -> tuple[socket.socket | None, str]:
+def _reach(place: NodePlace, deadline: float) -> tuple[socket.socket | None, str]:
     """Connect to rank 0, which may start later."""
     why = "no answer"
     while (left := deadline - time.monotonic()) > 0:
@@ -255,9 +256,9 @@ def _measure_clock(
     return best
 
 
-def _node(entry: Any) -> Node:
+def _node_report(entry: Any) -> NodeReport:
     try:
-        return Node(**{**entry, "unreached": _ranks(entry["unreached"])})
+        return NodeReport(**{**entry, "unreached": _ranks(entry["unreached"])})
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise OSError("no lab doctor of this version at the other end") from error
 
@@ -266,5 +267,5 @@ def _ranks(entry: Mapping[str, str]) -> dict[int, str]:
     return {int(rank): why for rank, why in entry.items()}
 
 
-def _doors(nodes: Mapping[int, Node]) -> dict[int, tuple[str, int]]:
+def _doors(nodes: Mapping[int, NodeReport]) -> dict[int, tuple[str, int]]:
     return {rank: (node.address, node.port) for rank, node in nodes.items()}

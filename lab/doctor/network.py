@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import psutil
 
-from lab.doctor.finding import Finding, Question, failure, ok, reason, warning
+from lab.doctor.check_result import CheckRequest, CheckResult, failure, ok, reason, warning
 
 _PROBE_SECONDS = 5.0
 _OWN_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -56,29 +56,29 @@ def is_own(host: str) -> bool:
     return False
 
 
-def check_interface(question: Question) -> Finding | None:
+def check_interface(request: CheckRequest) -> CheckResult | None:
     """The interface that routes to the master; it is what the parts choose."""
-    if question.master_ip is None:
+    if request.master_ip is None:
         return None
     try:
-        own = route_to(question.master_ip)
+        own = route_to(request.master_ip)
     except socket.gaierror:
         return failure(
             "interface",
-            f"--master-ip {question.master_ip} is not an address and no known host name",
+            f"--master-ip {request.master_ip} is not an address and no known host name",
             "give the IP address of rank 0's node",
         )
     except OSError as error:
         return failure(
             "interface",
-            f"no route to {question.master_ip} ({reason(error)})",
+            f"no route to {request.master_ip} ({reason(error)})",
             "give an address of rank 0's node in a network that this node is in, too",
         )
     name = interface_of(own)
-    if question.rank == 0 and not is_own(question.master_ip):
+    if request.rank == 0 and not is_own(request.master_ip):
         return failure(
             "interface",
-            f"rank 0 is this node, but {question.master_ip} is none of its addresses",
+            f"rank 0 is this node, but {request.master_ip} is none of its addresses",
             f"give the one that the other nodes reach: {', '.join(own_addresses()) or 'none found'}",
         )
     for variable in _OWN_VARIABLES:
@@ -92,18 +92,18 @@ def check_interface(question: Question) -> Finding | None:
         if chosen and name is not None and chosen != name:
             return warning(
                 "interface",
-                f"{variable}={chosen}, but {name} ({own}) routes to {question.master_ip}",
+                f"{variable}={chosen}, but {name} ({own}) routes to {request.master_ip}",
                 f"unset {variable}: the parts choose {name}",
             )
     return ok(
         "interface",
-        f"{name or own} ({own}) routes to {question.master_ip}; the parts tell Gloo and NCCL to take it",
+        f"{name or own} ({own}) routes to {request.master_ip}; the parts tell Gloo and NCCL to take it",
     )
 
 
 def check_host_name(
-    question: Question, *, resolve: Callable[..., list] = socket.getaddrinfo
-) -> Finding:
+    request: CheckRequest, *, resolve: Callable[..., list] = socket.getaddrinfo
+) -> CheckResult:
     """What Gloo would take by itself: the interface that the host's name resolves to."""
     host = socket.gethostname()
     try:
@@ -114,10 +114,10 @@ def check_host_name(
     loopback = not addresses or _is_loopback(addresses[0])
     if not loopback:
         return ok("host name", told)
-    if question.master_ip is None or _is_loopback(question.master_ip) or question.num_nodes == 1:
+    if request.master_ip is None or _is_loopback(request.master_ip) or request.num_nodes == 1:
         return ok("host name", f"{told}: right on one machine")
     with contextlib.suppress(OSError):
-        name = interface_of(route_to(question.master_ip))
+        name = interface_of(route_to(request.master_ip))
         if name == "lo":
             return ok("host name", f"{told}: right on one machine")
         return warning(
@@ -132,13 +132,13 @@ def check_host_name(
     )
 
 
-def check_port(question: Question) -> Finding | None:
+def check_port(request: CheckRequest) -> CheckResult | None:
     """On rank 0's node: the port is free, or who holds it."""
-    if question.rank not in (0, None) or (
-        question.master_ip is not None and not is_own(question.master_ip)
+    if request.rank not in (0, None) or (
+        request.master_ip is not None and not is_own(request.master_ip)
     ):
         return None
-    port = question.master_port
+    port = request.master_port
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
@@ -171,26 +171,26 @@ def holder(port: int) -> str:
     return f"a process of another user (sudo ss -ltnp 'sport = :{port}' names it)"
 
 
-def check_master(question: Question) -> Finding | None:
+def check_master(request: CheckRequest) -> CheckResult | None:
     """Without ranks to meet: whether the master's node answers at all."""
-    if question.master_ip is None or question.num_nodes is not None or is_own(question.master_ip):
+    if request.master_ip is None or request.num_nodes is not None or is_own(request.master_ip):
         return None
-    place = f"{question.master_ip}:{question.master_port}"
+    place = f"{request.master_ip}:{request.master_port}"
     try:
         with socket.create_connection(
-            (question.master_ip, question.master_port),
-            timeout=min(_PROBE_SECONDS, question.timeout_seconds),
+            (request.master_ip, request.master_port),
+            timeout=min(_PROBE_SECONDS, request.timeout_seconds),
         ):
             return ok("master", f"{place} answers, and something listens there")
     except ConnectionRefusedError:
         return ok(
-            "master", f"{question.master_ip} answers; nothing listens on {question.master_port} yet"
+            "master", f"{request.master_ip} answers; nothing listens on {request.master_port} yet"
         )
     except OSError as error:
         return failure(
             "master",
             f"{place} cannot be reached ({reason(error)})",
-            f"check the address, and open port {question.master_port} on that node",
+            f"check the address, and open port {request.master_port} on that node",
         )
 
 

@@ -1,6 +1,6 @@
 """What a Meeting shows: who is missing, which pairs cannot connect, whose clock, versions, code or data differ.
 
-``findings_of`` turns a Meeting into findings, the same ones on every node; ``own_facts`` is what a node tells the others.
+``results_of`` turns a Meeting into findings, the same ones on every node; ``own_facts`` is what a node tells the others.
 """
 
 import platform
@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.utils.system import usable_cores
+from lab.doctor.check_result import CheckRequest, CheckResult, failure, ok, warning
 from lab.doctor.files import code_digest, dataset_fact, git
-from lab.doctor.finding import Finding, Question, failure, ok, warning
 from lab.doctor.machine import package_version, torch_facts
-from lab.doctor.meeting import Meeting, Node
+from lab.doctor.meeting import Meeting, NodeReport
 
 FAR_SECONDS = 1.0
 """Clocks that differ by more make the logs of different nodes incomparable."""
@@ -19,7 +19,7 @@ FAR_SECONDS = 1.0
 _MOST_NAMED = 8
 
 
-def own_facts(question: Question) -> dict[str, Any]:
+def own_facts(request: CheckRequest) -> dict[str, Any]:
     """Return what this node tells the others: versions, code, dataset, GPUs, cores. Plain values."""
     torch = torch_facts()
     return {
@@ -28,13 +28,13 @@ def own_facts(question: Question) -> dict[str, Any]:
         "torchvision": package_version("torchvision"),
         "commit": git("rev-parse", "--short", "HEAD"),
         "code": code_digest(),
-        "dataset": "not looked at" if torch.error is not None else dataset_fact(question),
+        "dataset": "not looked at" if torch.error is not None else dataset_fact(request),
         "gpus": len(torch.gpus),
         "cores": usable_cores(),
     }
 
 
-def findings_of(meeting: Meeting) -> list[Finding]:
+def results_of(meeting: Meeting) -> list[CheckResult]:
     """Return what the meeting showed."""
     found = [_meeting(meeting)]
     if len(meeting.nodes) > 1:
@@ -52,7 +52,7 @@ def findings_of(meeting: Meeting) -> list[Finding]:
     return found
 
 
-def _meeting(meeting: Meeting) -> Finding:
+def _meeting(meeting: Meeting) -> CheckResult:
     place = meeting.place
     where = f"{place.master_ip}:{place.master_port}"
     if not meeting.nodes:
@@ -82,7 +82,7 @@ def _remedy_of_not_met(meeting: Meeting) -> str:
     return f"check --master-ip, and open port {meeting.place.master_port} on rank 0's node"
 
 
-def _connections(nodes: Sequence[Node]) -> Finding:
+def _connections(nodes: Sequence[NodeReport]) -> CheckResult:
     """Every pair, both directions."""
     broken = [
         f"rank {node.rank} ({node.address}) does not reach rank {other} ({_address(nodes, other)}): {why}"
@@ -105,7 +105,7 @@ def _connections(nodes: Sequence[Node]) -> Finding:
     )
 
 
-def _clocks(nodes: Sequence[Node]) -> Finding:
+def _clocks(nodes: Sequence[NodeReport]) -> CheckResult:
     measured = [node for node in nodes if node.clock_seconds is not None]
     far = [
         node
@@ -133,7 +133,7 @@ def _clocks(nodes: Sequence[Node]) -> Finding:
     )
 
 
-def _versions(nodes: Sequence[Node]) -> Finding:
+def _versions(nodes: Sequence[NodeReport]) -> CheckResult:
     values = {name: _by_value(nodes, name) for name in ("torch", "torchvision", "python")}
     told = "; ".join(
         f"{name} differs: {_told(who)}" for name, who in values.items() if len(who) > 1
@@ -150,7 +150,7 @@ def _versions(nodes: Sequence[Node]) -> Finding:
     )
 
 
-def _code(nodes: Sequence[Node]) -> Finding:
+def _code(nodes: Sequence[NodeReport]) -> CheckResult:
     codes, commits = _by_value(nodes, "code"), _by_value(nodes, "commit")
     if len(codes) > 1:
         told = (
@@ -173,7 +173,7 @@ def _code(nodes: Sequence[Node]) -> Finding:
     return ok("same code", f"{which} on every node")
 
 
-def _dataset(nodes: Sequence[Node]) -> Finding:
+def _dataset(nodes: Sequence[NodeReport]) -> CheckResult:
     values = _by_value(nodes, "dataset")
     if len(values) > 1:
         return failure(
@@ -184,7 +184,7 @@ def _dataset(nodes: Sequence[Node]) -> Finding:
     return ok("same dataset", f"{next(iter(values))} on every node")
 
 
-def _backend(nodes: Sequence[Node]) -> Finding:
+def _backend(nodes: Sequence[NodeReport]) -> CheckResult:
     gpus = _by_value(nodes, "gpus")
     if "0" in gpus and len(gpus) > 1:
         return warning(
@@ -195,7 +195,7 @@ def _backend(nodes: Sequence[Node]) -> Finding:
     return ok("backend", "Gloo, on CPUs" if "0" in gpus else "NCCL, a rank a GPU")
 
 
-def _cores(nodes: Sequence[Node]) -> Finding:
+def _cores(nodes: Sequence[NodeReport]) -> CheckResult:
     """Ranks that share a machine, against its cores. Without GPUs alone: with them, ranks are a GPU each."""
     crowded = []
     for host in dict.fromkeys(node.host for node in nodes):
@@ -212,7 +212,7 @@ def _cores(nodes: Sequence[Node]) -> Finding:
     return ok("cores", "no more ranks than cores on any machine")
 
 
-def _by_value(nodes: Sequence[Node], name: str) -> Mapping[str, list[int]]:
+def _by_value(nodes: Sequence[NodeReport], name: str) -> Mapping[str, list[int]]:
     ranks: dict[str, list[int]] = {}
     for node in nodes:
         ranks.setdefault(str(node.facts.get(name)), []).append(node.rank)
@@ -231,5 +231,5 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:_MOST_NAMED])) + more
 
 
-def _address(nodes: Sequence[Node], rank: int) -> str:
+def _address(nodes: Sequence[NodeReport], rank: int) -> str:
     return next((node.address for node in nodes if node.rank == rank), "?")

@@ -49,7 +49,7 @@ class KnownError:
 
 
 @dataclass(frozen=True)
-class Line:
+class LogLine:
     """A line of a log: where it stands (from 1 on) and its text."""
 
     file: str
@@ -62,7 +62,7 @@ class Found:
     """A known error, the first line that shows it and how many do."""
 
     error: KnownError
-    line: Line
+    line: LogLine
     count: int
 
 
@@ -85,18 +85,18 @@ def known_errors() -> tuple[KnownError, ...]:
     )
 
 
-def explain(lines: Iterable[Line]) -> list[Found]:
+def explain(lines: Iterable[LogLine]) -> list[Found]:
     """Return the known errors that the lines show: causes before symptoms, echoes and notes, each in the order of the log.
 
     An exception that the table does not know counts as a cause named ``own_exception`` where other ranks echo it; as a note where
     nothing else is known. Logs of several ranks may follow one another.
     """
-    first: dict[str, Line] = {}
+    first: dict[str, LogLine] = {}
     count: dict[str, int] = {}
-    own: list[Line] = []
+    own: list[LogLine] = []
     chained = False
     begun: set[str] = set()
-    place: dict[Line, int] = {}
+    place: dict[LogLine, int] = {}
     for line in lines:
         place[line] = len(place)
         text = line.text[:_LONGEST_LINE]
@@ -127,7 +127,7 @@ def explain(lines: Iterable[Line]) -> list[Found]:
     return sorted(found, key=lambda one: (KINDS.index(one.error.kind), place[one.line]))
 
 
-def _own_exception(line: Line, *, echoed: bool) -> KnownError:
+def _own_exception(line: LogLine, *, echoed: bool) -> KnownError:
     """What to say of an exception that the table does not know; ``echoed``: others broke off because of it."""
     return KnownError(
         OWN,
@@ -143,7 +143,7 @@ def _own_exception(line: Line, *, echoed: bool) -> KnownError:
     )
 
 
-def read_lines(source: str) -> list[Line]:
+def read_lines(source: str) -> list[LogLine]:
     """Return the lines of a file, or of standard input for "-". UserError where it cannot be read."""
     try:
         content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
@@ -154,7 +154,7 @@ def read_lines(source: str) -> list[Line]:
         ) from error
     text = content.decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
     return [
-        Line("" if source == "-" else source, number, _COLOURS.sub("", line))
+        LogLine("" if source == "-" else source, number, _COLOURS.sub("", line))
         for number, line in enumerate(text.split("\n"), start=1)
         if line.strip()
     ]

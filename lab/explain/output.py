@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from lab.explain.diagnosis import SHOWN, Found, Line, explain, read_lines
+from lab.explain.diagnosis import SHOWN, Found, LogLine, explain, read_lines
 
 
 def main_explain(args: argparse.Namespace) -> int:
@@ -31,7 +31,7 @@ def main_explain(args: argparse.Namespace) -> int:
     return 0
 
 
-def _nothing_known(lines: Sequence[Line]) -> str:
+def _nothing_known(lines: Sequence[LogLine]) -> str:
     if not lines:
         return "The log is empty. A rank that says nothing was killed or has not begun: look at how it was started."
     return (

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from common.errors import UserError
 from lab.plot_style import color, grid, marker, plt, style
-from lab.predict.tables import Row
+from lab.predict.tables import PredictedStep
 
 _ONE_LINE = 0.03  # lines that differ by no more than this share are drawn as one
 _LETTER = 0.045  # of an axis' height, between two labels beside it
@@ -24,8 +24,10 @@ def numbers_to_draw(limit: int) -> list[int]:
     return sorted({1 << power for power in range(limit.bit_length())} | {limit})
 
 
-def draw_scaling(path: Path, rows: Sequence[Row], *, scaling: str, told: Sequence[str]) -> None:
-    """Write the figure of ``rows``, which all have a prediction, to ``path``; ``told`` says below it what the numbers are of.
+def draw_scaling(
+    path: Path, rows: Sequence[PredictedStep], *, scaling: str, summary: Sequence[str]
+) -> None:
+    """Write the figure of ``rows``, which all have a prediction, to ``path``; ``summary`` says below it what the numbers are of.
 
     Raises UserError where the file's ending is of no format, or where it cannot be written.
     """
@@ -33,7 +35,7 @@ def draw_scaling(path: Path, rows: Sequence[Row], *, scaling: str, told: Sequenc
         raise UserError(
             f"--figure: got {str(path)!r}, give a file that ends in {', '.join(_SUFFIXES)}"
         )
-    curves: dict[str, list[Row]] = {}
+    curves: dict[str, list[PredictedStep]] = {}
     for row in rows:
         curves.setdefault(row.sync, []).append(row)
     with style():
@@ -48,7 +50,7 @@ def draw_scaling(path: Path, rows: Sequence[Row], *, scaling: str, told: Sequenc
             f"{scaling.capitalize()} scaling, predicted", x=0.005, ha="left", fontweight="bold"
         )
         figure.supxlabel(
-            "\n".join(line for each in told for line in textwrap.wrap(each, 130)),
+            "\n".join(line for each in summary for line in textwrap.wrap(each, 130)),
             x=0.005,
             ha="left",
             fontsize=7,
@@ -65,7 +67,10 @@ def draw_scaling(path: Path, rows: Sequence[Row], *, scaling: str, told: Sequenc
 
 
 def _panel(
-    axis: Axes, curves: dict[str, list[Row]], value: Callable[[Row], float], label: str
+    axis: Axes,
+    curves: dict[str, list[PredictedStep]],
+    value: Callable[[PredictedStep], float],
+    label: str,
 ) -> None:
     lines = {name: [value(row) for row in rows] for name, rows in curves.items()}
     most = max(row.nodes for rows in curves.values() for row in rows)

@@ -1,5 +1,5 @@
-"""How far each strategy scales: ``stops`` asks the cost model for numbers of nodes up to 100,000, for a batch that all nodes
-share (strong scaling) and for a batch a node (weak scaling).
+"""How far each strategy scales: ``scaling_limits`` asks the cost model for numbers of nodes up to
+100,000, for a batch that all nodes share (strong scaling) and for a batch a node (weak scaling).
 
 A speed-up is of samples a second over one node's. It is asked at every number of nodes up to 32, beyond it at eight in each
 doubling, powers of two among them, and between these by halving; no torch here.
@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from common.cost_model.compute_model import LEAST_SAMPLES, StepCompute
-from common.cost_model.event_model import LARGEST_NODES, Network, Plan, message_terms, step_seconds
+from common.cost_model.event_model import (
+    LARGEST_NODES,
+    MessagePlan,
+    Network,
+    message_terms,
+    step_seconds,
+)
 
 SCALINGS = ("strong", "weak")
 WORTHWHILE = 1.1
@@ -21,7 +27,7 @@ _EVERY_NODE_TO, _IN_A_DOUBLING, _FEWEST_SAMPLES_TRIED = 32, 8, 16
 
 
 @dataclass(frozen=True)
-class Stop:
+class ScalingLimit:
     """How far one strategy scales.
 
     Parameters
@@ -55,15 +61,15 @@ def most_nodes(batch_size: int, *, scaling: str) -> int:
     )
 
 
-def stops(
-    strategies: Mapping[str, Plan],
+def scaling_limits(
+    strategies: Mapping[str, MessagePlan],
     sizes: Sequence[int],
     *,
     network: Network,
     compute_at: Callable[[int], StepCompute],
     batch_size: int,
     scaling: str,
-) -> list[Stop]:
+) -> list[ScalingLimit]:
     """Return how far each of ``strategies`` scales, by name; those without a formula are left out.
 
     sizes : bytes of each parameter's gradient. compute_at : a node's step by the number of nodes, with the samples that
@@ -96,7 +102,7 @@ def stops(
         else:
             held_by = message_terms(plan, sizes, max(2, own.nodes), network=network).largest
         found.append(
-            Stop(
+            ScalingLimit(
                 name,
                 scaling,
                 limit,

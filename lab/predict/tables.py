@@ -1,6 +1,6 @@
 """``lab predict``: the tables for nodes nobody has, from a calibration, in a moment: no torch is imported.
 
-``predict_table`` has the steps on given numbers of nodes, ``stops_of`` how far each strategy scales at all.
+``predict_table`` has the steps on given numbers of nodes, ``scaling_limits_of`` how far each strategy scales at all.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from common.cost_model.compute_model import LEAST_SAMPLES, StepCompute, local_sa
 from common.cost_model.event_model import (
     HEADERS,
     LARGEST_NODES,
+    MessagePlan,
     Network,
-    Plan,
     Prediction,
     predict_step,
 )
 from common.errors import UserError
 from common.sync import STRATEGIES
-from lab.predict.scaling import SCALINGS, Stop, most_nodes, stops
+from lab.predict.scaling import SCALINGS, ScalingLimit, most_nodes, scaling_limits
 from lab.predict.torchless import plans
 from lab.units import parse_latency, parse_rate
 
@@ -35,7 +35,7 @@ _OPTIONS = ("bucket_mb", "topk_ratio", "powersgd_rank", "averaging_period")
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictedStep:
     """One strategy on so many nodes; ``prediction`` None where the strategy has no formula, ``speedup`` over one node (of a
     weak scaling: of the samples a second), ``efficiency`` = speedup / nodes; ``note`` where it holds only with a word."""
 
@@ -74,11 +74,11 @@ def predict_table(
     nodes: Sequence[int],
     rate_bits: float | None,
     latency_seconds: float | None,
-    strategies: Mapping[str, Plan],
+    strategies: Mapping[str, MessagePlan],
     batch_size: int,
     scaling: str,
     calibration: Calibration,
-) -> list[Row]:
+) -> list[PredictedStep]:
     """Return a row for each number of nodes and each strategy.
 
     strategies : by name, from ``lab.predict.torchless.plans``. Without rate and latency the ranks
@@ -122,13 +122,13 @@ def predict_table(
     return rows
 
 
-def stops_of(
-    strategies: Mapping[str, Plan],
+def scaling_limits_of(
+    strategies: Mapping[str, MessagePlan],
     calibration: Calibration,
     rate_bits: float | None,
     latency_seconds: float | None,
     batch_size: int,
-) -> list[Stop]:
+) -> list[ScalingLimit]:
     """Return how far each strategy scales with a global batch of that size, then with one a node.
 
     Empty without rate and latency for a calibration over loopback: the ranks of one machine end with its cores.
@@ -140,7 +140,7 @@ def stops_of(
     return [
         stop
         for scaling in SCALINGS
-        for stop in stops(
+        for stop in scaling_limits(
             strategies,
             calibration.gradients,
             network=network,
@@ -159,7 +159,7 @@ def stops_of(
 
 def _row(
     name: str,
-    strategy: Plan,
+    strategy: MessagePlan,
     nodes: int,
     calibration: Calibration,
     network: Network,
@@ -168,7 +168,7 @@ def _row(
     *,
     scaling: str,
     note: str,
-) -> Row:
+) -> PredictedStep:
     if name == "none" and nodes > 1:
         note = "no exchange: each node trains a model of its own"
     try:
@@ -176,10 +176,10 @@ def _row(
             strategy, calibration.gradients, nodes, network=network, compute=compute
         )
     except NotImplementedError:
-        return Row(name, nodes, None, None, None, "no formula")
+        return PredictedStep(name, nodes, None, None, None, "no formula")
     ratio = alone / prediction.step_seconds
     speedup = nodes * ratio if scaling == "weak" else ratio
-    return Row(name, nodes, prediction, speedup, speedup / nodes, note)
+    return PredictedStep(name, nodes, prediction, speedup, speedup / nodes, note)
 
 
 def _note(
@@ -206,8 +206,8 @@ def main_predict(args: argparse.Namespace) -> int:
     rows = predict_table(
         args.nodes, rate, latency, strategies, args.batch_size, args.scaling, calibration
     )
-    ends = stops_of(strategies, calibration, rate, latency, args.batch_size)
-    told = _told(
+    ends = scaling_limits_of(strategies, calibration, rate, latency, args.batch_size)
+    summary = _summary(
         calibration,
         rate,
         latency,
@@ -222,7 +222,7 @@ def main_predict(args: argparse.Namespace) -> int:
             calibration,
             rate,
             latency,
-            told,
+            summary,
             batch_size=args.batch_size,
             scaling=args.scaling,
         )
@@ -231,7 +231,7 @@ def main_predict(args: argparse.Namespace) -> int:
             json.dumps(
                 {
                     "format": 1,
-                    "about": told,
+                    "about": summary,
                     "rows": [asdict(row) for row in rows],
                     "scaling": [asdict(end) for end in ends],
                 },
@@ -242,7 +242,7 @@ def main_predict(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH)  # a file or a pipe has no width of its own
-    for line in told:
+    for line in summary:
         console.print(line, markup=False, soft_wrap=True)
     console.print(_table(rows, narrow=console.width < _NARROW))
     for note in dict.fromkeys(
@@ -251,15 +251,17 @@ def main_predict(args: argparse.Namespace) -> int:
         if row.note and row.prediction
     ):
         console.print(note, markup=False, soft_wrap=True)
-    _print_stops(console, ends, batch_size=args.batch_size, cores=calibration.cores)
+    _print_scaling_limits(console, ends, batch_size=args.batch_size, cores=calibration.cores)
     return 0
 
 
-def _print_stops(console: Console, ends: Sequence[Stop], *, batch_size: int, cores: int) -> None:
+def _print_scaling_limits(
+    console: Console, ends: Sequence[ScalingLimit], *, batch_size: int, cores: int
+) -> None:
     if ends:
-        console.print(_stops_table(ends, narrow=console.width < _NARROW))
+        console.print(_scaling_limits_table(ends, narrow=console.width < _NARROW))
     for line in (
-        _stops_told(batch_size)
+        _scaling_limits_text(batch_size)
         if ends
         else [
             f"where scaling stops: ranks of one machine end with its {cores} cores; give --rate for nodes"
@@ -270,11 +272,11 @@ def _print_stops(console: Console, ends: Sequence[Stop], *, batch_size: int, cor
 
 def _draw(
     path: Path,
-    strategies: Mapping[str, Plan],
+    strategies: Mapping[str, MessagePlan],
     calibration: Calibration,
     rate: float | None,
     latency: float | None,
-    told: Sequence[str],
+    summary: Sequence[str],
     *,
     batch_size: int,
     scaling: str,
@@ -287,10 +289,10 @@ def _draw(
 
     numbers = numbers_to_draw(most_nodes(batch_size, scaling=scaling))
     rows = predict_table(numbers, rate, latency, strategies, batch_size, scaling, calibration)
-    draw_scaling(path, [row for row in rows if row.prediction], scaling=scaling, told=told)
+    draw_scaling(path, [row for row in rows if row.prediction], scaling=scaling, summary=summary)
 
 
-def _told(
+def _summary(
     calibration: Calibration,
     rate: float | None,
     latency: float | None,
@@ -336,7 +338,7 @@ def _told(
     ]
 
 
-def _table(rows: Sequence[Row], *, narrow: bool) -> Table:
+def _table(rows: Sequence[PredictedStep], *, narrow: bool) -> Table:
     """Narrow: within 80 columns, so that no number is cut."""
     table = _frame(
         [
@@ -371,7 +373,7 @@ def _table(rows: Sequence[Row], *, narrow: bool) -> Table:
     return table
 
 
-def _stops_table(ends: Sequence[Stop], *, narrow: bool) -> Table:
+def _scaling_limits_table(ends: Sequence[ScalingLimit], *, narrow: bool) -> Table:
     """Strong and weak scaling side by side."""
     table = _frame(
         [
@@ -417,8 +419,8 @@ def _frame(headings: Sequence[str], *, narrow: bool) -> Table:
     return table
 
 
-def _stops_told(batch_size: int) -> list[str]:
-    """What the words of ``_stops_table`` mean."""
+def _scaling_limits_text(batch_size: int) -> list[str]:
+    """What the words of ``_scaling_limits_table`` mean."""
     limit = most_nodes(batch_size, scaling="strong")
     return [
         f"strong: {batch_size:,} samples for all nodes together, at least {LEAST_SAMPLES} each, so up to {limit:,}; weak: "

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import common.sync.message_cost  # noqa: F401 - it and the errors stay, so that their classes are the same for all
-from common.cost_model.event_model import Plan
+from common.cost_model.event_model import MessagePlan
 from common.errors import UserError
 from common.sync import STRATEGIES, build_sync_from
 
@@ -91,7 +91,7 @@ def _empty_torch() -> Iterator[None]:
                 del sys.modules[name]
 
 
-def plans(names: Sequence[str], options: Mapping[str, Any] | None = None) -> dict[str, Plan]:
+def plans(names: Sequence[str], options: Mapping[str, Any] | None = None) -> dict[str, MessagePlan]:
     """Return the strategies of these names, built with those of ``options`` that each takes; torch is imported only if it
     must. UserError with the choices where a name is unknown."""
     unknown = [name for name in names if name not in STRATEGIES]
@@ -101,7 +101,7 @@ def plans(names: Sequence[str], options: Mapping[str, Any] | None = None) -> dic
         )
     if "torch" in sys.modules:
         return {name: build_sync_from(name, options or {}) for name in names}
-    found: dict[str, Plan] = {}
+    found: dict[str, MessagePlan] = {}
     with _empty_torch():
         for name in names:
             plan = _try(name, options or {})
@@ -113,7 +113,7 @@ def plans(names: Sequence[str], options: Mapping[str, Any] | None = None) -> dic
     }
 
 
-def _try(name: str, options: Mapping[str, Any]) -> Plan | None:
+def _try(name: str, options: Mapping[str, Any]) -> MessagePlan | None:
     """The strategy, if it can be built and tells its plan without torch."""
     try:
         plan = build_sync_from(name, options)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.utils.processes import blame, death_wish
+from common.utils.processes import find_root_failure, kill_on_parent_exit
 from common.utils.system import free_port
 
 _POLL_SECONDS = 0.1
@@ -52,7 +52,7 @@ def run_nodes(
                         stderr=subprocess.STDOUT,
                         stdin=subprocess.DEVNULL,
                         start_new_session=True,
-                        preexec_fn=death_wish(),
+                        preexec_fn=kill_on_parent_exit(),
                     )
                 )
         return _wait(processes, outputs, limit_seconds)
@@ -92,7 +92,7 @@ def _message(processes: list[subprocess.Popen], outputs: list[Path], first: int)
     ]
     statuses = {rank: processes[rank].returncode for rank in failed}
     texts = {rank: outputs[rank].read_text(encoding="utf-8", errors="replace") for rank in failed}
-    culprit, message = blame(failed, statuses, texts, name="rank")
+    culprit, message = find_root_failure(failed, statuses, texts, name="rank")
     return f"{message} (its output: {outputs[culprit]})"
 
 

@@ -8,7 +8,7 @@ from rich.text import Text
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
-class Echo:
+class PrefixedOutput:
     """Shows a node's lines behind its number, in a colour of its own on a terminal; nothing more once nobody reads them.
 
     shown : says of which nodes; the others' lines are left out.

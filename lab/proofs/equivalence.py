@@ -309,7 +309,7 @@ def errors_on_this_rank(rank: int, size: int, strategy: GradientSync, case: Case
     engine.prepare(case.sgd(model), nn.CrossEntropyLoss())
 
     def compare(_records: list) -> None:
-        strategy.settle(model)
+        strategy.sync_replicas(model)
         found.by_parameter.append(parameter_errors(model, references[len(found.digests)]))
         found.digests.append(digest(model.state_dict()))
 

@@ -13,13 +13,13 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 
 from lab.plot_style import DASHES, INK, PAPER, NothingToShowError, color, grid, marker, title
 from lab.report.losses import by_seed, largest_difference
-from lab.report.view import Block, Row, percent
+from lab.report.view import CellRow, ComparisonGroup, percent
 
 _LOG = 6  # axes whose ends lie further apart than this factor are logarithmic
 _ONE_LINE = 0.01  # losses nearer to each other than this share of the axis are one line to the eye
 
 
-def draw_scaling(block: Block, *, narrow: bool) -> Figure:
+def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw each strategy's speed-up over nodes in a panel of its own, the others faint, the ideal dashed, efficiency in %."""
     one = block.baseline
     if one is None:
@@ -76,8 +76,8 @@ def draw_scaling(block: Block, *, narrow: bool) -> Figure:
 def _scaling_panel(
     axis: Axes,
     sync: str,
-    rows: Sequence[Row],
-    others: Sequence[Sequence[Row]],
+    rows: Sequence[CellRow],
+    others: Sequence[Sequence[CellRow]],
     counts: Sequence[int],
 ) -> None:
     axis.plot(counts, counts, color=INK, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
@@ -130,7 +130,7 @@ def _scaling_panel(
     axis.grid(axis="y")
 
 
-def draw_loss(block: Block, *, narrow: bool) -> Figure:
+def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw the loss over the steps, a panel a number of nodes: exact strategies solid, lossy ones dashed."""
     panels = [nodes for nodes in block.nodes if any(by_seed(row) for row in block.at(nodes))]
     if not panels:
@@ -166,13 +166,13 @@ def draw_loss(block: Block, *, narrow: bool) -> Figure:
     return figure
 
 
-def shared_seed(rows: Sequence[Row]) -> int | None:
+def shared_seed(rows: Sequence[CellRow]) -> int | None:
     """The seed that most of ``rows`` have losses of."""
     seeds = [seed for row in rows for seed in by_seed(row)]
     return max(sorted(set(seeds)), key=seeds.count) if seeds else None
 
 
-def _loss_panel(axis: Axes, block: Block, nodes: int) -> list[Line2D]:
+def _loss_panel(axis: Axes, block: ComparisonGroup, nodes: int) -> list[Line2D]:
     rows = block.at(nodes)
     seed = shared_seed(rows)
     curves = {row.sync: by_seed(row)[seed] for row in rows if seed in by_seed(row)}
@@ -224,7 +224,7 @@ def _line(axis: Axes, curve: dict[int, float], **options: object) -> list[Line2D
     )
 
 
-def draw_prediction(block: Block, *, narrow: bool) -> Figure:
+def draw_prediction(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw measured over predicted step times with the diagonal and a band of 20 %; cells in scope filled, others hollow."""
     rows = [row for row in block.measured if row.predicted]
     if not rows:
@@ -256,7 +256,7 @@ def draw_prediction(block: Block, *, narrow: bool) -> Figure:
     return figure
 
 
-def _prediction_panel(axis: Axes, rows: Sequence[Row]) -> None:
+def _prediction_panel(axis: Axes, rows: Sequence[CellRow]) -> None:
     values = [value for row in rows for value in (row.predicted, row.step)]
     low, high = min(values) / 1.15, max(values) * 1.15
     if high / low > _LOG:
@@ -288,7 +288,7 @@ def _prediction_panel(axis: Axes, rows: Sequence[Row]) -> None:
     axis.grid()
 
 
-def _label(axis: Axes, rows: Sequence[Row], low: float, high: float) -> None:
+def _label(axis: Axes, rows: Sequence[CellRow], low: float, high: float) -> None:
     """Name the points in a column at the right, spread so that no two names overlap, each with a line to its point."""
 
     def scale(value: float) -> float:

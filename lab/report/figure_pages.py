@@ -11,11 +11,11 @@ from lab.plot_style import Drawing, NothingToShowError, inline_only, save, style
 from lab.report import curves, figures
 from lab.report.losses import largest_difference
 from lab.report.timeline import draw_timeline, mean_overlap, overlap
-from lab.report.view import Block, percent, rate_text, safe_name, seconds_text
+from lab.report.view import ComparisonGroup, percent, rate_text, safe_name, seconds_text
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingFigure:
     """A figure that cannot be drawn, and why."""
 
     name: str
@@ -24,10 +24,10 @@ class Missing:
 
 
 Draw = Callable[..., Figure]
-Caption = Callable[[Block], str]
+Caption = Callable[[ComparisonGroup], str]
 
 
-def step_time_caption(block: Block) -> str:
+def step_time_caption(block: ComparisonGroup) -> str:
     text = (
         "Medians over the repeats of the mean over the ranks, one section after the other. Sync is what is exposed: waiting "
         "for the slowest rank's last gradient (hatched), then the wire. The tick is the median of the whole step; "
@@ -42,12 +42,12 @@ def step_time_caption(block: Block) -> str:
     )
 
 
-def _cut(block: Block) -> bool:
+def _cut(block: ComparisonGroup) -> bool:
     ends = [row.interval("step")[1] for row in block.measured if row.interval("step")]
     return bool(ends) and max(ends) > figures.whisker_end(block)
 
 
-def scaling_caption(block: Block) -> str:
+def scaling_caption(block: ComparisonGroup) -> str:
     what = (
         "one node's step time over this one's, at the same global batch"
         if block.scaling == "strong"
@@ -61,7 +61,7 @@ def scaling_caption(block: Block) -> str:
     )
 
 
-def bytes_caption(block: Block) -> str:
+def bytes_caption(block: ComparisonGroup) -> str:
     return (
         "Payload counted where the strategies send, a step (periodic strategies: mean over their period), without the "
         "headers of TCP and IP. The square is rank 0, the circle the mean of the others; a square within its circle sends "
@@ -69,7 +69,7 @@ def bytes_caption(block: Block) -> str:
     )
 
 
-def loss_caption(block: Block) -> str:
+def loss_caption(block: ComparisonGroup) -> str:
     parts = []
     for nodes in [nodes for nodes in block.nodes if nodes > 1]:
         found = largest_difference([row for row in block.at(nodes) if row.exact])
@@ -90,14 +90,14 @@ def loss_caption(block: Block) -> str:
     )
 
 
-def memory_caption(block: Block) -> str:
+def memory_caption(block: ComparisonGroup) -> str:
     return (
         "Resident memory of a process at its peak, of all that it holds: interpreter, libraries, data, model. Bars are the "
         "mean over the ranks, ticks the rank that took most."
     )
 
 
-def prediction_caption(block: Block) -> str:
+def prediction_caption(block: ComparisonGroup) -> str:
     one = block.baseline
     alone = ""
     if one and one.predicted and block.nodes != [1]:
@@ -119,7 +119,7 @@ FIGURES: tuple[tuple[str, str, Draw, Caption], ...] = (
 )
 
 
-def draw_block(folder: Path, block: Block) -> dict[str, Drawing | Missing]:
+def draw_block(folder: Path, block: ComparisonGroup) -> dict[str, Drawing | MissingFigure]:
     """Draw every figure of ``block`` into ``folder`` as PNG and SVG, and return them for the page by name."""
     return {
         name: _drawn(folder, name + block.suffix, heading, block, draw, caption)
@@ -128,14 +128,14 @@ def draw_block(folder: Path, block: Block) -> dict[str, Drawing | Missing]:
 
 
 def _drawn(
-    folder: Path, name: str, heading: str, block: Block, draw: Draw, caption: Caption
-) -> Drawing | Missing:
+    folder: Path, name: str, heading: str, block: ComparisonGroup, draw: Draw, caption: Caption
+) -> Drawing | MissingFigure:
     try:
         with style():
             wide = save(draw(block, narrow=False), folder / name)
             narrow = inline_only(draw(block, narrow=True), f"{name}-narrow")
     except NothingToShowError as error:
-        return Missing(name, heading, str(error))
+        return MissingFigure(name, heading, str(error))
     words = caption(block)
     alt = (
         f"{heading}{', ' + block.label if block.label else ''}: {words} The table has the numbers."
@@ -143,7 +143,7 @@ def _drawn(
     return Drawing(name, heading, words, alt, wide, narrow)
 
 
-def draw_timelines(folder: Path, results: Mapping[str, Any]) -> Iterator[Drawing | Missing]:
+def draw_timelines(folder: Path, results: Mapping[str, Any]) -> Iterator[Drawing | MissingFigure]:
     """Draw the recorded step of each cell that has one, in the cells' order, those of one node, without messages, last."""
     timelines, emulated = results.get("timelines") or {}, bool(results.get("emulated"))
     cells = {
@@ -166,7 +166,7 @@ def draw_timelines(folder: Path, results: Mapping[str, Any]) -> Iterator[Drawing
                 )
                 wide, narrow = save(wide, folder / name), inline_only(narrow, f"{name}-narrow")
         except NothingToShowError as error:
-            yield Missing(name, f"{key}: {label}", str(error))
+            yield MissingFigure(name, f"{key}: {label}", str(error))
             continue
         words = timeline_caption(timeline)
         share = mean_overlap(timeline)

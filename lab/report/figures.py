@@ -23,13 +23,13 @@ from lab.plot_style import (
     section_patch,
     title,
 )
-from lab.report.view import Block, Row, seconds_text
+from lab.report.view import CellRow, ComparisonGroup, seconds_text
 
 _ROW = 0.235  # inches a bar takes with its gap
 MB = 1e6
 
 
-def draw_step_time(block: Block, *, narrow: bool) -> Figure:
+def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw a step's seconds stacked by section, its median at the bar's end with the 95 % interval as whisker."""
     if not block.measured:
         raise NothingToShowError("no cell has ended yet")
@@ -64,7 +64,7 @@ def draw_step_time(block: Block, *, narrow: bool) -> Figure:
     return figure
 
 
-def whisker_end(block: Block) -> float:
+def whisker_end(block: ComparisonGroup) -> float:
     """Where the axis of step times ends, in seconds: at the longest whisker, but at most 1.5 times the longest step."""
     longest = max(row.step for row in block.measured)
     return min(
@@ -75,7 +75,7 @@ def whisker_end(block: Block) -> float:
     )
 
 
-def _stack(axis: Axes, y: float, row: Row, *, right: float) -> None:
+def _stack(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
     left = 0.0
     split = row.median("wait") is not None and row.median("wire") is not None
     for name, fill in SECTIONS.items():
@@ -105,7 +105,7 @@ def _stack(axis: Axes, y: float, row: Row, *, right: float) -> None:
     )
 
 
-def draw_bytes(block: Block, *, narrow: bool) -> Figure:
+def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw what the root and what each other rank sends in a step, joined by a line where they differ."""
     rows = [
         row for row in block.measured if row.nodes > 1 and row.median("root_bytes_sent") is not None
@@ -149,12 +149,12 @@ def draw_bytes(block: Block, *, narrow: bool) -> Figure:
     return figure
 
 
-def _sent(row: Row) -> list[float]:
+def _sent(row: CellRow) -> list[float]:
     values = (row.median("root_bytes_sent"), row.median("others_bytes_sent"))
     return [value for value in values if value is not None]
 
 
-def _dumbbell(axis: Axes, y: float, row: Row, *, floor: float) -> None:
+def _dumbbell(axis: Axes, y: float, row: CellRow, *, floor: float) -> None:
     sent = [max(value / MB, floor) for value in _sent(row)]
     if not sent:
         axis.annotate(
@@ -183,7 +183,7 @@ def _dumbbell(axis: Axes, y: float, row: Row, *, floor: float) -> None:
     )  # within the circle where they are equal
 
 
-def draw_memory(block: Block, *, narrow: bool) -> Figure:
+def draw_memory(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw the peak memory of a rank: bars to the mean over ranks, a tick at the rank that took most."""
     rows = [row for row in block.measured if row.median("peak_memory_bytes")]
     if not rows:
@@ -202,7 +202,7 @@ def draw_memory(block: Block, *, narrow: bool) -> Figure:
     return figure
 
 
-def _memory_bar(axis: Axes, y: float, row: Row, *, right: float) -> None:
+def _memory_bar(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
     peak = row.median("peak_memory_bytes")
     if not peak:
         axis.annotate(
@@ -221,10 +221,10 @@ def _memory_bar(axis: Axes, y: float, row: Row, *, right: float) -> None:
 
 
 def row_panels(
-    block: Block,
+    block: ComparisonGroup,
     *,
     narrow: bool,
-    draw: Callable[[Axes, float, Row], None],
+    draw: Callable[[Axes, float, CellRow], None],
     baseline: bool = True,
     extra: float = 0.0,
 ) -> tuple[Figure, Sequence[Axes]]:

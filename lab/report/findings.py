@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lab.report.timeline import mean_overlap
-from lab.report.view import Block, Row, percent, seconds_text
+from lab.report.view import CellRow, ComparisonGroup, percent, seconds_text
 
 _EQUAL_SHARE = 1.2  # a root that sends this many times an equal share is named
-_RESTLESS = 0.5  # of the step: an interval wider than this is pointed out
+_NOISY = 0.5  # of the step: an interval wider than this is pointed out
 _REACH, _SPEED, _BOUND = "How far this carries", "Which is fastest", "What bounds a step"
 _PARTS = {
     "compute": "compute (data, forward, backward, update)",
@@ -33,14 +33,14 @@ class Finding:
     caution: bool = False
 
 
-def findings(block: Block, timelines: Mapping[str, Any] | None = None) -> list[Finding]:
+def findings(block: ComparisonGroup, timelines: Mapping[str, Any] | None = None) -> list[Finding]:
     """Return what the cells of ``block`` show, in the order in which it is to be read."""
     from lab.report import quality
 
     found = [
         *unfinished(block),
         *emulation(block),
-        *restless(block),
+        *noisy(block),
         *fastest(block),
         *slower_than_one(block),
         *bounds(block),
@@ -93,7 +93,7 @@ def on_nodes(nodes: int) -> str:
     return f"On {nodes} nodes" if nodes > 1 else "On one node"
 
 
-def timed(row: Row) -> str:
+def timed(row: CellRow) -> str:
     """``0.421 s [0.415, 0.427]``."""
     interval = row.interval("step")
     ends = (
@@ -104,11 +104,11 @@ def timed(row: Row) -> str:
     return f"{seconds_text(row.step, row.step)} s{ends}"
 
 
-def _several(block: Block) -> list[int]:
+def _several(block: ComparisonGroup) -> list[int]:
     return [nodes for nodes in block.nodes if nodes > 1]
 
 
-def unfinished(block: Block) -> Iterator[Finding]:
+def unfinished(block: ComparisonGroup) -> Iterator[Finding]:
     """Cells that failed, are pending, or have fewer repeats than planned."""
     texts = {
         "failed": "failed and {} not part of any comparison here.",
@@ -127,7 +127,7 @@ def unfinished(block: Block) -> Iterator[Finding]:
             )
 
 
-def oversubscription(block: Block) -> Iterator[Finding]:
+def oversubscription(block: ComparisonGroup) -> Iterator[Finding]:
     """Ranks that share cores."""
     rows = [row for row in block.measured if row.cell.get("oversubscribed")]
     if rows:
@@ -142,7 +142,7 @@ def oversubscription(block: Block) -> Iterator[Finding]:
         )
 
 
-def emulation(block: Block) -> Iterator[Finding]:
+def emulation(block: ComparisonGroup) -> Iterator[Finding]:
     """What emulated compute leaves out."""
     if block.emulated and block.settings.get("compute") not in (None, "real") and block.measured:
         yield Finding(
@@ -154,25 +154,25 @@ def emulation(block: Block) -> Iterator[Finding]:
         )
 
 
-def restless(block: Block) -> Iterator[Finding]:
+def noisy(block: ComparisonGroup) -> Iterator[Finding]:
     """Cells whose repeats lie so far apart that little can be said."""
     rows = [
         row
         for row in block.measured
-        if (ends := row.interval("step")) and ends[1] - ends[0] > _RESTLESS * row.step
+        if (ends := row.interval("step")) and ends[1] - ends[0] > _NOISY * row.step
     ]
     if rows:
         yield Finding(
             _REACH,
             f"The repeats of {listed([row.id for row in rows])} lie so far apart that the 95 "
-            f"% interval is wider than {percent(_RESTLESS)} of the step: too few repeats, or a machine that had other "
+            f"% interval is wider than {percent(_NOISY)} of the step: too few repeats, or a machine that had other "
             "things to do.",
             "; ".join(f"{row.id} {timed(row)}" for row in rows),
             caution=True,
         )
 
 
-def fastest(block: Block) -> Iterator[Finding]:
+def fastest(block: ComparisonGroup) -> Iterator[Finding]:
     """Which strategy has the shortest step at each number of nodes, as far as the intervals lie apart."""
     for nodes in _several(block):
         rows = sorted(block.at(nodes), key=lambda row: row.step)
@@ -187,7 +187,7 @@ def fastest(block: Block) -> Iterator[Finding]:
             yield from _fastest(exact, f"{on_nodes(nodes)}, among the exact strategies,")
 
 
-def _fastest(rows: Sequence[Row], where: str) -> Iterator[Finding]:
+def _fastest(rows: Sequence[CellRow], where: str) -> Iterator[Finding]:
     """The sentence about ``rows``, sorted by their step."""
     evidence = "; ".join(f"{row.sync} {timed(row)}" for row in rows)
     sure = [row for row in rows if row.interval("step")]
@@ -230,11 +230,11 @@ def _fastest(rows: Sequence[Row], where: str) -> Iterator[Finding]:
         )
 
 
-def _named(row: Row) -> str:
+def _named(row: CellRow) -> str:
     return row.sync if row.exact else f"{row.sync} (not exact)"
 
 
-def slower_than_one(block: Block) -> Iterator[Finding]:
+def slower_than_one(block: ComparisonGroup) -> Iterator[Finding]:
     """Cells whose speed-up lies below 1."""
     rows = [
         row
@@ -271,12 +271,12 @@ def slower_than_one(block: Block) -> Iterator[Finding]:
             )
 
 
-def _parts(row: Row) -> dict[str, float] | None:
+def _parts(row: CellRow) -> dict[str, float] | None:
     parts = {"compute": row.compute, "wire": row.median("wire"), "wait": row.median("wait")}
     return None if None in parts.values() or not sum(parts.values()) else parts
 
 
-def bounds(block: Block) -> Iterator[Finding]:
+def bounds(block: ComparisonGroup) -> Iterator[Finding]:
     """What takes the largest part of a step: compute, wire or waiting."""
     for nodes in _several(block):
         parts = {row.sync: found for row in block.at(nodes) if (found := _parts(row))}
@@ -298,7 +298,7 @@ def bounds(block: Block) -> Iterator[Finding]:
             )
 
 
-def stragglers(block: Block) -> Iterator[Finding]:
+def stragglers(block: ComparisonGroup) -> Iterator[Finding]:
     """Waiting for slower ranks against time on the wire."""
     for nodes in _several(block):
         rows = [
@@ -342,7 +342,7 @@ def stragglers(block: Block) -> Iterator[Finding]:
             )
 
 
-def root_share(block: Block) -> Iterator[Finding]:
+def root_share(block: ComparisonGroup) -> Iterator[Finding]:
     """The root's share of all bytes that are sent."""
     for nodes in _several(block):
         shares = {
@@ -373,7 +373,7 @@ def root_share(block: Block) -> Iterator[Finding]:
             )
 
 
-def overlaps(block: Block, timelines: Mapping[str, Any]) -> Iterator[Finding]:
+def overlaps(block: ComparisonGroup, timelines: Mapping[str, Any]) -> Iterator[Finding]:
     """How much of the messages' time lies under backward, in the one step that was recorded."""
     for nodes in block.nodes:
         shares = {

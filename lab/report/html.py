@@ -13,9 +13,16 @@ from markupsafe import Markup
 
 from lab.plot_style import Drawing
 from lab.report import tables
-from lab.report.figure_pages import Missing
+from lab.report.figure_pages import MissingFigure
 from lab.report.findings import findings
-from lab.report.view import NOTHING, Block, percent, rate_text, seconds_text, what_is_emulated
+from lab.report.view import (
+    NOTHING,
+    ComparisonGroup,
+    percent,
+    rate_text,
+    seconds_text,
+    what_is_emulated,
+)
 
 _LABELS = {
     "dataset": "data",
@@ -40,8 +47,8 @@ _SHOWN_APART = ("command",)
 
 def render(
     results: Mapping[str, Any],
-    drawings: Sequence[tuple[Block, Mapping[str, Drawing | Missing]]],
-    timelines: Sequence[Drawing | Missing],
+    drawings: Sequence[tuple[ComparisonGroup, Mapping[str, Drawing | MissingFigure]]],
+    timelines: Sequence[Drawing | MissingFigure],
 ) -> str:
     """Return the page for ``results`` with the figures of each block and the timelines."""
     environment = jinja2.Environment(
@@ -102,8 +109,8 @@ def _summary(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _section(
-    block: Block,
-    figures: Mapping[str, Drawing | Missing],
+    block: ComparisonGroup,
+    figures: Mapping[str, Drawing | MissingFigure],
     results: Mapping[str, Any],
     index: int,
     many: bool,
@@ -127,7 +134,7 @@ def _section(
     }
 
 
-def _table(block: Block, name: str, keys: Sequence[str]) -> dict[str, Any]:
+def _table(block: ComparisonGroup, name: str, keys: Sequence[str]) -> dict[str, Any]:
     columns = [column for key in keys for column in tables.COLUMNS if column.key == key]
     return {
         "name": name,
@@ -143,8 +150,8 @@ def _table(block: Block, name: str, keys: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _figure(figure: Drawing | Missing) -> dict[str, Any]:
-    if isinstance(figure, Missing):
+def _figure(figure: Drawing | MissingFigure) -> dict[str, Any]:
+    if isinstance(figure, MissingFigure):
         return {"name": figure.name, "title": figure.title, "missing": figure.reason}
     return {
         "name": figure.name,
@@ -157,7 +164,7 @@ def _figure(figure: Drawing | Missing) -> dict[str, Any]:
     }
 
 
-def _group_settings(block: Block, results: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _group_settings(block: ComparisonGroup, results: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What holds for the cells of this block: rate, batch, seeds and folders, read off the cells themselves."""
     batches = {row.cell.get("batch_size"): None for row in block.rows}
     repeats = [repeat for row in block.rows for repeat in row.cell.get("repeats") or []]
@@ -187,7 +194,7 @@ def _prediction(results: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _predicted_rows(block: Block) -> list[dict[str, Any]]:
+def _predicted_rows(block: ComparisonGroup) -> list[dict[str, Any]]:
     return [
         {
             "id": row.id,

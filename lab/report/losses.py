@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lab.report.view import Row
+from lab.report.view import CellRow
 
 
 def losses(repeat: Mapping[str, Any]) -> dict[int, float]:
@@ -16,7 +16,7 @@ def losses(repeat: Mapping[str, Any]) -> dict[int, float]:
     }
 
 
-def by_seed(row: Row) -> dict[int, dict[int, float]]:
+def by_seed(row: CellRow) -> dict[int, dict[int, float]]:
     """The losses of a cell's first good repeat of each seed that has some."""
     found: dict[int, dict[int, float]] = {}
     for repeat in row.repeats:
@@ -38,7 +38,7 @@ class Difference:
     strategies: int
 
 
-def largest_difference(rows: list[Row]) -> Difference | None:
+def largest_difference(rows: list[CellRow]) -> Difference | None:
     """Compare the losses of ``rows`` step by step, seed by seed; None where no two have a step in common."""
     found = list(_differences(rows))
     if not found:
@@ -56,7 +56,7 @@ def largest_difference(rows: list[Row]) -> Difference | None:
     )
 
 
-def _differences(rows: list[Row]) -> Iterator[tuple[float, int, float, str, str]]:
+def _differences(rows: list[CellRow]) -> Iterator[tuple[float, int, float, str, str]]:
     curves = [(row.sync, by_seed(row)) for row in rows]
     for seed in {seed for _, seeds in curves for seed in seeds}:
         mine = [(sync, seeds[seed]) for sync, seeds in curves if seed in seeds]

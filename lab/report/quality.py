@@ -5,14 +5,14 @@ from statistics import fmean, median
 
 from lab.report.findings import Finding, listed, on_nodes
 from lab.report.losses import largest_difference
-from lab.report.view import Block, Row, percent
+from lab.report.view import CellRow, ComparisonGroup, percent
 
 AGREE = 1e-3  # of the loss: what sums in another order leave after some steps; a wrong mean is far beyond it
 NEAR_CHANCE = 1.5
 WITHIN = 0.20
 
 
-def exact_losses(block: Block) -> Iterator[Finding]:
+def exact_losses(block: ComparisonGroup) -> Iterator[Finding]:
     """Whether the exact strategies' losses lie on one another, at each number of nodes."""
     for nodes in [nodes for nodes in block.nodes if nodes > 1]:
         rows = [row for row in block.at(nodes) if row.exact]
@@ -57,7 +57,7 @@ def exact_losses(block: Block) -> Iterator[Finding]:
             )
 
 
-def accuracies(block: Block) -> Iterator[Finding]:
+def accuracies(block: ComparisonGroup) -> Iterator[Finding]:
     """Accuracies on the test images where they were evaluated; near chance they show nothing."""
     for nodes in sorted({row.nodes for row in block.measured}):
         reached = {
@@ -100,7 +100,7 @@ def accuracies(block: Block) -> Iterator[Finding]:
 
 
 def _above_chance(
-    nodes: int, reached: dict[str, tuple[Row, list[float]]], evidence: str
+    nodes: int, reached: dict[str, tuple[CellRow, list[float]]], evidence: str
 ) -> Iterator[Finding]:
     exact = [value for row, values in reached.values() if row.exact for value in values]
     if not exact:
@@ -145,7 +145,7 @@ def _spread(values: Sequence[float]) -> str:
     )
 
 
-def time_to_accuracy(block: Block) -> Iterator[Finding]:
+def time_to_accuracy(block: ComparisonGroup) -> Iterator[Finding]:
     """Seconds until the accuracy asked for, with the spread over the seeds."""
     target = block.settings.get("until_accuracy")
     for row in block.measured if target else []:
@@ -186,7 +186,7 @@ def time_to_accuracy(block: Block) -> Iterator[Finding]:
         )
 
 
-def predictions(block: Block) -> Iterator[Finding]:
+def predictions(block: ComparisonGroup) -> Iterator[Finding]:
     """Predicted step times within and outside 20 % of the measured, in scope and out of it."""
     rows = [row for row in block.measured if row.error is not None]
     errors = {row.id: percent(row.error, 1, signed=True) for row in rows}
@@ -226,7 +226,7 @@ def predictions(block: Block) -> Iterator[Finding]:
         )
 
 
-def bytes_as_predicted(block: Block) -> Iterator[Finding]:
+def bytes_as_predicted(block: ComparisonGroup) -> Iterator[Finding]:
     """Whether the bytes counted where they were sent equal the formulas, rank by rank."""
     told = {
         row.id: (row.prediction["bytes_sent"], row.per_rank("bytes_sent"))

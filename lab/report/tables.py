@@ -9,7 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lab.report.view import NOTHING, Block, Row, percent, rate_text, seconds_text, what_is_emulated
+from lab.report.view import (
+    NOTHING,
+    CellRow,
+    ComparisonGroup,
+    percent,
+    rate_text,
+    seconds_text,
+    what_is_emulated,
+)
 
 
 @dataclass(frozen=True)
@@ -18,16 +26,16 @@ class Column:
 
     key: str
     heading: str
-    text: Callable[[Row], str]
+    text: Callable[[CellRow], str]
     number: bool = True
 
 
-def seconds(row: Row, name: str) -> str:
+def seconds(row: CellRow, name: str) -> str:
     """A median in seconds, as finely as suits the step."""
     return seconds_text(row.median(name), row.step)
 
 
-def step(row: Row) -> str:
+def step(row: CellRow) -> str:
     """The step's median with its 95 % interval, if there is one: ``0.358 [0.351, 0.366]``."""
     interval = row.interval("step")
     between = (
@@ -42,7 +50,7 @@ def _or_nothing(value: float | None, form: str, *, divide: float = 1.0) -> str:
     return NOTHING if value is None else format(value / divide, form)
 
 
-def _status(row: Row) -> str:
+def _status(row: CellRow) -> str:
     message = " ".join(str(row.cell.get("message") or "").split())
     return row.status + (
         f": {message if len(message) <= 80 else message[:79] + '…'}" if message else ""
@@ -125,7 +133,7 @@ COSTS = (
 )
 
 
-def markdown(blocks: Sequence[Block]) -> str:
+def markdown(blocks: Sequence[ComparisonGroup]) -> str:
     """Return the tables of all blocks as Markdown, a heading before each where there is more than one."""
     parts = []
     for block in blocks:
@@ -160,11 +168,11 @@ def escape(text: str) -> str:
     return " ".join(text.split())
 
 
-def _bounds(row: Row, name: str) -> tuple[float | None, float | None]:
+def _bounds(row: CellRow, name: str) -> tuple[float | None, float | None]:
     return row.interval(name) or (None, None)
 
 
-def csv_text(blocks: Sequence[Block]) -> str:
+def csv_text(blocks: Sequence[ComparisonGroup]) -> str:
     """Return all rows as CSV with a header row: names carry the unit (seconds, bytes); shares and errors are ratios."""
     rows = [_csv_row(block, row) for block in blocks for row in block.rows]
     names = list(_csv_row(blocks[0], blocks[0].rows[0])) if rows else ["strategy", "nodes"]
@@ -177,7 +185,7 @@ def csv_text(blocks: Sequence[Block]) -> str:
     return buffer.getvalue()
 
 
-def _csv_row(block: Block, row: Row) -> dict[str, Any]:
+def _csv_row(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
     low, high = _bounds(row, "step")
     return {
         "strategy": row.sync,

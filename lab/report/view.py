@@ -1,4 +1,4 @@
-"""What tables, figures and findings read: cells that may stand side by side as a ``Block``, each cell as a ``Row``.
+"""What tables, figures and findings read: cells that may stand side by side as a ``ComparisonGroup``, each cell as a ``CellRow``.
 
 ``blocks(results)`` splits the cells by group (data, batch, seed, model) and by rate of the link; only cells of one block are
 ever drawn or ordered together. Speed-ups, efficiencies and prediction errors are computed here and nowhere else.
@@ -22,7 +22,7 @@ _CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
 
 
 @dataclass(frozen=True)
-class Row:
+class CellRow:
     """A cell with what follows from it. Seconds, bytes and ratios; None where the run has not said."""
 
     cell: Mapping[str, Any]
@@ -142,24 +142,24 @@ def _interval(cell: Mapping[str, Any], name: str) -> Interval | None:
 
 
 @dataclass(frozen=True)
-class Block:
+class ComparisonGroup:
     """Cells that differ in strategy and number of nodes alone. ``suffix`` ends the names of its figures."""
 
     group: int
     rate: Any
     label: str
     suffix: str
-    rows: tuple[Row, ...]
+    rows: tuple[CellRow, ...]
     scaling: str
     emulated: bool
     settings: Mapping[str, Any]
 
     @property
-    def measured(self) -> list[Row]:
+    def measured(self) -> list[CellRow]:
         return [row for row in self.rows if row.measured]
 
     @property
-    def baseline(self) -> Row | None:
+    def baseline(self) -> CellRow | None:
         return next((row for row in self.rows if row.nodes == 1 and row.measured), None)
 
     @property
@@ -176,11 +176,11 @@ class Block:
             {row.sync for row in self.rows if row.nodes > 1 or self.nodes == [1]}, key=order
         )
 
-    def at(self, nodes: int) -> list[Row]:
+    def at(self, nodes: int) -> list[CellRow]:
         """The measured cells on ``nodes`` nodes."""
         return [row for row in self.measured if row.nodes == nodes]
 
-    def find(self, sync: str, nodes: int) -> Row | None:
+    def find(self, sync: str, nodes: int) -> CellRow | None:
         return next((row for row in self.rows if (row.sync, row.nodes) == (sync, nodes)), None)
 
     @property
@@ -195,7 +195,7 @@ def order(sync: str) -> tuple[int, str]:
     return (order.index(sync) if sync in order else len(order), sync)
 
 
-def blocks(results: Mapping[str, Any]) -> list[Block]:
+def blocks(results: Mapping[str, Any]) -> list[ComparisonGroup]:
     """Split the cells into blocks that may be compared; a one-node cell stands in every rate of its group."""
     cells = results.get("cells") or []
     keys: dict[tuple[int, Any], None] = {}
@@ -209,7 +209,7 @@ def blocks(results: Mapping[str, Any]) -> list[Block]:
 
 def _block(
     results: Mapping[str, Any], group: int, rate: Any, many_groups: bool, many_rates: bool
-) -> Block:
+) -> ComparisonGroup:
     mine = [
         cell
         for cell in results["cells"]
@@ -220,7 +220,7 @@ def _block(
     mine = [cell for cell in mine if cell["nodes"] > 1 or cell is one]
     scaling = (results.get("settings") or {}).get("scaling") or "strong"
     predictions = (results.get("prediction") or {}).get("cells") or {}
-    rows = [Row(cell, one, scaling, predictions.get(cell["id"])) for cell in mine]
+    rows = [CellRow(cell, one, scaling, predictions.get(cell["id"])) for cell in mine]
     names = [
         *([f"group {group}"] if many_groups else []),
         *([rate_text(rate)] if many_rates else []),
@@ -233,7 +233,7 @@ def _block(
     imitated = bool(results.get("emulated")) and (
         settings.get("compute") != "real" or rate is not None
     )
-    return Block(
+    return ComparisonGroup(
         group,
         rate,
         ", ".join(names),

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from common.config.recipes import find_recipe, read_recipe
 from common.errors import UserError
-from lab.processes.prefixed_output import Echo
-from lab.ssh.command import Plan
-from lab.ssh.connections import Nodes
+from lab.processes.prefixed_output import PrefixedOutput
+from lab.ssh.command import NodeCommands
+from lab.ssh.connections import HostConnections
 from lab.ssh.probe import Facts
 
 _LIMIT_SECONDS = 600.0
@@ -16,10 +16,14 @@ _MOST_HOSTS = 8
 
 
 def doctors_find_nothing(
-    nodes: Nodes, facts: Sequence[Facts], plan: Plan, master: str, echo: Echo
+    nodes: HostConnections,
+    facts: Sequence[Facts],
+    plan: NodeCommands,
+    master: str,
+    prefixed: PrefixedOutput,
 ) -> bool:
     """Run the doctors, show rank 0's findings and what each other host alone fails at; return whether no one found a failure."""
-    nodes.on_line = lambda node, line: echo(node, line) if node == 0 else None
+    nodes.on_line = lambda node, line: prefixed(node, line) if node == 0 else None
     flags = _flags(plan)
     for host, one in zip(nodes.hosts, facts, strict=True):
         nodes.start(
@@ -43,7 +47,7 @@ def doctors_find_nothing(
             folder=one["folder"],
         )
     nodes.wait(lambda: not nodes.running, limit_seconds=_LIMIT_SECONDS)
-    _show_others(nodes, echo)
+    _show_others(nodes, prefixed)
     failed = [str(node.host) for node in nodes.nodes if node.status or node.running]
     nodes.ended.clear()
     if failed:
@@ -55,7 +59,7 @@ def doctors_find_nothing(
     return not failed
 
 
-def _show_others(nodes: Nodes, echo: Echo) -> None:
+def _show_others(nodes: HostConnections, prefixed: PrefixedOutput) -> None:
     """Of the hosts but rank 0's the failures that it has not, since most findings are of all nodes together."""
     known, told = set(_failures(nodes.nodes[0].lines)), 0
     for node in nodes.nodes[1:]:
@@ -65,7 +69,7 @@ def _show_others(nodes: Nodes, echo: Echo) -> None:
             own = list(node.lines)[-1:] or ["lab doctor ended without a word"]
         told += bool(own)
         for line in own if told <= _MOST_HOSTS else []:
-            echo.show(node.host.rank, line)
+            prefixed.show(node.host.rank, line)
 
 
 def _failures(lines: Sequence[str]) -> list[str]:
@@ -80,7 +84,7 @@ def _failures(lines: Sequence[str]) -> list[str]:
     return found
 
 
-def _flags(plan: Plan) -> list[str]:
+def _flags(plan: NodeCommands) -> list[str]:
     """What the doctor has to know of the command: dataset and folders, as flags or recipe give them."""
     given = {name: plan.value(name) for name in _PASSED_ON}
     recipe = plan.value("--recipe")

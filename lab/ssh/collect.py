@@ -18,8 +18,8 @@ from rich.console import Console
 
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
-from lab.ssh.connections import Nodes
-from lab.ssh.hosts import Host, Way, parse_hosts
+from lab.ssh.connections import HostConnections
+from lab.ssh.hosts import Host, SSHOptions, parse_hosts
 from lab.ssh.launch import way_of
 from lab.ssh.probe import refuse, unreached_hosts
 from lab.ssh.record import read_launch
@@ -32,7 +32,7 @@ console = Console(highlight=False)
 
 
 @dataclass(frozen=True)
-class Question:
+class CollectRequest:
     """Which hosts are asked for which runs.
 
     clocks : each host's own time at the launch, from which on its runs count; zeros where runs are named.
@@ -40,7 +40,7 @@ class Question:
     """
 
     hosts: Sequence[Host]
-    way: Way
+    way: SSHOptions
     clocks: Sequence[float]
     folders: Sequence[str]
     reports: str
@@ -61,14 +61,14 @@ class Outcome:
 def collect(args: argparse.Namespace) -> int:
     """Bring the runs here, say where they are; return 0, or 1 where a host was not reached, or a file here was another one and
     was left alone. UserError where no host is reached or has any of them."""
-    question = _question(args)
-    with Nodes(question.hosts, question.way) as nodes:
+    request = _collect_request(args)
+    with HostConnections(request.hosts, request.way) as nodes:
         unreached = unreached_hosts(nodes)
         if len(unreached) == len(nodes.hosts):
             refuse(unreached, of=len(nodes.hosts), what="cannot be reached; nothing was brought")
         outcome, wanted = Outcome(unreached=unreached), set()
         for node, listing in _listings(
-            nodes, question, args.checkpoints, leave_out=unreached
+            nodes, request, args.checkpoints, leave_out=unreached
         ).items():
             for run, files in listing["runs"].items():
                 outcome.runs.setdefault(run, []).append(node)
@@ -87,10 +87,10 @@ def collect(args: argparse.Namespace) -> int:
                     args.output_dir,
                     outcome,
                 )
-    return _tell(question, outcome, args.output_dir)
+    return _tell(request, outcome, args.output_dir)
 
 
-def _question(args: argparse.Namespace) -> Question:
+def _collect_request(args: argparse.Namespace) -> CollectRequest:
     names = [name.rstrip("/") for name in args.things]
     if args.hosts is not None:
         if not names:
@@ -99,7 +99,7 @@ def _question(args: argparse.Namespace) -> Question:
                 "launch in place of --hosts"
             )
         hosts, way = parse_hosts(args.hosts, shares_a_port=False), way_of(args)
-        return Question(
+        return CollectRequest(
             hosts,
             way,
             [0.0] * len(hosts),
@@ -116,7 +116,7 @@ def _question(args: argparse.Namespace) -> Question:
     told = read_launch(folder)
     hosts = [Host(rank, host["given"]) for rank, host in enumerate(told["hosts"])]
     config = args.ssh_config or (Path(told["ssh_config"]) if told["ssh_config"] else None)
-    way = Way(
+    way = SSHOptions(
         told["workdir"],
         told["user"],
         told["python"],
@@ -124,7 +124,7 @@ def _question(args: argparse.Namespace) -> Question:
         (*args.ssh_option, *told["ssh_options"]),
         args.silence,
     )
-    return Question(
+    return CollectRequest(
         hosts,
         way,
         [host["clock"] for host in told["hosts"]],
@@ -149,11 +149,15 @@ def _run_name(name: str) -> str:
 
 
 def _listings(
-    nodes: Nodes, question: Question, checkpoints: bool, *, leave_out: Collection[Host]
+    nodes: HostConnections,
+    request: CollectRequest,
+    checkpoints: bool,
+    *,
+    leave_out: Collection[Host],
 ) -> dict[int, Mapping[str, Any]]:
     """The runs of each host that is reached; UserError where one has no answer, and where no host has any of them."""
     listings = {}
-    for node, (folder, clock) in enumerate(zip(question.folders, question.clocks, strict=True)):
+    for node, (folder, clock) in enumerate(zip(request.folders, request.clocks, strict=True)):
         if nodes.hosts[node] in leave_out:
             continue
         answer = nodes.ask(
@@ -161,8 +165,8 @@ def _listings(
             nodes=[node],
             limit_seconds=_LIST_SECONDS,
             folder=folder,
-            reports=question.reports,
-            names=question.names,
+            reports=request.reports,
+            names=request.names,
             since=clock,
             checkpoints=checkpoints,
         )[node]
@@ -174,7 +178,7 @@ def _listings(
             )
         listings[node] = answer["result"]
     if not any(listing["runs"] for listing in listings.values()):
-        which = f"run {', '.join(question.names)}" if question.names else "run of that launch"
+        which = f"run {', '.join(request.names)}" if request.names else "run of that launch"
         places = ", ".join(dict.fromkeys(f"{listing['reports']}" for listing in listings.values()))
         raise UserError(
             f"no {which} on any of {len(listings)} hosts in {places}: name others, or give --hosts, --workdir and "
@@ -204,7 +208,12 @@ def _differing(
 
 
 def _take(
-    nodes: Nodes, node: int, reports: str, paths: Sequence[str], output_dir: Path, outcome: Outcome
+    nodes: HostConnections,
+    node: int,
+    reports: str,
+    paths: Sequence[str],
+    output_dir: Path,
+    outcome: Outcome,
 ) -> None:
     """Bring these files of one host here."""
     if not paths:
@@ -255,11 +264,11 @@ def _keep(path: Path, content: bytes, outcome: Outcome) -> None:
     outcome.taken += 1
 
 
-def _tell(question: Question, outcome: Outcome, output_dir: Path) -> int:
+def _tell(request: CollectRequest, outcome: Outcome, output_dir: Path) -> int:
     folders = [output_dir / run for run in sorted(outcome.runs)]
     for run, folder in zip(sorted(outcome.runs), folders, strict=True):
         _say(
-            f"{folder}: from {', '.join(question.hosts[node].name for node in outcome.runs[run][:_MOST_NAMED])}"
+            f"{folder}: from {', '.join(request.hosts[node].name for node in outcome.runs[run][:_MOST_NAMED])}"
             + (
                 f" and {len(outcome.runs[run]) - _MOST_NAMED} more"
                 if len(outcome.runs[run]) > _MOST_NAMED

@@ -1,6 +1,6 @@
 """Each host's place in the command: the flags of the parts, those of torchrun, or placeholders, whichever it takes.
 
-``Plan.of`` reads the command and refuses what contradicts the hosts; ``Plan.fill`` gives one host's.
+``NodeCommands.of`` reads the command and refuses what contradicts the hosts; ``NodeCommands.fill`` gives one host's.
 """
 
 import re
@@ -33,7 +33,7 @@ _EXAMPLE = "lab launch --hosts node0,node1 -- python PartTwo/main.py --sync all_
 
 
 @dataclass(frozen=True)
-class Plan:
+class NodeCommands:
     """A command with how it learns its place.
 
     way : "part" (its flags are appended), "torchrun" (those of it that are absent), "filled" (placeholders), "plain" (not at
@@ -49,7 +49,7 @@ class Plan:
     _added: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
-    def of(cls, words: Sequence[str], *, nodes: int, port: int | None) -> "Plan":
+    def of(cls, words: Sequence[str], *, nodes: int, port: int | None) -> "NodeCommands":
         """Read a command for ``nodes`` hosts. UserError where it names a place itself, or cannot run on so many."""
         if not words:
             raise UserError(f"no command: give it behind --, for example {_EXAMPLE}")

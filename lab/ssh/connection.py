@@ -1,4 +1,4 @@
-"""``Node``: the connection to one host, a process of the system's ``ssh``, and what has come over it."""
+"""``HostConnection``: the connection to one host, a process of the system's ``ssh``, and what has come over it."""
 
 import contextlib
 import json
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import UserError
-from common.utils.processes import death_wish
-from lab.ssh.hosts import Host, Way, ssh_command
+from common.utils.processes import kill_on_parent_exit
+from lab.ssh.hosts import Host, SSHOptions, ssh_command
 
 LOST = 255
 """The status of a host whose connection broke, as ssh has it."""
@@ -23,7 +23,7 @@ _KEPT_BYTES = 1 << 14
 
 
 @dataclass
-class Node:
+class HostConnection:
     """One host.
 
     ready : its keeper has answered. closed : nothing more will come. running : a command does; status : how the last one ended.
@@ -43,7 +43,7 @@ class Node:
     errors: bytes = b""
 
     @classmethod
-    def open(cls, host: Host, way: Way, first: bytes) -> "Node":
+    def open(cls, host: Host, way: SSHOptions, first: bytes) -> "HostConnection":
         """Start ``ssh``, and have it send ``first``. UserError where there is no ssh."""
         try:
             # A session of its own: Ctrl-C at the terminal is for lab alone, which lets the hosts say their last words.
@@ -53,7 +53,7 @@ class Node:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=death_wish(),
+                preexec_fn=kill_on_parent_exit(),
             )
         except FileNotFoundError:
             raise UserError(

@@ -1,9 +1,9 @@
-"""``Nodes``: a connection to each host, with the keeper at its other end. All of them end with the ``with``.
+"""``HostConnections``: a connection to each host, with the keeper at its other end. All of them end with the ``with``.
 
-Order: ``Nodes(...)`` as a context manager, ``ask`` what is to be known first, ``start`` a command on each, ``wait``; perhaps
-``signal`` or ``kill`` meanwhile. One thread reads from all hosts and one sends the beats without which they would end by
-themselves, so that neither a slow terminal nor a busy caller loses a host.
-"""
+Order: ``HostConnections(...)`` as a context manager, ``ask`` what is to be known first, ``start`` a
+command on each, ``wait``; perhaps ``signal`` or ``kill`` meanwhile. One thread reads from all hosts
+and one sends the beats without which they would end by themselves, so that neither a slow terminal
+nor a busy caller loses a host."""
 
 import contextlib
 import json
@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lab.ssh.connection import LOST, Node
-from lab.ssh.hosts import Host, Way, program
+from lab.ssh.connection import LOST, HostConnection
+from lab.ssh.hosts import Host, SSHOptions, program
 
 _READ_BYTES = 1 << 16
 _AT_ONCE = 64
@@ -28,7 +28,7 @@ _LEAVE_SECONDS = 15.0
 _ERRORS_SECONDS = 2.0
 
 
-class Nodes:
+class HostConnections:
     """The hosts of a launch.
 
     Parameters
@@ -40,18 +40,20 @@ class Nodes:
     def __init__(
         self,
         hosts: Sequence[Host],
-        way: Way,
+        way: SSHOptions,
         *,
         on_line: Callable[[int, str], object] = lambda node, line: None,
         on_piece: Callable[[str], object] = lambda piece: None,
     ) -> None:
         self.hosts, self._way, self.on_line, self.on_piece = hosts, way, on_line, on_piece
-        self.nodes: list[Node] = []
+        self.nodes: list[HostConnection] = []
         self.ended: list[int] = []
         self._changed, self._closing = threading.Condition(), threading.Event()
         self._selector = selectors.DefaultSelector()
-        self._new: deque[Node] = deque()  # not yet known to the reader, whose selector is its own
-        self._hung_up: list[Node] = []
+        self._new: deque[HostConnection] = (
+            deque()
+        )  # not yet known to the reader, whose selector is its own
+        self._hung_up: list[HostConnection] = []
         self._token, self._requests, self._turned = secrets.token_hex(16), 0, time.monotonic()
         self._threads = [
             threading.Thread(target=one, daemon=True) for one in (self._read, self._beat)
@@ -62,7 +64,7 @@ class Nodes:
         """After which a connection without a sign of life counts as broken."""
         return self._way.silence_seconds
 
-    def __enter__(self) -> "Nodes":
+    def __enter__(self) -> "HostConnections":
         spec = (
             json.dumps(
                 {"token": self._token, "silence_seconds": self._way.silence_seconds}
@@ -80,7 +82,7 @@ class Nodes:
                     ),
                     limit_seconds=_TURN_SECONDS,
                 )
-                self.nodes.append(Node.open(host, self._way, first))
+                self.nodes.append(HostConnection.open(host, self._way, first))
                 self._new.append(self.nodes[-1])
         except BaseException:
             self.close()
@@ -110,7 +112,7 @@ class Nodes:
             node.ssh.stderr.close()
 
     def wait_until_ready(self, limit_seconds: float) -> None:
-        """Wait until each keeper has answered or its connection has failed: ``Node.ready`` says which."""
+        """Wait until each keeper has answered or its connection has failed: ``HostConnection.ready`` says which."""
         self.wait(
             lambda: all(node.ready or node.closed for node in self.nodes),
             limit_seconds=limit_seconds,
@@ -229,7 +231,7 @@ class Nodes:
                     self._selector.unregister(stream)
                 self._closed(node)
 
-    def _take(self, node: Node, text: bytes) -> None:
+    def _take(self, node: HostConnection, text: bytes) -> None:
         *lines, node.rest = (node.rest + text).split(b"\n")
         node.heard = time.monotonic()
         for line in lines:
@@ -246,7 +248,7 @@ class Nodes:
             else:
                 node.complain(line + b"\n")
 
-    def _take_message(self, node: Node, message: Mapping[str, Any]) -> None:
+    def _take_message(self, node: HostConnection, message: Mapping[str, Any]) -> None:
         if "line" in message:
             node.lines.append(message["line"])
             self.on_line(node.host.rank, message["line"])
@@ -263,14 +265,14 @@ class Nodes:
                 node.answers[message["answer"]] = message
                 self._changed.notify_all()
 
-    def _closed(self, node: Node) -> None:
+    def _closed(self, node: HostConnection) -> None:
         with self._changed:
             node.closed = True
             self._changed.notify_all()
         if node.running:
             self._ended(node, LOST)
 
-    def _ended(self, node: Node, status: int) -> None:
+    def _ended(self, node: HostConnection, status: int) -> None:
         with self._changed:
             node.running, node.status = False, status
             self.ended.append(node.host.rank)

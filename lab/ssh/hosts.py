@@ -80,7 +80,7 @@ def program() -> bytes:
 
 
 @dataclass(frozen=True)
-class Way:
+class SSHOptions:
     """How hosts are reached, the same for all of them.
 
     user : of hosts given without one; workdir : there, relative to the home folder unless absolute; python : the interpreter
@@ -95,7 +95,7 @@ class Way:
     silence_seconds: float = 30.0
 
 
-def ssh_command(host: Host, way: Way) -> list[str]:
+def ssh_command(host: Host, way: SSHOptions) -> list[str]:
     """Return the command that starts the keeper on a host. It never asks for a password: many cannot be typed at once."""
     alive = max(1, round(way.silence_seconds / 3))
     options = [

@@ -17,13 +17,13 @@ from rich.console import Console
 
 from common.errors import INTERRUPTED, TO_BE_CONTINUED, UserError
 from common.utils.paths import REPOSITORY, new_folder
-from common.utils.processes import blame
-from lab.processes.prefixed_output import Echo
+from common.utils.processes import find_root_failure
+from lab.processes.prefixed_output import PrefixedOutput
 from lab.ssh.check import doctors_find_nothing
-from lab.ssh.command import Plan
+from lab.ssh.command import NodeCommands
 from lab.ssh.connection import LOST
-from lab.ssh.connections import Nodes
-from lab.ssh.hosts import Host, Way, parse_hosts, remote_folder
+from lab.ssh.connections import HostConnections
+from lab.ssh.hosts import Host, SSHOptions, parse_hosts, remote_folder
 from lab.ssh.master_address import find_master
 from lab.ssh.probe import Facts, ask_facts, problems_of, refuse
 from lab.ssh.record import SHOWN_HOSTS, Record
@@ -46,9 +46,9 @@ class _Terminated(BaseException):
 def launch(args: argparse.Namespace) -> int:
     """Run the command on all hosts; return 0, or the status of the host that failed first. UserError before anything starts."""
     hosts, way = parse_hosts(args.hosts, shares_a_port=args.master_port is not None), way_of(args)
-    plan = Plan.of(args.flags, nodes=len(hosts), port=args.master_port)
+    plan = NodeCommands.of(args.flags, nodes=len(hosts), port=args.master_port)
     _allow_open_files(_FILES_A_HOST * len(hosts))
-    with Nodes(hosts, way) as nodes:
+    with HostConnections(hosts, way) as nodes:
         facts = ask_facts(nodes, way, script=plan.script)
         refuse(
             problems_of(hosts, facts, plan, shares_a_port=args.master_port is not None),
@@ -57,13 +57,15 @@ def launch(args: argparse.Namespace) -> int:
         master = args.master_ip
         if master is None and (plan.meets or args.check):
             master = find_master(nodes, facts, port=plan.meeting_port)
-        echo = Echo(console, len(hosts), shown=lambda node: len(hosts) <= SHOWN_HOSTS or node == 0)
-        record = Record(args.logs or new_folder(args.output_dir, "launch"), echo)
+        prefixed = PrefixedOutput(
+            console, len(hosts), shown=lambda node: len(hosts) <= SHOWN_HOSTS or node == 0
+        )
+        record = Record(args.logs or new_folder(args.output_dir, "launch"), prefixed)
         record.begin(hosts, facts, way, plan, master=master)
         _say(_introduction(hosts, plan, master, record))
         status = 1
         try:
-            if not args.check or doctors_find_nothing(nodes, facts, plan, master, echo):
+            if not args.check or doctors_find_nothing(nodes, facts, plan, master, prefixed):
                 nodes.on_line = record.line
                 status = _run(nodes, facts, plan, master or "", record)
         except KeyboardInterrupt:
@@ -74,14 +76,14 @@ def launch(args: argparse.Namespace) -> int:
         return status
 
 
-def way_of(args: argparse.Namespace) -> Way:
+def way_of(args: argparse.Namespace) -> SSHOptions:
     """Return how the flags say that the hosts are reached. UserError on what cannot be."""
     if args.silence < 1:
         raise UserError(f"--silence: got {args.silence:g}, give seconds, 1 or more")
     if args.ssh_config is not None and not args.ssh_config.is_file():
         raise UserError(f"--ssh-config: there is no file {args.ssh_config}")
     folder = str(REPOSITORY) if args.workdir is None else remote_folder(args.workdir)
-    return Way(
+    return SSHOptions(
         folder, args.user, args.python, args.ssh_config, tuple(args.ssh_option), args.silence
     )
 
@@ -99,7 +101,9 @@ def _allow_open_files(wanted: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _introduction(hosts: Sequence[Host], plan: Plan, master: str | None, record: Record) -> str:
+def _introduction(
+    hosts: Sequence[Host], plan: NodeCommands, master: str | None, record: Record
+) -> str:
     names = hosts[0].name if len(hosts) == 1 else f"{hosts[0].name} to {hosts[-1].name}"
     place = f"; rank 0 at {master}:{plan.meeting_port}" if master is not None else ""
     quiet = "; rank 0's output, and the first failure's" if len(hosts) > SHOWN_HOSTS else ""
@@ -108,7 +112,9 @@ def _introduction(hosts: Sequence[Host], plan: Plan, master: str | None, record:
     )
 
 
-def _run(nodes: Nodes, facts: Sequence[Facts], plan: Plan, master: str, record: Record) -> int:
+def _run(
+    nodes: HostConnections, facts: Sequence[Facts], plan: NodeCommands, master: str, record: Record
+) -> int:
     environment = {"PYTHONUNBUFFERED": "1"}
     if plan.way == "torchrun":  # restarted workers would read the addresses of those before them
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -132,7 +138,7 @@ def _run(nodes: Nodes, facts: Sequence[Facts], plan: Plan, master: str, record: 
     return _conclusion(nodes, time.monotonic() - began, record, interrupted)
 
 
-def _wait(nodes: Nodes, record: Record) -> None:
+def _wait(nodes: HostConnections, record: Record) -> None:
     """Return when all have ended, or when one has failed and the others have had time to say why they end, too."""
     nodes.wait(lambda: not nodes.running or bool(_ended_badly(nodes)))
     if not _failed(nodes):  # those that were stopped and saved; rank 0 may still write
@@ -144,23 +150,23 @@ def _wait(nodes: Nodes, record: Record) -> None:
     nodes.wait(lambda: not nodes.running, limit_seconds=_GRACE_SECONDS)
 
 
-def _let_end(nodes: Nodes, number: int, limit_seconds: float) -> None:
+def _let_end(nodes: HostConnections, number: int, limit_seconds: float) -> None:
     """Let the nodes say their last words; a second Ctrl-C does without."""
     with contextlib.suppress(KeyboardInterrupt):
         nodes.signal(number)
         nodes.wait(lambda: not nodes.running, limit_seconds=limit_seconds)
 
 
-def _ended_badly(nodes: Nodes) -> list[int]:
+def _ended_badly(nodes: HostConnections) -> list[int]:
     """Those that ended, in that order, but for those that ended well."""
     return [node for node in nodes.ended if nodes.nodes[node].status]
 
 
-def _failed(nodes: Nodes) -> list[int]:
+def _failed(nodes: HostConnections) -> list[int]:
     return [node for node in _ended_badly(nodes) if nodes.nodes[node].status != TO_BE_CONTINUED]
 
 
-def _conclusion(nodes: Nodes, seconds: float, record: Record, interrupted: int) -> int:
+def _conclusion(nodes: HostConnections, seconds: float, record: Record, interrupted: int) -> int:
     """Say how it ended, and return the exit status."""
     lost = [
         node.host for node in nodes.nodes if node.running or (node.status == LOST and node.closed)
@@ -182,7 +188,7 @@ def _conclusion(nodes: Nodes, seconds: float, record: Record, interrupted: int) 
         return 0
     statuses = {node: nodes.nodes[node].status for node in failed}
     outputs = {node: "\n".join(nodes.nodes[node].lines) for node in failed}
-    culprit, message = blame(failed, statuses, outputs, name="node")
+    culprit, message = find_root_failure(failed, statuses, outputs, name="node")
     print(
         f"error: {message} (host {nodes.hosts[culprit].name}; its output: {record.log(culprit)})",
         file=sys.stderr,
@@ -190,7 +196,9 @@ def _conclusion(nodes: Nodes, seconds: float, record: Record, interrupted: int) 
     return statuses[culprit] if statuses[culprit] > 0 else 128 - statuses[culprit]
 
 
-def _tell_interrupted(nodes: Nodes, lost: Sequence[Host], record: Record, status: int) -> int:
+def _tell_interrupted(
+    nodes: HostConnections, lost: Sequence[Host], record: Record, status: int
+) -> int:
     left = (
         ""
         if not lost
@@ -204,7 +212,7 @@ def _tell_interrupted(nodes: Nodes, lost: Sequence[Host], record: Record, status
     return status
 
 
-def _tell_lost(nodes: Nodes, host: Host, seconds: float, record: Record) -> int:
+def _tell_lost(nodes: HostConnections, host: Host, seconds: float, record: Record) -> int:
     node = nodes.nodes[host.rank]
     why = (
         f" ({node.complaints[-1][:200]})"

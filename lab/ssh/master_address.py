@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import UserError
-from lab.ssh.connections import Nodes
+from lab.ssh.connections import HostConnections
 from lab.ssh.hosts import Host
 from lab.ssh.probe import Facts, refuse
 
@@ -18,7 +18,7 @@ _RESOLVE_SECONDS = 15.0
 _KNOCK_SECONDS = 4.0
 
 
-def find_master(nodes: Nodes, facts: Sequence[Facts], *, port: int) -> str:
+def find_master(nodes: HostConnections, facts: Sequence[Facts], *, port: int) -> str:
     """Return the address at which rank 0 is to wait for the others. UserError where its port is taken or all do not reach one
     address."""
     others = range(1, len(nodes.hosts))
@@ -45,7 +45,7 @@ def find_master(nodes: Nodes, facts: Sequence[Facts], *, port: int) -> str:
         if others
         else {}
     )
-    nodes.ask("hush", nodes=[0], limit_seconds=_RESOLVE_SECONDS)
+    nodes.ask("stop_listening", nodes=[0], limit_seconds=_RESOLVE_SECONDS)
     if not others:
         return candidates[0] if candidates else "127.0.0.1"
     if not candidates:
@@ -64,7 +64,7 @@ def find_master(nodes: Nodes, facts: Sequence[Facts], *, port: int) -> str:
     return _reached_by_all(nodes.hosts, candidates, answers, port)
 
 
-def _candidates(nodes: Nodes, facts: Sequence[Facts], others: Sequence[int]) -> list[str]:
+def _candidates(nodes: HostConnections, facts: Sequence[Facts], others: Sequence[int]) -> list[str]:
     """Addresses to try, the likeliest first: what the first host's names mean to the others and is its own; its own ones, private
     networks before others; what its names mean beside that (an address that a router translates)."""
     names = [nodes.hosts[0].name, facts[0]["name"]]

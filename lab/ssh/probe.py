@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import UserError
-from lab.ssh.command import Plan
-from lab.ssh.connection import Node
-from lab.ssh.connections import Nodes
-from lab.ssh.hosts import CONNECT_SECONDS, Host, Way
+from lab.ssh.command import NodeCommands
+from lab.ssh.connection import HostConnection
+from lab.ssh.connections import HostConnections
+from lab.ssh.hosts import CONNECT_SECONDS, Host, SSHOptions
 from lab.ssh.refusals import explain
 
 OLDEST_PYTHON = (3, 11)
@@ -21,7 +21,7 @@ _MOST_NAMED = 16
 Facts = Mapping[str, Any]
 
 
-def ask_facts(nodes: Nodes, way: Way, *, script: str | None) -> list[Facts]:
+def ask_facts(nodes: HostConnections, way: SSHOptions, *, script: str | None) -> list[Facts]:
     """Return what each host says of itself, see remote_handlers.facts. UserError, with a line for
     each, where some do not answer."""
     refuse(unreached_hosts(nodes), of=len(nodes.nodes))
@@ -43,13 +43,13 @@ def ask_facts(nodes: Nodes, way: Way, *, script: str | None) -> list[Facts]:
     return [answers[node]["result"] for node in sorted(answers)]
 
 
-def unreached_hosts(nodes: Nodes) -> dict[Host, str]:
+def unreached_hosts(nodes: HostConnections) -> dict[Host, str]:
     """Wait for all hosts; return why some cannot be reached."""
     nodes.wait_until_ready(_READY_SECONDS)
     return {node.host: _unreached(node) for node in nodes.nodes if not node.ready}
 
 
-def _unreached(node: Node) -> str:
+def _unreached(node: HostConnection) -> str:
     host = node.host
     if not node.closed:
         return f"no answer within {_READY_SECONDS:g} s: try ssh {shlex.quote(host.given)} true"
@@ -69,7 +69,7 @@ def refuse(
 
 
 def problems_of(
-    hosts: Sequence[Host], facts: Sequence[Facts], plan: Plan, *, shares_a_port: bool
+    hosts: Sequence[Host], facts: Sequence[Facts], plan: NodeCommands, *, shares_a_port: bool
 ) -> dict[Host, str]:
     """Return by host what stands in the way of ``plan``: the first thing of each."""
     found = {}
@@ -82,7 +82,7 @@ def problems_of(
     return found
 
 
-def _own_problem(mine: Facts, plan: Plan) -> str | None:
+def _own_problem(mine: Facts, plan: NodeCommands) -> str | None:
     if not mine["folder_there"]:
         return f"there is no folder {mine['folder']}: clone the project to it, or give --workdir, its folder on the hosts"
     if not mine["script_there"]:
@@ -99,7 +99,7 @@ def _own_problem(mine: Facts, plan: Plan) -> str | None:
     return None
 
 
-def _difference(first_host: Host, first: Facts, mine: Facts, plan: Plan) -> str | None:
+def _difference(first_host: Host, first: Facts, mine: Facts, plan: NodeCommands) -> str | None:
     """From rank 0's host, of what has to be the same on all: Python, torch, code."""
     if plan.part is None:
         return None

@@ -14,9 +14,9 @@ from typing import IO, Any
 
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
-from lab.processes.prefixed_output import Echo
-from lab.ssh.command import Plan
-from lab.ssh.hosts import Host, Way
+from lab.processes.prefixed_output import PrefixedOutput
+from lab.ssh.command import NodeCommands
+from lab.ssh.hosts import Host, SSHOptions
 from lab.ssh.probe import Facts
 
 FORMAT = 1
@@ -34,8 +34,8 @@ class Record:
     echo : shows a node's line on the terminal.
     """
 
-    def __init__(self, folder: Path, echo: Echo) -> None:
-        self.folder, self._echo = folder, echo
+    def __init__(self, folder: Path, prefixed: PrefixedOutput) -> None:
+        self.folder, self._echo = folder, prefixed
         self._files: dict[int, IO[str]] = {}
         self._content: dict[str, Any] = {}
         self._began = time.monotonic()
@@ -44,8 +44,8 @@ class Record:
         self,
         hosts: Sequence[Host],
         facts: Sequence[Facts],
-        way: Way,
-        plan: Plan,
+        way: SSHOptions,
+        plan: NodeCommands,
         *,
         master: str | None,
     ) -> None:

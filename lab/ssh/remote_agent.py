@@ -27,7 +27,7 @@ _NOT_FOUND = 127
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
-class Keeper:
+class RemoteAgent:
     """``answers`` : functions of one request each, by the request's name; what they return is sent back."""
 
     def __init__(self, token, answers, silence_seconds):
@@ -221,13 +221,13 @@ def _prctl(what, value):
         ctypes.CDLL(None).prctl(what, value)
 
 
-def _guard(keeper):
+def _guard(remote_agent):
     """Wait for the keeper, a child of this process; where it was killed, end what it has left behind, and say so."""
     _prctl(_ADOPT_ORPHANS, 1)
     for number in _ENDING_SIGNALS:
-        signal.signal(number, lambda *_: os.kill(keeper, signal.SIGTERM))
+        signal.signal(number, lambda *_: os.kill(remote_agent, signal.SIGTERM))
     ended = 0
-    while ended != keeper:
+    while ended != remote_agent:
         ended, status = os.wait()
     end_all(None)
     if os.WIFSIGNALED(status):
@@ -243,8 +243,8 @@ def main(answers):
             return
         first += piece
     spec = json.loads(first.decode())
-    keeper = os.fork()
-    if keeper:
-        _guard(keeper)
+    remote_agent = os.fork()
+    if remote_agent:
+        _guard(remote_agent)
     else:
-        Keeper(spec["token"], answers, spec["silence_seconds"]).serve()
+        RemoteAgent(spec["token"], answers, spec["silence_seconds"]).serve()

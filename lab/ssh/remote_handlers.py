@@ -98,7 +98,7 @@ def resolve(request, _send):
 
 
 def listen(request, _send):
-    """Say the token to everybody who knocks at a port of this host, until ``hush``; OSError where it is taken."""
+    """Say the token to everybody who knocks at a port of this host, until ``stop_listening``; OSError where it is taken."""
     door = socket.socket()
     try:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -124,7 +124,7 @@ def listen(request, _send):
     _listeners[-1].start()
 
 
-def hush(_request, _send):
+def stop_listening(_request, _send):
     """Close the port again; it is free when this returns."""
     _hushed.set()
     for listener in _listeners:
@@ -244,7 +244,7 @@ ANSWERS = {
     "facts": facts,
     "resolve": resolve,
     "listen": listen,
-    "hush": hush,
+    "stop_listening": stop_listening,
     "knock": knock,
     "runs": runs,
     "pack": pack,

@@ -8,7 +8,7 @@ import pytest
 
 from lab.compare.cells import Settings
 from lab.compare.job_plan import how_to_run, plan_comparison, planned_runs
-from lab.compare.job_results import put_together
+from lab.compare.job_results import merge_results
 from lab.compare.results import read_results
 from tests.helpers import ROOT, slurm_cluster
 from tests.helpers.slurm_cluster import SlurmCluster
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report(folder: Path) -> dict[str, Any]:
-    return put_together(folder, read_results(folder / "results.json"))
+    return merge_results(folder, read_results(folder / "results.json"))
 
 
 def submit(slurm: SlurmCluster, *arguments: object) -> str:

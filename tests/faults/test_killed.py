@@ -42,7 +42,7 @@ def killed(
     return [path.name for path in left]
 
 
-def goes_on(stage: Stage, undisturbed: Reference, *, step: int) -> None:
+def resuming(stage: Stage, undisturbed: Reference, *, step: int) -> None:
     """Resume, and compare with the undisturbed run."""
     run = stage.finish("all_reduce", "--resume", "auto")
     assert f", step {step}" in stage.text(0)
@@ -72,7 +72,7 @@ def test_in_a_collective(stage: Stage, undisturbed: Reference, way: str, victim:
 @pytest.mark.slow
 def test_rank_0_in_forward_and_gone_on_with(stage: Stage, undisturbed: Reference) -> None:
     assert killed(stage, undisturbed, 0, "forward") == ["Epoch_1.pt"]
-    goes_on(stage, undisturbed, step=2)
+    resuming(stage, undisturbed, step=2)
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_rank_0_in_evaluation(stage: Stage, undisturbed: Reference) -> None:
 @pytest.mark.slow
 def test_another_in_evaluation_and_gone_on_with(stage: Stage, undisturbed: Reference) -> None:
     assert killed(stage, undisturbed, 2, "evaluation") == ["Epoch_2.pt", "Epoch_1.pt"]
-    goes_on(stage, undisturbed, step=4)
+    resuming(stage, undisturbed, step=4)
 
 
 def test_the_writer_with_half_a_checkpoint_and_gone_on_with(
@@ -96,7 +96,7 @@ def test_the_writer_with_half_a_checkpoint_and_gone_on_with(
 ) -> None:
     assert killed(stage, undisturbed, 0, "writing") == ["Epoch_1.pt"]
     assert len(list((stage.run() / "checkpoints").glob(".Epoch_2.pt.*.unfinished"))) == 1
-    goes_on(stage, undisturbed, step=2)  # which sees, too, that nothing of it is left
+    resuming(stage, undisturbed, step=2)  # which sees, too, that nothing of it is left
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from lab.doctor.meeting import Place, meet
-from lab.doctor.nodes import findings_of
+from lab.doctor.meeting import NodePlace, connect_nodes
+from lab.doctor.nodes import results_of
 from lab.doctor.wire import listen
 
 
@@ -55,15 +55,15 @@ class Deaf:
 def find(told: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return what a node found, by name."""
     ahead = told.get("clock_ahead", 0.0)
-    meeting = meet(
-        Place("127.0.0.1", told["master_port"], told["num_nodes"], told["rank"]),
+    meeting = connect_nodes(
+        NodePlace("127.0.0.1", told["master_port"], told["num_nodes"], told["rank"]),
         told.get("facts", {}),
         timeout_seconds=told["timeout"],
         host=told.get("host"),
         clock=lambda: time.time() + ahead,
         door={"open": listen, "closed": closed, "deaf": Deaf}[told.get("door", "open")],
     )
-    return {finding.name: asdict(finding) for finding in findings_of(meeting)}
+    return {result.name: asdict(result) for result in results_of(meeting)}
 
 
 if __name__ == "__main__":

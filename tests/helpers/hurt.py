@@ -192,15 +192,15 @@ def while_another_writes(act: Act) -> None:
     """This rank waits for the one that writes the second epoch's checkpoint."""
     from common.training_engine import checkpoint_manager as saving
 
-    everyone, calls = saving.everyone, []
+    run_on_all_ranks, calls = saving.run_on_all_ranks, []
 
     def hurt(*arguments: Any) -> Any:
         calls.append(True)
         if len(calls) == 2:
             act()
-        return everyone(*arguments)
+        return run_on_all_ranks(*arguments)
 
-    saving.everyone = hurt
+    saving.run_on_all_ranks = hurt
 
 
 def in_its_data(act: Act) -> None:

@@ -405,12 +405,12 @@ class SlurmCluster:
             ("nsswitch.conf", _NSSWITCH),
         ):
             (self.folder / name).write_text(text)
-        everyone = "".join(
+        everyones = "".join(
             f"{self._cluster.address(node)} {name}\n" for node, name in enumerate(names)
         )
         for name in names[:-1]:
             (self.folder / f"disk-{name}").mkdir()
             (self.folder / f"hosts-{name}").write_text(
                 "127.0.0.1 localhost\n"
-                + (everyone if self._names_resolve else f"127.0.1.1 {name}\n")
+                + (everyones if self._names_resolve else f"127.0.1.1 {name}\n")
             )

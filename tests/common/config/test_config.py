@@ -13,7 +13,7 @@ import pytest
 from common.cli import main
 from common.config.parser import build_parser, parse_arguments
 from common.config.schema import Config
-from common.distributed.launch_env import Launch, resolve_launch
+from common.distributed.launch_env import LaunchSpec, resolve_launch
 from common.errors import UserError
 from common.models import MODELS
 from common.sync import STRATEGIES
@@ -398,7 +398,7 @@ TORCHRUN = {
 
 def test_launch_from_flags():
     """The three flags, with the default port or one given; what only the ranks' meeting can tell stays None."""
-    assert resolve_launch(_parse(*CLUSTER).launch_flags, {}) == Launch(
+    assert resolve_launch(_parse(*CLUSTER).launch_flags, {}) == LaunchSpec(
         0, 2, "10.0.0.1", DEFAULT_MASTER_PORT, None, None, False
     )
     launch = resolve_launch(
@@ -409,7 +409,7 @@ def test_launch_from_flags():
 
 def test_launch_from_torchrun():
     """Everything from the environment."""
-    assert resolve_launch(_parse().launch_flags, TORCHRUN) == Launch(
+    assert resolve_launch(_parse().launch_flags, TORCHRUN) == LaunchSpec(
         1, 3, "127.0.0.1", 4000, 1, 3, True, largest_size=3
     )
 

@@ -25,7 +25,7 @@ from common.config.recipes import RECIPES, print_recipe
 from common.config.schema import Config, flag
 from common.data import DATASETS
 from common.distributed.launch_env import (
-    Launch,
+    LaunchSpec,
     launcher_command,
     processes_to_start,
     resolve_launch,
@@ -324,7 +324,7 @@ def test_the_older_launchers_flag_is_taken() -> None:
 def test_a_rank_that_is_told_its_place_takes_it(words: str) -> None:
     config = parse("--recipe resnet18-transfer-cifar10 " + words)
     assert processes_to_start(config.launch_flags, {}) == 0
-    assert resolve_launch(config.launch_flags, {}) == Launch(2, 4, "10.0.0.1", 23456)
+    assert resolve_launch(config.launch_flags, {}) == LaunchSpec(2, 4, "10.0.0.1", 23456)
 
 
 @pytest.mark.parametrize(

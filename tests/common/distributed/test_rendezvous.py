@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from common.distributed.launch_env import Launch
-from common.distributed.rendezvous import Peer, Seat, meet, seats
+from common.distributed.launch_env import LaunchSpec
+from common.distributed.rendezvous import Peer, RankPlacement, place_ranks, rendezvous
 from tests.helpers import free_port
 
 _ASKS = ("set", "get", "add", "check", "wait", "compare_set", "multi_get", "multi_set")
@@ -15,16 +15,16 @@ _ASKS = ("set", "get", "add", "check", "wait", "compare_set", "multi_get", "mult
 
 def test_ranks_of_a_machine_sit_there_in_their_order() -> None:
     peers = [Peer("a", 1, 2), Peer("b", 1, 2), Peer("a", 2, 2), Peer("c", 1, 2), Peer("b", 2, 2)]
-    assert seats(peers) == [
-        Seat(0, 2, True),
-        Seat(0, 2, True),
-        Seat(1, 2, True),
-        Seat(0, 1, True),
-        Seat(1, 2, True),
+    assert place_ranks(peers) == [
+        RankPlacement(0, 2, True),
+        RankPlacement(0, 2, True),
+        RankPlacement(1, 2, True),
+        RankPlacement(0, 1, True),
+        RankPlacement(1, 2, True),
     ]
     crowded = [*peers, Peer("a", 3, 2)]
-    assert [seat.gpus_suffice for seat in seats(crowded)] == [False] * 6
-    assert seats(crowded)[5] == Seat(2, 3, False)
+    assert [placement.gpus_suffice for placement in place_ranks(crowded)] == [False] * 6
+    assert place_ranks(crowded)[5] == RankPlacement(2, 3, False)
 
 
 @pytest.fixture
@@ -62,10 +62,10 @@ def test_what_a_rank_asks_does_not_grow_with_the_number_of_ranks(size: int, aske
     with ThreadPoolExecutor(size) as threads:
         met = list(
             threads.map(
-                lambda rank: meet(Launch(rank, size, "127.0.0.1", port), 100.0),
+                lambda rank: rendezvous(LaunchSpec(rank, size, "127.0.0.1", port), 100.0),
                 reversed(range(size)),
             )
         )
-    assert sorted(seat.local_rank for _, seat in met) == list(range(size))
-    assert {seat.local_size for _, seat in met} == {size}
+    assert sorted(placement.local_rank for _, placement in met) == list(range(size))
+    assert {placement.local_size for _, placement in met} == {size}
     assert asked["others"] <= 7 * (size - 1)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.config.parser import parse_arguments
 from common.config.schema import Config
-from common.emulation.compute_profile import Layer, Line, Profile, load_profile, profile_path
+from common.emulation.compute_profile import Layer, Profile, SectionTime, load_profile, profile_path
 from common.emulation.emulated_model import Emulation
 from common.errors import UserError
 from common.models import MODELS, build_model
@@ -24,7 +24,7 @@ from lab.calibrate.layer_profile import measure_profile, save_profile
 from lab.compare.imported_runs import collect
 from tests.helpers import TINY, free_port, only_run_folder, run_part, run_ranks, start_part
 
-NOTHING = Line(0.0, 0.0)
+NOTHING = SectionTime(0.0, 0.0)
 
 
 class Small(nn.Module):
@@ -39,7 +39,11 @@ class Small(nn.Module):
 
 
 def profile_of(
-    model: nn.Module, *, forward: Line = NOTHING, backward: Line = NOTHING, update: float = 0.0
+    model: nn.Module,
+    *,
+    forward: SectionTime = NOTHING,
+    backward: SectionTime = NOTHING,
+    update: float = 0.0,
 ) -> Profile:
     """A profile with the same times for every layer of ``model``."""
     layers = tuple(
@@ -78,7 +82,7 @@ def backward_pass(model: nn.Module, samples: int = 2) -> dict[str, Tensor]:
 def test_late_layers_are_made_up_for_and_times_follow_the_samples():
     """A hook takes 8 ms after each of 20 layers; a chain that slept as long as each layer takes would be 160 ms late."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(20)))
-    emulation = emulated(model, forward=Line(0.0, 0.005), backward=Line(0.01, 0.005))
+    emulation = emulated(model, forward=SectionTime(0.0, 0.005), backward=SectionTime(0.01, 0.005))
     for p in list(model.parameters())[::2]:
         p.register_hook(lambda _: time.sleep(0.008))  # late by that much
 
@@ -105,7 +109,7 @@ def test_late_layers_are_made_up_for_and_times_follow_the_samples():
 def test_the_update_begins_when_the_exchange_has_ended():
     """Time that an exchange took is not made up for."""
     model = Small()
-    emulation = emulated(model, forward=Line(0.02, 0.0), update=0.05)
+    emulation = emulated(model, forward=SectionTime(0.02, 0.0), update=0.05)
     backward_pass(model)
     time.sleep(0.1)  # later than the deadline, which must not make the update shorter
     began = time.perf_counter()
@@ -365,7 +369,10 @@ def test_every_strategy_exchanges_the_gradients_that_the_ranks_made():
 def profile_file(tmp_path_factory):
     """A profile of the tiny model."""
     tiny = profile_of(
-        build_model("tiny", 10), forward=Line(1e-4, 1e-5), backward=Line(5e-3, 1e-5), update=1e-3
+        build_model("tiny", 10),
+        forward=SectionTime(1e-4, 1e-5),
+        backward=SectionTime(5e-3, 1e-5),
+        update=1e-3,
     )
     path = tmp_path_factory.mktemp("profiles") / "fast.json"
     save_profile(replace(tiny, model="tiny", image=(32, 32)), path)

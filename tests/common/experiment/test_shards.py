@@ -23,9 +23,9 @@ class Double:
 
     def __init__(self, loader: TrainLoader) -> None:
         self.sampler, self._loader = loader.sampler, loader
-        self.global_batch_sizes, self.pieces, self.shards_here = (
+        self.global_batch_sizes, self.micro_batches, self.shards_here = (
             loader.global_batch_sizes,
-            loader.pieces,
+            loader.micro_batches,
             loader.shards_here,
         )
 
@@ -96,7 +96,9 @@ def every_way(rank: int, size: int) -> dict[tuple, dict[str, np.ndarray]]:
     """Strategies and numbers of pieces in turn, in one group."""
     names = EXACT if size > 2 else ["all_reduce", "overlapped", "ddp"]
     return {
-        (name, pieces): train(rank, size, name, pieces) for name in names for pieces in (1, 2)
+        (name, micro_batches): train(rank, size, name, micro_batches)
+        for name in names
+        for micro_batches in (1, 2)
     } | {("all_reduce", "in two parts"): train(rank, size, "all_reduce", 1, 2)}
 
 
@@ -104,20 +106,22 @@ def every_way(rank: int, size: int) -> dict[tuple, dict[str, np.ndarray]]:
     "size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
 )
 def test_shards_on_any_number_of_ranks_are_those_of_one_process(size: int) -> None:
-    expected = {pieces: train(0, 1, "none", pieces) for pieces in (1, 2)}
+    expected = {micro_batches: train(0, 1, "none", micro_batches) for micro_batches in (1, 2)}
     assert np.abs(expected[1]["0.weight"] - expected[2]["0.weight"]).max() > 1e-6, (
         "other pieces, other BatchNorm statistics"
     )
     results = run_ranks(size, every_way, size)
-    for (name, pieces), state in results[0].items():
-        wanted = expected[1 if pieces == "in two parts" else pieces]
+    for (name, micro_batches), state in results[0].items():
+        wanted = expected[1 if micro_batches == "in two parts" else micro_batches]
         for key, value in wanted.items():
             # Averaged running statistics of shards of 17 and 16 samples are blended with equal weights: see blend().
             tolerance = 1e-2 if key.startswith("ema.") and "running" in key else 1e-9
             assert np.linalg.norm(state[key] - value) <= tolerance * max(
                 np.linalg.norm(value), 1e-3
-            ), (name, pieces, key)
-            assert all(np.array_equal(one[name, pieces][key], state[key]) for one in results), (
+            ), (name, micro_batches, key)
+            assert all(
+                np.array_equal(one[name, micro_batches][key], state[key]) for one in results
+            ), (
                 name,
                 key,
             )
@@ -126,7 +130,7 @@ def test_shards_on_any_number_of_ranks_are_those_of_one_process(size: int) -> No
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_every_sample_comes_once_in_the_same_piece(size: int, accumulation_steps: int) -> None:
-    def pieces(rank: int, ranks: int) -> list[tuple[int, tuple[int, ...]]]:
+    def micro_batches(rank: int, ranks: int) -> list[tuple[int, tuple[int, ...]]]:
         sampler = GlobalBatchSampler(
             103,
             batch_size=40,
@@ -137,10 +141,14 @@ def test_every_sample_comes_once_in_the_same_piece(size: int, accumulation_steps
         )
         sampler.set_epoch(2)
         parts = [tuple(ids.tolist()) for ids in sampler]
-        assert len(parts) == len(sampler) == len(sampler.global_batch_sizes) * len(sampler.pieces)
-        numbers = list(sampler.pieces) * len(sampler.global_batch_sizes)
+        assert (
+            len(parts)
+            == len(sampler)
+            == len(sampler.global_batch_sizes) * len(sampler.micro_batches)
+        )
+        numbers = list(sampler.micro_batches) * len(sampler.global_batch_sizes)
         return [(number, ids) for number, ids in zip(numbers, parts, strict=True) if ids]
 
-    alone = sorted(pieces(0, 1))
-    assert sorted(one for rank in range(size) for one in pieces(rank, size)) == alone
+    alone = sorted(micro_batches(0, 1))
+    assert sorted(one for rank in range(size) for one in micro_batches(rank, size)) == alone
     assert sorted(sample for _, ids in alone for sample in ids) == list(range(103))

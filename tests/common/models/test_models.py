@@ -17,7 +17,7 @@ from torchvision.models import resnet50 as torchvision_resnet50
 from common.errors import UserError
 from common.models import MODELS, PRETRAINED, build_model
 from common.models.transfer import load_pretrained
-from common.models.wide_resnet import Block
+from common.models.wide_resnet import ResidualBlock
 from tests import TEST_MODELS
 from tests.helpers import free_port
 
@@ -171,10 +171,10 @@ def test_wide_resnets_depth_counts_its_convolutions(name: str, convolutions: int
     assert all(layer.bias is None for layer in layers)
 
 
-def _block(channels_in: int, channels_out: int, stride: int) -> Block:
+def _block(channels_in: int, channels_out: int, stride: int) -> ResidualBlock:
     """A block with running statistics and weights of BatchNorm that do something."""
     torch.manual_seed(0)
-    block = Block(channels_in, channels_out, stride).eval()
+    block = ResidualBlock(channels_in, channels_out, stride).eval()
     with torch.no_grad():
         for layer in (block.bn1, block.bn2):
             layer.running_mean.normal_()

@@ -13,7 +13,7 @@ from common.distributed.process_group import World
 from common.profiling.comm_trace import MessageRecorder, Timeline
 from common.reporting.rank_stats import median_seconds, timed
 from common.training_engine import TrainingEngine
-from common.training_engine.metrics import StepLedger, StepOutcome, StepRecord
+from common.training_engine.metrics import MetricsBuffer, StepOutcome, StepRecord
 from tests.helpers import run_ranks
 
 
@@ -36,7 +36,7 @@ def ledger_waits(rank: int) -> list[float]:
         else [[(12.0, 13.0)], [(20.0, 21.0)], [(30.0, 30.1), (31.75, 32.0)]]
     )
     found = []
-    ledger = StepLedger(
+    metrics = MetricsBuffer(
         world,
         FixedTimes(),
         epoch=1,
@@ -47,8 +47,8 @@ def ledger_waits(rank: int) -> list[float]:
     )
     for step, sync in enumerate(spans, start=1):
         outcome = StepOutcome(torch.tensor(1.0), torch.tensor(1), torch.tensor(1.0))
-        ledger.add(step, outcome, samples=1, learning_rate=0.1, times={"sync": sync})
-    ledger.flush(stop=False)
+        metrics.add(step, outcome, samples=1, learning_rate=0.1, times={"sync": sync})
+    metrics.flush(stop=False)
     return [value for record in found for value in (record.wait_seconds, record.seconds["sync"])]
 
 

@@ -13,7 +13,7 @@ from common.models import build_model
 from common.profiling.comm_trace import MessageRecorder
 from common.sync import STRATEGIES, build_sync
 from common.sync.base import GradientSync
-from common.sync.bucketing import MIB, bucket_sizes, share_out
+from common.sync.bucketing import MIB, assign_buckets, bucket_sizes
 from common.sync.message_cost import GradientSize, sent_bytes, tree_children
 from tests.helpers import run_ranks
 from tests.helpers.strategies import Mixed
@@ -190,7 +190,8 @@ def test_buckets_are_those_of_distributed_data_parallel() -> None:
     for bucket_mb, (real, members) in run_ranks(2, torchs_buckets)[0].items():
         order = list(chain.from_iterable(members))  # backward's, which is ours but for biases
         assert [
-            [order[i] for i in share] for share in share_out([sizes[i] for i in order], bucket_mb)
+            [order[i] for i in share]
+            for share in assign_buckets([sizes[i] for i in order], bucket_mb)
         ] == members
         ours = [int(size) for size, _ in bucket_sizes(sizes, bucket_mb)]
         assert len(ours) == len(real)
@@ -202,10 +203,12 @@ def test_buckets_are_those_of_distributed_data_parallel() -> None:
 
 
 def test_share_out_closes_a_bucket_once_its_limit_is_reached() -> None:
-    assert share_out([], None) == []
-    assert share_out([MIB - 1, 1, 5, 25 * MIB, 7], None) == [[0, 1], [2, 3], [4]]
-    assert share_out([MIB, MIB, MIB], 2) == [[0, 1], [2]]
-    assert share_out([GradientSize((3,), 4), GradientSize((3,), 8), GradientSize((5,), 4)], 1) == [
+    assert assign_buckets([], None) == []
+    assert assign_buckets([MIB - 1, 1, 5, 25 * MIB, 7], None) == [[0, 1], [2, 3], [4]]
+    assert assign_buckets([MIB, MIB, MIB], 2) == [[0, 1], [2]]
+    assert assign_buckets(
+        [GradientSize((3,), 4), GradientSize((3,), 8), GradientSize((5,), 4)], 1
+    ) == [
         [0, 2],
         [1],
     ]

@@ -203,7 +203,7 @@ def final_loss(rank: int, name: str, options: dict) -> float:
         sync.synchronize(model)
         optimizer.step()
         sync.after_step(model)
-    sync.settle(model)
+    sync.sync_replicas(model)
     return float(np.mean([loss_of(model, batch(9, step)).item() for step in range(100, 120)]))
 
 
@@ -268,9 +268,9 @@ def local_sgd_beside_a_simulation(rank: int, size: int, period: int) -> dict:
         for one, its in zip(models, optimizers, strict=True)
     ]
     spread_mean(models)
-    sync.settle(model)
+    sync.sync_replicas(model)
     settled = digest([model.state_dict(), optimizer.state_dict()])
-    sync.settle(model)
+    sync.sync_replicas(model)
     mine = flat([optimizer.state[p]["momentum_buffer"] for p in model.parameters()])
     return {
         "error": error,

@@ -56,7 +56,7 @@ def test_output_is_prefixed_and_kept_by_node(lab: Lab) -> None:
     ],
 )
 def test_the_first_that_failed_gives_status_and_message(lab: Lab, loopback: bool) -> None:
-    echo, cause = (
+    prefixed, cause = (
         "sleep 0.5; echo 'error: broke: another rank has ended'; exit 1",
         "echo 'ValueError: bad luck'; exit 7",
     )
@@ -70,7 +70,7 @@ def test_the_first_that_failed_gives_status_and_message(lab: Lab, loopback: bool
         "--",
         "sh",
         "-c",
-        f"test {{rank}} = 1 || {{ {echo}; }}; {cause}",
+        f"test {{rank}} = 1 || {{ {prefixed}; }}; {cause}",
     )
     assert status == 7, output
     log = next(lab.folder.glob("cluster-*/node1.log"))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from common.cost_model.event_model import HEADERS, Network, Rate, loads
-from common.emulation.compute_profile import Layer, Line, Profile
+from common.emulation.compute_profile import Layer, Profile, SectionTime
 from common.models import build_model
 from common.sync.message_cost import GradientSize
 from lab.calibrate.layer_profile import save_profile
@@ -16,7 +16,7 @@ from lab.compare.forecast import emulated_compute, emulated_compute_at, forecast
 from lab.compare.results import read_results
 from tests.helpers import run_ranks, start_lab
 
-NOTHING = Line(0.0, 0.0)
+NOTHING = SectionTime(0.0, 0.0)
 FOUR = [GradientSize((size,)) for size in (100, 200, 300, 400)]
 
 
@@ -24,7 +24,7 @@ def slow_profile() -> Profile:
     """Four layers whose backward takes 1, 2, 3 and 4 s, the last layer's first; the third has no parameters."""
     names = (("a",), ("b",), (), ("c", "d"))
     layers = tuple(
-        Layer(str(place), Line(0.1, 0.01), Line(place + 1.0, 0.0), own)
+        Layer(str(place), SectionTime(0.1, 0.01), SectionTime(place + 1.0, 0.0), own)
         for place, own in enumerate(names)
     )
     return Profile("slow", "m", "cpu", 1, "now", "vgg11", (32, 32), layers, 0.5)
@@ -122,8 +122,8 @@ def _vgg_profile() -> Profile:
     layers = tuple(
         Layer(
             name,
-            Line(1e-3, 0.0),
-            Line(0.0, 1e-4),
+            SectionTime(1e-3, 0.0),
+            SectionTime(0.0, 1e-4),
             tuple(f"{name}.{own}" for own, _ in layer.named_parameters()),
         )
         for name, layer in model.named_modules()

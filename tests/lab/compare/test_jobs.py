@@ -17,7 +17,7 @@ from lab.compare import commands
 from lab.compare import job_plan as plan_module
 from lab.compare.cells import Settings
 from lab.compare.job_plan import code_of_runs, plan_comparison, planned_runs, spans
-from lab.compare.job_results import put_together
+from lab.compare.job_results import merge_results
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison
 from tests.helpers import Started, fake_part, user_environment, wait_until
@@ -76,7 +76,7 @@ def report(folder):
     """What ``lab report`` makes of the folder, by cell."""
     return {
         cell["id"]: cell
-        for cell in put_together(folder, read_results(folder / "results.json"))["cells"]
+        for cell in merge_results(folder, read_results(folder / "results.json"))["cells"]
     }
 
 
@@ -288,7 +288,7 @@ def test_a_run_writes_its_own_folders_alone_and_is_not_done_twice(tmp_path):
     assert measured == {
         name: content for name, content in tree(folder).items() if name.startswith("runs")
     }
-    warnings = put_together(folder, read_results(folder / "results.json"))["warnings"]
+    warnings = merge_results(folder, read_results(folder / "results.json"))["warnings"]
     assert (
         warnings[0]
         == "1 of 6 runs are done; missing: none-n1 (runs 0,5), all_reduce-n2 (runs 1,4), ring-n2 (run 3)"
@@ -304,13 +304,13 @@ def test_a_failed_run_says_why_and_is_tried_again(tmp_path):
     assert cause in outputs[0], "rank 0 tells the cause, not its echo"
     assert outputs[1] == "", "what many ranks say goes to their files"
     assert "the test wants it" in (folder / "logs" / "ring-n2-1" / "rank1.txt").read_text()
-    results = put_together(folder, read_results(folder / "results.json"))
+    results = merge_results(folder, read_results(folder / "results.json"))
     assert [warning for warning in results["warnings"] if cause in warning]
     assert "--array=0%1" in results["warnings"][-1]
     assert results["cells"][0]["status"] == "failed"
     assert not results["finished"]
     assert run(folder, 0)[0] == [0, 0]
-    results = put_together(folder, read_results(folder / "results.json"))
+    results = merge_results(folder, read_results(folder / "results.json"))
     assert results["finished"]
     assert results["warnings"] == []
     assert results["cells"][0]["status"] == "done"
@@ -325,7 +325,7 @@ def test_under_way_stopped_and_killed(tmp_path):
 
     first = start(folder, 0, nodes=1, flags=f"--wait-for {marker}")
     wait_until(lambda: len(workers()) == 1, "the part")
-    results = put_together(folder, read_results(folder / "results.json"))
+    results = merge_results(folder, read_results(folder / "results.json"))
     assert results["warnings"] == ["0 of 1 runs are done; under way: none-n1 (run 0)"]
     again = start(folder, 0, nodes=1)
     ended = again.end()
@@ -384,7 +384,7 @@ def test_other_machines_are_groups_of_their_own(tmp_path, capsys, monkeypatch):
     folder = plan(tmp_path, sync=("ring",))
     fill(folder, [0, 1, 2])
     fill(folder, [3], cpu="B", usable_cores=1)
-    results = put_together(folder, read_results(folder / "results.json"))
+    results = merge_results(folder, read_results(folder / "results.json"))
     cells = {
         cell["id"]: (cell["group"], cell["status"], len(cell["repeats"]))
         for cell in results["cells"]
@@ -416,10 +416,10 @@ def test_other_machines_are_groups_of_their_own(tmp_path, capsys, monkeypatch):
 def test_what_was_put_together_stays_where_the_runs_are_cleaned_up(tmp_path):
     folder = plan(tmp_path, nodes=(2,), sync=("ring",), repeats=1)
     fill(folder, [0], usable_cores=1)
-    before = put_together(folder, read_results(folder / "results.json"))
+    before = merge_results(folder, read_results(folder / "results.json"))
     assert before["cells"][0]["oversubscribed"], "two ranks of one host, which has one core"
     (folder / "runs").rename(tmp_path / "elsewhere")
-    after = put_together(folder, read_results(folder / "results.json"))
+    after = merge_results(folder, read_results(folder / "results.json"))
     assert after == before
     (folder / "runs").mkdir()
     assert report(folder)["ring-n2"]["status"] == "pending", (

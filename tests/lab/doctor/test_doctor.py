@@ -21,10 +21,10 @@ from lab.cli import build_parser, main
 from lab.cluster import Cluster, tools
 from lab.doctor import examination as command
 from lab.doctor import files, machine, meeting, network
-from lab.doctor.examination import as_json, examine, question_of
-from lab.doctor.finding import Finding, Question, ok
+from lab.doctor.check_result import CheckRequest, CheckResult, ok
+from lab.doctor.examination import as_json, examine, request_of
 from lab.doctor.machine import TorchFacts
-from lab.doctor.meeting import Place, meet
+from lab.doctor.meeting import NodePlace, connect_nodes
 from tests.helpers import (
     CIFAR,
     LONG,
@@ -53,9 +53,9 @@ FACTS = {
 
 
 @pytest.fixture
-def question(tmp_path: Path) -> Question:
+def asked(tmp_path: Path) -> CheckRequest:
     """A plan for this machine alone."""
-    return Question(None, free_port(), None, None, "digits", tmp_path / "data", tmp_path, 5.0)
+    return CheckRequest(None, free_port(), None, None, "digits", tmp_path / "data", tmp_path, 5.0)
 
 
 @pytest.fixture
@@ -243,30 +243,28 @@ def test_what_is_no_doctor_is_not_taken_for_one(
     )
 
 
-def test_a_free_port_and_who_holds_another(question: Question, stranger: subprocess.Popen) -> None:
-    assert network.check_port(question) == ok("port", f"{question.master_port} is free")
-    found = network.check_port(replace(question, master_port=int(stranger.stdout.readline())))
+def test_a_free_port_and_who_holds_another(asked: CheckRequest, stranger: subprocess.Popen) -> None:
+    assert network.check_port(asked) == ok("port", f"{asked.master_port} is free")
+    found = network.check_port(replace(asked, master_port=int(stranger.stdout.readline())))
     assert found.status == "failure"
     assert re.search(rf"is taken by python[\d.]*, process {stranger.pid}: .*python", found.text)
-    assert (
-        network.check_port(replace(question, master_ip="192.0.2.7", rank=1, num_nodes=2)) is None
-    ), "rank 0's affair"
+    assert network.check_port(replace(asked, master_ip="192.0.2.7", rank=1, num_nodes=2)) is None, (
+        "rank 0's affair"
+    )
 
 
-def test_the_way_to_the_master(question: Question, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_to_the_master(asked: CheckRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(variable, raising=False)
-    local = replace(question, master_ip="127.0.0.1")
-    assert network.check_interface(question) is None
+    local = replace(asked, master_ip="127.0.0.1")
+    assert network.check_interface(asked) is None
     assert re.match(
         r"lo\d* \(127\.0\.0\.1\) routes to 127\.0\.0\.1", network.check_interface(local).text
     )
-    elsewhere = network.check_interface(
-        replace(question, master_ip="192.0.2.7", rank=0, num_nodes=2)
-    )
+    elsewhere = network.check_interface(replace(asked, master_ip="192.0.2.7", rank=0, num_nodes=2))
     assert elsewhere.status == "failure"  # without any network there is no route either
     assert re.search("none of its addresses|no route", elsewhere.text)
-    unknown = network.check_interface(replace(question, master_ip="no-such-host.invalid"))
+    unknown = network.check_interface(replace(asked, master_ip="no-such-host.invalid"))
     assert (unknown.status, "is not an address" in unknown.text) == ("failure", True)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
     assert (
@@ -276,10 +274,10 @@ def test_the_way_to_the_master(question: Question, monkeypatch: pytest.MonkeyPat
 
 
 def test_whether_the_master_s_node_answers(
-    question: Question, stranger: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
+    asked: CheckRequest, stranger: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(network, "is_own", lambda host: False)  # loopback stands for another node
-    there = replace(question, master_ip="127.0.0.1")
+    there = replace(asked, master_ip="127.0.0.1")
     assert network.check_master(there) == ok(
         "master", f"127.0.0.1 answers; nothing listens on {there.master_port} yet"
     )
@@ -291,25 +289,25 @@ def test_whether_the_master_s_node_answers(
     assert network.check_master(replace(there, num_nodes=2, rank=1)) is None, "then they meet"
 
 
-def test_a_host_name_that_resolves_to_loopback(question: Question) -> None:
+def test_a_host_name_that_resolves_to_loopback(asked: CheckRequest) -> None:
     def resolve(address: str):
         return lambda host, port: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
 
     def unknown(host: str, port: object) -> list:
         raise socket.gaierror(-2, "Name or service not known")
 
-    remote = replace(question, master_ip="192.0.2.7", num_nodes=2, rank=1)
+    remote = replace(asked, master_ip="192.0.2.7", num_nodes=2, rank=1)
     found = network.check_host_name(remote, resolve=resolve("127.0.1.1"))
     assert (found.status, "resolves to 127.0.1.1" in found.text) == ("warning", True)
     assert network.check_host_name(remote, resolve=unknown).status == "warning"
     assert network.check_host_name(remote, resolve=resolve("192.0.2.8")).status == "ok"
-    assert network.check_host_name(question, resolve=resolve("127.0.1.1")).status == "ok", (
+    assert network.check_host_name(asked, resolve=resolve("127.0.1.1")).status == "ok", (
         "on one machine it does no harm"
     )
 
 
 @needs_cifar10
-def test_a_dataset_that_is_missing_cut_or_altered(question: Question, tmp_path: Path) -> None:
+def test_a_dataset_that_is_missing_cut_or_altered(asked: CheckRequest, tmp_path: Path) -> None:
     def copy(name: str) -> Path:
         folder = tmp_path / name / "cifar-10-batches-py"
         folder.mkdir(parents=True)
@@ -317,8 +315,8 @@ def test_a_dataset_that_is_missing_cut_or_altered(question: Question, tmp_path: 
             (folder / path.name).symlink_to(path)
         return folder
 
-    def look(name: str) -> Finding:
-        return files.check_dataset(replace(question, dataset="cifar10", data_dir=tmp_path / name))
+    def look(name: str) -> CheckResult:
+        return files.check_dataset(replace(asked, dataset="cifar10", data_dir=tmp_path / name))
 
     copy("whole")
     broken = copy("broken")
@@ -337,17 +335,17 @@ def test_a_dataset_that_is_missing_cut_or_altered(question: Question, tmp_path: 
         True,
     )
     assert (
-        files.check_dataset(replace(question, dataset="folder", data_dir=tmp_path / "none")).status
+        files.check_dataset(replace(asked, dataset="folder", data_dir=tmp_path / "none")).status
         == "failure"
     )
-    assert files.check_dataset(question).status == "ok"
+    assert files.check_dataset(asked).status == "ok"
 
 
 def test_a_short_disk_and_a_folder_that_cannot_be_written(
-    question: Question, tmp_path: Path
+    asked: CheckRequest, tmp_path: Path
 ) -> None:
     usage = namedtuple("usage", "total used free")
-    new = replace(question, output_dir=tmp_path / "not" / "yet" / "there")
+    new = replace(asked, output_dir=tmp_path / "not" / "yet" / "there")
     assert (
         files.check_disk(
             new, usage=lambda path: usage(1, 0, 10**12) if path == tmp_path else None
@@ -360,44 +358,44 @@ def test_a_short_disk_and_a_folder_that_cannot_be_written(
             == status
         )
     (tmp_path / "file").write_text("in the way")
-    found = files.check_disk(replace(question, output_dir=tmp_path / "file" / "reports"))
+    found = files.check_disk(replace(asked, output_dir=tmp_path / "file" / "reports"))
     assert (found.status, "cannot be written" in found.text) == ("failure", True)
 
 
 def test_a_pair_that_does_not_match_and_threads_beyond_the_cores(
-    question: Question, monkeypatch: pytest.MonkeyPatch
+    asked: CheckRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = TorchFacts(error="RuntimeError: operator torchvision::nms does not exist")
     for module in (machine, files):
         monkeypatch.setattr(module, "torch_facts", lambda: broken)
-    found = machine.check_torch(question)
+    found = machine.check_torch(asked)
     assert (found.status, "do not match" in found.text) == ("failure", True)
-    assert machine.check_gpus(question).status == "warning"
-    assert files.check_dataset(replace(question, dataset="cifar10")).status == "warning"
+    assert machine.check_gpus(asked).status == "warning"
+    assert files.check_dataset(replace(asked, dataset="cifar10")).status == "warning"
     monkeypatch.setenv("OMP_NUM_THREADS", "4096")
-    assert machine.check_cores(question).status == "warning"
+    assert machine.check_cores(asked).status == "warning"
     monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (64, 64))
     assert (
-        machine.check_open_files(question).status,
-        machine.check_open_files(question).remedy,
+        machine.check_open_files(asked).status,
+        machine.check_open_files(asked).remedy,
     ) == ("warning", "ulimit -n 4096")
 
 
 def test_a_check_that_hangs_or_breaks_is_a_finding(
-    question: Question, monkeypatch: pytest.MonkeyPatch
+    asked: CheckRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = threading.Event()
 
-    def check_slow_disk(_question: Question) -> None:
+    def check_slow_disk(_question: CheckRequest) -> None:
         ends.wait(100)
 
-    def check_odd(_question: Question) -> None:
+    def check_odd(_question: CheckRequest) -> None:
         raise ZeroDivisionError("seven")
 
     monkeypatch.setattr(command, "CHECKS", (check_slow_disk, check_odd, machine.check_python))
     monkeypatch.setattr(command, "_CHECK_SECONDS", 0.5)
     try:
-        found = examine(question)
+        found = examine(asked)
     finally:
         ends.set()
     assert [(one.name, one.status) for one in found] == [
@@ -406,7 +404,7 @@ def test_a_check_that_hangs_or_breaks_is_a_finding(
         ("python", "ok"),
     ]
     assert "ZeroDivisionError: seven" in found[1].text
-    told = as_json(question, found)
+    told = as_json(asked, found)
     assert (told["ok"], told["failures"], told["warnings"]) == (False, 2, 0)
 
 
@@ -422,7 +420,7 @@ def test_a_check_that_hangs_or_breaks_is_a_finding(
 )
 def test_flags_that_do_not_go_together(flags: list[str], told: str) -> None:
     with pytest.raises(UserError, match=re.escape(told)):
-        question_of(build_parser().parse_args(["doctor", *flags]))
+        request_of(build_parser().parse_args(["doctor", *flags]))
 
 
 def test_the_command_on_two_nodes_its_json_and_its_status(tmp_path: Path) -> None:
@@ -560,7 +558,7 @@ def test_on_nodes_with_addresses_of_their_own_one_of_them_cut_off(tmp_path: Path
 def test_nothing_is_left_of_a_meeting() -> None:
     before = set(threading.enumerate())
     port = free_port()
-    alone = meet(Place("127.0.0.1", port, 2, 0), FACTS, timeout_seconds=0.5)
+    alone = connect_nodes(NodePlace("127.0.0.1", port, 2, 0), FACTS, timeout_seconds=0.5)
     assert alone.missing == [1]
     assert set(threading.enumerate()) == before
     with socket.socket() as probe:

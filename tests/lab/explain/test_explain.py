@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lab.cli import main
-from lab.explain.diagnosis import KINDS, OWN, Line, explain, known_errors, read_lines
+from lab.explain.diagnosis import KINDS, OWN, LogLine, explain, known_errors, read_lines
 from lab.explain.output import main_explain
 from tests.helpers import ROOT
 
@@ -85,9 +85,9 @@ def errors_of(*logs: str) -> list[str]:
     return [one.error.name for one in explain(lines) if one.error.kind != "note"]
 
 
-def lines_of(text: str) -> list[Line]:
+def lines_of(text: str) -> list[LogLine]:
     return [
-        Line("", number, line) for number, line in enumerate(text.splitlines(), start=1) if line
+        LogLine("", number, line) for number, line in enumerate(text.splitlines(), start=1) if line
     ]
 
 

@@ -10,8 +10,8 @@ from common.cost_model.compute_model import StepCompute
 from common.cost_model.event_model import LARGEST_NODES, Network, step_seconds
 from common.sync import STRATEGIES
 from common.sync.message_cost import Operation
-from lab.predict.scaling import most_nodes, numbers_of_nodes, stops
-from lab.predict.tables import compute_of, network_of, stops_of
+from lab.predict.scaling import most_nodes, numbers_of_nodes, scaling_limits
+from lab.predict.tables import compute_of, network_of, scaling_limits_of
 from lab.predict.torchless import plans
 
 REFERENCE = load_calibration(reference_path())
@@ -36,7 +36,7 @@ def far(*, alpha, scaling, seconds, batch_size=1_000_000):
     def at(nodes):
         return StepCompute(0.0, seconds if scaling == "weak" else seconds / nodes, 0.0)
 
-    return stops(
+    return scaling_limits(
         {"ring": RingOfLatency()},
         [4],
         network=Network(alpha, 1e-9),
@@ -101,7 +101,7 @@ def test_what_is_computed_by_every_node_anew_holds_scaling_too():
     def at(nodes):
         return StepCompute(0.1, 1.0 / nodes, 0.0)
 
-    one = stops(
+    one = scaling_limits(
         {"ring": RingOfLatency()},
         [4],
         network=Network(1e-12, 1e-9),
@@ -121,7 +121,7 @@ def test_what_is_computed_by_every_node_anew_holds_scaling_too():
     ],
 )
 def test_what_holds_it_is_what_takes_the_most(name, links, held_by):
-    strong, weak = stops_of(plans([name]), REFERENCE, *links, 256)
+    strong, weak = scaling_limits_of(plans([name]), REFERENCE, *links, 256)
     assert strong.held_by == held_by
     assert (strong.scaling, weak.scaling) == ("strong", "weak")
 
@@ -136,7 +136,7 @@ def test_the_search_finds_what_every_number_of_nodes_gives(rate, latency, scalin
     def at(nodes):
         return compute_of(REFERENCE, nodes, batch_size=300, scaling=scaling, own_machines=True)
 
-    found = stops(
+    found = scaling_limits(
         strategies,
         REFERENCE.gradients,
         network=network,
@@ -172,7 +172,7 @@ def test_no_exchange_never_stops_and_a_strategy_without_a_formula_is_left_out():
         def operations(self, sizes, ranks):
             raise NotImplementedError
 
-    found = stops_of(plans(["none"]) | {"silent": Silent()}, REFERENCE, 1e9, None, 256)
+    found = scaling_limits_of(plans(["none"]) | {"silent": Silent()}, REFERENCE, 1e9, None, 256)
     assert [(one.sync, one.scaling) for one in found] == [("none", "strong"), ("none", "weak")]
     assert (found[0].limit, found[0].nodes, found[0].held_by) == (128, None, "samples")
     assert (found[1].nodes, found[1].half_nodes, found[1].held_by) == (None, LARGEST_NODES, "")
@@ -191,5 +191,5 @@ def test_numbers_of_nodes_hold_powers_of_two_and_the_ends():
 
 def test_all_strategies_are_asked_in_a_moment():
     strategies, began = plans(list(STRATEGIES)), time.process_time()
-    assert len(stops_of(strategies, REFERENCE, 1e9, 2e-4, 256)) == 2 * len(STRATEGIES)
+    assert len(scaling_limits_of(strategies, REFERENCE, 1e9, 2e-4, 256)) == 2 * len(STRATEGIES)
     assert time.process_time() - began < 3  # 0.3 s here

@@ -10,15 +10,15 @@ from lab.report.findings import (
     bounds,
     fastest,
     findings,
+    noisy,
     overlaps,
     oversubscription,
-    restless,
     root_share,
     slower_than_one,
     stragglers,
     unfinished,
 )
-from lab.report.view import Block, blocks
+from lab.report.view import ComparisonGroup, blocks
 from tests.helpers.report_samples import cell, predicted, results, timeline
 
 
@@ -27,7 +27,7 @@ def block(
     scaling: str = "strong",
     prediction: dict[str, Any] | None = None,
     **settings: Any,
-) -> Block:
+) -> ComparisonGroup:
     """The block of ``cells`` beside a one-node cell."""
     one = [] if any(entry["nodes"] == 1 for entry in cells) else [cell("none", 1, scaling=scaling)]
     (found,) = blocks(
@@ -109,10 +109,10 @@ def test_speed_up_below_one(scale: float, repeats: int, expected: str) -> None:
 
 
 def test_repeats_far_apart_are_pointed_out() -> None:
-    noisy = cell("ring", 2)
-    noisy["interval"]["step"] = [0.0, 3.0]
-    assert "The repeats of ring-n2 lie so far apart" in said(restless(block(noisy, cell("ddp", 2))))
-    assert said(restless(block(cell("ring", 2)))) == ""
+    uneven = cell("ring", 2)
+    uneven["interval"]["step"] = [0.0, 3.0]
+    assert "The repeats of ring-n2 lie so far apart" in said(noisy(block(uneven, cell("ddp", 2))))
+    assert said(noisy(block(cell("ring", 2)))) == ""
 
 
 def test_an_interval_that_reaches_zero_leaves_the_speed_up_open() -> None:

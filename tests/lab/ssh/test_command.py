@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from lab.ssh import remote_agent as keeper
-from lab.ssh import remote_handlers as survey
-from lab.ssh.command import Plan
-from lab.ssh.hosts import Host, Way, parse_hosts, remote_folder, ssh_command
+from lab.ssh import remote_agent as remote_agent
+from lab.ssh import remote_handlers as remote_handlers
+from lab.ssh.command import NodeCommands
+from lab.ssh.hosts import Host, SSHOptions, parse_hosts, remote_folder, ssh_command
 from lab.ssh.probe import problems_of, refuse
 from lab.ssh.refusals import explain
 
@@ -30,7 +30,7 @@ FACTS = {
 
 def filled(command: str, *, rank: int = 1, nodes: int = 3, port: int | None = None) -> str:
     return " ".join(
-        Plan.of(command.split(), nodes=nodes, port=port).fill(
+        NodeCommands.of(command.split(), nodes=nodes, port=port).fill(
             master="10.0.0.1", rank=rank, python="PY"
         )
     )
@@ -76,7 +76,10 @@ def test_a_port_that_is_given_goes_to_the_parts() -> None:
     assert filled("python PartTwo/main.py", port=29600).endswith("--rank 1 --master-port 29600")
     assert filled("echo {port}", port=29600) == "echo 29600"
     assert "--master-port=29600" in filled("torchrun a.py", port=29600)
-    assert Plan.of(["torchrun", "--master_port=7", "a.py"], nodes=2, port=None).meeting_port == 7
+    assert (
+        NodeCommands.of(["torchrun", "--master_port=7", "a.py"], nodes=2, port=None).meeting_port
+        == 7
+    )
     assert filled("python PartOne/main.py", nodes=1, rank=0) == "PY PartOne/main.py", (
         "PartOne has no such flags"
     )
@@ -108,7 +111,7 @@ def test_a_port_that_is_given_goes_to_the_parts() -> None:
 )
 def test_a_command_that_contradicts_the_hosts_is_refused(command: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Plan.of(command.split(), nodes=3, port=None)
+        NodeCommands.of(command.split(), nodes=3, port=None)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +143,7 @@ def test_a_hosts_name_is_without_user_and_port(given: str, name: str) -> None:
 
 
 def test_the_command_of_ssh_never_asks_and_takes_what_the_user_says_first() -> None:
-    way = Way(
+    way = SSHOptions(
         "lab",
         user="u",
         config=Path("conf"),
@@ -246,7 +249,7 @@ def test_what_ssh_says_becomes_what_to_do(said: str, told: str) -> None:
 )
 def test_what_differs_on_one_host_is_told_of_that_host(change: dict, told: str | None) -> None:
     hosts = [Host(0, "a"), Host(1, "b")]
-    plan = Plan.of(["python", "PartTwo/main.py"], nodes=2, port=None)
+    plan = NodeCommands.of(["python", "PartTwo/main.py"], nodes=2, port=None)
     problems = problems_of(
         hosts, [FACTS, FACTS | {"addresses": ["10.0.0.2"]} | change], plan, shares_a_port=False
     )
@@ -259,7 +262,7 @@ def test_any_other_command_asks_for_the_folder_alone() -> None:
         [Host(0, "a"), Host(1, "b")],
         {"torch": None, "version": "3.6.1", "code": None, "addresses": ["10.0.0.2"]},
     )
-    plan = Plan.of(["nvidia-smi"], nodes=2, port=None)
+    plan = NodeCommands.of(["nvidia-smi"], nodes=2, port=None)
     assert not problems_of(hosts, [FACTS, FACTS | other], plan, shares_a_port=False)
     assert not problems_of(hosts, [FACTS, FACTS], replace(plan, part=None), shares_a_port=True)
 
@@ -272,7 +275,7 @@ def test_of_many_hosts_that_fail_some_are_named() -> None:
     assert (len(lines), lines[-1]) == (18, "  and 384 more")
 
 
-@pytest.mark.parametrize("module", [keeper, survey])
+@pytest.mark.parametrize("module", [remote_agent, remote_handlers])
 def test_what_runs_on_a_host_is_python_3_6(module: object) -> None:
     """A host with an old Python must be able to say so."""
     ast.parse(Path(module.__file__).read_text(encoding="utf-8"), feature_version=(3, 6))

@@ -19,15 +19,15 @@ import pytest
 
 from lab.cli import main
 from lab.ssh.collect import Outcome, _is_safe, _unpack
-from lab.ssh.hosts import Host, Way, program, ssh_command
+from lab.ssh.hosts import Host, SSHOptions, program, ssh_command
 from tests.helpers import LONG, ROOT, Started, start_lab, wait_until
 
 
-class Keeper:
+class RemoteAgent:
     """A keeper with its input and output, as ssh would hold them."""
 
     def __init__(self, silence_seconds: float = LONG) -> None:
-        there = ssh_command(Host(0, "here"), Way(str(ROOT), python=sys.executable))[-1]
+        there = ssh_command(Host(0, "here"), SSHOptions(str(ROOT), python=sys.executable))[-1]
         self.process = subprocess.Popen(
             ["sh", "-c", there], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -59,8 +59,8 @@ def lives(process: psutil.Process) -> bool:
 
 
 @pytest.fixture
-def keepers() -> Iterator[list[Keeper]]:
-    made: list[Keeper] = []
+def remote_agents() -> Iterator[list[RemoteAgent]]:
+    made: list[RemoteAgent] = []
     yield made
     for one in made:
         with contextlib.suppress(psutil.Error):
@@ -75,9 +75,11 @@ def keepers() -> Iterator[list[Keeper]]:
 @pytest.mark.parametrize(
     "end", ["closed", "silence", "keeper killed", "guard killed", "terminated"]
 )
-def test_it_ends_all_that_it_has_started_however_it_ends(keepers: list[Keeper], end: str) -> None:
+def test_it_ends_all_that_it_has_started_however_it_ends(
+    remote_agents: list[RemoteAgent], end: str
+) -> None:
     """Also what has left its session, and whose parent is gone."""
-    keepers.append(one := Keeper(silence_seconds=0.5 if end == "silence" else LONG))
+    remote_agents.append(one := RemoteAgent(silence_seconds=0.5 if end == "silence" else LONG))
     one.start("sh", "-c", "(setsid sh -c 'sleep 1000 & sleep 1000' &) ; echo up; sleep 1000")
     assert one.answer() == {"line": "up"}
     wait_until(lambda: sum(process.name() == "sleep" for process in one.started()) == 3, "all run")
@@ -98,9 +100,9 @@ def test_it_ends_all_that_it_has_started_however_it_ends(keepers: list[Keeper], 
 
 
 def test_a_beat_is_answered_and_keeps_it_alive_and_an_end_is_told_when_all_is_gone(
-    keepers: list[Keeper],
+    remote_agents: list[RemoteAgent],
 ) -> None:
-    keepers.append(one := Keeper(silence_seconds=1.0))
+    remote_agents.append(one := RemoteAgent(silence_seconds=1.0))
     for _ in range(3):
         time.sleep(0.5)  # three beats are longer than the silence that it bears
         one.tell(do="beat")

@@ -1,4 +1,4 @@
-"""What a check is asked and what it answers: ``Question``, ``Finding``; no torch here."""
+"""What a check is asked and what it answers: ``CheckRequest``, ``CheckResult``; no torch here."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +7,7 @@ OK, WARNING, FAILURE = "ok", "warning", "failure"
 
 
 @dataclass(frozen=True)
-class Question:
+class CheckRequest:
     """Which run is planned; ``num_nodes`` and ``rank`` are given together, and with ``master_ip``."""
 
     master_ip: str | None
@@ -21,7 +21,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """What a check found: ``name`` of the check, ``status`` ok, warning or failure, a sentence, and the one thing to do."""
 
     name: str
@@ -30,19 +30,19 @@ class Finding:
     remedy: str = ""
 
 
-def ok(name: str, text: str) -> Finding:
+def ok(name: str, text: str) -> CheckResult:
     """Nothing stands in the way."""
-    return Finding(name, OK, text)
+    return CheckResult(name, OK, text)
 
 
-def warning(name: str, text: str, remedy: str) -> Finding:
+def warning(name: str, text: str, remedy: str) -> CheckResult:
     """A run can go on, but may be slow, or misleading, or stop later."""
-    return Finding(name, WARNING, text, remedy)
+    return CheckResult(name, WARNING, text, remedy)
 
 
-def failure(name: str, text: str, remedy: str) -> Finding:
+def failure(name: str, text: str, remedy: str) -> CheckResult:
     """A run would fail."""
-    return Finding(name, FAILURE, text, remedy)
+    return CheckResult(name, FAILURE, text, remedy)
 
 
 def reason(error: OSError) -> str:
