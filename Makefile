@@ -38,8 +38,11 @@ test-long: $(READY) ## run the tests that take many minutes, which CI does not
 expectations: $(READY) ## record anew what users see, after a change that is meant
 	$(BIN)/python -m tests.helpers.expectations
 
-lint: $(READY) ## check style
-	$(BIN)/ruff check .
+lint: $(READY) ## check format, style, the layers of imports, and types
+	$(BIN)/ruff format --check --quiet . || { echo "not formatted: run $(BIN)/ruff format ."; exit 1; }
+	$(BIN)/ruff check --quiet .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
 
 clean: ## remove the environment and caches; reports and data stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache build *.egg-info

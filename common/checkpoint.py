@@ -25,7 +25,7 @@ _NAME = re.compile(r"Epoch_(\d+)(?:_Step_(\d+))?\.pt$")
 
 
 def checkpoint_path(folder: Path, epoch: int, step: int | None = None) -> Path:
-    """Return where the checkpoint after that epoch lies, or the one within it after ``step`` steps of the training."""
+    """Return the path of the checkpoint after that epoch, or of the one within it after ``step`` steps of the training."""
     return Path(folder) / (f"Epoch_{epoch}.pt" if step is None else f"Epoch_{epoch}_Step_{step}.pt")
 
 
@@ -63,9 +63,8 @@ def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[st
     except OSError as error:
         raise UserError(f"checkpoint {name} cannot be read ({error.strerror or error})") from error
     try:
-        if zipfile.is_zipfile(
-            io.BytesIO(content)
-        ):  # torch ignores the CRC-32 of names and plain values
+        # torch ignores the CRC-32 of names and plain values.
+        if zipfile.is_zipfile(io.BytesIO(content)):
             with zipfile.ZipFile(io.BytesIO(content)) as file:
                 if (damaged := file.testzip()) is not None:
                     raise zipfile.BadZipFile(f"the CRC-32 of {damaged} is wrong")
@@ -75,7 +74,7 @@ def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[st
             f"checkpoint {name} is refused: it is damaged, or holds more than tensors and plain values, "
             "which could run code when loaded"
         ) from error
-    except Exception as error:  # damaged bytes bring out anything: zlib.error, struct.error, UnicodeDecodeError, ...
+    except Exception as error:  # damaged bytes can raise anything: zlib.error, struct.error, ...
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
         raise UserError(
             f"checkpoint {name} is cut or damaged ({reason}): use an earlier one"
@@ -114,14 +113,14 @@ def load_model_state(model: nn.Module, entries: Mapping[str, Any], *, name: str)
 
 
 def newest_checkpoint(folders: list[Path]) -> tuple[Path | None, list[str]]:
-    """Return the newest good checkpoint in ``folders``, the latest folder first, and why newer ones were passed over."""
-    passed_over = []
+    """Return the newest good checkpoint in ``folders``, the latest folder first, and why newer ones were skipped."""
+    skipped = []
     for folder in folders:
         for path in checkpoints_by_age(folder):
             try:
                 load_checkpoint(path)
             except UserError as error:
-                passed_over.append(str(error))
+                skipped.append(str(error))
             else:
-                return path, passed_over
-    return None, passed_over
+                return path, skipped
+    return None, skipped

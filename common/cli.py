@@ -1,7 +1,7 @@
-"""What ``PartX/main.py`` calls: parse the flags, run, and turn each failure into one message and an exit status.
+"""What ``PartX/main.py`` and the installed commands call: parse the flags, run, explain each failure in one message.
 
-Status 0: done; 1: the run failed; 2: the command cannot be run as given; 75: stopped by a signal, saved, to be gone on with;
-130: interrupted.
+Status 0: done; 1: the run failed; 2: the command cannot be run as given; 75: stopped by a signal after saving a checkpoint,
+resume with ``--resume auto``; 130: interrupted.
 """
 
 import os
@@ -25,31 +25,34 @@ from common.distributed.launch_env import (
     resolve_launch,
 )
 from common.errors import INTERRUPTED, TO_BE_CONTINUED, GroupError, Stopped, UserError
+from common.sync import BUILT_IN, BY_HAND
 from common.utils.processes import end_process
 
 _GRACE_SECONDS = 3.0
+COMMANDS = {"PartOne": "part-one", "PartTwo": "part-two", "PartThree": "part-three"}
+"""The commands that an installed package has in place of ``python PartX/main.py``."""
 
 HOW_TO_START = """\
 {part} trains on several ranks, so it must know its place among them. Start it on every node, for example
 
-    python {path} --master-ip 10.0.0.1 --num-nodes 2 --rank 0      # on the first node, whose address is 10.0.0.1
-    python {path} --master-ip 10.0.0.1 --num-nodes 2 --rank 1      # on the second
+    {command} --master-ip 10.0.0.1 --num-nodes 2 --rank 0      # on the first node, whose address is 10.0.0.1
+    {command} --master-ip 10.0.0.1 --num-nodes 2 --rank 1      # on the second
 
 or two ranks on this machine, in two terminals or with a '&' behind the first:
 
-    python {path} --master-ip 127.0.0.1 --num-nodes 2 --rank 0 &
-    python {path} --master-ip 127.0.0.1 --num-nodes 2 --rank 1
+    {command} --master-ip 127.0.0.1 --num-nodes 2 --rank 0 &
+    {command} --master-ip 127.0.0.1 --num-nodes 2 --rank 1
 
 or let torchrun start them:
 
-    torchrun --nproc-per-node 2 {path}
+    torchrun --nproc-per-node 2 {target}
 """
 
 
 def main(
     part: str,
     *,
-    path: str,
+    path: str | None,
     description: str,
     sync_choices: Sequence[str],
     defaults: Mapping[str, Any] | None = None,
@@ -60,7 +63,7 @@ def main(
     Parameters
     ----------
     part : the part's name, e.g. "PartTwo".
-    path : the file that was started, for the examples in messages.
+    path : the file that was started, for the examples in messages; None for the installed command, e.g. part-two.
     description : shown by ``--help``.
     sync_choices : the strategies that the part offers; the first is its default.
     defaults : settings in which the part differs from ``Config``.
@@ -68,13 +71,20 @@ def main(
     """
     rank, arguments = "", list(sys.argv[1:] if arguments is None else arguments)
     try:
-        config = parse_arguments(part, description, defaults or {}, sync_choices, arguments)
+        config = parse_arguments(
+            part,
+            description,
+            defaults or {},
+            sync_choices,
+            arguments,
+            program=COMMANDS[part] if path is None else None,
+        )
         if config.print_config:
             print(print_recipe(config))
             return 0
         choose_gpus(config.gpu_ids)
         if processes := processes_to_start(config.launch_flags):
-            _become_launcher(config, processes, [path, *arguments])
+            _become_launcher(config, processes, [*_target(part, path), *arguments])
         launch = _launch_or_explain(config, path)
         if launch is None:
             return 2
@@ -83,9 +93,8 @@ def main(
         return _say(f"error: {error}", 2)
 
     _end_soon_after_interrupt()
-    if (
-        not config.debug
-    ):  # read when torch is imported: its C++ warnings repeat, with stack frames, what is told here
+    # torch reads it when imported: its C++ warnings repeat this program's messages, with stack frames.
+    if not config.debug:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from common.experiment.run import run
@@ -101,28 +110,25 @@ def main(
             launch, f"interrupted{rank}: finished checkpoints and metrics are kept", INTERRUPTED
         )
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, MemoryError) or re.search(
-            "out of memory|can't allocate memory", str(error)
-        ):
-            return _end(
-                launch,
-                f"error{rank}: out of memory: give a smaller --batch-size or fewer ranks a machine ({error})",
-                1,
-            )
         from common.distributed.failures import explain_collective_failure
 
-        explanation = explain_collective_failure(error)
-        return _end(
-            launch,
-            f"error{rank}: {explanation}" if explanation else traceback.format_exc().rstrip(),
-            1,
-        )
+        message = explain_collective_failure(error)
+        out_of_memory = re.search("out of memory|can't allocate memory", str(error))
+        if out_of_memory or isinstance(error, MemoryError):
+            message = (
+                f"out of memory: give a smaller --batch-size or fewer ranks a machine ({error})"
+            )
+        return _end(launch, f"error{rank}: {message}" if message else _traceback(), 1)
     except Exception:
-        return _end(launch, traceback.format_exc().rstrip(), 1)
+        return _end(launch, _traceback(), 1)
+
+
+def _traceback() -> str:
+    return traceback.format_exc().rstrip()
 
 
 def _end(launch: LaunchSpec, message: str, status: int) -> int:
-    """Say why the run ends early, if it does, and return the status; of a group, end the process with it."""
+    """Print why the run ends early, if it does, and return the status; a rank of a group ends its process with it."""
     if message:
         _say(message, status)
     if launch.size > 1:
@@ -130,7 +136,7 @@ def _end(launch: LaunchSpec, message: str, status: int) -> int:
     return status
 
 
-def _launch_or_explain(config: Config, path: str) -> LaunchSpec | None:
+def _launch_or_explain(config: Config, path: str | None) -> LaunchSpec | None:
     launch = resolve_launch(config.launch_flags)
     if config.sync == "none":
         if launch is not None and launch.size > 1:
@@ -142,20 +148,23 @@ def _launch_or_explain(config: Config, path: str) -> LaunchSpec | None:
     if launch is None and config.recipe is not None:
         return LaunchSpec()
     if launch is None:
-        print(HOW_TO_START.format(part=config.part, path=path), file=sys.stderr, end="")
+        command = COMMANDS[config.part] if path is None else f"python {path}"
+        target = " ".join(_target(config.part, path))
+        words = HOW_TO_START.format(part=config.part, command=command, target=target)
+        print(words, file=sys.stderr, end="")
     return launch
 
 
+def _target(part: str, path: str | None) -> list[str]:
+    """Return what torchrun starts: the file, or without one this module."""
+    return ["-m", "common.cli", part] if path is None else [path]
+
+
 def _become_launcher(config: Config, processes: int, command: list[str]) -> NoReturn:
-    """Replace this process by torchrun, which starts the ranks; they have RANK set, so none of them comes here again."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")
-    }  # run() sets the threads
-    os.execve(
-        sys.executable,
-        [sys.executable, *launcher_command(config.launch_flags, processes, command)],
-        environment,
-    )
+    """Replace this process by torchrun, which starts the ranks with RANK set, so that none of them becomes a launcher."""
+    arguments = launcher_command(config.launch_flags, processes, command)
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ  # run() sets the threads
+    os.execve(sys.executable, [sys.executable, *arguments], environment)
 
 
 def _say(message: str, status: int) -> int:
@@ -166,8 +175,8 @@ def _say(message: str, status: int) -> int:
 def _end_soon_after_interrupt() -> None:
     """Make Ctrl-C end the process also while it waits inside a collective, where Python sees no signal.
 
-    The signal's number is written to a socket at once, by the interpreter's C handler; a thread that reads it gives
-    the main thread a few seconds for its own clean end, then ends the process.
+    The interpreter's C handler writes the signal's number to a socket at once. A thread reads it, gives the main thread a
+    few seconds to end cleanly, then ends the process.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -178,7 +187,29 @@ def _end_soon_after_interrupt() -> None:
         threading.Event().wait(_GRACE_SECONDS)
         os._exit(_say("interrupted: another rank did not answer", INTERRUPTED))
 
-    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    # detach() keeps the writing end open: the interpreter knows only its number.
+    signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
     threading.Thread(target=watch, daemon=True).start()
-    # Keeps the writing end open: only its number is known to the interpreter.
-    watch.writer = writer
+
+
+def part_one() -> int:
+    """Be the command ``part-one``, which is ``python PartOne/main.py`` where there is no checkout."""
+    about = "Part One: train on a single node."
+    return main("PartOne", path=None, description=about, sync_choices=("none",))
+
+
+def part_two() -> int:
+    """Be the command ``part-two``."""
+    about = "Part Two: train on several ranks that average their gradients by hand."
+    return main("PartTwo", path=None, description=about, sync_choices=BY_HAND)
+
+
+def part_three() -> int:
+    """Be the command ``part-three``."""
+    about = "Part Three: train on several ranks with PyTorch's DistributedDataParallel."
+    return main("PartThree", path=None, description=about, sync_choices=BUILT_IN)
+
+
+if __name__ == "__main__":  # python -m common.cli PartTwo ...
+    _part = sys.argv.pop(1)
+    sys.exit({"PartOne": part_one, "PartTwo": part_two, "PartThree": part_three}[_part]())

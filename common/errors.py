@@ -10,7 +10,7 @@ class GroupError(RuntimeError):
 
 
 class Stopped(Exception):  # noqa: N818 - not a failure
-    """The run was asked to stop and has saved its state; the message says where it goes on."""
+    """The run was asked to stop and has saved its state; the message says where it resumes."""
 
 
 # Exit statuses, beside 0 (done), 1 (failed) and 2 (wrong input).

@@ -27,7 +27,7 @@ def prepare_model_for_evaluation(
     """
     model = unwrap(model)
     load_model_state(model, load_checkpoint(Path(checkpoint_path)), name=str(checkpoint_path))
-    return model.to(device, memory_format=torch.channels_last).eval()
+    return model.to(device).to(memory_format=torch.channels_last).eval()
 
 
 def evaluate_model(

@@ -4,7 +4,7 @@ Order of the calls: ``prepare_model_for_training``, then ``train_model``.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def prepare_model_for_training(
 
     Raises UserError on a checkpoint that cannot be used.
     """
-    model = model.to(device, memory_format=torch.channels_last)
+    model = model.to(device).to(memory_format=torch.channels_last)
     trained = [p for p in model.parameters() if p.requires_grad]
     if opt == "sgd":
         optimizer: Optimizer = SGD(
@@ -81,10 +81,9 @@ def prepare_model_for_training(
     else:
         optimizer = AdamW(trained, lr=learning_rate, weight_decay=weight_decay)
     if continue_flag:
-        name = str(continue_checkpoint_path)
-        entries = (
-            checkpoint if checkpoint is not None else _read_checkpoint(current_world(device), name)
-        )
+        name, entries = str(continue_checkpoint_path), checkpoint
+        if entries is None:
+            entries = _read_checkpoint(current_world(device), name)
         load_model_state(unwrap(model), entries, name=name)
         _load_optimizer(optimizer, entries, name)
     if distribute_flag:
@@ -101,7 +100,7 @@ def _read_checkpoint(world: World, path: str) -> dict[str, Any]:
     """Return the checkpoint's entries on every rank; only rank 0 needs the file. Collective; UserError on all ranks."""
 
     def read() -> bytes:
-        load_checkpoint(Path(path))  # rank 0 finds out first whether it is good
+        load_checkpoint(Path(path))  # a damaged file is an error before it is sent
         return Path(path).read_bytes()
 
     return load_checkpoint(broadcast_bytes(world, read), name=path)
@@ -174,7 +173,7 @@ def train_model(
     scheduler : stepped after each step.
     seed : torch's generator is set from (seed, epoch, step, rank) before each step, for an exact resume.
     max_steps : stop within the epoch once so many steps of the whole training are done.
-    resume : a checkpoint's entries, from which scheduler, GradScaler, averages, step count and place in the epoch go on.
+    resume : a checkpoint's entries, from which scheduler, GradScaler, averages, step count and position in the epoch resume.
     saver : writes the checkpoints, in place of one an epoch in ``checkpoint_dir``.
     on_steps, on_epoch : called on every rank with the records of the last steps; with each epoch's number and result, before
         its checkpoint, and ends the training by returning True. Without ``on_epoch`` rank 0 prints the log line.
@@ -190,19 +189,16 @@ def train_model(
         )
     world, saver = engine.world, saver or CheckpointManager(Path(checkpoint_dir))
 
-    def stepped(step_in_epoch: int) -> None:
+    def step_done(step_in_epoch: int) -> None:
         saver.after_step(step_in_epoch)
         if after_step is not None:
             after_step()
 
-    check_same_on_all_ranks(
-        world,
-        {
-            "number of batches in train_loader": _steps(train_loader),
-            "epochs": f"{start_epoch} to {end_epoch}",
-        },
-        what="how much they train",
-    )
+    amount = {
+        "number of batches in train_loader": _steps(train_loader),
+        "epochs": f"{start_epoch} to {end_epoch}",
+    }
+    check_same_on_all_ranks(world, amount, what="how much they train")
     try:
         engine.prepare(optimizer, criterion, scheduler)
         if resume is not None:
@@ -217,7 +213,7 @@ def train_model(
             max_steps=max_steps,
             log_every=log_every,
             on_steps=on_steps,
-            after_step=stepped,
+            after_step=step_done,
         ):
             ends = result.complete and on_epoch is not None and on_epoch(epoch, result)
             saver.save_epoch(epoch, result)
@@ -233,10 +229,9 @@ def train_model(
 
 
 def _steps(loader: Iterable[tuple[Tensor, Tensor]]) -> int:
-    """Steps of an epoch where the loader tells them, else its batches; -1 where it has no length."""
-    if hasattr(loader, "global_batch_sizes"):
-        return len(loader.global_batch_sizes)
-    return len(loader) if hasattr(loader, "__len__") else -1
+    """Return the steps of an epoch where the loader has them, else its batches; -1 where it has no length."""
+    steps = getattr(loader, "global_batch_sizes", loader)
+    return len(steps) if isinstance(steps, Sized) else -1
 
 
 def _strategy(distribute_flag: bool, task_flag: str) -> str:

@@ -19,8 +19,8 @@ from lab.predict.cli import add_flags as add_predict
 from lab.ssh.cli import add_flags as add_ssh
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse without the page of usage before each error."""
+class _LabParser(argparse.ArgumentParser):
+    """argparse that reports an error in one line, without the usage before it."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} --help lists the flags)")
@@ -34,10 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given, flags = given[: given.index("--")], given[given.index("--") + 1 :]
     try:
         args = build_parser().parse_args(given)
-        args.flags, args.typed = (
-            flags,
-            shlex.join(["lab", *given, *(["--", *flags] if flags else [])]),
-        )
+        args.flags = flags
+        args.typed = shlex.join(["lab", *given, *(["--", *flags] if flags else [])])
         if flags and not getattr(args, "passes_flags", False):
             raise UserError(
                 f"-- {' '.join(flags)}: only lab compare, lab launch, lab cluster run and lab cluster shell "
@@ -56,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The subcommands and their flags."""
-    parser = _Parser(prog="lab", description=__doc__.split("\n")[0], allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    """Return the parser of all subcommands and their flags."""
+    parser = _LabParser(prog="lab", description=__doc__.split("\n")[0], allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_LabParser)
     add_compare(commands)
     add_report(commands)
     add_calibrate(commands)

@@ -4,6 +4,7 @@ Each way is started as on real nodes, by its own command; the distributed ones a
 """
 
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from common.utils.paths import REPOSITORY
+from common.utils.paths import IN_CHECKOUT, REPORTS, part_command
 from common.utils.system import free_port
 
 WAYS = (
@@ -35,14 +36,15 @@ def main() -> int:
     began = time.perf_counter()
     results = []
     for part, sync, ranks in WAYS:
-        command = [f"{part}/main.py", *(("--sync", sync) if part == "PartTwo" else ()), *SETTINGS]
+        settings = [*(("--sync", sync) if part == "PartTwo" else ()), *SETTINGS]
+        shown = f"{part}/main.py" if IN_CHECKOUT else shlex.join(part_command(part))
+        plural = "es" if ranks > 1 else ""
+        group = " --master-ip 127.0.0.1 --num-nodes 2 --rank 0 and 1" if ranks > 1 else ""
         console.print(
-            f"\n[bold]{part}, {sync}, {ranks} process{'es' if ranks > 1 else ''}[/bold]: python "
-            + " ".join(command)
-            + (" --master-ip 127.0.0.1 --num-nodes 2 --rank 0 and 1" if ranks > 1 else ""),
+            f"\n[bold]{part}, {sync}, {ranks} process{plural}[/bold]: python {shown} {' '.join(settings)}{group}",
             soft_wrap=True,
         )
-        summary = run_way(command, ranks)
+        summary = run_way([*part_command(part), *settings], ranks)
         if summary is None:
             console.print(f"{part} with {sync} failed; its message stands above")
             return 1
@@ -58,23 +60,17 @@ def main() -> int:
 
 def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
     """Start one way on ``ranks`` local processes and return its summary, or None if a process failed."""
-    group = [
-        "--master-ip",
-        "127.0.0.1",
-        "--master-port",
-        str(free_port(29500)),
-        "--num-nodes",
-        str(ranks),
-    ]
+    address = ["--master-ip", "127.0.0.1", "--master-port", str(free_port(29500))]
     before = set(_summaries())
     with tempfile.TemporaryFile("w+") as errors:
         processes: list[subprocess.Popen] = []
         try:
             for rank in range(ranks):
-                flags = [*group, "--rank", str(rank)] if ranks > 1 else []
+                group = [*address, "--num-nodes", str(ranks), "--rank", str(rank)]
+                flags = group if ranks > 1 else []
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, str(REPOSITORY / command[0]), *command[1:], *flags],
+                        [sys.executable, *command, *flags],
                         stderr=None if rank == 0 else errors,
                     )
                 )
@@ -96,7 +92,7 @@ def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
 
 
 def _summaries() -> list[Path]:
-    return list((REPOSITORY / "reports").glob("*/*/summary.json"))
+    return list(REPORTS.glob("*/*/summary.json"))
 
 
 def show(results: list[dict[str, Any]]) -> None:
@@ -105,13 +101,9 @@ def show(results: list[dict[str, Any]]) -> None:
     for heading in ("way", "nodes", "s a step", "of it sync", "accuracy", "equal weights"):
         table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)
     for result in results:
-        equal = (
-            "one node"
-            if result["nodes"] == 1
-            else "yes"
-            if result["ranks_hold_equal_weights"]
-            else "NO"
-        )
+        equal = "one node"
+        if result["nodes"] > 1:
+            equal = "yes" if result["ranks_hold_equal_weights"] else "NO"
         table.add_row(
             f"{result['part']}: {result['sync']}",
             str(result["nodes"]),

@@ -1,5 +1,5 @@
-"""Least-squares fits of what was measured, with 95 % intervals; the errors count relatively, so that small and large
-messages weigh the same."""
+"""Least-squares fits of measured times, with 95 % intervals. Relative errors are minimised, so small and large messages weigh
+the same."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +21,7 @@ class Fit:
     """What was varied (bytes, samples), seconds measured, seconds fitted."""
 
     def as_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the fit as plain values."""
         return asdict(self)
 
 
@@ -32,7 +32,7 @@ def fit(
     varied: Sequence[float],
     known: Sequence[float] | None = None,
 ) -> Fit:
-    """Return the values, none below 0, with which the sum of values x columns, and ``known`` seconds, come nearest.
+    """Return the values, none below 0, for which the sum of values x columns plus ``known`` seconds is nearest to ``seconds``.
 
     columns : one a value, each with an entry a measurement. Intervals are those of the linear model (Student's t over the
     relative residuals), cut at 0.
@@ -50,15 +50,11 @@ def fit(
     if freedom > 0:
         covariance = np.linalg.pinv(scaled.T @ scaled) * (residuals @ residuals) / freedom
         half = students_t.ppf(0.975, freedom) * np.sqrt(np.diag(covariance))
+    lows, highs = ((values - half) / scale).tolist(), ((values + half) / scale).tolist()
     fitted = measured * (1 + residuals)
     return Fit(
         tuple((values / scale).tolist()),
-        tuple(
-            (max(0.0, low), high)
-            for low, high in zip(
-                ((values - half) / scale).tolist(), ((values + half) / scale).tolist(), strict=True
-            )
-        ),
+        tuple((max(0.0, low), high) for low, high in zip(lows, highs, strict=True)),
         float(np.abs(residuals).max()),
         tuple(zip(map(float, varied), measured.tolist(), fitted.tolist(), strict=True)),
     )

@@ -1,19 +1,24 @@
-"""How ``lab``'s subcommands are made: each with its help, and what it runs."""
+"""Create the subcommands of ``lab``, each with its help and the function that it runs."""
 
 import argparse
+from collections.abc import Callable
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Tells the default of what has one; "(default: None)" tells nothing."""
+    """Shows the default of flags that have one, and no "(default: None)"."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return (
-            action.help if action.default in (None, False, []) else super()._get_help_string(action)
-        )
+        if action.default in (None, False, []):
+            return action.help
+        return super()._get_help_string(action)
 
 
 def add_command(
-    commands: argparse._SubParsersAction, name: str, *, run: object, help: str
+    commands: argparse._SubParsersAction,
+    name: str,
+    *,
+    run: Callable[[argparse.Namespace], int],
+    help: str,
 ) -> argparse.ArgumentParser:
     """Add a subcommand that calls ``run`` with its flags, and return its parser."""
     parser = commands.add_parser(

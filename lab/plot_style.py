@@ -7,8 +7,10 @@ so that a figure follows light and dark.
 import io
 import re
 import textwrap
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -62,7 +64,7 @@ SECTION_LABELS = {
     "update": "update",
 }
 
-_RC = {
+_RC: dict[Any, Any] = {  # matplotlib's own type of a key names every setting of its version
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.titlesize": 9.5,
@@ -117,7 +119,14 @@ def marker(sync: str) -> str:
 
 
 def grid(
-    count: int, *, narrow: bool, columns: int, height: float, extra: float = 0.0, **options: object
+    count: int,
+    *,
+    narrow: bool,
+    columns: int,
+    height: float,
+    extra: float = 0.0,
+    sharex: bool = False,
+    sharey: bool = False,
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure of ``count`` axes in at most ``columns`` columns, each ``height`` inches high."""
     columns = max(1, min(columns, count))
@@ -128,7 +137,8 @@ def grid(
         figsize=(NARROW if narrow else WIDE, rows * height + extra),
         layout="constrained",
         squeeze=False,
-        **options,
+        sharex=sharex,
+        sharey=sharey,
     )
     for spare in axes.flat[count:]:
         spare.set_visible(False)
@@ -156,7 +166,7 @@ def title(figure: Figure, text: str, *, emulated: bool) -> None:
     )
 
 
-def style() -> object:
+def style() -> AbstractContextManager[None]:
     """The context in which every figure is drawn and saved."""
     return plt.rc_context(_RC)
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.config.recipes import _dashes, find_recipe, read_recipe
+from common.config.recipes import find_recipe, read_recipe
 from common.config.schema import CLUSTER, Config, flag
 from common.errors import UserError
 
@@ -17,7 +17,7 @@ _IN_PLACE_OF = {
     "warmup_steps": ("warmup_epochs",),
     "warmup_epochs": ("warmup_steps",),
 }
-"""A flag puts aside what the recipe says by the other name."""
+"""A flag replaces the recipe's setting of the other name."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -27,12 +27,12 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} ({self.prog} --help lists the flags)")
 
 
-def _number(kind: type, words: str) -> Any:
+def _number(kind: type, expected: str) -> Any:
     def convert(text: str) -> Any:
         try:
             return kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"got {text!r}, give {words}") from None
+            raise argparse.ArgumentTypeError(f"got {text!r}, give {expected}") from None
 
     return convert
 
@@ -52,14 +52,19 @@ _CONVERT = {
 
 
 def build_parser(
-    part: str, description: str, defaults: Mapping[str, Any], sync_choices: Sequence[str]
+    part: str,
+    description: str,
+    defaults: Mapping[str, Any],
+    sync_choices: Sequence[str],
+    *,
+    program: str | None = None,
 ) -> argparse.ArgumentParser:
     """The part's flags, in groups; ``defaults`` are shown in place of the dataclass's, ``sync_choices`` limit ``--sync``.
 
     A namespace that it parses holds the given flags only.
     """
     parser = _Parser(
-        prog=f"{part}/main.py",
+        prog=program or f"{part}/main.py",
         description=description,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -78,9 +83,8 @@ def build_parser(
             groups[rules["group"]] = parser.add_argument_group(rules["group"])
         group = groups[rules["group"]]
         default = defaults.get(spec.name, sync_choices[0] if spec.name == "sync" else spec.default)
-        help_text = rules["help"] + (
-            "" if default is None or rules["type"] is bool else f" (default: {default})"
-        )
+        without_default = default is None or rules["type"] is bool
+        help_text = rules["help"] + ("" if without_default else f" (default: {default})")
         names = [
             *(f for f in rules["flags"] if not f.startswith("--")),
             flag(spec.name),
@@ -107,10 +111,13 @@ def parse_arguments(
     defaults: Mapping[str, Any],
     sync_choices: Sequence[str],
     arguments: Sequence[str],
+    *,
+    program: str | None = None,
 ) -> Config:
-    """Return the settings of ``part``; an underscore in a flag equals a dash. UserError on anything wrong."""
-    parser = build_parser(part, description, defaults, sync_choices)
-    given = vars(parser.parse_args([_dashes(argument) for argument in arguments]))
+    """Return the settings of ``part``, which ``program`` starts (default: its main.py); an
+    underscore in a flag equals a dash. UserError on anything wrong."""
+    parser = build_parser(part, description, defaults, sync_choices, program=program)
+    given = vars(parser.parse_args([_with_dashes(argument) for argument in arguments]))
     settings = {"sync": sync_choices[0], **defaults}
     if given.get("recipe") is not None:
         path = find_recipe(given["recipe"])
@@ -127,3 +134,10 @@ def parse_arguments(
         for other in _IN_PLACE_OF.get(name, ()):
             settings.pop(other, None)
     return Config(part=part, **settings | given)
+
+
+def _with_dashes(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value

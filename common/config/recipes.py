@@ -9,9 +9,7 @@ from typing import Any
 
 from common.config.schema import Config
 from common.errors import UserError
-from common.utils.paths import REPOSITORY
-
-RECIPES = REPOSITORY / "recipes"
+from common.utils.paths import RECIPES
 
 
 def find_recipe(name: str) -> Path:
@@ -30,11 +28,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
     another type; ``Config`` checks the rest."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: no TOML, no UTF-8, a number of 5000 digits
+    # ValueError: no TOML, no UTF-8, a number of 5000 digits.
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"recipe {path} cannot be read: {error}") from error
     specs = {
         spec.name: spec.metadata
@@ -51,13 +46,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
         kind = specs[name]["type"]
         wanted = {int: (int,), float: (int, float), bool: (bool,), str: (str,), Path: (str,)}[kind]
         if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
-            words = {int: "a whole number", float: "a number", bool: "true or false"}.get(
-                kind, "a text in quotes"
+            expected = {int: "a whole number", float: "a number", bool: "true or false"}
+            raise UserError(
+                f"recipe {path}: {key} = {value!r}, give {expected.get(kind, 'a text in quotes')}"
             )
-            raise UserError(f"recipe {path}: {key} = {value!r}, give {words}")
-        settings[name] = (
-            Path(value) if kind is Path else float(str(value)) if kind is float else value
-        )  # str: 10**400 is inf
+        # str: float("1" + 400 * "0") is inf, float(10**400) raises OverflowError
+        settings[name] = kind(str(value)) if kind in (Path, float) else value
     return settings
 
 
@@ -82,10 +76,3 @@ def _toml(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     return json.dumps(str(value), ensure_ascii=False)  # TOML's basic strings escape as JSON's do
-
-
-def _dashes(argument: str) -> str:
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value

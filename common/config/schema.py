@@ -1,7 +1,7 @@
 """Settings: one frozen dataclass, whose fields are also the flags and the keys of a recipe.
 
-arguments.py makes a ``Config`` from a recipe and a command line. Nothing here imports torch, so that ``--help`` answers at
-once. Longer than other files, since every setting stands here once, with its meaning and its limits.
+parser.py makes a ``Config`` from a recipe and a command line. Nothing here imports torch, so that ``--help`` answers at
+once. The file is longer than others: every setting is here once, with its meaning and its limits.
 """
 
 import math
@@ -16,8 +16,8 @@ from common.distributed.launch_env import LaunchFlags
 from common.errors import UserError
 from common.models import MODELS
 from common.sync import STRATEGIES
+from common.utils import paths
 from common.utils.environment import DEFAULT_MASTER_PORT
-from common.utils.paths import REPOSITORY
 
 DEFAULT_GLOBAL_BATCH_SIZE = 256
 _LARGEST = 2**31 - 1
@@ -507,18 +507,18 @@ class Config:
 
     @property
     def launch_flags(self) -> LaunchFlags:
-        """What the flags say of this process's place among the ranks."""
+        """The flags that say which rank this process is and where the ranks meet."""
         return LaunchFlags(**{spec.name: getattr(self, spec.name) for spec in fields(LaunchFlags)})
 
     @property
     def data_folder(self) -> Path:
         """Where datasets lie."""
-        return self.data_dir if self.data_dir is not None else REPOSITORY / "data"
+        return self.data_dir if self.data_dir is not None else paths.DATA
 
     @property
     def reports_folder(self) -> Path:
         """Where runs write."""
-        return self.output_dir if self.output_dir is not None else REPOSITORY / "reports"
+        return self.output_dir if self.output_dir is not None else paths.REPORTS
 
     @property
     def milestone_shares(self) -> tuple[float, ...]:

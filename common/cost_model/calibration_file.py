@@ -13,7 +13,7 @@ from common.cost_model.compute_model import ComputeModel, ComputeProfile
 from common.cost_model.event_model import Network, Rate
 from common.errors import UserError
 from common.sync.message_cost import GradientSize
-from common.utils.paths import REPOSITORY
+from common.utils.paths import REPORTS
 
 FORMAT = 1
 LARGE_STEP = 256
@@ -69,7 +69,7 @@ class Calibration:
 
 def calibration_path() -> Path:
     """Where ``lab calibrate`` writes and the others look."""
-    return REPOSITORY / "reports" / "calibration.json"
+    return REPORTS / "calibration.json"
 
 
 def reference_path() -> Path:
@@ -152,14 +152,8 @@ def _gigabytes(seconds_per_byte: float) -> str:
 
 def _from_json(content: dict[str, Any]) -> Calibration:
     network, compute = content["network"], content["compute"]
-    kinds = {
-        kind: Rate(**{name: _number(value) for name, value in rate.items()})
-        for kind, rate in network["kinds"].items()
-    }
-    profiles = tuple(
-        ComputeProfile(**{name: _number(value) for name, value in profile.items()})
-        for profile in compute["profiles"]
-    )
+    kinds = {kind: Rate(**_numbers(rate)) for kind, rate in network["kinds"].items()}
+    profiles = tuple(ComputeProfile(**_numbers(profile)) for profile in compute["profiles"])
     if not profiles or not content["gradients"]:
         raise ValueError("no compute profile or no gradients")
     entries = {name: value for name, value in content.items() if name not in ("format", "what")}
@@ -167,7 +161,7 @@ def _from_json(content: dict[str, Any]) -> Calibration:
         **entries
         | {
             "network": Network(
-                **{name: _number(value) for name, value in network.items() if name != "kinds"},
+                **_numbers({name: value for name, value in network.items() if name != "kinds"}),
                 kinds=kinds,
             ),
             "compute": ComputeModel(
@@ -182,6 +176,10 @@ def _from_json(content: dict[str, Any]) -> Calibration:
             ),
         }
     )
+
+
+def _numbers(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _number(value) for name, value in content.items()}
 
 
 def _number(value: Any) -> float:

@@ -33,8 +33,8 @@ class StepCompute:
 
     def ready_seconds(self, nbytes: int) -> float:
         """Return how long after the beginning of backward it has made so many bytes of gradients."""
-        place = bisect.bisect_left(self.ready_bytes, nbytes)
-        share = self.ready_shares[place] if place < len(self.ready_shares) else 1.0
+        index = bisect.bisect_left(self.ready_bytes, nbytes)
+        share = self.ready_shares[index] if index < len(self.ready_shares) else 1.0
         return share * self.backward_seconds
 
 
@@ -89,12 +89,12 @@ class ComputeModel:
 
     def _around(self, ranks_here: int) -> tuple[ComputeProfile, ComputeProfile, float]:
         """The profiles below and above, and how far from the first to the second."""
-        places = [profile.ranks for profile in self.profiles]
-        above = min(bisect.bisect_left(places, ranks_here), len(places) - 1)
-        below = above if places[above] <= ranks_here or above == 0 else above - 1
+        ranks = [profile.ranks for profile in self.profiles]
+        above = min(bisect.bisect_left(ranks, ranks_here), len(ranks) - 1)
+        below = above if ranks[above] <= ranks_here or above == 0 else above - 1
         if below == above:
             return self.profiles[above], self.profiles[above], 0.0
-        share = math.log(ranks_here / places[below]) / math.log(places[above] / places[below])
+        share = math.log(ranks_here / ranks[below]) / math.log(ranks[above] / ranks[below])
         return self.profiles[below], self.profiles[above], share
 
 

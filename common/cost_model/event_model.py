@@ -1,18 +1,17 @@
-"""What a step takes, from what a strategy says that it sends: closed alpha-beta-gamma formulas and an event model.
+"""The time of a step, from a strategy's message plan: closed alpha-beta-gamma formulas and an event model.
 
-``predict_step`` adds up a step; lab/predict/scaling.py asks for many numbers of nodes. Nothing here
-imports torch, so that a table for 100,000 nodes comes at once. The formulas are those of the
-algorithms that Gloo uses (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication
-Operations in MPICH, 2005).
+``predict_step`` adds up a step; lab/predict/scaling.py calls ``step_seconds`` for many numbers of nodes. Nothing here imports
+torch, so that a table for 100,000 nodes takes a moment. The formulas are those of the algorithms that Gloo uses (Thakur,
+Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from common.cost_model.compute_model import StepCompute
 from common.sync.message_cost import Operation
+from common.sync.message_plans import MessagePlan
 
 HEADERS = 1.06
 """Bytes on a link for each byte of payload: TCP, IP and Ethernet headers (measured on shaped links)."""
@@ -23,16 +22,6 @@ PACKET_BYTES = 90
 
 LARGEST_NODES = 100_000
 _SAMPLED_RANKS = 32
-
-
-class MessagePlan(Protocol):
-    """What this module needs of a strategy (``common.sync.base.GradientSync``)."""
-
-    period: int
-
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]: ...
-
-    def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -231,27 +220,27 @@ class Prediction:
 
 
 def predict_step(
-    strategy: MessagePlan,
+    plan: MessagePlan,
     sizes: Sequence[int],
     ranks: int,
     *,
     network: Network,
     compute: StepCompute,
 ) -> Prediction:
-    """Return what a step of ``strategy`` takes on ``ranks`` ranks.
+    """Return what a step of ``plan`` takes on ``ranks`` ranks.
 
-    sizes : bytes of each parameter's gradient, in the order of the parameters. Raises NotImplementedError where the strategy
+    sizes : bytes of each parameter's gradient, in the order of the parameters. Raises NotImplementedError where the plan
     has no formula.
     """
-    slowed, sync, terms = _messages(strategy, sizes, ranks, network, compute)
+    slowed, sync, terms = _messages(plan, sizes, ranks, network, compute)
     busy = compute.seconds + slowed
     bound = "compute" if busy >= sync else terms.largest
-    root, others = _bytes_sent(strategy, sizes, ranks)
+    root, others = _bytes_sent(plan, sizes, ranks)
     return Prediction(busy + sync, busy, sync, root, others, bound)
 
 
 def step_seconds(
-    strategy: MessagePlan,
+    plan: MessagePlan,
     sizes: Sequence[int],
     ranks: int,
     *,
@@ -259,25 +248,25 @@ def step_seconds(
     compute: StepCompute,
 ) -> float:
     """Return the seconds of ``predict_step`` alone."""
-    slowed, sync, _ = _messages(strategy, sizes, ranks, network, compute)
+    slowed, sync, _ = _messages(plan, sizes, ranks, network, compute)
     return compute.seconds + slowed + sync
 
 
 def message_terms(
-    strategy: MessagePlan, sizes: Sequence[int], ranks: int, *, network: Network
+    plan: MessagePlan, sizes: Sequence[int], ranks: int, *, network: Network
 ) -> Terms:
     """Return what the messages of a period take, hidden behind backward or not."""
-    operations = strategy.operations(sizes, ranks) if ranks > 1 else []
+    operations = plan.operations(sizes, ranks) if ranks > 1 else []
     return sum((operation_terms(operation, ranks, network) for operation in operations), Terms())
 
 
 def _messages(
-    strategy: MessagePlan, sizes: Sequence[int], ranks: int, network: Network, compute: StepCompute
+    plan: MessagePlan, sizes: Sequence[int], ranks: int, network: Network, compute: StepCompute
 ) -> tuple[float, float, Terms]:
     """Seconds by which messages slow backward, seconds left after it, and all of them by what they are spent on."""
     if ranks == 1:
         return 0.0, 0.0, Terms()
-    operations = strategy.operations(sizes, ranks)
+    operations = plan.operations(sizes, ranks)
     costs = [operation_terms(operation, ranks, network) for operation in operations]
     slowed, left = exposed_seconds(
         [
@@ -292,16 +281,16 @@ def _messages(
         compute.backward_seconds,
         network.overlap_cost,
     )
-    return slowed / strategy.period, left / strategy.period, sum(costs, Terms())
+    return slowed / plan.period, left / plan.period, sum(costs, Terms())
 
 
-def _bytes_sent(strategy: MessagePlan, sizes: Sequence[int], ranks: int) -> tuple[float, float]:
+def _bytes_sent(plan: MessagePlan, sizes: Sequence[int], ranks: int) -> tuple[float, float]:
     def sent(rank: int) -> float:
-        return float(strategy.bytes_sent(sizes, rank, ranks)) / strategy.period
+        return float(plan.bytes_sent(sizes, rank, ranks)) / plan.period
 
     if ranks == 1:
         return 0.0, 0.0
     some = sorted(
-        {1 + (ranks - 2) * place // max(1, _SAMPLED_RANKS - 1) for place in range(_SAMPLED_RANKS)}
+        {1 + (ranks - 2) * index // max(1, _SAMPLED_RANKS - 1) for index in range(_SAMPLED_RANKS)}
     )
     return sent(0), math.fsum(map(sent, some)) / len(some)

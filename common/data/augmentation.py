@@ -49,10 +49,10 @@ class Normaliser:
         width: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        mean, std = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
+        means, stds = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
         # Repeated along a row, so that the arithmetic runs over long contiguous vectors, not over 3 channels.
-        self._scale = (1 / (255 * std)).float().repeat(width).to(device)
-        self._shift = (-mean / std).float().repeat(width).to(device)
+        self._scale = (1 / (255 * stds)).float().repeat(width).to(device)
+        self._shift = (-means / stds).float().repeat(width).to(device)
 
     def __call__(self, images: Tensor) -> Tensor:
         batch, height, width, channels = images.shape

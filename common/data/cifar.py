@@ -50,10 +50,10 @@ def _image_set(split: CIFAR10) -> ImageSet:
 def _download_where_missing(
     kind: type[CIFAR10], name: str, data_dir: Path, mirror: str | None
 ) -> None:
-    """Bring the files, unless they are there and whole; UserError with what stood in the way and the ways out.
+    """Download the files unless they are there and whole; UserError with the reason and the alternatives.
 
-    Whoever holds the lock looks, and downloads where need be; the others wait, then find the files. torchvision takes
-    files for data only where their MD5 is right, so what a crash left behind is downloaded again.
+    The process that holds the lock checks and downloads if needed; the others wait, then find the files. torchvision accepts
+    files only if their MD5 is right, so what a crash left behind is downloaded again.
     """
     if _whole(kind, data_dir):
         return
@@ -105,9 +105,9 @@ def _state(kind: type[CIFAR10], data_dir: Path) -> str:
     damaged = [
         path.name for path, md5 in files if path.exists() and not check_integrity(str(path), md5)
     ]
-    said = [f"missing: {', '.join(missing)}"] if missing else []
-    said += [f"damaged, their MD5 is wrong: {', '.join(damaged)}"] if damaged else []
-    return "; ".join(said) or "its list of classes is missing or damaged"
+    problems = [f"missing: {', '.join(missing)}"] if missing else []
+    problems += [f"damaged, their MD5 is wrong: {', '.join(damaged)}"] if damaged else []
+    return "; ".join(problems) or "its list of classes is missing or damaged"
 
 
 def _url(kind: type[CIFAR10], mirror: str | None) -> str:
@@ -118,7 +118,7 @@ def _url(kind: type[CIFAR10], mirror: str | None) -> str:
 
 @contextmanager
 def _stalls_end(seconds: float) -> Iterator[None]:
-    """A host that sends nothing for so long counts as gone; urllib by itself would wait for ever."""
+    """Give up on a host that sends nothing for ``seconds``; urllib by itself would wait for ever."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

@@ -89,9 +89,8 @@ class EvaluationLoader:
         return -(-len(self.ids) // self._batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for ids in (
-            self.ids.split(self._batch_size) if len(self.ids) else ()
-        ):  # split() of nothing gives one part
+        # split() of no ids would give one empty batch.
+        for ids in self.ids.split(self._batch_size) if len(self.ids) else ():
             yield (
                 self._normalise(self._set.images[ids].to(self._device)),
                 self._set.labels[ids].to(self._device),

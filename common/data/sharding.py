@@ -22,8 +22,8 @@ _ORDER_STREAM, AUGMENTATION_STREAM, STEP_STREAM = 1, 2, 3
 
 def stream_seed(seed: int, stream: int, *place: int) -> int:
     """Return a 63-bit seed for one random stream; different places give unrelated seeds."""
-    words = np.random.SeedSequence([seed, stream, *place]).generate_state(2)
-    return int(words[0]) << 31 | int(words[1]) >> 1
+    high, low = np.random.SeedSequence([seed, stream, *place]).generate_state(2)
+    return int(high) << 31 | int(low) >> 1
 
 
 def epoch_order(samples: int, *, seed: int, epoch: int) -> Tensor:
@@ -88,15 +88,12 @@ class GlobalBatchSampler:
             )
         self.samples, self.seed, self.epoch = samples, seed, 1
         self._bounds = global_batch_bounds(samples, batch_size, count)
-        own = range(shards)[
-            rank_share(shards, rank, min(world_size, shards))
-        ]  # the last ranks of too many get none
+        # With more ranks than shards, the last ranks get none.
+        own = range(shards)[rank_share(shards, rank, min(world_size, shards))]
         self.shards_here = max(1, len(own))
         self._count = count
         self.micro_batches = range(own.start * accumulation_steps, own.stop * accumulation_steps)
-        if (
-            not own
-        ):  # a rank without a shard takes part with no sample, under a number that no piece has
+        if not own:  # a rank without a shard takes part with no sample, under an unused number
             self.micro_batches = range(count + rank, count + rank + 1)
         self._start = 0
 
@@ -121,9 +118,6 @@ class GlobalBatchSampler:
         start, self._start = self._start, 0
         for begin, end in list(zip(self._bounds, self._bounds[1:], strict=False))[start:]:
             for micro_batch in self.micro_batches:
-                share = (
-                    rank_share(end - begin, micro_batch, self._count)
-                    if micro_batch < self._count
-                    else slice(0)
-                )
-                yield order[begin:end][share]
+                has_samples = micro_batch < self._count
+                share = rank_share(end - begin, micro_batch, self._count)
+                yield order[begin:end][share if has_samples else slice(0)]

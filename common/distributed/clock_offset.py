@@ -1,4 +1,4 @@
-"""What this rank's clock says when the other ranks' clocks say zero, so that their times can be compared."""
+"""This rank's clock offset from the mean of all ranks, so that times measured on different nodes can be compared."""
 
 import hashlib
 import statistics
@@ -16,8 +16,8 @@ _ROUNDS = 9
 def clock_offset(world: World) -> float:
     """Return the seconds that this rank's ``time.perf_counter`` is ahead of the mean of all ranks' clocks. Collective.
 
-    Ranks on one machine read one clock: 0. Between machines the ends of a few small all_reduces, which all ranks leave within
-    about a message's time, are taken for the same moment; the median over them is good to about the network's latency.
+    Ranks on one machine read one clock: 0. Ranks on several machines leave a small all_reduce within about a message's time,
+    so its end counts as one moment; the median over a few of them is accurate to about the network's latency.
     """
     if world.size == 1 or _one_machine(world):
         return 0.0

@@ -1,4 +1,4 @@
-"""What ranks do together beside gradients: compare settings, run an action on all, gather and broadcast objects."""
+"""Collectives other than gradient sync: compare settings, run an action on all ranks, gather objects, broadcast bytes."""
 
 import hashlib
 import json
@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.distributed.process_group import (
-    World,
-)
+from common.distributed.process_group import World
 from common.errors import UserError
 from common.utils.processes import in_thread
 
@@ -24,25 +22,25 @@ _FIRST_PAUSE_SECONDS = 0.02
 def check_same_on_all_ranks(world: World, facts: Mapping[str, Any], *, what: str) -> None:
     """Raise UserError on every rank, naming each fact that differs with the values and who has them.
 
-    One all_reduce of 64 bytes where all agree, however many they are. ``facts`` are plain values by name, e.g. settings or
-    tensor shapes.
+    One all_reduce of 64 bytes where all agree, whatever the number of ranks. ``facts`` are plain values by name, e.g. settings
+    or tensor shapes.
     """
     if world.size == 1:
         return
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(world.device)
-    largest = torch.stack(
-        [mine, ~mine]
-    )  # the largest of all complements is the complement of the smallest
+    # The largest of all complements is the complement of the smallest.
+    largest = torch.stack([mine, ~mine])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     if torch.equal(largest[0], ~largest[1]):  # the same verdict on every rank
         return
     all_facts = gather_objects(world, dict(facts))
     names = list(dict.fromkeys(name for one in all_facts for name in one))
+    values = {name: [one.get(name, "absent") for one in all_facts] for name in names}
     lines = [
-        f"{name}: {_by_value([one.get(name, 'absent') for one in all_facts])}"
-        for name in names
-        if any(one.get(name, "absent") != all_facts[0].get(name, "absent") for one in all_facts)
+        f"{name}: {_by_value(of_ranks)}"
+        for name, of_ranks in values.items()
+        if any(value != of_ranks[0] for value in of_ranks)
     ]
     more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
     raise UserError(
@@ -51,13 +49,13 @@ def check_same_on_all_ranks(world: World, facts: Mapping[str, Any], *, what: str
 
 
 def _by_value(values: list[Any]) -> str:
-    ranks: dict[str, list[int]] = {}
+    ranks_by_value: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        ranks.setdefault(str(value), []).append(rank)
+        ranks_by_value.setdefault(str(value), []).append(rank)
     return ", ".join(
-        f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who[:8]))}"
-        f"{' …' if len(who) > 8 else ''}"
-        for value, who in ranks.items()
+        f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
+        f"{' …' if len(ranks) > 8 else ''}"
+        for value, ranks in ranks_by_value.items()
     )
 
 
@@ -67,12 +65,12 @@ def run_on_all_ranks(world: World, action: Callable[[], T], *, patient: bool = F
     ``patient`` waits for as long as the action takes (a download), provided that every rank answers within the group's timeout.
     """
     if world.size == 1:
-        return _told(action)
+        return _with_user_errors(action)
     if patient:
         action = _done_on_all(world, action)
     error: str | None = None
     try:
-        result = _told(action)
+        result = _with_user_errors(action)
     except UserError as failure:
         error = str(failure)
     failures = torch.tensor([int(error is not None)], device=world.device)
@@ -87,9 +85,9 @@ def run_on_all_ranks(world: World, action: Callable[[], T], *, patient: bool = F
 
 
 def _done_on_all(world: World, action: Callable[[], T]) -> Callable[[], T]:
-    """Run ``action`` in a thread until it has ended on every rank, and return what gives its result or raises its error.
+    """Run ``action`` in a thread until it has ended on every rank; return a function that gives its result or raises its error.
 
-    Meanwhile the ranks ask each other every second, so that one that is lost is missed within the group's timeout.
+    Meanwhile the ranks exchange a message every second, so that a lost rank is noticed within the group's timeout.
     """
     outcome = in_thread(action)
     pause = _FIRST_PAUSE_SECONDS
@@ -103,13 +101,13 @@ def _done_on_all(world: World, action: Callable[[], T]) -> Callable[[], T]:
 
 
 def run_on_rank0(world: World, action: Callable[[], T]) -> T:
-    """Run ``action`` on rank 0 alone and give its result (a small, picklable one) or its error to every rank."""
+    """Run ``action`` on rank 0 alone and return its result (small and picklable) or raise its UserError on every rank."""
     if world.size == 1:
-        return _told(action)
+        return _with_user_errors(action)
     shared: list[Any] = [None, None]
     if world.is_rank0:
         try:
-            shared[0] = _told(action)
+            shared[0] = _with_user_errors(action)
         except UserError as failure:
             shared[1] = str(failure)
     dist.broadcast_object_list(shared, src=0)
@@ -128,7 +126,7 @@ def gather_objects(world: World, mine: T) -> list[T]:
 
 
 def broadcast_bytes(world: World, read: Callable[[], bytes], *, source: int = 0) -> bytes:
-    """Run ``read`` on rank ``source`` and return its bytes on every rank; its UserError or OSError reaches all of them."""
+    """Run ``read`` on rank ``source`` and return its bytes on every rank; a UserError or OSError there is raised on all."""
     content = run_on_all_ranks(world, lambda: read() if world.rank == source else b"")
     if world.size == 1:
         return content
@@ -142,7 +140,8 @@ def broadcast_bytes(world: World, read: Callable[[], bytes], *, source: int = 0)
     return content if world.rank == source else buffer.cpu().numpy().tobytes()
 
 
-def _told(action: Callable[[], T]) -> T:
+def _with_user_errors(action: Callable[[], T]) -> T:
+    """Return what ``action`` returns; raise its OSError as a UserError."""
     try:
         return action()
     except OSError as error:
@@ -151,18 +150,19 @@ def _told(action: Callable[[], T]) -> T:
 
 
 def warn_of_equal_batches(world: World, inputs: Tensor, labels: Tensor) -> None:
-    """Warn of the commonest mistake of all: no sampler, so that all ranks train on the same samples. Collective."""
+    """Warn if all ranks load the same samples: without a sampler they do, the commonest mistake of all. Collective."""
     if world.size == 1:
         return
-    mine = [
+    digests = [
         hashlib.sha256(
-            t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
         ).hexdigest()
-        for t in (inputs, labels)
+        for tensor in (inputs, labels)
     ]
-    others = gather_objects(world, (*mine, len(labels) >= 8 and len(labels.unique()) > 1))
-    same_inputs, same_labels = (len({other[column] for other in others}) == 1 for column in (0, 1))
-    if len(labels) and (same_inputs or (same_labels and all(telling for *_, telling in others))):
+    varied = len(labels) >= 8 and len(labels.unique()) > 1  # else equal labels may be chance
+    all_ranks = gather_objects(world, (*digests, varied))
+    same_inputs, same_labels = (len({one[column] for one in all_ranks}) == 1 for column in (0, 1))
+    if len(labels) and (same_inputs or (same_labels and all(one[-1] for one in all_ranks))):
         warnings.warn(
             "all ranks train on the same samples: their first batches are equal. Give each rank a share of its "
             "own, e.g. by torch.utils.data.DistributedSampler",

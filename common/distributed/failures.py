@@ -1,4 +1,4 @@
-"""Why a collective broke: what torch's error says, and what the rank that failed tells the others through the store."""
+"""Why a collective broke: from torch's error, and from the message that the failed rank publishes in the store."""
 
 import contextlib
 import os
@@ -14,7 +14,12 @@ import torch.distributed as dist
 
 from common.errors import GroupError
 from common.utils.processes import in_thread
+from common.utils.system import open_descriptors
 
+T = TypeVar("T")
+_ANSWER_SECONDS = 3.0
+_POLL_SECONDS = 0.05
+_MESSAGE, _FETCHED = "words", "parted"  # keys in the store
 _LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|connect failure|remote process exited|"
     r"socket|peer",
@@ -23,15 +28,15 @@ _LOST = re.compile(
 
 
 def explain_collective_failure(error: BaseException) -> str | None:
-    """Return what to tell the user where ``error`` is a collective that lost a rank, else None.
+    """Return a message for the user where ``error`` is a collective that lost a rank, else None.
 
     The collective's name is read from the traceback: torch's message has only the address of a neighbour, often not
-    the culprit's.
+    that of the rank that failed.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    calls = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
     if not _LOST.search(str(error)):
         return None
+    frames = traceback.extract_tb(error.__traceback__)
+    calls = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
     collective = next((name for name in calls if name != "wrapper"), None)
     if collective is None:
         in_backward = any(frame.name == "backward" for frame in frames)
@@ -45,30 +50,26 @@ def explain_collective_failure(error: BaseException) -> str | None:
     )
 
 
-def is_torchs(error: BaseException) -> bool:
-    """Whether an error was raised by torch, or by code that this project does not know, not by this project."""
+def is_torch_error(error: BaseException) -> bool:
+    """Return whether torch, or other code outside this project, raised the error."""
     return isinstance(error, RuntimeError) and not isinstance(error, GroupError)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message that says anything, else its type."""
+    """Return the first line of an error's message that is not blank, else its type."""
     lines = [line for line in str(error).strip().split("\n") if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
-T = TypeVar("T")
-_ANSWER_SECONDS = 3.0
-_POLL_SECONDS = 0.05
-_WORDS, _PARTED = "words", "parted"
-
-
 class FailureReport:
-    """The words of one rank. Without a store (under torchrun, which tells itself who failed first) nothing is told.
+    """Tells the other ranks why this one failed: ``publish`` or ``fetch`` where the failure is caught, then ``close``.
+
+    Without a store it does nothing: under torchrun, which reports itself who failed first.
 
     Parameters
     ----------
-    patience_seconds : how long rank 0 holds the store for those who still compute and have not noticed.
-    others_sockets : of this process, which are not the group's: ``open_sockets`` before it was formed.
+    patience_seconds : how long rank 0 keeps the store alive for ranks that still compute and have not noticed.
+    other_sockets : sockets of this process that are not the group's: ``open_sockets`` before the group was formed.
     """
 
     def __init__(
@@ -78,85 +79,79 @@ class FailureReport:
         size: int,
         *,
         patience_seconds: float,
-        others_sockets: Collection[int],
+        other_sockets: Collection[int],
     ) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._patience_seconds, self._others_sockets = patience_seconds, others_sockets
-        self._words_exist = False
+        self._patience_seconds, self._other_sockets = patience_seconds, other_sockets
+        self._published = False
 
     def publish(self, error: BaseException) -> None:
-        """Tell the others that ``error`` ends this rank."""
-        self._words_exist = True
-        first_line = next((line for line in str(error).splitlines() if line.strip()), "")
-        name = (
-            ""
-            if isinstance(error, ValueError | RuntimeError) and first_line
-            else type(error).__name__
-        )
-        words = ": ".join(part for part in (name, first_line) if part)
-        self._ask(
-            lambda store: store.compare_set(_WORDS, "", f"rank {self._rank} stopped: {words}")
-        )
+        """Tell the other ranks that ``error`` ends this one, unless a rank has published before."""
+        self._published = True
+        line = next((line for line in str(error).splitlines() if line.strip()), "")
+        speaks_for_itself = isinstance(error, ValueError | RuntimeError) and line
+        name = "" if speaks_for_itself else type(error).__name__
+        reason = ": ".join(part for part in (name, line) if part)
+        message = f"rank {self._rank} stopped: {reason}"
+        self._ask(lambda store: store.compare_set(_MESSAGE, "", message))
 
     def fetch(self) -> str | None:
-        """Return why the group broke, in the words of the first rank that left some; None where there are none: it was killed."""
-        words = self._ask(
-            lambda store: store.get(_WORDS).decode() if store.check([_WORDS]) else None
+        """Return the message of the rank that failed first; None where it could not publish one: it was killed."""
+        message = self._ask(
+            lambda store: store.get(_MESSAGE).decode() if store.check([_MESSAGE]) else None
         )
-        self._words_exist = words is not None
-        return words
+        self._published = message is not None
+        return message
 
     def close(self) -> None:
-        """Leave the store; where there are words to read, rank 0 stays until the others have parted, or its patience ends.
+        """Leave the store. If there is a message, rank 0 closes its connections, then waits until every rank has fetched it.
 
-        The process must end after it.
+        The process must end after it: its group's connections are closed.
         """
-        if not self._words_exist:
+        if not self._published:
             return
-        self._ask(lambda store: store.add(_PARTED, 1))
+        self._ask(lambda store: store.add(_FETCHED, 1))
         if self._rank > 0 or self._size == 1 or self._store is None:
             return
-        _hang_up(self._store.port, self._others_sockets)
+        _close_connections(self._store.port, self._other_sockets)
         deadline = time.monotonic() + self._patience_seconds
-        while (
-            time.monotonic() < deadline and self._store.add(_PARTED, 0) < self._size
-        ):  # in this process: it answers
+        # Rank 0's own store answers at once, so it needs no thread.
+        while time.monotonic() < deadline and self._store.add(_FETCHED, 0) < self._size:
             time.sleep(_POLL_SECONDS)
 
     def _ask(self, question: Callable[[dist.Store], T]) -> T | None:
-        """Return the store's answer, None where there is none soon: its own operations wait for as long as TCP hopes."""
-        if self._store is None:
+        """Return the store's answer, None if none comes soon: its operations block until TCP times out."""
+        store = self._store
+        if store is None:
             return None
         try:
-            return in_thread(lambda: question(self._store)).result(_ANSWER_SECONDS)
+            return in_thread(lambda: question(store)).result(_ANSWER_SECONDS)
         except (TimeoutError, dist.DistStoreError, dist.DistNetworkError):
             return None
 
 
 def open_sockets() -> set[int]:
-    """Return the sockets that this process has open, by inode."""
+    """Return the inodes of the sockets that this process has open."""
     found = set()
-    for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError):  # the folder's own descriptor is closed by now
-            status = os.fstat(int(name))
+    for descriptor in open_descriptors():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            status = os.fstat(descriptor)
             if stat.S_ISSOCK(status.st_mode):
                 found.add(status.st_ino)
     return found
 
 
-def _hang_up(store_port: int, others_sockets: Collection[int]) -> None:
-    """Close the group's connections but the store's, as this process's end would, so that the others notice now.
+def _close_connections(store_port: int, other_sockets: Collection[int]) -> None:
+    """Close the group's connections, but not the store's, so that the other ranks notice the failure now.
 
     torch closes them only when nothing refers to the group any more, and the model and the error in flight do.
     """
-    for name in os.listdir("/dev/fd"):
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(fileno=os.dup(int(name))) as one,
-        ):  # OSError: no socket, not connected
+    for descriptor in open_descriptors():
+        # OSError: no socket, or not connected.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if (
-                os.fstat(one.fileno()).st_ino not in others_sockets
-                and one.family != socket.AF_UNIX
-                and store_port not in (one.getsockname()[1], one.getpeername()[1])
+                os.fstat(connection.fileno()).st_ino not in other_sockets
+                and connection.family != socket.AF_UNIX
+                and store_port not in (connection.getsockname()[1], connection.getpeername()[1])
             ):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)

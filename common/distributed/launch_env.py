@@ -1,7 +1,8 @@
-"""Where this process stands: its place in the group, from the flags or from the environment that launchers set.
+"""Which rank this process is, of how many, and where the ranks meet: from the flags and from launchers' environment variables.
 
-``resolve_launch`` joins both; ``processes_to_start`` says whether this process is to start the ranks instead, and
-``choose_gpus`` which GPUs it sees. No torch is imported before the GPUs are chosen.
+``choose_gpus`` limits the GPUs that this process sees. ``processes_to_start`` decides whether this process starts the ranks
+(``launcher_command``) or is one itself; then ``resolve_launch`` joins flags and environment. ``launch_from_environment`` serves
+callers without flags. torch is imported only inside functions, after the GPUs are chosen.
 """
 
 import contextlib
@@ -20,10 +21,13 @@ from common.utils.environment import DEFAULT_MASTER_PORT
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """``size`` is 1 and ``master_ip`` None for a process without a group; ``local_rank`` and ``local_size`` are None where
-    only the ranks' meeting can tell them. What follows is torchrun's alone: ``largest_size`` of the job, ``restarts`` that
-    it may make, ``agent`` (a name of the process that starts this node's workers again), and whether restarts under Gloo
-    would read ``stale_addresses``."""
+    """How this process joins the group.
+
+    ``size`` is 1 and ``master_ip`` None for a process without a group; ``local_rank`` and ``local_size`` are None until the
+    rendezvous finds them. The rest is set under torchrun alone: ``largest_size`` of the job, the number of ``restarts``
+    allowed, ``agent`` (a name of the process that restarts this node's workers), and ``stale_addresses``: whether restarted
+    workers would read old addresses under Gloo.
+    """
 
     rank: int = 0
     size: int = 1
@@ -40,7 +44,7 @@ class LaunchSpec:
 
 @dataclass(frozen=True)
 class LaunchFlags:
-    """What the command line says of this process's place; None where it says nothing. The flags' help texts explain them."""
+    """The flags that say which rank this process is and where the ranks meet; None where a flag is not given."""
 
     master_ip: str | None = None
     master_port: int | None = None
@@ -57,7 +61,7 @@ def resolve_launch(
     flags: LaunchFlags, environment: Mapping[str, str] = os.environ
 ) -> LaunchSpec | None:
     """Join flags and torchrun's environment; None where neither says anything. UserError on a contradiction."""
-    master_ip, master_port = _meeting_place(flags)
+    master_ip, master_port = _master_address(flags)
     if {"RANK", "WORLD_SIZE"} <= environment.keys():
         return _from_environment(flags, environment, master_ip, master_port)
     given = {
@@ -82,18 +86,40 @@ def resolve_launch(
             "--rank together, for example --master-ip 10.0.0.1 --num-nodes 4 --rank 0; or --distributed "
             "--world-size 4 for all ranks on this machine"
         )
+    assert flags.rank is not None  # else it is in ``missing``
+    assert flags.num_nodes is not None
     return LaunchSpec(flags.rank, flags.num_nodes, master_ip, master_port or DEFAULT_MASTER_PORT)
 
 
-def _meeting_place(flags: LaunchFlags) -> tuple[str | None, int | None]:
-    """The master's address and port, from --master-ip and --master-port or from --dist-url."""
+def launch_from_environment(rank: int, world_size: int) -> LaunchSpec:
+    """Return the LaunchSpec of a rank that a caller has numbered; the ranks meet at MASTER_ADDR:MASTER_PORT (default
+    127.0.0.1:29500)."""
+    local = {
+        name: int(os.environ[name])
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        if name in os.environ
+    }
+    numbers = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    torchrun = numbers == (str(rank), str(world_size)) and len(local) == 2
+    return LaunchSpec(
+        rank,
+        world_size,
+        os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        int(os.environ.get("MASTER_PORT", DEFAULT_MASTER_PORT)),
+        local["LOCAL_RANK"] if torchrun else None,
+        local["LOCAL_WORLD_SIZE"] if torchrun else None,
+        torchrun,
+    )
+
+
+def _master_address(flags: LaunchFlags) -> tuple[str | None, int | None]:
+    """Return the address and port of rank 0's node, from --master-ip and --master-port or from --dist-url."""
     if flags.dist_url is None or flags.dist_url == "env://":
         return flags.master_ip, flags.master_port
-    try:
+    url, host, port = None, None, None
+    with contextlib.suppress(ValueError):
         url = urlsplit(flags.dist_url)
         host, port = url.hostname, url.port
-    except ValueError:
-        url = host = port = None
     if url is None or url.scheme != "tcp" or not host or not port or url.path or url.query:
         raise UserError(
             f"--dist-url: got {flags.dist_url!r}, give tcp://ADDRESS:PORT of rank 0's node, e.g. "
@@ -127,11 +153,12 @@ def _from_environment(
         return int(text)
 
     size, local_size = number("WORLD_SIZE"), number("LOCAL_WORLD_SIZE", "1")
+    address = environment.get("MASTER_ADDR", "127.0.0.1")
     agent = "TORCHELASTIC_RUN_ID" in environment
     launch = LaunchSpec(
         number("RANK"),
         size,
-        environment.get("MASTER_ADDR", "127.0.0.1"),
+        address,
         number("MASTER_PORT", str(DEFAULT_MASTER_PORT)),
         number("LOCAL_RANK", "0"),
         local_size,
@@ -163,9 +190,9 @@ def _from_environment(
             raise UserError(
                 f"{flag} {got} contradicts torchrun's {name}={wanted}: leave the flag out under torchrun"
             )
-    if master_ip is not None and _addresses(master_ip).isdisjoint(_addresses(launch.master_ip)):
+    if master_ip is not None and _addresses(master_ip).isdisjoint(_addresses(address)):
         raise UserError(
-            f"{address_flag} {master_ip} contradicts torchrun's MASTER_ADDR={launch.master_ip}: leave "
+            f"{address_flag} {master_ip} contradicts torchrun's MASTER_ADDR={address}: leave "
             "the flag out under torchrun"
         )
     return launch
@@ -173,26 +200,26 @@ def _from_environment(
 
 def _addresses(host: str) -> set[str]:
     try:
-        return {host, *(entry[4][0] for entry in socket.getaddrinfo(host, None))}
+        return {host, *(str(entry[4][0]) for entry in socket.getaddrinfo(host, None))}
     except OSError:
         return {host}
 
 
 def _largest_size(environment: Mapping[str, str], local_size: int) -> int:
-    """The most ranks that torchrun may start: it tells its workers only how many there are now, but its own command line
-    (or PET_NNODES) holds ``--nnodes MIN:MAX``."""
-    words: Sequence[str] = []
+    """Return the largest number of ranks that torchrun may start; 0 where it is unknown.
+
+    Workers get only the present number; the maximum is in torchrun's command line (or PET_NNODES), ``--nnodes MIN:MAX``.
+    """
+    command = ""
     with contextlib.suppress(psutil.Error):
-        words = psutil.Process(os.getppid()).cmdline()
-    text = " ".join(words)
-    found = re.search(r"--nnodes[= ](?:\d+:)?(\d+)", text) or re.fullmatch(
-        r"(?:\d+:)?(\d+)", environment.get("PET_NNODES", "")
-    )
+        command = " ".join(psutil.Process(os.getppid()).cmdline())
+    found = re.search(r"--nnodes[= ](?:\d+:)?(\d+)", command)
+    found = found or re.fullmatch(r"(?:\d+:)?(\d+)", environment.get("PET_NNODES", ""))
     return int(found[1]) * local_size if found else 0
 
 
 def _agent() -> str:
-    """A name of the process that started this one, which no other process will have."""
+    """Return a name of the process that started this one, which no other process will ever have."""
     parent = os.getppid()
     with contextlib.suppress(psutil.Error):
         return f"{socket.gethostname()}-{parent}-{psutil.Process(parent).create_time():.2f}"
@@ -200,24 +227,20 @@ def _agent() -> str:
 
 
 def processes_to_start(flags: LaunchFlags, environment: Mapping[str, str] = os.environ) -> int:
-    """Return how many ranks this process is to start on this machine, by --distributed or by several --gpu-ids; 0: none,
-    it is a rank itself."""
+    """Return how many ranks this process must start on this machine, by --distributed or by several --gpu-ids; 0 where it
+    is a rank itself."""
     if {"RANK", "WORLD_SIZE"} <= environment.keys() or flags.rank is not None:
         if flags.distributed and flags.rank is not None:
             raise UserError(
                 "--distributed starts all ranks here, --rank is one of them: give one of the two"
             )
         return 0
-    gpus = len(flags.gpu_ids.split(",")) if flags.gpu_ids is not None else None
+    gpus = len(flags.gpu_ids.split(",")) if flags.gpu_ids is not None else 0
     if not flags.distributed:
-        return (
-            gpus
-            if gpus is not None and (gpus > 1 or flags.dist_url) and flags.sync != "none"
-            else 0
-        )
+        return gpus if (gpus > 1 or flags.dist_url) and flags.sync != "none" else 0
     if flags.num_nodes is not None:
         return flags.num_nodes
-    if gpus is None:
+    if gpus == 0:
         import torch
 
         gpus = torch.cuda.device_count()
@@ -226,7 +249,7 @@ def processes_to_start(flags: LaunchFlags, environment: Mapping[str, str] = os.e
 
 def launcher_command(flags: LaunchFlags, processes: int, command: Sequence[str]) -> list[str]:
     """Return the command of torchrun that starts ``processes`` ranks of ``command`` (file and arguments) here."""
-    host, port = _meeting_place(flags)
+    host, port = _master_address(flags)
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = port or probe.getsockname()[1]
@@ -245,7 +268,7 @@ def launcher_command(flags: LaunchFlags, processes: int, command: Sequence[str])
 
 
 def choose_gpus(ids: str | None) -> None:
-    """Let this process see these GPUs only, as numbered by the machine. UserError where they are not there."""
+    """Let this process see only these GPUs, as numbered by the machine. UserError where one is missing."""
     if ids is None:
         return
     before = os.environ.setdefault("CUDA_VISIBLE_DEVICES", ids)

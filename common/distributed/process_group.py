@@ -1,4 +1,4 @@
-"""The group of ranks: ``process_group`` opens and closes it, ``World`` says where this process stands in it."""
+"""The group of ranks: ``process_group`` opens and closes it, ``World`` says which rank of it this process is."""
 
 import os
 import socket
@@ -15,19 +15,18 @@ from common.distributed.failures import (
     FailureReport,
     explain_collective_failure,
     first_line,
-    is_torchs,
+    is_torch_error,
     open_sockets,
 )
-from common.distributed.launch_env import LaunchSpec
-from common.distributed.rendezvous import rendezvous
+from common.distributed.launch_env import LaunchSpec, launch_from_environment
+from common.distributed.rendezvous import RankPlacement, rendezvous
 from common.errors import GroupError, Stopped, UserError
-from common.utils.environment import DEFAULT_MASTER_PORT
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place: ``rank`` of ``size``, ``local_rank`` of ``local_size`` on its machine; ``backend`` None
-    without a group."""
+    """This process is ``rank`` of ``size``, and ``local_rank`` of ``local_size`` on its machine; ``backend`` is None without
+    a group."""
 
     rank: int = 0
     size: int = 1
@@ -44,7 +43,7 @@ class World:
 
 
 def current_world(device: torch.device | str = "cpu") -> World:
-    """The world of the group that is open in this process, whoever opened it; a world of one without a group."""
+    """Return the World of the group that is open in this process, whoever opened it; a World of one without a group."""
     device = torch.device(device)
     if not (dist.is_available() and dist.is_initialized()):
         return World(device=device)
@@ -59,8 +58,8 @@ def process_group(
 ) -> Iterator[World]:
     """Form the group, yield this process's World, and close the group whatever happens.
 
-    Without a master's address there is no group, but a World of one. Otherwise as ``open_group``. Where a collective breaks
-    because another rank has failed, and that one could still say why, raises GroupError with its words.
+    Without a master's address there is no group, but a World of one. Otherwise as ``open_group``. When a collective breaks
+    because another rank has failed, and that rank has published why, raises GroupError with its message.
     """
     if launch.master_ip is None:
         yield World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -68,21 +67,21 @@ def process_group(
     before = open_sockets()
     world, store = _open(launch, backend, timeout_seconds)
     report = FailureReport(
-        store, world.rank, world.size, patience_seconds=timeout_seconds, others_sockets=before
+        store, world.rank, world.size, patience_seconds=timeout_seconds, other_sockets=before
     )
     try:
         try:
             yield world
-            dist.barrier()  # nobody takes the store away while others still use it
+            dist.barrier()  # rank 0 keeps the store alive until all ranks have finished
         except Stopped:  # on all ranks alike
             dist.barrier()
             raise
         except Exception as error:
-            if not is_torchs(error) or (broken := explain_collective_failure(error)) is None:
+            if not is_torch_error(error) or (broken := explain_collective_failure(error)) is None:
                 report.publish(error)
-            elif told := report.fetch():
+            elif message := report.fetch():
                 raise GroupError(
-                    f"{told}. Finished checkpoints are kept. ({broken.split(':')[0]} here: another rank has ended)"
+                    f"{message}. Finished checkpoints are kept. ({broken.split(':')[0]} here: another rank has ended)"
                 ) from error
             raise
     finally:
@@ -96,33 +95,35 @@ def open_group(
     """Form the group and return this process's World; the caller destroys the group.
 
     ``backend`` None means NCCL where each rank has a GPU of its own, else Gloo. Gloo trains on the CPU. Raises GroupError
-    and UserError as ``rendezvous.rendezvous`` does.
+    and UserError as ``rendezvous`` does.
     """
     return _open(launch, backend, timeout_seconds)[0]
 
 
 def _open(
     launch: LaunchSpec, backend: str | None, timeout_seconds: float
-) -> tuple[World, dist.Store | None]:
-    """As ``open_group``, with the store at which the ranks met; None under torchrun."""
+) -> tuple[World, dist.TCPStore | None]:
+    """Do as ``open_group``, and return the store of the rendezvous too; None under torchrun."""
+    assert launch.master_ip is not None  # a process without a group opens none
     _choose_interface(launch.master_ip)
-    store, local_rank, local_size, gpus_suffice = None, launch.local_rank, launch.local_size, True
+    store = None
     if launch.torchrun:
-        gpus_suffice = torch.cuda.device_count() >= local_size
+        assert launch.local_rank is not None  # torchrun sets both
+        assert launch.local_size is not None
+        gpus_suffice = torch.cuda.device_count() >= launch.local_size
+        placement = RankPlacement(launch.local_rank, launch.local_size, gpus_suffice)
     else:
         store, placement = rendezvous(launch, timeout_seconds)
-        local_rank, local_size, gpus_suffice = (
-            placement.local_rank,
-            placement.local_size,
-            placement.gpus_suffice,
-        )
-    if backend == "nccl" and not gpus_suffice:
+    if backend == "nccl" and not placement.gpus_suffice:
         raise UserError(
-            f"--backend nccl needs a GPU for each of the {local_size} ranks on a machine, and this one has "
+            f"--backend nccl needs a GPU for each of the {placement.local_size} ranks on a machine, and this one has "
             f"{torch.cuda.device_count()}: give --backend gloo, or fewer ranks"
         )
-    backend = backend or ("nccl" if gpus_suffice and dist.is_nccl_available() else "gloo")
-    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+    if backend is None:
+        use_nccl = placement.gpus_suffice and dist.is_nccl_available()
+        backend = "nccl" if use_nccl else "gloo"
+    uses_gpu = backend == "nccl"
+    device = torch.device("cuda", placement.local_rank) if uses_gpu else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
@@ -132,11 +133,8 @@ def _open(
             world_size=launch.size,
             timeout=timedelta(seconds=timeout_seconds),
             device_id=device if device.type == "cuda" else None,
-            **(
-                {"init_method": "env://"}
-                if store is None
-                else {"store": dist.PrefixStore("group", store)}
-            ),
+            init_method="env://" if store is None else None,
+            store=None if store is None else dist.PrefixStore("group", store),
         )
     except RuntimeError as error:
         met = "the ranks met" if store is not None else "torchrun started the ranks to meet"
@@ -145,46 +143,30 @@ def _open(
             f"{first_line(error)}. If the nodes have several networks, set GLOO_SOCKET_IFNAME (or "
             "NCCL_SOCKET_IFNAME) to the interface that joins them"
         ) from error
-    return World(
-        launch.rank, launch.size, local_rank, local_size, device, backend, timeout_seconds
-    ), store
-
-
-def place_from_environment(rank: int, world_size: int) -> LaunchSpec:
-    """Return the place of a rank that a caller has numbered; where to meet is MASTER_ADDR:MASTER_PORT (default
-    127.0.0.1:29500)."""
-    local = {
-        name: int(os.environ[name])
-        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        if name in os.environ
-    }
-    torchrun = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == (
-        str(rank),
-        str(world_size),
-    ) and len(local) == 2
-    return LaunchSpec(
-        rank,
-        world_size,
-        os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        int(os.environ.get("MASTER_PORT", DEFAULT_MASTER_PORT)),
-        local["LOCAL_RANK"] if torchrun else None,
-        local["LOCAL_WORLD_SIZE"] if torchrun else None,
-        torchrun,
+    world = World(
+        launch.rank,
+        launch.size,
+        placement.local_rank,
+        placement.local_size,
+        device,
+        backend,
+        timeout_seconds,
     )
+    return world, store
 
 
 def _choose_interface(master_ip: str) -> None:
     """Make Gloo and NCCL use the interface that routes to the master, unless the user has chosen one.
 
-    Gloo would take the one that the host's name resolves to, which is often loopback.
+    Gloo would use the one that the host's name resolves to, which is often loopback.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(master_ip, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # of a datagram socket: chooses a route, sends nothing
+            probe.connect(address)  # a datagram socket chooses a route and sends nothing
             own = probe.getsockname()[0]
     except OSError:
-        return  # an unknown name or no route: the rendezvous says so
+        return  # an unknown name or no route: the rendezvous reports it
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == own for entry in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -192,9 +174,9 @@ def _choose_interface(master_ip: str) -> None:
 
 
 def set_debug() -> None:
-    """Make torch.distributed and NCCL tell what they do; before the group is formed. The user's own settings win.
+    """Make torch.distributed and NCCL log what they do; call it before the group is formed. The user's own settings win.
 
-    Not DETAIL: with it DistributedDataParallel ends in a segmentation fault (torch 2.15, Gloo).
+    INFO, not DETAIL: with DETAIL DistributedDataParallel ends in a segmentation fault (torch 2.15, Gloo).
     """
     os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
     os.environ.setdefault("NCCL_DEBUG", "INFO")
@@ -202,14 +184,14 @@ def set_debug() -> None:
 
 
 def setup_distributed(rank: int, world_size: int, backend: str | None = None) -> World:
-    """Open the process group of ``world_size`` ranks and return this one's World; a group that is open already is kept.
+    """Open the process group of ``world_size`` ranks and return this one's World; keep a group that is open already.
 
     The ranks meet at MASTER_ADDR:MASTER_PORT of the environment (default 127.0.0.1:29500). ``backend`` None means NCCL
     where each rank has a GPU of its own, else Gloo. Raises GroupError naming the ranks that are missing after a minute,
-    UserError where an open group is another one.
+    UserError where the open group has another rank or size.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return open_group(place_from_environment(rank, world_size), backend=backend)
+        return open_group(launch_from_environment(rank, world_size), backend=backend)
     world = current_world("cuda" if dist.get_backend() == "nccl" else "cpu")
     if (world.rank, world.size) != (rank, world_size):
         raise UserError(
@@ -234,7 +216,7 @@ def own_device(device: torch.device | str, local_rank: int, *, distributed: bool
 
 
 def check_open(world_size: int, backend: str | None) -> None:
-    """UserError where no group is open, or it is not what the caller believes (a ``world_size`` of 1 says nothing)."""
+    """Raise UserError where no group is open, or not the one that the caller expects (a ``world_size`` of 1 says nothing)."""
     world = current_world()
     if world.backend is None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Profiles of emulated compute: what each layer of a model takes where it has a machine for itself, as a file. No torch here.
+"""Profiles of emulated compute: the seconds of each layer of a model that has a machine for itself, as a file. Imports no torch.
 
 lab/calibrate/layer_profile.py measures one, ``load_profile`` reads and checks it,
 common/emulation/emulated_model.py sleeps by it.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.utils.paths import REPOSITORY
+from common.utils.paths import REPORTS
 
 FORMAT = 1
 MEASURED = "measured"
@@ -28,7 +28,7 @@ class SectionTime:
     sample_seconds: float
 
     def at(self, samples: float) -> float:
-        """Return the seconds of so many samples."""
+        """Return the seconds for that number of samples."""
         return self.fixed_seconds + self.sample_seconds * samples
 
 
@@ -76,7 +76,8 @@ class Profile:
 
     def ready_seconds(self, samples: float) -> dict[str, float]:
         """Return after how many seconds of backward each parameter's gradient is ready, in the order in which they are."""
-        passed, ready = 0.0, {}
+        passed = 0.0
+        ready: dict[str, float] = {}
         for layer in reversed(self.layers):
             passed += layer.backward.at(samples)
             ready |= dict.fromkeys(layer.parameters, passed)
@@ -96,12 +97,8 @@ def profile_path(choice: str, *, model: str) -> Path:
             f"--compute: got {choice!r}, give real, measured, the name of a profile in reports/profiles/, or a file "
             "that ends in .json"
         )
-    return (
-        REPOSITORY
-        / "reports"
-        / "profiles"
-        / f"{f'{MEASURED}-{model}' if choice == MEASURED else choice}.json"
-    )
+    name = f"{MEASURED}-{model}" if choice == MEASURED else choice
+    return REPORTS / "profiles" / f"{name}.json"
 
 
 def load_profile(
@@ -166,29 +163,29 @@ def _size(image: tuple[int, int]) -> str:
 def how_to_make(choice: str, model: str) -> str:
     """Return which command measures that profile."""
     named = "" if choice == MEASURED else f" --profile {Path(choice).stem}"
-    return f"`lab calibrate{named}{'' if model == 'vgg11' else f' --model {model}'}` measures one"
+    of_model = "" if model == "vgg11" else f" --model {model}"
+    return f"`lab calibrate{named}{of_model}` measures one"
 
 
 def _from_json(content: Mapping[str, Any]) -> Profile:
     entries = {name: value for name, value in content.items() if name not in ("format", "what")}
     height, width = entries["image"]
-    profile = Profile(
-        **entries
-        | {
-            "image": (int(height), int(width)),
-            "update_seconds": _seconds(entries["update_seconds"]),
-            "layers": tuple(
-                Layer(
-                    str(layer["name"]),
-                    _section_time(layer["forward"]),
-                    _section_time(layer["backward"]),
-                    tuple(map(str, layer["parameters"])),
-                )
-                for layer in entries["layers"]
-            ),
-            "steps": tuple(tuple(map(_seconds, step)) for step in entries["steps"]),
-        }
+    layers = tuple(
+        Layer(
+            str(layer["name"]),
+            _section_time(layer["forward"]),
+            _section_time(layer["backward"]),
+            tuple(map(str, layer["parameters"])),
+        )
+        for layer in entries["layers"]
     )
+    parsed = {
+        "image": (int(height), int(width)),
+        "update_seconds": _seconds(entries["update_seconds"]),
+        "layers": layers,
+        "steps": tuple(tuple(map(_seconds, step)) for step in entries["steps"]),
+    }
+    profile = Profile(**(entries | parsed))
     if not any(layer.parameters for layer in profile.layers):
         raise ValueError("no layer with parameters")
     return profile

@@ -1,4 +1,4 @@
-"""Emulated compute: the layers of a model take the times of a profile by sleeping, and hand over gradients that nobody computed.
+"""Emulated compute: the layers of a model sleep as long as a profile says, and return gradients that nobody computed.
 
 Eight ranks that compute on two cores measure the scheduler. Ranks that sleep leave the cores to what is to be seen: parameters,
 hooks, buckets, the order and the moments in which gradients become ready, and all communication stay real.
@@ -81,7 +81,7 @@ class Emulation:
         return [gradient.of(self._backward_passes) for gradient in gradients]
 
     def _pass(self, seconds: float) -> None:
-        """Sleep until so many seconds after the last deadline, or after now where there is none."""
+        """Sleep until ``seconds`` after the last deadline, or after now where there is none."""
         now = time.perf_counter()
         self._deadline = (now if self._deadline is None else self._deadline) + seconds
         if self._deadline > now:
@@ -89,18 +89,18 @@ class Emulation:
 
 
 class _EmulatedLayer(torch.autograd.Function):
-    """A link of the chain: takes part in backward for its parameters, whose gradients ``go_back`` returns when they are due."""
+    """A layer in autograd's graph: its backward returns what ``make_gradients`` returns, the gradients of its parameters."""
 
     @staticmethod
     def forward(
-        ctx: Any, signal: Tensor, go_back: Callable[[], list[Tensor]], *parameters: Tensor
+        ctx: Any, signal: Tensor, make_gradients: Callable[[], list[Tensor]], *parameters: Tensor
     ) -> Tensor:
-        ctx.go_back = go_back
+        ctx.make_gradients = make_gradients
         return signal.clone()  # a few numbers a sample, in place of activations
 
     @staticmethod
     def backward(ctx: Any, signal: Tensor) -> tuple[Tensor | None, ...]:
-        return signal, None, *ctx.go_back()
+        return signal, None, *ctx.make_gradients()
 
 
 class _Gradient:
@@ -127,7 +127,7 @@ class _Gradient:
                 self._more = self._first.clone()
             tensor = self._more
         tensor.as_strided((1,), (1,)).fill_(_SCALE * math.sin(number + 100.0 * self._rank))
-        return tensor.detach()  # another tensor on the same memory, which nobody else holds
+        return tensor.detach()  # another tensor on the same memory, without another owner
 
 
 def _check_parameters(profile: Profile, trained: Mapping[str, nn.Parameter]) -> None:

@@ -20,15 +20,15 @@ def stop_on_signals(
     """
     received: list[str] = []
 
-    def note(number: int, _frame: FrameType | None) -> None:
+    def handle(number: int, _frame: FrameType | None) -> None:
         received.append(signal.Signals(number).name)
         request_stop()
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if words := describe():
-        raise Stopped(f"{received[0] if received else 'a signal to another rank'}: {words}")
+    if saved := describe():
+        raise Stopped(f"{received[0] if received else 'a signal to another rank'}: {saved}")

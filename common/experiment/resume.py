@@ -1,4 +1,4 @@
-"""Which folder a run writes to, and from which checkpoint it goes on; also when torchrun has started its workers again.
+"""Which folder a run writes to, and from which checkpoint it resumes; also when torchrun has started its workers again.
 
 Order of the calls: ``open_job``, then ``find_checkpoint``. A job started again finds its folder by the agent (torchrun's
 process on each node), which outlives the workers; the newest checkpoint among the nodes counts, and is sent to all.
@@ -46,10 +46,11 @@ def open_job(config: Config, launch: LaunchSpec, world: World) -> Job:
     """
     parent = config.reports_folder / config.experiment
     # The same on every rank: it decides on collectives below.
-    may_start_again = launch.agent is not None and (
-        launch.restarts > 0 or launch.largest_size > launch.size
-    )
-    record = parent / _AGENTS / launch.agent if may_start_again else None
+    grows = launch.largest_size is not None and launch.largest_size > launch.size
+    may_start_again = launch.agent is not None and (launch.restarts > 0 or grows)
+    record = None
+    if launch.agent is not None and may_start_again:
+        record = parent / _AGENTS / launch.agent
     mine = record.read_text(encoding="utf-8") if record is not None and record.is_file() else ""
     names = [name for name in gather_objects(world, mine) if name]
     resuming = bool(names)
@@ -94,9 +95,9 @@ def _own_disk(folder: Path, world: World) -> bool:
 def find_checkpoint(
     config: Config, job: Job, world: World
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Return path and entries of the checkpoint to go on from, on every rank; (None, None) for a fresh start. Collective.
+    """Return path and entries of the checkpoint to resume from, on every rank; (None, None) for a fresh start. Collective.
 
-    A path is rank 0's; "auto", and a job that was started again, look on every node: in the run's own folder if it goes on,
+    A path is rank 0's; "auto", and a job that was started again, look on every node: in the run's own folder if it is resumed,
     else in --checkpoint and, unless the run has a name of its own, in the earlier runs of the experiment.
     """
     wanted = "auto" if job.resuming else run_on_rank0(world, lambda: config.resume)
@@ -120,7 +121,7 @@ def find_checkpoint(
             return None, None
 
     def read() -> bytes:
-        load_checkpoint(Path(path))  # whoever reads it finds out first whether it is good
+        load_checkpoint(Path(path))  # a damaged file is an error before it is sent
         return Path(path).read_bytes()
 
     return path, load_checkpoint(broadcast_bytes(world, read, source=source), name=path)
@@ -135,22 +136,14 @@ def _newest_here(config: Config, job: Job) -> tuple[Path, int] | None:
                 return config.checkpoint, load_checkpoint(config.checkpoint).get("step", 0)
             except UserError as error:
                 say(f"warning: {error}")
-        # A scheduler's new job must not take another job's training for its own.
-        folders = (
-            []
-            if config.run_name is not None
-            else sorted(
-                (
-                    run / "checkpoints"
-                    for run in job.folder.path.parent.iterdir()
-                    if run.is_dir() and run.name != _AGENTS
-                ),
-                reverse=True,
-            )
-        )
+        folders = []
+        if config.run_name is None:  # a scheduler's new job must not resume another job's training
+            runs = [run for run in job.folder.path.parent.iterdir() if run.is_dir()]
+            earlier = [run / "checkpoints" for run in runs if run.name != _AGENTS]
+            folders = sorted(earlier, reverse=True)
     for folder in folders:
         remove_unfinished(folder)
-    path, passed_over = newest_checkpoint(folders)
-    for reason in passed_over:
+    path, skipped = newest_checkpoint(folders)
+    for reason in skipped:
         say(f"warning: {reason}")
     return (path, load_checkpoint(path).get("step", 0)) if path is not None else None

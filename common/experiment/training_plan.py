@@ -1,6 +1,6 @@
 """What a training is: its global batches, shards, steps and rate, fixed when a job begins, whoever computes them later.
 
-``make_plan`` makes the plan and this rank's loader; ``refuse_other_training`` holds a checkpoint's plan against it.
+``make_plan`` makes the plan and this rank's loader; ``refuse_other_training`` compares a checkpoint's plan with it.
 """
 
 from collections.abc import Mapping
@@ -23,19 +23,17 @@ def make_plan(
     launch: LaunchSpec,
     world: World,
     dataset: Dataset,
-    going_on: Mapping[str, Any] | None,
+    resumed: Mapping[str, Any] | None,
 ) -> tuple[TrainLoader, dict[str, Any]]:
-    """Return this rank's loader, and the plan: what a resumed run must share with the one that it goes on with.
+    """Return this rank's loader, and the plan: what a resumed run must share with the run that it resumes.
 
-    The global batch and the number of shards are fixed when a job begins; ``going_on`` is the checkpoint of a job that was
+    The global batch and the number of shards are fixed when a job begins; ``resumed`` is the checkpoint of a job that was
     started again, perhaps with another number of ranks.
     """
     shards = config.shards or launch.largest_size or world.size
-    fixed = (
-        going_on["plan"]
-        if going_on is not None
-        else {"batch_size": config.global_batch_size(shards), "shards": shards}
-    )
+    fixed = {"batch_size": config.global_batch_size(shards), "shards": shards}
+    if resumed is not None:
+        fixed = resumed["plan"]
     sampler = GlobalBatchSampler(
         len(dataset.train),
         batch_size=fixed["batch_size"],
@@ -47,13 +45,10 @@ def make_plan(
     )
     steps = len(sampler.global_batch_sizes)
     warmup = config.warmup_steps
-    if (
-        config.warmup_epochs is not None
-    ):  # a trial of a few steps warms up over a fifth of them at most
-        warmup = min(
-            round(config.warmup_epochs * steps),
-            config.max_steps // 5 if config.max_steps else config.epochs * steps,
-        )
+    if config.warmup_epochs is not None:
+        # A trial of a few steps warms up over a fifth of them at most.
+        most = config.max_steps // 5 if config.max_steps else config.epochs * steps
+        warmup = min(round(config.warmup_epochs * steps), most)
     plan = {
         "dataset": config.dataset,
         "training_images": len(dataset.train),

@@ -73,13 +73,11 @@ def load_pretrained(model: Transfer, source: str | None) -> str:
     state = _read(source, where)
     own = model.network.state_dict()
     wanted = {name for name in own if not name.startswith(_HEAD)}
-    if isinstance(
-        state, dict
-    ):  # torchvision's older files lack BatchNorm's counters, and torch takes them as they are
+    if isinstance(state, dict):
+        # torchvision's older files lack BatchNorm's counters; torch accepts such files.
         counters = {name: own[name] for name in wanted if name.endswith(".num_batches_tracked")}
-        state = counters | {
-            str(name).removeprefix("module."): value for name, value in state.items()
-        }
+        given = {str(name).removeprefix("module."): value for name, value in state.items()}
+        state = counters | given
     if not isinstance(state, dict) or any(
         getattr(state.get(name), "shape", None) != own[name].shape for name in wanted
     ):
@@ -93,9 +91,8 @@ def load_pretrained(model: Transfer, source: str | None) -> str:
 
 def _read(source: str | None, where: str) -> Any:
     cached = Path(torch.hub.get_dir(), "checkpoints", where.rpartition("/")[2])
-    if (
-        source is not None
-    ):  # torch's cache goes by the file's name alone: another URL must not give this one's weights
+    # torch's cache goes by the file's name alone: another URL must not give this one's weights.
+    if source is not None:
         cached = cached.with_name(f"{hashlib.sha256(where.encode()).hexdigest()[:16]}.pth")
     try:
         if source is not None and "://" not in source:
@@ -121,7 +118,7 @@ def _read(source: str | None, where: str) -> Any:
             f"the pretrained weights could not be had from {where} ({reason}): give --pretrained-weights FILE, "
             "a copy of that file from another machine. Training does not begin with random weights"
         ) from error
-    except Exception as error:  # a damaged file brings out anything
+    except Exception as error:  # a damaged file can raise anything
         if "://" in where:
             cached.unlink(missing_ok=True)
         reason = (str(error).splitlines() or [type(error).__name__])[0][:100]

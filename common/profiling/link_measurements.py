@@ -17,7 +17,7 @@ MEMORY_SIZES = (1_000_000, 4_000_000, 12_000_000)
 def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
     """Return the blocking call of that kind as a strategy makes it, of one tensor."""
 
-    def everyones(tensor: Tensor) -> list[Tensor] | None:
+    def buffers(tensor: Tensor) -> list[Tensor]:
         return [torch.empty_like(tensor) for _ in range(size)]
 
     def exchange(tensor: Tensor) -> None:
@@ -25,29 +25,29 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
             tensor, torch.empty_like(tensor), to=(rank + 1) % size, source=(rank - 1) % size
         )
 
-    return {
-        "all_reduce": dist.all_reduce,
+    calls: dict[str, Callable[[Tensor], object]] = {
+        "all_reduce": lambda tensor: dist.all_reduce(tensor),
         "reduce": lambda tensor: dist.reduce(tensor, dst=0),
         "broadcast": lambda tensor: dist.broadcast(tensor, src=0),
-        "gather": lambda tensor: dist.gather(
-            tensor, everyones(tensor) if rank == 0 else None, dst=0
-        ),
+        "gather": lambda tensor: dist.gather(tensor, buffers(tensor) if rank == 0 else None, dst=0),
         "scatter": lambda tensor: dist.scatter(
             torch.empty_like(tensor), [tensor] * size if rank == 0 else None, src=0
         ),
-        "all_gather": lambda tensor: dist.all_gather(everyones(tensor), tensor),
+        "all_gather": lambda tensor: dist.all_gather(buffers(tensor), tensor),
         "exchange": exchange,
-    }[kind]
+    }
+    return calls[kind]
 
 
 def parts_of(arena: Tensor, nbytes: int, repeats: int) -> list[Tensor]:
+    """Return ``repeats`` parts of ``arena``, of ``nbytes`` each, at different offsets, as gradients lie in memory."""
     count = max(1, nbytes // FLOAT_BYTES)
-    places = range(0, repeats * (count + SPREAD), count + SPREAD)
-    return [arena[place % (len(arena) - count) :][:count] for place in places]
+    offsets = range(0, repeats * (count + SPREAD), count + SPREAD)
+    return [arena[offset % (len(arena) - count) :][:count] for offset in offsets]
 
 
 def seconds_of_call(call: Callable[[Tensor], object], parts: list[Tensor]) -> float:
-    """Seconds of one call with the tiny all_reduce behind it."""
+    """Return the seconds of one call and the tiny all_reduce after it. Collective."""
     barrier()
     began = time.perf_counter()
     for part in parts:
@@ -57,6 +57,7 @@ def seconds_of_call(call: Callable[[Tensor], object], parts: list[Tensor]) -> fl
 
 
 def barrier(_step: int = 0) -> None:
+    """Wait for all ranks: a tiny all_reduce, which may serve as the trainer's ``after_step``."""
     dist.all_reduce(torch.zeros(2))
 
 

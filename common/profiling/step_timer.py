@@ -11,8 +11,14 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 SECTIONS = ("data", "forward", "backward", "sync", "update")
+
+Moment = float | torch.cuda.Event
+"""By ``time.perf_counter``, or on the GPU."""
+
+RawSpans = dict[str, list[tuple[Moment, Moment]]]
 
 
 class StepTimer:
@@ -24,13 +30,13 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._spans: dict[str, list[tuple]] = {}
-        self._last_gradient = None
-        self._hooks: list = []
-        self._origin = (self._now(), 0.0)
-        if self._on_gpu:
-            self._origin[0].synchronize()
-            self._origin = (self._origin[0], time.perf_counter())
+        self._spans: RawSpans = {}
+        self._last_gradient: Moment | None = None
+        self._hooks: list[RemovableHandle] = []
+        start = self._now()
+        if isinstance(start, torch.cuda.Event):
+            start.synchronize()
+        self._origin = (start, time.perf_counter())
 
     def watch_gradients(self, model: nn.Module) -> None:
         """Note when each parameter's gradient becomes ready; the last one of a step ends "backward"."""
@@ -54,7 +60,7 @@ class StepTimer:
         finally:
             self._spans.setdefault(name, []).append((begin, self._now()))
 
-    def take(self) -> dict[str, list[tuple]]:
+    def take(self) -> RawSpans:
         """Return the step's raw times, for ``seconds``, and begin the next step."""
         spans = self._spans
         if self._last_gradient is not None and {"backward", "sync"} <= spans.keys():
@@ -63,35 +69,43 @@ class StepTimer:
         self._spans, self._last_gradient = {}, None
         return spans
 
-    def seconds(self, taken: dict[str, list[tuple]]) -> dict[str, float]:
+    def seconds(self, taken: RawSpans) -> dict[str, float]:
         """Return the seconds of each section of a step that ``take`` returned."""
         return {
-            name: sum(self._between(begin, end) for begin, end in taken.get(name, ()))
+            name: sum(_seconds_between(begin, end) for begin, end in taken.get(name, ()))
             for name in SECTIONS
         }
 
-    def spans(self, taken: dict[str, list[tuple]]) -> dict[str, list[tuple[float, float]]]:
+    def spans(self, taken: RawSpans) -> dict[str, list[tuple[float, float]]]:
         """Return when each part of each section of a step began and ended, by ``time.perf_counter``."""
         return {
-            name: [(self._moment(begin), self._moment(end)) for begin, end in taken.get(name, ())]
+            name: [
+                (self._on_clock(begin), self._on_clock(end)) for begin, end in taken.get(name, ())
+            ]
             for name in SECTIONS
         }
 
-    def _moment(self, when: "float | torch.cuda.Event") -> float:
-        return self._origin[1] + self._between(self._origin[0], when) if self._on_gpu else when
-
-    def _between(self, begin: "float | torch.cuda.Event", end: "float | torch.cuda.Event") -> float:
-        if not self._on_gpu:
-            return end - begin
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000
+    def _on_clock(self, moment: Moment) -> float:
+        if isinstance(moment, float):
+            return moment
+        event, seconds = self._origin
+        return seconds + _seconds_between(event, moment)
 
     def _gradient_ready(self, _gradient: Tensor) -> None:
         self._last_gradient = self._now()
 
-    def _now(self) -> "float | torch.cuda.Event":
+    def _now(self) -> Moment:
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def _seconds_between(begin: Moment, end: Moment) -> float:
+    if isinstance(begin, float):
+        assert isinstance(end, float)  # one timer has one clock
+        return end - begin
+    assert isinstance(end, torch.cuda.Event)
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000

@@ -46,12 +46,8 @@ class Progress:
         emulated: bool = False,
     ) -> None:
         self._log_every, self._emulated = log_every, emulated
-        self._total, self._done, self._batch, self._visible = (
-            total_steps,
-            done_steps,
-            global_batch_size,
-            visible,
-        )
+        self._total, self._done = total_steps, done_steps
+        self._batch, self._visible = global_batch_size, visible
         self._bar: Bar | None = None
         self._began, self._began_at = time.perf_counter(), done_steps
         if visible and _console.is_terminal:
@@ -83,7 +79,7 @@ class Progress:
             self._bar.stop()
 
     def show(self, records: list[StepRecord]) -> None:
-        """Show the steps that ``records`` tell of."""
+        """Show the steps of ``records``."""
         if not self._visible or not records:
             return
         last = records[-1]
@@ -91,9 +87,9 @@ class Progress:
         elapsed = time.perf_counter() - self._began
         steps = max(1, self._done - self._began_at)
         rate = steps * self._batch / elapsed
-        learned = (
-            "EMULATED" if self._emulated else f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
-        )
+        learned = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
+        if self._emulated:
+            learned = "EMULATED"
         numbers = f"{learned}  {rate:,.0f} samples/s"
         due = any(
             record.step % self._log_every == 0 or record.step == self._total for record in records
@@ -103,21 +99,16 @@ class Progress:
                 self._task, completed=last.step, description=f"epoch {last.epoch}", numbers=numbers
             )
         elif due:
-            left = (self._total - self._done) * elapsed / steps
-            say(
-                f"epoch {last.epoch}  step {last.step}/{self._total}  {numbers}  {_duration(left)} left"
-            )
+            left = _duration((self._total - self._done) * elapsed / steps)
+            say(f"epoch {last.epoch}  step {last.step}/{self._total}  {numbers}  {left} left")
 
 
 def card(title: str, rows: Mapping[str, Any]) -> None:
     """Print the run's result as one card."""
     if not _console.is_terminal:
         wide = max(map(len, rows))
-        say(
-            "\n".join(
-                [f"--- {title} ---", *(f"{name:<{wide}}  {value}" for name, value in rows.items())]
-            )
-        )
+        lines = [f"{name:<{wide}}  {value}" for name, value in rows.items()]
+        say("\n".join([f"--- {title} ---", *lines]))
         return
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():

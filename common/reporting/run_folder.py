@@ -53,10 +53,8 @@ class RunFolder:
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file, whole or not at all; what is not finite becomes null. UserError where it cannot be written."""
-        write_atomically(
-            self.path / name,
-            (json.dumps(_finite(content), indent=2, ensure_ascii=False) + "\n").encode(),
-        )
+        text = json.dumps(_finite(content), indent=2, ensure_ascii=False) + "\n"
+        write_atomically(self.path / name, text.encode())
 
     def append_metrics(self, records: Iterable[StepRecord]) -> None:
         """Append a line a step to ``metrics.jsonl``: loss and accuracy over the global batch, seconds by section."""
@@ -85,25 +83,22 @@ class RunFolder:
         if not self._metrics.exists():
             return []
         lines = self._metrics.read_text(encoding="utf-8").splitlines()
-        kept = [
-            entry for line in lines if (entry := _entry(line)) is not None and entry["step"] <= last
-        ]
+        entries = [entry for line in lines if (entry := _entry(line)) is not None]
+        kept = [entry for entry in entries if entry["step"] <= last]
         if len(kept) < len(lines):
-            write_atomically(
-                self._metrics, "".join(json.dumps(entry) + "\n" for entry in kept).encode()
-            )
+            text = "".join(json.dumps(entry) + "\n" for entry in kept)
+            write_atomically(self._metrics, text.encode())
         return [
             StepRecord(
-                entry["epoch"],
-                entry["step"],
-                entry["local_samples"],
-                *(
-                    math.nan if entry[name] is None else entry[name]
-                    for name in ("loss", "accuracy", "local_loss")
-                ),
-                entry["learning_rate"],
-                {name: entry[f"{name}_seconds"] for name in SECTIONS},
-                entry.get("wait_seconds", 0.0),
+                epoch=entry["epoch"],
+                step=entry["step"],
+                samples=entry["local_samples"],
+                loss=_nan_for_null(entry["loss"]),
+                accuracy=_nan_for_null(entry["accuracy"]),
+                local_loss=_nan_for_null(entry["local_loss"]),
+                learning_rate=entry["learning_rate"],
+                seconds={name: entry[f"{name}_seconds"] for name in SECTIONS},
+                wait_seconds=entry.get("wait_seconds", 0.0),
             )
             for entry in kept
         ]
@@ -126,6 +121,10 @@ def _entry(line: str) -> dict[str, Any] | None:
         return json.loads(line)
     except ValueError:
         return None
+
+
+def _nan_for_null(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _finite(value: Any) -> Any:

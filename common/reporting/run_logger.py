@@ -1,4 +1,4 @@
-"""What a run tells and leaves: on the terminal, in its folder, on dashboards. Rank 0 speaks and writes; all ranks call.
+"""What a run reports while it trains: on the terminal, in its folder, on dashboards. Rank 0 writes; all ranks call.
 
 Order of the calls: ``log_header``, then a ``RunLogger`` whose ``steps`` and ``epoch`` are called during training, then
 ``report``.
@@ -36,7 +36,7 @@ def log_header(
     folder: RunFolder,
     profile: Profile | None,
 ) -> None:
-    """Say what begins, and keep the profile of emulated compute in the folder."""
+    """Print what begins, and write the profile of emulated compute to the folder."""
     sync = "gradients stay here" if world.size == 1 else f"sync {config.sync}"
     say(
         f"{config.recipe or config.part}: {config.model} ({get_model_parameters(model):,} parameters) on {config.dataset} "
@@ -66,7 +66,7 @@ def log_header(
 
 
 class RunLogger:
-    """Takes down the training on rank 0: metrics, progress, epochs.
+    """Records the training on rank 0: metrics, progress, epochs.
 
     Parameters
     ----------
@@ -87,13 +87,10 @@ class RunLogger:
         timeline: Timeline | None = None,
         period: int = 1,
     ) -> None:
-        self._world, self._folder, self._progress, self._trackers = (
-            world,
-            folder,
-            progress,
-            trackers,
-        )
-        self.history, self.own_steps = history, []
+        self._world, self._folder, self._progress = world, folder, progress
+        self._trackers = trackers
+        self.history = history
+        self.own_steps: list[StepRecord] = []
         self.timeline, self.period = timeline, period
         self.epochs: list[EpochReport] = []
         self._began = time.perf_counter()
@@ -106,16 +103,15 @@ class RunLogger:
             return
         self._folder.append_metrics(records)
         self._progress.show(records)
-        if self._trackers is not None:
-            for record in records:
-                numbers = {
-                    "train/loss": record.loss,
-                    "train/accuracy": record.accuracy,
-                    "train/learning_rate": record.learning_rate,
-                    "train/epoch": record.epoch,
-                    **{f"seconds/{name}": value for name, value in record.seconds.items()},
-                }
-                self._track(numbers, step=record.step)
+        for record in records:
+            numbers = {
+                "train/loss": record.loss,
+                "train/accuracy": record.accuracy,
+                "train/learning_rate": record.learning_rate,
+                "train/epoch": record.epoch,
+                **{f"seconds/{name}": value for name, value in record.seconds.items()},
+            }
+            self._track(numbers, step=record.step)
 
     def epoch(self, report: EpochReport, *, step: int, is_best: bool) -> None:
         """Record an epoch that is done."""
@@ -124,23 +120,22 @@ class RunLogger:
             return
         self._folder.append_epoch(report)
         say(report.line() + (", best so far" if is_best else ""))
-        if self._trackers is not None:
-            numbers = {
-                "val/loss": report.val_loss,
-                "val/accuracy": report.val_accuracy,
-                "val/ema_loss": report.ema_val_loss,
-                "val/ema_accuracy": report.ema_val_accuracy,
-                "epoch/train_loss": report.train_loss,
-                "epoch/train_accuracy": report.train_accuracy,
-                "epoch/samples_per_second": report.samples_per_second,
-            }
-            self._track(numbers, step=step)
+        numbers = {
+            "val/loss": report.val_loss,
+            "val/accuracy": report.val_accuracy,
+            "val/ema_loss": report.ema_val_loss,
+            "val/ema_accuracy": report.ema_val_accuracy,
+            "epoch/train_loss": report.train_loss,
+            "epoch/train_accuracy": report.train_accuracy,
+            "epoch/samples_per_second": report.samples_per_second,
+        }
+        self._track(numbers, step=step)
 
     def _track(self, numbers: Mapping[str, float], *, step: int) -> None:
         """Send what is known: NaN stands for what was not measured."""
-        self._trackers.log(
-            {name: value for name, value in numbers.items() if not math.isnan(value)}, step=step
-        )
+        if self._trackers is not None:
+            known = {name: value for name, value in numbers.items() if not math.isnan(value)}
+            self._trackers.log(known, step=step)
 
     @property
     def total_seconds(self) -> float:

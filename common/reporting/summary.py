@@ -62,7 +62,7 @@ def report(
             "step_seconds": step,
             "section_seconds": {name: seconds[name] for name in SECTIONS} if seconds else None,
             "wait_seconds": seconds["wait"] if seconds else None,
-            "sync_share": seconds["sync"] / step if step else None,
+            "sync_share": seconds["sync"] / step if seconds and step else None,
             "samples_per_second": batch_size / step if step else None,
             "total_seconds": total_seconds,
             "train_loss_last_step": history[-1].loss if history else None,
@@ -78,14 +78,15 @@ def report(
             **extra,
         },
     )
-    rows = {
+    step_row, sync_row = "none: nothing was left to train", "-"
+    if seconds and step:
+        share = seconds["sync"] / step
+        step_row = f"{step:.3f} (median of {len(steps)})"
+        sync_row = f"{seconds['sync']:.3f} s, {share:.0%}, {seconds['wait']:.3f} s of it waiting"
+    rows: dict[str, Any] = {
         "nodes": world.size,
-        "seconds a step": f"{step:.3f} (median of {len(steps)})"
-        if step
-        else "none: nothing was left to train",
-        "of it sync": f"{seconds['sync']:.3f} s, {seconds['sync'] / step:.0%}, {seconds['wait']:.3f} s of it waiting"
-        if step
-        else "-",
+        "seconds a step": step_row,
+        "of it sync": sync_row,
         "total time": f"{total_seconds:.1f} s, {_throughput(run_logger)}",
     }
     if result is not None:
@@ -95,17 +96,15 @@ def report(
         }
     if ema_result is not None:
         rows["EMA accuracy"] = f"{ema_result['accuracy']:.2%}, of the averaged weights"
+    rows["equal weights"] = "one rank"
+    if world.size > 1:
+        rows["equal weights"] = "yes, on all ranks" if ranks_equal else "NO: the ranks differ"
+    if result is not None:
+        rows["report"] = folder.report
+    else:
+        rows["folder"] = folder.path
     title = config.recipe or f"{config.part}: {config.sync}"
-    card(
-        f"{title}, EMULATED" if config.emulated else title,
-        rows
-        | {
-            "equal weights": ("yes, on all ranks" if ranks_equal else "NO: the ranks differ")
-            if world.size > 1
-            else "one rank",
-            "report" if result else "folder": folder.report if result else folder.path,
-        },
-    )
+    card(f"{title}, EMULATED" if config.emulated else title, rows)
 
 
 def _report_accuracy(
@@ -130,7 +129,7 @@ def _report_accuracy(
         predictions.predicted,
         predictions.mean_loss,
         folder.report,
-        checkpoint,
+        str(checkpoint),
         class_names=dataset.class_names,
     )
     folder.write_json("report.json", result)
@@ -166,8 +165,6 @@ def _throughput(run_logger: RunLogger) -> str:
     """Samples a second of all ranks while training, over the epochs that are done."""
     seconds = sum(report.seconds for report in run_logger.epochs)
     samples = sum(report.samples_per_second * report.seconds for report in run_logger.epochs)
-    return (
-        f"{samples / seconds:,.0f} samples/s in training"
-        if seconds
-        else "no epoch was left to train"
-    )
+    if not seconds:
+        return "no epoch was left to train"
+    return f"{samples / seconds:,.0f} samples/s in training"

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from common.errors import UserError
 
@@ -81,7 +81,7 @@ def _missing(flag: str, package: str) -> UserError:
     )
 
 
-def _wandb_mode() -> str | None:
+def _wandb_mode() -> Literal["offline"] | None:
     """None where wandb's own rules decide: with an account or a WANDB_MODE; else offline, in place of its prompt."""
     if os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY"):
         return None

@@ -1,13 +1,17 @@
 """Gradient synchronisation: one strategy is one class in one file, chosen by name.
 
-To add one, write the class and add a line here; the tests and comparisons find it through this dict.
+To add one, write the class and its plan (message_plans.py) and add a line for each here; the tests, the comparisons and
+the cost model find both through these dicts.
 """
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.utils import registry
+
+if TYPE_CHECKING:
+    from common.sync.message_plans import MessagePlan
 
 STRATEGIES = {
     "none": "common.sync.none:NoSync",
@@ -27,6 +31,25 @@ STRATEGIES = {
     "local_sgd": "common.sync.local_sgd:LocalSGD",
 }
 
+MESSAGE_PLANS = {
+    "none": "common.sync.message_plans:NoSyncPlan",
+    "gather_scatter": "common.sync.message_plans:GatherScatterPlan",
+    "gather_scatter_flat": "common.sync.message_plans:GatherScatterFlatPlan",
+    "reduce_broadcast": "common.sync.message_plans:ReduceBroadcastPlan",
+    "all_reduce": "common.sync.message_plans:AllReducePlan",
+    "all_reduce_flat": "common.sync.message_plans:AllReduceFlatPlan",
+    "tree": "common.sync.message_plans:TreePlan",
+    "ring": "common.sync.message_plans:RingPlan",
+    "halving_doubling": "common.sync.message_plans:HalvingDoublingPlan",
+    "overlapped": "common.sync.bucket_plans:OverlappedPlan",
+    "ddp": "common.sync.bucket_plans:DDPPlan",
+    "ddp_fp16": "common.sync.bucket_plans:DDPFp16Plan",
+    "ddp_powersgd": "common.sync.bucket_plans:DDPPowerSGDPlan",
+    "topk": "common.sync.message_plans:TopKPlan",
+    "local_sgd": "common.sync.message_plans:LocalSGDPlan",
+}
+"""What each sends, for the cost model; importing these imports no torch."""
+
 BUILT_IN = tuple(name for name in STRATEGIES if name.startswith("ddp"))
 """PyTorch's DistributedDataParallel, which PartThree offers."""
 BY_HAND = tuple(name for name in STRATEGIES if name != "none" and name not in BUILT_IN)
@@ -43,8 +66,22 @@ def build_sync(name: str, **options: Any) -> Any:
 
 def build_sync_from(name: str, settings: Mapping[str, Any]) -> Any:
     """Return a new strategy with those of ``settings`` that its class takes, by name."""
-    taken = inspect.signature(registry.load(STRATEGIES, name, kind="strategy")).parameters
-    return build_sync(name, **{key: value for key, value in settings.items() if key in taken})
+    return _build_from(STRATEGIES, name, settings)
+
+
+def build_message_plan_from(name: str, settings: Mapping[str, Any]) -> "MessagePlan":
+    """Return the plan of the strategy of that name, with those of ``settings`` that it takes, by name.
+
+    Imports no torch, except for a strategy that has no line in ``MESSAGE_PLANS``: that one is built itself, and tells what
+    it sends if its class defines ``operations``. UserError if the name is unknown.
+    """
+    return _build_from(MESSAGE_PLANS if name in MESSAGE_PLANS else STRATEGIES, name, settings)
+
+
+def _build_from(table: Mapping[str, str], name: str, settings: Mapping[str, Any]) -> Any:
+    built = registry.load(table, name, kind="strategy")
+    parameters = inspect.signature(built).parameters
+    return built(**{key: value for key, value in settings.items() if key in parameters})
 
 
 def is_exact(name: str) -> bool:

@@ -1,18 +1,13 @@
 """all_reduce by hand: one collective for each parameter, no root."""
 
-from collections.abc import Sequence
-
 import torch.distributed as dist
 from torch import nn
 
 from common.sync.base import GradientSync
-from common.sync.message_cost import Operation
-
-COPIES = 3
-"""Passes through memory beside each collective: into contiguous strides, the division, and back."""
+from common.sync.message_plans import AllReducePlan
 
 
-class AllReduce(GradientSync):
+class AllReduce(AllReducePlan, GradientSync):
     """For each parameter one ``all_reduce`` that sums over the ranks, then a division by their number.
 
     With N ranks, P parameter tensors and M bytes of gradients, per step, as a ring: every rank, the root too, sends
@@ -30,7 +25,3 @@ class AllReduce(GradientSync):
             total /= size
             if total is not gradient:  # channels_last: `total` was a contiguous copy
                 gradient.copy_(total)
-
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        return [Operation("all_reduce", size, copied_bytes=COPIES * size) for size in sizes]

@@ -1,16 +1,14 @@
 """all_reduce of one flat buffer: the latency of one message in place of one a parameter."""
 
-from collections.abc import Sequence
-
 import torch.distributed as dist
 from torch import nn
 
 from common.sync.base import GradientSync
 from common.sync.flat_buffer import FlatBuffers
-from common.sync.message_cost import Operation, buffers
+from common.sync.message_plans import AllReduceFlatPlan
 
 
-class AllReduceFlat(GradientSync):
+class AllReduceFlat(AllReduceFlatPlan, GradientSync):
     """All gradients go into one buffer (one a type), and one ``all_reduce`` sums it.
 
     With N ranks and M bytes of gradients, per step, as a ring: every rank, the root too, sends 2(N-1) messages,
@@ -27,7 +25,3 @@ class AllReduceFlat(GradientSync):
         """See the base class."""
         for buffer in self._buffers.of(self.exchanged()):
             dist.all_reduce(buffer.collect(divisor=dist.get_world_size()), op=dist.ReduceOp.SUM)
-
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        return [Operation("all_reduce", size, copied_bytes=size) for size in buffers(sizes)]

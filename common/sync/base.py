@@ -4,9 +4,7 @@ Order of the calls: ``prepare`` once; in every step ``synchronize`` after the la
 optimiser's step; ``sync_replicas`` before evaluation and checkpoint; ``close`` at the end.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -15,11 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.errors import UserError
-from common.sync.message_cost import Operation, sent_bytes
+from common.sync.message_plans import MessagePlan
 
 
-class GradientSync:
-    """Base class of all strategies; a strategy mostly overrides ``synchronize`` alone.
+class GradientSync(MessagePlan):
+    """Base class of all strategies; a strategy mostly overrides ``synchronize`` alone. What it sends is in its plan
+    (message_plans.py), from which it derives, too: ``operations``, ``bytes_sent`` and ``period``.
 
     After ``synchronize`` every rank's ``p.grad`` is the plain mean of the ranks' gradients. The engine weights each
     rank's loss, so that this mean is the gradient of the mean loss over the whole global batch.
@@ -30,9 +29,6 @@ class GradientSync:
 
     equal_gradients = True
     """Whether ``synchronize`` leaves the same gradients on every rank, so that all see an overflow alike."""
-
-    period = 1
-    """Steps after which what a step sends repeats itself."""
 
     def __init__(self) -> None:
         self._parameters: dict[str, nn.Parameter] = {}
@@ -69,24 +65,6 @@ class GradientSync:
         """Older name of ``sync_replicas``; it goes after the next release."""
         self.sync_replicas(model)
 
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """List what ``period`` steps send, in order, on the way that takes longest; for the cost model.
-
-        ``sizes`` : bytes of each parameter's gradient, in the order of the parameters; ``GradientSize.of(parameters)``
-        for the strategies that look at types and shapes.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not say what it sends")
-
-    def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
-        """Return the payload bytes that ``rank`` sends in ``period`` steps; with exchanges a strategy must count by itself."""
-        return sum(
-            (
-                one.count * sent_bytes(one.kind, one.nbytes, rank=rank, ranks=ranks)
-                for one in self.operations(sizes, ranks)
-            ),
-            Fraction(0),
-        )
-
     def close(self) -> None:
         """Remove what ``prepare`` attached to the model."""
 
@@ -99,11 +77,12 @@ class GradientSync:
 
     def gradients(self) -> list[Tensor]:
         """The gradients of ``exchanged``, zeros where this rank has none."""
-        parameters = self.exchanged()
-        for parameter in parameters:
+        gradients = []
+        for parameter in self.exchanged():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        return [parameter.grad for parameter in parameters]
+            gradients.append(parameter.grad)
+        return gradients
 
     def exchanged(self) -> list[nn.Parameter]:
         """The parameters whose gradients are exchanged, the same list on every rank, each once (tied ones too).

@@ -42,25 +42,25 @@ def bucket_sizes(
     ----------
     sizes : of each parameter's gradient, in the order of the parameters; backward makes them in the reversed order. (Torch
         sees the true order, in which a convolution's weight comes before its bias: a bias may lie one bucket further.)
-    kept_as_built : shared out in the order of the parameters and sent from the last bucket on, as DistributedDataParallel
+    kept_as_built : filled in the order of the parameters and sent from the last bucket on, as DistributedDataParallel
         does with ``find_unused_parameters``.
     """
     count = len(sizes)
     if kept_as_built:
-        shares = sorted(assign_buckets(sizes, bucket_mb), reverse=True)
+        buckets = sorted(assign_buckets(sizes, bucket_mb), reverse=True)
     else:
-        shares = [
-            [count - 1 - i for i in share] for share in assign_buckets(sizes[::-1], bucket_mb)
+        buckets = [
+            [count - 1 - i for i in bucket] for bucket in assign_buckets(sizes[::-1], bucket_mb)
         ]
-    ready = [sum(sizes[min(share) :]) for share in shares]
+    ready = [sum(sizes[min(bucket) :]) for bucket in buckets]
     return [
         (
             GradientSize(
-                (sum(sizes[i] // itemsize(sizes[i]) for i in share),), itemsize(sizes[share[0]])
+                (sum(sizes[i] // itemsize(sizes[i]) for i in bucket),), itemsize(sizes[bucket[0]])
             ),
-            max(ready[: place + 1]),
+            max(ready[: index + 1]),
         )
-        for place, share in enumerate(shares)
+        for index, bucket in enumerate(buckets)
     ]
 
 

@@ -1,7 +1,6 @@
 """PyTorch's DistributedDataParallel: buckets of gradients, sent while backward still computes the others."""
 
 import warnings
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from torch import nn
@@ -9,11 +8,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from common.sync.base import GradientSync, broadcast_from_rank0
-from common.sync.bucketing import bucket_operations
-from common.sync.message_cost import Operation
+from common.sync.bucket_plans import DDPPlan
 
 
-class DDP(GradientSync):
+class DDP(DDPPlan, GradientSync):
     """DistributedDataParallel hooks into backward, so that ``synchronize`` has nothing left to do.
 
     With N ranks and M bytes of gradients in K buckets (for VGG-11 three: 9.5, 27.2 and 0.3 MB), per step, as a ring:
@@ -32,8 +30,7 @@ class DDP(GradientSync):
     def __init__(
         self, *, bucket_mb: float | None = None, find_unused_parameters: bool = False
     ) -> None:
-        super().__init__()
-        self._bucket_mb, self._find_unused_parameters = bucket_mb, find_unused_parameters
+        super().__init__(bucket_mb=bucket_mb, find_unused_parameters=find_unused_parameters)
         self._wrapped: DistributedDataParallel | None = None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
@@ -41,8 +38,8 @@ class DDP(GradientSync):
         self._wrapped, _ = wrap(
             model,
             self._wrapped,
-            bucket_mb=self._bucket_mb,
-            find_unused_parameters=self._find_unused_parameters,
+            bucket_mb=self.bucket_mb,
+            find_unused_parameters=self.find_unused_parameters,
         )
         return self._wrapped
 
@@ -50,15 +47,6 @@ class DDP(GradientSync):
         """See the base class."""
         assert self._wrapped is not None, "prepare comes first"
         return self._wrapped.no_sync()
-
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        found = bucket_operations(
-            sizes, self._bucket_mb, kept_as_built=self._find_unused_parameters
-        )
-        return found + (
-            [Operation("all_reduce", 4 * len(sizes))] if self._find_unused_parameters else []
-        )
 
 
 def wrap(

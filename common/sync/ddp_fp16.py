@@ -1,8 +1,6 @@
 """DistributedDataParallel that sends half of the bytes: torch's fp16 hook."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -10,12 +8,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from common.sync.base import GradientSync
-from common.sync.bucketing import bucket_operations
+from common.sync.bucket_plans import DDPFp16Plan
 from common.sync.ddp import wrap
-from common.sync.message_cost import GradientSize, Operation
 
 
-class DDPFp16(GradientSync):
+class DDPFp16(DDPFp16Plan, GradientSync):
     """As ``ddp``, but each bucket is divided by N, rounded to fp16, and summed in fp16.
 
     What it keeps: each entry lies within the rounding of fp16 (11 bits) of the exact mean, on all ranks the same bits.
@@ -34,8 +31,7 @@ class DDPFp16(GradientSync):
     def __init__(
         self, *, bucket_mb: float | None = None, find_unused_parameters: bool = False
     ) -> None:
-        super().__init__()
-        self._bucket_mb, self._find_unused_parameters = bucket_mb, find_unused_parameters
+        super().__init__(bucket_mb=bucket_mb, find_unused_parameters=find_unused_parameters)
         self._wrapped: DistributedDataParallel | None = None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
@@ -43,8 +39,8 @@ class DDPFp16(GradientSync):
         self._wrapped, is_new = wrap(
             model,
             self._wrapped,
-            bucket_mb=self._bucket_mb,
-            find_unused_parameters=self._find_unused_parameters,
+            bucket_mb=self.bucket_mb,
+            find_unused_parameters=self.find_unused_parameters,
         )
         if is_new:
             self._wrapped.register_comm_hook(None, fp16_compress_hook)
@@ -54,17 +50,3 @@ class DDPFp16(GradientSync):
         """See the base class."""
         assert self._wrapped is not None, "prepare comes first"
         return self._wrapped.no_sync()
-
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        found = [
-            replace(
-                one, nbytes=GradientSize(one.nbytes.shape, 2), copied_bytes=one.copied_bytes * 3
-            )
-            for one in bucket_operations(
-                sizes, self._bucket_mb, kept_as_built=self._find_unused_parameters
-            )
-        ]
-        return found + (
-            [Operation("all_reduce", 4 * len(sizes))] if self._find_unused_parameters else []
-        )

@@ -1,8 +1,6 @@
 """DistributedDataParallel with PowerSGD, torch's hook: each gradient as a product of two thin matrices."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,14 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from common.sync.base import GradientSync
+from common.sync.bucket_plans import DDPPowerSGDPlan
 from common.sync.ddp import wrap
-from common.sync.message_cost import GradientSize, Operation, itemsize
-from common.sync.powersgd_state import PerParameterState, is_compressed, thin_entries
+from common.sync.powersgd_state import PerParameterState
 
 _ONE_BUCKET_MB = 2**20
 
 
-class DDPPowerSGD(GradientSync):
+class DDPPowerSGD(DDPPowerSGDPlan, GradientSync):
     """A gradient of shape (n, m, ...), with its error of the step before, becomes P Q^T of rank r: P = G Q is summed and
     made orthogonal, Q = G^T P summed and kept for the next step, G - P Q^T kept as the error. Vectors, and what is too
     small to gain by it, are summed as they are. All in one bucket: so little is sent that its messages' latency counts.
@@ -42,10 +40,9 @@ class DDPPowerSGD(GradientSync):
     exact = False
 
     def __init__(self, *, powersgd_rank: int = 2, find_unused_parameters: bool = False) -> None:
-        super().__init__()
-        self._rank, self._find_unused_parameters = powersgd_rank, find_unused_parameters
+        super().__init__(powersgd_rank=powersgd_rank, find_unused_parameters=find_unused_parameters)
         self._wrapped: DistributedDataParallel | None = None
-        self._memory: PerParameterState | None = None
+        self._per_parameter: PerParameterState | None = None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """Return the model inside DistributedDataParallel, with the hook."""
@@ -53,11 +50,11 @@ class DDPPowerSGD(GradientSync):
             model,
             self._wrapped,
             bucket_mb=_ONE_BUCKET_MB,
-            find_unused_parameters=self._find_unused_parameters,
+            find_unused_parameters=self.find_unused_parameters,
         )
         if is_new:
-            self._memory = PerParameterState(self._wrapped.module, rank=self._rank)
-            self._wrapped.register_comm_hook(self._memory, _hook)
+            self._per_parameter = PerParameterState(self._wrapped.module, rank=self.powersgd_rank)
+            self._wrapped.register_comm_hook(self._per_parameter, _hook)
         return self._wrapped
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -65,43 +62,19 @@ class DDPPowerSGD(GradientSync):
         assert self._wrapped is not None, "prepare comes first"
         return self._wrapped.no_sync()
 
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class; of the steps after the second."""
-        found = []
-        for kind in dict.fromkeys(map(itemsize, sizes)):
-            alike = [size for size in sizes if itemsize(size) == kind]
-            thin = [size for size in alike if is_compressed(_shape(size), self._rank)]
-            ps, qs = (
-                [thin_entries(_shape(size), self._rank)[place] for size in thin] for place in (0, 1)
-            )
-            first, *others = (
-                Operation("all_reduce", GradientSize((entries,), kind))
-                for entries in ((sum(alike) - sum(thin)) // kind, sum(ps), sum(qs))
-            )
-            # Errors are added and taken, copied and kept; gradients go into the bucket.
-            found += [
-                replace(first, summed_bytes=2 * sum(alike), copied_bytes=2 * sum(alike)),
-                *others,
-            ]
-        return found + (
-            [Operation("all_reduce", 4 * len(sizes))] if self._find_unused_parameters else []
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """See the base class."""
-        assert self._memory is not None, "prepare comes first"
-        return self._memory.state_dict()
+        assert self._per_parameter is not None, "prepare comes first"
+        return self._per_parameter.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See the base class; after ``prepare``."""
-        assert self._memory is not None, "prepare comes first"
-        self._memory.load_state_dict(state)
+        assert self._per_parameter is not None, "prepare comes first"
+        self._per_parameter.load_state_dict(state)
 
 
-def _shape(size: int) -> tuple[int, ...]:
-    return getattr(size, "shape", (size // itemsize(size),))
-
-
-def _hook(memory: PerParameterState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    memory.arrange(bucket)
-    return powerSGD_hook(memory.state, bucket)
+def _hook(
+    per_parameter: PerParameterState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    per_parameter.arrange(bucket)
+    return powerSGD_hook(per_parameter.state, bucket)

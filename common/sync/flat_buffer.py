@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class FlatBuffer:
-    """One contiguous ``tensor`` with a place, of the parameter's shape and strides, for each parameter's gradient."""
+    """One contiguous ``tensor`` with a view, of the parameter's shape and strides, for each parameter's gradient."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
@@ -23,19 +23,19 @@ class FlatBuffer:
         )
         parts = self.tensor.split([p.numel() for p in self.parameters])
         # With the parameter's own strides (channels_last too) copies and the optimiser run through memory in one go.
-        self.places = {
+        self.views = {
             p: part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
             for p, part in zip(self.parameters, parts, strict=True)
         }
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter, *, divisor: int) -> None:
-        """Copy a parameter's gradient into its place, divided; zeros where it has none."""
+        """Copy a parameter's gradient into its view, divided; zeros where it has none."""
         if parameter.grad is None:
-            self.places[parameter].zero_()
+            self.views[parameter].zero_()
         else:
-            torch.div(parameter.grad, divisor, out=self.places[parameter])
-        parameter.grad = self.places[parameter]
+            torch.div(parameter.grad, divisor, out=self.views[parameter])
+        parameter.grad = self.views[parameter]
 
     def collect(self, *, divisor: int) -> Tensor:
         """Take every gradient; return the buffer."""

@@ -1,17 +1,15 @@
 """Gather and scatter of one flat buffer: the root still carries everything, but in one message a rank."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from common.sync.base import GradientSync
 from common.sync.flat_buffer import FlatBuffers
-from common.sync.message_cost import Operation, buffers
+from common.sync.message_plans import GatherScatterFlatPlan
 
 
-class GatherScatterFlat(GradientSync):
+class GatherScatterFlat(GatherScatterFlatPlan, GradientSync):
     """All gradients go into one buffer (one a type): one ``gather`` to rank 0, the sum there, one ``scatter`` of it.
 
     With N ranks and M bytes of gradients, per step: every rank but the root sends 1 message, M bytes, and receives as
@@ -29,20 +27,8 @@ class GatherScatterFlat(GradientSync):
         rank, size = dist.get_rank(), dist.get_world_size()
         for buffer in self._buffers.of(self.exchanged()):
             mine = buffer.collect(divisor=size)
-            everyones = [torch.empty_like(mine) for _ in range(size)] if rank == 0 else None
-            dist.gather(mine, everyones, dst=0)
-            if rank == 0:
-                for other in everyones[1:]:
-                    everyones[0] += other
-            dist.scatter(mine, [everyones[0]] * size if rank == 0 else None, src=0)
-
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        return [
-            operation
-            for size in buffers(sizes)
-            for operation in (
-                Operation("gather", size, summed_bytes=(ranks - 1) * size, copied_bytes=size),
-                Operation("scatter", size),
-            )
-        ]
+            gathered = [torch.empty_like(mine) for _ in range(size)] if rank == 0 else []
+            dist.gather(mine, gathered or None, dst=0)
+            for other in gathered[1:]:
+                gathered[0] += other
+            dist.scatter(mine, [gathered[0]] * size if rank == 0 else None, src=0)

@@ -8,12 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.errors import UserError
 from common.sync.base import GradientSync
-from common.sync.message_cost import Operation, buffers
+from common.sync.message_plans import LocalSGDPlan
 
 
-class LocalSGD(GradientSync):
+class LocalSGD(LocalSGDPlan, GradientSync):
     """No exchange of gradients; after every H-th step of the optimiser one ``all_reduce`` of all weights, divided by N.
 
     What it keeps: between two averages each rank takes H steps of plain training on its own share; with H = 1 and SGD
@@ -33,13 +32,8 @@ class LocalSGD(GradientSync):
     equal_gradients = False
 
     def __init__(self, *, averaging_period: int = 4) -> None:
-        super().__init__()
-        if averaging_period < 1:
-            raise UserError(
-                f"averaging_period: got {averaging_period}, give a number of steps, at least 1"
-            )
-        self.period = averaging_period
-        self._steps = self._since_average = self._since_settled = 0
+        super().__init__(averaging_period=averaging_period)
+        self._steps = self._since_average = self._since_replicas_equal = 0
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """See the base class."""
@@ -53,10 +47,10 @@ class LocalSGD(GradientSync):
 
     def after_step(self, model: nn.Module) -> None:
         """See the base class."""
-        self._steps, self._since_average, self._since_settled = (
+        self._steps, self._since_average, self._since_replicas_equal = (
             self._steps + 1,
             self._since_average + 1,
-            self._since_settled + 1,
+            self._since_replicas_equal + 1,
         )
         if self._steps % self.period == 0:
             average([p.data for p in self._weights])
@@ -64,7 +58,7 @@ class LocalSGD(GradientSync):
 
     def sync_replicas(self, model: nn.Module) -> None:
         """See the base class; twice in a row does what once does."""
-        if self._since_settled:
+        if self._since_replicas_equal:
             state = [
                 value
                 for p in self._weights
@@ -74,11 +68,7 @@ class LocalSGD(GradientSync):
                 and value.is_floating_point()
             ]
             average(([p.data for p in self._weights] if self._since_average else []) + state)
-            self._since_average = self._since_settled = 0
-
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        return [Operation("all_reduce", size, copied_bytes=2 * size) for size in buffers(sizes)]
+            self._since_average = self._since_replicas_equal = 0
 
     def state_dict(self) -> dict[str, Any]:
         """See the base class."""

@@ -1,8 +1,7 @@
-"""What a strategy's step sends, as figures: ``Operation`` is one line of its plan, ``sent_bytes`` what a rank sends in it.
+"""What a strategy's step sends, as numbers: ``Operation`` is one line of its plan, ``sent_bytes`` what a rank sends in it.
 
-``GradientSync.operations`` lists a step's operations; common/cost_model/event_model.py turns them
-into seconds, and the messages that common/profiling/comm_trace.py records on a real run are counted
-by the same ``sent_bytes``.
+``MessagePlan.operations`` lists a step's operations; common/cost_model/event_model.py turns them into seconds.
+``payload_sent`` counts their bytes, and ``sent_bytes`` those of the messages that common/profiling/comm_trace.py records.
 """
 
 import math
@@ -50,13 +49,13 @@ class GradientSize(int):
         size.shape, size.itemsize = tuple(shape), itemsize
         return size
 
-    def __getnewargs__(self) -> tuple[tuple[int, ...], int]:
+    def __reduce__(self) -> tuple[type["GradientSize"], tuple[tuple[int, ...], int]]:
         """So that copies and pickles keep both."""
-        return self.shape, self.itemsize
+        return GradientSize, (self.shape, self.itemsize)
 
     @classmethod
     def of(cls, parameters: Iterable[Any]) -> "list[GradientSize]":
-        """Return the sizes of the gradients of those of ``parameters`` that train, for ``GradientSync.operations``."""
+        """Return the sizes of the gradients of those of ``parameters`` that train, for ``MessagePlan.operations``."""
         return [cls(p.shape, p.element_size()) for p in parameters if p.requires_grad]
 
 
@@ -105,6 +104,14 @@ def sent_bytes(kind: str, nbytes: int, *, rank: int, ranks: int, root: int = 0) 
     raise ValueError(
         f"kind: got {kind!r}; the bytes of an exchange are known to its strategy alone"
     )
+
+
+def payload_sent(operations: Iterable[Operation], *, rank: int, ranks: int) -> Fraction:
+    """Return the payload bytes that ``rank`` sends in all of ``operations``, none of which is an exchange."""
+    sent = (
+        one.count * sent_bytes(one.kind, one.nbytes, rank=rank, ranks=ranks) for one in operations
+    )
+    return sum(sent, Fraction(0))
 
 
 def tree_children(rank: int, ranks: int) -> int:

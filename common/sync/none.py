@@ -1,21 +1,15 @@
 """No synchronisation: one process sees the whole batch."""
 
-from collections.abc import Sequence
-
 from torch import nn
 from torch.optim import Optimizer
 
 from common.sync.base import GradientSync
-from common.sync.message_cost import Operation
+from common.sync.message_plans import NoSyncPlan
 
 
-class NoSync(GradientSync):
+class NoSync(NoSyncPlan, GradientSync):
     """The single node. No messages, 0 bytes, 0 seconds."""
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """Return the model as it is: there is nobody to agree with."""
         return model
-
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        return []

@@ -10,12 +10,13 @@ from torch.optim import Optimizer
 
 from common.errors import UserError
 from common.sync.base import GradientSync
-from common.sync.bucketing import assign_buckets, bucket_operations
+from common.sync.bucket_plans import OverlappedPlan
+from common.sync.bucketing import assign_buckets
 from common.sync.flat_buffer import FlatBuffer
-from common.sync.message_cost import GradientSize, Operation
+from common.sync.message_cost import GradientSize
 
 
-class Overlapped(GradientSync):
+class Overlapped(OverlappedPlan, GradientSync):
     """A hook on each parameter copies its gradient into a bucket (``p.grad`` becomes a view of it, none is copied back);
     a full one goes into an asynchronous ``all_reduce``, in the same order on every rank; ``synchronize`` waits for them.
 
@@ -31,8 +32,8 @@ class Overlapped(GradientSync):
     """
 
     def __init__(self, *, bucket_mb: float | None = None) -> None:
-        super().__init__()
-        self._bucket_mb, self._holding = bucket_mb, False
+        super().__init__(bucket_mb=bucket_mb)
+        self._holding = False
         self._hooks: list[Any] = []
         self._forget()
 
@@ -87,7 +88,7 @@ class Overlapped(GradientSync):
             in_ready_order = parameters[::-1]
             self._buckets = [
                 _Bucket([in_ready_order[i] for i in share])
-                for share in assign_buckets(GradientSize.of(in_ready_order), self._bucket_mb)
+                for share in assign_buckets(GradientSize.of(in_ready_order), self.bucket_mb)
             ]
             self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.used}
         self._send(lambda _: True)
@@ -95,10 +96,6 @@ class Overlapped(GradientSync):
             work.wait()
             bucket.open()
         self._works = []
-
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        return bucket_operations(sizes, self._bucket_mb)
 
     def close(self) -> None:
         """See the base class."""
@@ -126,7 +123,7 @@ class _Bucket:
     def close(self) -> Tensor:
         """Return the buffer to be summed: with zeros for what other ranks alone compute, and with what no hook brought."""
         for parameter in self._unused:
-            self._buffer.places[parameter].zero_()
+            self._buffer.views[parameter].zero_()
         for parameter in list(self.missing):
             self.take(parameter)
         return self._buffer.tensor
@@ -134,5 +131,5 @@ class _Bucket:
     def open(self) -> None:
         """After the exchange: give this rank the gradients that others alone computed, and begin anew."""
         for parameter in self._unused:
-            parameter.grad = self._buffer.places[parameter]
+            parameter.grad = self._buffer.views[parameter]
         self.missing = set(self.used)

@@ -13,19 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-_LEAST_GAIN = 2
-
-
-def is_compressed(shape: Sequence[int], rank: int) -> bool:
-    """Whether torch's hook sends a gradient of that shape as thin matrices, since these are less than half its size."""
-    rows, columns = shape[0] if shape else 1, math.prod(shape[1:])
-    return (rows + columns) * min(rows, columns, rank) * _LEAST_GAIN < rows * columns
-
-
-def thin_entries(shape: Sequence[int], rank: int) -> tuple[int, int]:
-    """Return the entries of the P and of the Q of a gradient of that shape."""
-    rows, columns = shape[0], math.prod(shape[1:])
-    return rows * min(rows, columns, rank), columns * min(rows, columns, rank)
+from common.sync.bucket_plans import POWERSGD_LEAST_GAIN, is_compressed, thin_entries
 
 
 class _InTurn(dist.ProcessGroup):
@@ -35,9 +23,10 @@ class _InTurn(dist.ProcessGroup):
     waits there: with several buckets in another order on each rank, or for ever. So it all happens in the thread of backward.
     """
 
-    def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> dist.Work:
+    def allreduce(self, *args: Any, **kwargs: Any) -> dist.Work:
         """Return the work, done."""
-        work = dist.group.WORLD.allreduce(tensors, options)
+        assert dist.group.WORLD is not None, "the process group is open"
+        work = dist.group.WORLD.allreduce(*args, **kwargs)
         work.wait()
         return work
 
@@ -57,10 +46,10 @@ class PerParameterState:
             group,
             matrix_approximation_rank=rank,
             start_powerSGD_iter=2,
-            min_compression_rate=_LEAST_GAIN,
+            min_compression_rate=POWERSGD_LEAST_GAIN,
             orthogonalization_epsilon=1e-8,
         )
-        self._names = {p: name for name, p in model.named_parameters()}
+        self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._device = next(model.parameters()).device
         self._layouts: dict[int, list[str]] = {}
@@ -111,10 +100,16 @@ class PerParameterState:
     def state_dict(self) -> dict[str, Any]:
         """Return it as tensors and plain values, by parameter."""
         errors, qs = self._by_parameter()
-        _, keys, *rest = self.state.rng.get_state()
+        random = self.state.rng.get_state(legacy=False)
+        generator = random["state"]
         return {
             "iter": self.state.iter,
-            "random": [keys.tolist(), *rest],
+            "random": [
+                generator["key"].tolist(),
+                generator["pos"],
+                random["has_gauss"],
+                random["gauss"],
+            ],
             "errors": {name: tensor.cpu().clone() for name, tensor in errors.items()},
             "qs": {name: tensor.cpu().clone() for name, tensor in qs.items()},
         }

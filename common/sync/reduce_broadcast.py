@@ -1,15 +1,13 @@
 """Reduce and broadcast: the group adds on the way to rank 0, which need not receive every rank's gradients."""
 
-from collections.abc import Sequence
-
 import torch.distributed as dist
 from torch import nn
 
 from common.sync.base import GradientSync
-from common.sync.message_cost import Operation
+from common.sync.message_plans import ReduceBroadcastPlan
 
 
-class ReduceBroadcast(GradientSync):
+class ReduceBroadcast(ReduceBroadcastPlan, GradientSync):
     """For each parameter a ``reduce`` to rank 0, the mean there, and a ``broadcast`` of it to all.
 
     With N ranks, P parameter tensors and M bytes of gradients, per step, as Gloo does it: ``reduce`` is a ring that adds,
@@ -28,11 +26,3 @@ class ReduceBroadcast(GradientSync):
             dist.broadcast(total, src=0)
             if total is not gradient:  # channels_last: `total` was a contiguous copy
                 gradient.copy_(total)
-
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        return [
-            operation
-            for size in sizes
-            for operation in (Operation("reduce", size), Operation("broadcast", size))
-        ]

@@ -1,7 +1,5 @@
 """A ring by hand: every rank sends to the next one only, and no link carries more than twice the gradients."""
 
-from collections.abc import Sequence
-from fractions import Fraction
 from itertools import pairwise
 
 import torch
@@ -10,11 +8,11 @@ from torch import Tensor, nn
 
 from common.sync.base import GradientSync
 from common.sync.flat_buffer import FlatBuffers
-from common.sync.message_cost import Operation, after_copy, buffers
+from common.sync.message_plans import RingPlan
 from common.sync.p2p import send_and_receive
 
 
-class Ring(GradientSync):
+class Ring(RingPlan, GradientSync):
     """The flat buffer (one a type) in N chunks: in N-1 rounds each chunk goes round and is added up (reduce-scatter), in
     N-1 more the finished chunks go round (all-gather).
 
@@ -32,34 +30,6 @@ class Ring(GradientSync):
         """See the base class."""
         for buffer in self._buffers.of(self.exchanged()):
             ring_all_reduce(buffer.collect(divisor=dist.get_world_size()))
-
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        found = []
-        for size in buffers(sizes) if ranks > 1 else []:
-            longest = -(-(size // size.itemsize) // ranks) * size.itemsize
-            found += after_copy(
-                size,
-                [
-                    Operation("exchange", longest, count=ranks - 1, summed_bytes=longest),
-                    Operation("exchange", longest, count=ranks - 1),
-                ],
-            )
-        return found
-
-    def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
-        """See the base class: all chunks but the next one, then all but the one after that."""
-
-        def chunk(index: int, entries: int) -> int:
-            return entries * (index % ranks + 1) // ranks - entries * (index % ranks) // ranks
-
-        return Fraction(
-            sum(
-                size.itemsize * (2 * entries - chunk(rank + 1, entries) - chunk(rank + 2, entries))
-                for size in buffers(sizes)
-                for entries in [size // size.itemsize]
-            )
-        )
 
 
 def ring_all_reduce(total: Tensor) -> None:

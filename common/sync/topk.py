@@ -1,7 +1,5 @@
 """The largest entries of the gradient alone, with error feedback: what is not sent now is added to the next gradient."""
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,12 +9,12 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.sync.base import GradientSync
 from common.sync.flat_buffer import FlatBuffers
-from common.sync.message_cost import Operation, buffers
+from common.sync.message_plans import TopKPlan, index_bytes
 
 _STRIDE = 101
 
 
-class TopK(GradientSync):
+class TopK(TopKPlan, GradientSync):
     """Each rank adds its gradient to its residual, sends the largest ``topk_ratio`` of the sum's entries, by absolute value
     over the whole model, and keeps the others as its residual; ``all_gather`` of values and indices, added up in rank order.
 
@@ -35,12 +33,8 @@ class TopK(GradientSync):
     exact = False
 
     def __init__(self, *, topk_ratio: float = 0.01) -> None:
-        super().__init__()
-        if not 0 < topk_ratio <= 1:
-            raise UserError(
-                f"topk_ratio: got {topk_ratio}, give a share above 0 and of at most 1, e.g. 0.01"
-            )
-        self._ratio, self._buffers = topk_ratio, FlatBuffers()
+        super().__init__(topk_ratio=topk_ratio)
+        self._buffers = FlatBuffers()
         self._residuals: list[Tensor] = []
 
     def synchronize(self, model: nn.Module) -> None:
@@ -55,25 +49,7 @@ class TopK(GradientSync):
             )
         for buffer, residual in zip(buffers_now, self._residuals, strict=True):
             residual += buffer.collect(divisor=1)
-            mean_of_largest(residual, buffer.tensor, count=_count(residual.numel(), self._ratio))
-
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        found = []
-        for size in buffers(sizes):
-            entries = size // size.itemsize
-            count = _count(entries, self._ratio)
-            found += [
-                Operation(
-                    "all_gather", count * size.itemsize, summed_bytes=size, copied_bytes=size
-                ),
-                Operation(
-                    "all_gather",
-                    count * _index_type(entries).itemsize,
-                    summed_bytes=ranks * count * size.itemsize,
-                ),
-            ]
-        return found
+            mean_of_largest(residual, buffer.tensor, count=self.count(residual.numel()))
 
     def state_dict(self) -> dict[str, Any]:
         """See the base class."""
@@ -85,14 +61,6 @@ class TopK(GradientSync):
         self._residuals = [
             residual.detach().clone().to(device) for residual in state.get("residuals", [])
         ]
-
-
-def _count(entries: int, ratio: float) -> int:
-    return min(entries, math.ceil(ratio * entries))
-
-
-def _index_type(entries: int) -> torch.dtype:
-    return torch.int32 if entries < 2**31 else torch.int64
 
 
 def largest(values: Tensor, count: int) -> Tensor:
@@ -113,7 +81,8 @@ def mean_of_largest(residual: Tensor, mean: Tensor, *, count: int) -> None:
     """Put the mean over the ranks of each one's ``count`` largest entries of ``residual`` in ``mean``, and zero them there."""
     size = dist.get_world_size()
     indices = largest(residual.abs(), count)
-    values, short = residual[indices], indices.to(_index_type(len(residual)))
+    index_type = torch.int32 if index_bytes(len(residual)) == 4 else torch.int64
+    values, short = residual[indices], indices.to(index_type)
     all_values = [torch.empty_like(values) for _ in range(size)]
     all_indices = [torch.empty_like(short) for _ in range(size)]
     dist.all_gather(all_values, values)

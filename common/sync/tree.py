@@ -1,18 +1,16 @@
 """A binomial tree by hand: sums go up to rank 0 in log2 N rounds, and the mean comes down the same way."""
 
-from collections.abc import Sequence
-from fractions import Fraction
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.sync.base import GradientSync
 from common.sync.flat_buffer import FlatBuffers
-from common.sync.message_cost import Operation, after_copy, buffers, tree_children
+from common.sync.message_cost import tree_children
+from common.sync.message_plans import TreePlan
 
 
-class Tree(GradientSync):
+class Tree(TreePlan, GradientSync):
     """Rank r's parent is r without its lowest bit that is 1; all gradients in one flat buffer (one a type).
 
     With N ranks, M bytes of gradients and L = ceil(log2 N), per step: every rank but the root sends M bytes to its parent
@@ -30,33 +28,13 @@ class Tree(GradientSync):
         for buffer in self._buffers.of(self.exchanged()):
             tree_all_reduce(buffer.collect(divisor=dist.get_world_size()))
 
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        levels = (ranks - 1).bit_length()
-        return [
-            operation
-            for size in buffers(sizes)
-            if levels
-            for operation in after_copy(
-                size,
-                [
-                    Operation("exchange", size, count=levels, summed_bytes=size),
-                    Operation("exchange", size, count=levels),
-                ],
-            )
-        ]
-
-    def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
-        """See the base class."""
-        return Fraction(sum(sizes) * ((rank > 0) + tree_children(rank, ranks)))
-
 
 def tree_all_reduce(total: Tensor) -> None:
     """Sum ``total``, contiguous, over the ranks in place."""
     rank, size = dist.get_rank(), dist.get_world_size()
     children = [rank + (1 << level) for level in range(tree_children(rank, size))]
     parent = rank & (rank - 1)
-    others = torch.empty_like(total) if children else None
+    others = torch.empty_like(total if children else total[:0])
     for child in children:
         dist.recv(others, src=child)
         total += others

@@ -1,14 +1,14 @@
 """The only training step, epoch loop and prediction loop of the project; and processes to run them in."""
 
 from common.training_engine.engine import TrainingEngine
-from common.training_engine.epochs import EarlyStop, EpochReport, report_epoch
+from common.training_engine.epochs import EarlyStop, report_epoch
 from common.training_engine.evaluation_loop import Predictions, predict, validate
 from common.training_engine.launch import (
     WorkerError,
     distributed_train_worker,
     launch_distributed_training,
 )
-from common.training_engine.metrics import EpochResult, StepRecord
+from common.training_engine.metrics import EpochReport, EpochResult, StepRecord
 
 __all__ = [
     "EarlyStop",

@@ -29,11 +29,9 @@ def _tracking_layers(model: nn.Module) -> list[_BatchNorm]:
 
 def statistics(model: nn.Module) -> list[Tensor]:
     """Return running mean and running variance of each BatchNorm layer, in the order of the model's layers."""
-    return [
-        tensor
-        for layer in _tracking_layers(model)
-        for tensor in (layer.running_mean, layer.running_var)
-    ]
+    layers = _tracking_layers(model)
+    pairs = [(layer.running_mean, layer.running_var) for layer in layers]
+    return [tensor for pair in pairs for tensor in pair if tensor is not None]
 
 
 class ShardStatistics:
@@ -49,14 +47,12 @@ class ShardStatistics:
 
     def __init__(self, model: nn.Module, shards: int) -> None:
         layers = _tracking_layers(model)
-        self._in_model = [*statistics(model), *(layer.num_batches_tracked for layer in layers)]
+        counters = [layer.num_batches_tracked for layer in layers]
+        self._in_model = [*statistics(model), *(n for n in counters if n is not None)]
         self._statistics = 2 * len(layers)
         self._samples = [0] * shards
-        self._kept = (
-            [[tensor.clone() for tensor in self._in_model] for _ in range(shards)]
-            if shards > 1
-            else []
-        )
+        copies = shards if shards > 1 else 0
+        self._kept = [[tensor.clone() for tensor in self._in_model] for _ in range(copies)]
 
     @contextmanager
     def of(self, shard: int, samples: int) -> Iterator[None]:
@@ -79,12 +75,12 @@ class ShardStatistics:
     def take(self) -> list[tuple[int, list[Tensor]]]:
         """Return (samples, statistics) of each shard since the last call."""
         copies = self._kept or [self._in_model]
-        taken = [
+        counted = [
             (count, tensors[: self._statistics])
             for count, tensors in zip(self._samples, copies, strict=True)
         ]
         self._samples = [0] * len(self._samples)
-        return taken
+        return counted
 
     def __len__(self) -> int:
         return len(self._samples)

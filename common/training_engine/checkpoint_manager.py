@@ -1,6 +1,7 @@
 """When and where a training's checkpoints are written: after every epoch, every so many steps, and when it must stop.
 
-``CheckpointManager`` is told of every step and every epoch; the files and their verification are checkpoint.py's.
+The training loop calls ``CheckpointManager`` after every step and every epoch; common/checkpoint.py writes and verifies
+the files. ``state`` and ``load_state`` are methods of ``TrainingEngine``.
 """
 
 import math
@@ -47,15 +48,12 @@ class CheckpointManager:
 
     def attach(self, engine: "TrainingEngine", *, first_epoch: int) -> None:
         """Take the engine whose state is saved, before its first step of ``first_epoch``."""
-        self._engine, self._epoch, self._step_in_epoch = engine, first_epoch, 0
+        self._engine, self._epoch = engine, first_epoch
 
     def after_step(self, step_in_epoch: int) -> None:
         """Save within the epoch where it is time, or where the ranks have agreed to stop. Collective then."""
-        self._step_in_epoch = step_in_epoch
-        if not self._off and (
-            self._engine.stopping
-            or (self._every is not None and self._engine.step % self._every == 0)
-        ):
+        due = self._every is not None and self._engine.step % self._every == 0
+        if not self._off and (self._engine.stopping or due):
             self._engine.agree_on_buffers()
             entries = self._engine.state(
                 epoch=self._epoch - 1, loss=math.nan, step_in_epoch=step_in_epoch
@@ -75,10 +73,12 @@ class CheckpointManager:
     def save_best(self, epoch: int, loss: float) -> None:
         """Write ``best.pt`` beside the others. Collective."""
         entries = self._engine.state(epoch=epoch, loss=loss) | self.extra
-        run_on_all_ranks(
-            self._engine.world,
-            lambda: self._is_writer() and save_checkpoint(self._folder / "best.pt", entries),
-        )
+
+        def write() -> None:
+            if self._is_writer():
+                save_checkpoint(self._folder / "best.pt", entries)
+
+        run_on_all_ranks(self._engine.world, write)
 
     def _is_writer(self) -> bool:
         return self._engine.world.is_rank0 if self._writes is None else self._writes
@@ -131,12 +131,11 @@ def state(
 
 
 def load_state(engine: "TrainingEngine", entries: Mapping[str, Any]) -> None:
-    """Go on from a checkpoint whose weights and optimiser state are loaded already; after ``prepare``."""
+    """Resume from a checkpoint whose weights and optimiser state are loaded already; after ``prepare``."""
     if engine.scheduler is not None and entries.get("scheduler_state_dict") is not None:
         engine.scheduler.load_state_dict(entries["scheduler_state_dict"])
-        engine.optimizer.load_state_dict(
-            entries["optimizer_state_dict"]
-        )  # making the scheduler has changed the rates
+        # Again, since making the scheduler has changed the rates.
+        engine.optimizer.load_state_dict(entries["optimizer_state_dict"])
     if entries.get("scaler_state_dict"):
         engine.scaler.load_state_dict(entries["scaler_state_dict"])
     if engine.ema is not None:

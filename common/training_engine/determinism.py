@@ -18,9 +18,8 @@ def choose_algorithms(device: torch.device, *, deterministic: bool) -> None:
     if device.type != "cuda":
         return
     if deterministic:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # read when cuBLAS is first used
+        # cuBLAS reads it when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = not deterministic
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
 
@@ -31,7 +30,8 @@ def cost(
     """Return how many times as long forward and backward take deterministically: medians, measured in turns on a copy of
     the model, so that the training is not touched. GPU only; leaves the algorithms deterministic."""
     trial = copy.deepcopy(model).train()
-    state, seconds = torch.get_rng_state(), {True: [], False: []}
+    state = torch.get_rng_state()
+    seconds: dict[bool, list[float]] = {True: [], False: []}
     for repeat in range(_REPEATS + 2):
         for deterministic in (False, True):
             choose_algorithms(images.device, deterministic=deterministic)

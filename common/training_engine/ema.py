@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+Tensors = tuple[Tensor, ...] | list[Tensor]
+
 
 def warmed_up_decay(decay: float, updates: int) -> float:
     """Return min(decay, (1 + n) / (10 + n)) after n updates, as in TensorFlow's ExponentialMovingAverage: a constant
@@ -21,11 +23,10 @@ def build_ema(model: nn.Module, decay: float) -> AveragedModel:
     weights; the other buffers are copied.
     """
 
-    def average(averages: list[Tensor], values: list[Tensor], _updates: Tensor) -> None:
+    def average(averages: Tensors, values: Tensors, _updates: Tensor | int) -> None:
         if averages[0].is_floating_point():
-            updates = int(
-                averaged.n_averaged
-            )  # the argument's copy is on the GPU, and reading it would wait for that
+            # ``_updates`` is on the GPU, and reading it would wait for that.
+            updates = int(averaged.n_averaged)
             torch._foreach_lerp_(averages, values, 1 - warmed_up_decay(decay, updates))
         else:
             torch._foreach_copy_(averages, values)

@@ -1,47 +1,50 @@
-"""TrainingEngine: the training step and the epoch around it, the same for every strategy, device, part and recipe.
+"""TrainingEngine: the training step, the same for every strategy, device, part and recipe.
 
-Order of the calls: ``TrainingEngine(...)``, then ``train`` (fitting.py), which does the rest; or, with a loop of one's own,
-``prepare`` once, ``train_epoch`` for each epoch or ``epochs`` for several, ``close``. Longer than other files, so that the
-one step and the one epoch loop of the project are read in one place.
+Order of the calls: ``TrainingEngine(...)``, then ``train``, which does the rest; or, from another loop, ``prepare`` once,
+``train_epoch`` for each epoch or ``epochs`` for several, ``close``. The step is here, the loops around it are in epochs.py.
 """
 
-import itertools
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel
 
-from common.data.sharding import STEP_STREAM, stream_seed
-from common.distributed import process_group as group
-from common.distributed.collectives import check_same_on_all_ranks, warn_of_equal_batches
-from common.distributed.process_group import World, current_world
-from common.emulation.emulated_model import Emulation
+from common.distributed.collectives import check_same_on_all_ranks
+from common.distributed.process_group import (
+    World,
+    check_open,
+    cleanup_distributed,
+    current_world,
+    own_device,
+    setup_distributed,
+)
 from common.errors import UserError
-from common.profiling.comm_trace import Timeline
 from common.profiling.step_timer import StepTimer
 from common.sync import build_sync
 from common.sync.base import GradientSync
 from common.sync.none import NoSync
 from common.training_engine import batchnorm
-from common.training_engine import checkpoint_manager as resumption
-from common.training_engine import epochs as fitting
 from common.training_engine.amp import choose_amp
+from common.training_engine.checkpoint_manager import load_state, state
 from common.training_engine.ema import build_ema
-from common.training_engine.evaluation_loop import to_device, unwrap
-from common.training_engine.metrics import EpochResult, MetricsBuffer, StepOutcome, StepRecord
+from common.training_engine.epochs import MicroBatch, epochs, train, train_epoch
+from common.training_engine.evaluation_loop import unwrap
+from common.training_engine.metrics import StepOutcome
 
-MicroBatch = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.optim.swa_utils import AveragedModel
+
+    from common.emulation.emulated_model import Emulation
+    from common.profiling.comm_trace import Timeline
 
 
 class TrainingEngine:
@@ -62,9 +65,9 @@ class TrainingEngine:
     clip_norm : largest norm of all gradients together.
     experiment_name, output_dir : ``train`` writes to ``output_dir/experiment_name/``.
 
-    Set ``timeline`` (common/profiling/comm_trace.py) to take down the messages of some steps,
-    ``emulation`` (common/emulation/emulated_model.py) where the model sleeps in place of computing:
-    then weights stay, and no loss is recorded.
+    Set ``timeline`` (common/profiling/comm_trace.py) to record the messages of some steps, ``emulation``
+    (common/emulation/emulated_model.py) where the model sleeps in place of computing: then weights stay, and no loss is
+    recorded.
     """
 
     def __init__(
@@ -87,13 +90,13 @@ class TrainingEngine:
         experiment_name: str = "experiment",
         output_dir: str | Path = "reports",
     ) -> None:
-        self.device = group.own_device(device, local_rank, distributed=distributed)
-        self.sync: GradientSync = (
-            NoSync() if not distributed else build_sync(sync) if isinstance(sync, str) else sync
-        )
+        self.device = own_device(device, local_rank, distributed=distributed)
+        self.sync: GradientSync = NoSync()
+        if distributed:
+            self.sync = build_sync(sync) if isinstance(sync, str) else sync
         self.world = World(device=self.device)
         if distributed and not isinstance(self.sync, NoSync):
-            group.check_open(world_size, backend)
+            check_open(world_size, backend)
             self.world = current_world(self.device)
         for name, value in (("accumulation_steps", accumulation_steps), ("clip_norm", clip_norm)):
             if value is not None and value <= 0:
@@ -112,25 +115,24 @@ class TrainingEngine:
         self.model = self._with_batchnorm(model.to(self.device), sync_batchnorm)
         self.ema: AveragedModel | None = None
         self._ema_decay = ema_decay if use_ema else None
-        self._accumulation_steps, self._clip_norm = accumulation_steps, clip_norm
+        self.accumulation_steps, self._clip_norm = accumulation_steps, clip_norm
         self.output_folder = Path(output_dir) / experiment_name
         self.step = 0
         self.timeline: Timeline | None = None
         self.emulation: Emulation | None = None
-        self.stopping = False
-        self._stop_requested = False
-        self._first_batch = True
-        self._micro_batches: Sequence[int] = ()
-        self._shards: batchnorm.ShardStatistics | None = None
+        self.stopping = self.stop_requested = False
+        self.first_batch_compared = False
 
-    setup_distributed = staticmethod(group.setup_distributed)
-    cleanup_distributed = staticmethod(group.cleanup_distributed)
-    train = fitting.train
-    state = resumption.state
-    load_state = resumption.load_state
+    setup_distributed = staticmethod(setup_distributed)
+    cleanup_distributed = staticmethod(cleanup_distributed)
+    train = train
+    epochs = epochs
+    train_epoch = train_epoch
+    state = state
+    load_state = load_state
 
     def notice(self, text: str) -> None:
-        """Tell the user, once, what is done in another way than asked for; nothing where ``text`` is empty."""
+        """Warn on rank 0 of what is done in another way than asked for; nothing where ``text`` is empty."""
         if text and self.world.is_rank0:
             warnings.warn(text, stacklevel=3)
 
@@ -142,17 +144,15 @@ class TrainingEngine:
                 "BatchNorm uses each rank's own batch: SyncBatchNorm needs GPUs, torch has none for Gloo on CPUs"
             )
             return model
-        return (
-            model
-            if isinstance(model, DistributedDataParallel)
-            else batchnorm.synchronise_batchnorm(model)
-        )
+        if isinstance(model, DistributedDataParallel):
+            return model
+        return batchnorm.synchronise_batchnorm(model)
 
     def prepare(
         self,
-        optimizer: Optimizer,
+        optimizer: "Optimizer",
         criterion: nn.Module,
-        scheduler: LRScheduler | None = None,
+        scheduler: "LRScheduler | None" = None,
         *,
         scheduler_by_epoch: bool = False,
     ) -> None:
@@ -168,14 +168,11 @@ class TrainingEngine:
             )
         self.optimizer, self.criterion, self.scheduler = optimizer, criterion, scheduler
         self._scheduler_by_epoch = scheduler_by_epoch
-        check_same_on_all_ranks(
-            self.world,
-            {
-                name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-                for name, p in unwrap(self.model).named_parameters()
-            },
-            what="the model's parameters",
-        )
+        parameters = {
+            name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+            for name, p in unwrap(self.model).named_parameters()
+        }
+        check_same_on_all_ranks(self.world, parameters, what="the model's parameters")
         if not any(p.requires_grad for p in self.model.parameters()):
             raise UserError(
                 "no parameter of the model trains: set requires_grad on those that shall"
@@ -184,7 +181,7 @@ class TrainingEngine:
         if self._ema_decay is not None and self.ema is None:
             self.ema = build_ema(unwrap(self.model), self._ema_decay)
         self._trained = [p for p in self.model.parameters() if p.requires_grad]
-        self._shards = batchnorm.ShardStatistics(unwrap(self.model), 1)
+        self.shards = batchnorm.ShardStatistics(unwrap(self.model), 1)
         self.timer.watch_gradients(self.model)
 
     def close(self) -> None:
@@ -194,7 +191,7 @@ class TrainingEngine:
 
     def request_stop(self) -> None:
         """Ask all ranks to end the epoch at the next step on which they agree; may be called from a signal handler."""
-        self._stop_requested = True
+        self.stop_requested = True
 
     def train_step(
         self,
@@ -203,24 +200,24 @@ class TrainingEngine:
         global_samples: int,
         seeds: Sequence[int] | None = None,
     ) -> StepOutcome:
-        """One optimiser step on this rank's share, in one or several parts, of a global batch of ``global_samples``.
+        """One optimiser step on this rank's micro-batches of a global batch of ``global_samples``.
 
-        Each part's mean loss is weighted by its samples x ranks / global samples, so that the plain mean of the ranks'
+        Each micro-batch's mean loss is weighted by its samples x ranks / global samples, so that the plain mean of the ranks'
         gradients is the gradient of the mean loss over the global batch, also where shares differ. Ranks communicate
-        once. ``seeds``, one a part, set torch's generator before its forward pass.
+        once. ``seeds``, one a micro-batch, set torch's generator before its forward pass.
         """
         timer, losses, corrects = self.timer, [], []
         samples = sum(len(labels) for _, labels in micro_batches)
-        per_shard = max(1, len(micro_batches) // max(1, len(self._shards)))
+        per_shard = max(1, len(micro_batches) // max(1, len(self.shards)))
         self.optimizer.zero_grad(set_to_none=True)
-        for part, (inputs, labels) in enumerate(micro_batches):
+        for index, (inputs, labels) in enumerate(micro_batches):
             if seeds is not None:
-                torch.manual_seed(seeds[part])
-            last = part == len(micro_batches) - 1
-            shard = min(part // per_shard, len(self._shards) - 1)
+                torch.manual_seed(seeds[index])
+            last = index == len(micro_batches) - 1
+            shard = min(index // per_shard, len(self.shards) - 1)
             with (
                 nullcontext() if last else self.sync.no_sync(),
-                self._shards.of(shard, len(labels)),
+                self.shards.of(shard, len(labels)),
             ):
                 with timer.section("forward"):
                     outputs, loss = self._forward(inputs, labels)
@@ -228,7 +225,7 @@ class TrainingEngine:
                 with timer.section("backward"):
                     self.scaler.scale(weighted).backward()
             losses.append(loss.detach())
-            corrects.append(_right(outputs, labels))
+            corrects.append(_count_correct(outputs, labels))
         with timer.section("sync"):
             self.sync.synchronize(self.model)
         with timer.section("update"):
@@ -240,11 +237,8 @@ class TrainingEngine:
         self.step += 1
         if self.emulation is not None:
             return StepOutcome.of_no_training()
-        return StepOutcome(
-            _weighted_mean(losses, [len(labels) / max(1, samples) for _, labels in micro_batches]),
-            sum(corrects),
-            norm,
-        )
+        shares = [len(labels) / max(1, samples) for _, labels in micro_batches]
+        return StepOutcome(_weighted_mean(losses, shares), _sum(corrects), norm)
 
     def _forward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(
@@ -277,156 +271,25 @@ class TrainingEngine:
         if self.scheduler is not None and not self._scheduler_by_epoch:
             self.scheduler.step()
         if self.ema is not None:
-            self._shards.blend()
+            self.shards.blend()
             self.ema.update_parameters(unwrap(self.model))
-
-    def epochs(
-        self,
-        loader: Iterable[MicroBatch],
-        first: int,
-        last: int,
-        *,
-        start_step: int = 0,
-        **options: Any,
-    ) -> Iterator[tuple[int, EpochResult]]:
-        """Train epochs ``first`` to ``last``, both included, and yield each one's number and result, buffers agreed on.
-
-        ``start_step`` : steps of the first epoch that are done already. ``options`` are those of ``train_epoch``. Ends
-        early where ``max_steps`` are done or the ranks have agreed to stop.
-        """
-        samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-        for epoch in range(first, last + 1):
-            for sampler in samplers:
-                if hasattr(sampler, "set_epoch"):
-                    sampler.set_epoch(epoch)
-            result = self.train_epoch(
-                loader, epoch=epoch, start_step=start_step if epoch == first else 0, **options
-            )
-            if not result.step_seconds:
-                return
-            self.agree_on_buffers()
-            yield epoch, result
-            if self.stopping:
-                return
-
-    def train_epoch(
-        self,
-        loader: Iterable[MicroBatch],
-        *,
-        epoch: int,
-        seed: int | None = None,
-        start_step: int = 0,
-        max_steps: int | None = None,
-        log_every: int = 10,
-        on_steps: Callable[[list[StepRecord]], None] | None = None,
-        after_step: Callable[[int], None] | None = None,
-    ) -> EpochResult:
-        """Train on every batch of ``loader`` once, or until ``self.step`` reaches ``max_steps``.
-
-        Parameters
-        ----------
-        loader : yields (inputs, labels). If it has ``global_batch_sizes`` (samples of each step over all ranks), these
-            weight the loss; else each step costs an 8-byte all_reduce. If it has ``micro_batches``, these are the numbers of
-            its micro-batches within each global batch; else ``accumulation_steps`` of its batches make a step.
-        seed : if given, torch's generator is set before each micro-batch from (seed, epoch, step, piece).
-        start_step : steps of this epoch that are done already; ``loader.start_at`` is told.
-        on_steps : called on every rank every ``log_every`` steps, or sooner, with their records.
-        after_step : called on every rank after every step with the number of steps done in this epoch.
-
-        Raises GroupError on every rank where loss or gradients are not finite on one.
-        """
-        began = time.perf_counter()
-        metrics = MetricsBuffer(
-            self.world,
-            self.timer,
-            epoch=epoch,
-            log_every=log_every,
-            overflow_is_normal=self.scaler.is_enabled(),
-            equal_gradients=self.sync.equal_gradients,
-            on_steps=on_steps,
-        )
-        sizes = getattr(loader, "global_batch_sizes", None)
-        self._take_micro_batches(loader)
-        if start_step:
-            loader.start_at(start_step)
-        batches = iter(loader)
-        self.model.train()
-        batchnorm.hold_frozen_batchnorm(self.model)
-        try:
-            for index in itertools.count(start_step):
-                if max_steps is not None and self.step >= max_steps:
-                    break
-                seeds = None
-                if seed is not None:
-                    seeds = [
-                        stream_seed(seed, STEP_STREAM, epoch, index, micro_batch)
-                        for micro_batch in self._micro_batches
-                    ]
-                    torch.manual_seed(seeds[0])
-                with self.timer.section("data"):
-                    window = [
-                        (to_device(inputs, self.device), labels.to(self.device, non_blocking=True))
-                        for inputs, labels in itertools.islice(batches, len(self._micro_batches))
-                    ]
-                if not window:
-                    break
-                if self._first_batch:
-                    self._first_batch = False
-                    warn_of_equal_batches(self.world, *window[0])
-                local = sum(len(labels) for _, labels in window)
-                global_samples = sizes[index] if sizes is not None else self._sum_over_ranks(local)
-                rate = self.optimizer.param_groups[0]["lr"]
-                with (
-                    self.timeline.around(self.step + 1)
-                    if self.timeline is not None
-                    else nullcontext()
-                ):
-                    outcome = self.train_step(window, global_samples=global_samples, seeds=seeds)
-                times = self.timer.take()
-                if self.timeline is not None:
-                    self.timeline.took(self.step, self.timer.spans(times))
-                metrics.add(self.step, outcome, samples=local, learning_rate=rate, times=times)
-                if metrics.due:
-                    self.stopping = metrics.flush(stop=self._stop_requested)
-                if after_step is not None:
-                    after_step(index + 1)
-                if self.stopping:
-                    metrics.result.complete = sizes is not None and index + 1 == len(sizes)
-                    break
-            self.timer.take()
-            self.stopping = metrics.flush(stop=self._stop_requested) or self.stopping
-        except BaseException:
-            metrics.flush_local()
-            raise
-        metrics.result.seconds = time.perf_counter() - began
-        return metrics.result
-
-    def _take_micro_batches(self, loader: Iterable[MicroBatch]) -> None:
-        """See which micro-batches of each global batch this rank computes, and of how many shards."""
-        own = range(
-            self.world.rank * self._accumulation_steps,
-            (self.world.rank + 1) * self._accumulation_steps,
-        )
-        self._micro_batches = getattr(loader, "micro_batches", own)
-        shards = getattr(loader, "shards_here", 1)
-        if shards != len(self._shards):
-            self._shards = batchnorm.ShardStatistics(unwrap(self.model), shards)
 
     def agree_on_buffers(self) -> None:
         """Make the buffers equal on all ranks, as common/training_engine/batchnorm.py says, and with a periodic strategy the
         weights first; before evaluation and before a checkpoint. Collective."""
         self.sync.sync_replicas(self.model)
-        taken = self._shards.take()
-        if self.world.size > 1 or len(taken) > 1:
-            batchnorm.agree_on_buffers(unwrap(self.model), taken)
-            self._shards.spread()
+        statistics = self.shards.take()
+        if self.world.size > 1 or len(statistics) > 1:
+            batchnorm.agree_on_buffers(unwrap(self.model), statistics)
+            self.shards.spread()
             if self.ema is not None:
-                samples = sum(count for count, _ in taken)
+                samples = sum(count for count, _ in statistics)
                 batchnorm.agree_on_buffers(
                     self.ema.module, [(samples, batchnorm.statistics(self.ema.module))]
                 )
 
-    def _sum_over_ranks(self, count: int) -> int:
+    def sum_over_ranks(self, count: int) -> int:
+        """Return the sum of a count over the ranks. Collective."""
         if self.world.size == 1:
             return count
         total = torch.tensor([count], dtype=torch.int64, device=self.device)
@@ -456,15 +319,17 @@ def _check_strategy(sync: GradientSync, *, scales: bool, use_ema: bool) -> None:
 
 
 @torch.no_grad()
-def _right(outputs: Tensor, labels: Tensor) -> Tensor:
-    return (
-        (outputs.argmax(dim=1) == labels).sum()
-        if len(labels)
-        else torch.zeros((), device=outputs.device)
-    )
+def _count_correct(outputs: Tensor, labels: Tensor) -> Tensor:
+    if len(labels) == 0:
+        return torch.zeros((), device=outputs.device)
+    return (outputs.argmax(dim=1) == labels).sum()
 
 
 def _weighted_mean(losses: list[Tensor], weights: list[float]) -> Tensor:
     if len(losses) == 1:
         return losses[0]
-    return sum(loss.double() * weight for loss, weight in zip(losses, weights, strict=True))
+    return _sum([loss.double() * weight for loss, weight in zip(losses, weights, strict=True)])
+
+
+def _sum(numbers: list[Tensor]) -> Tensor:
+    return sum(numbers[1:], start=numbers[0])

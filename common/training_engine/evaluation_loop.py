@@ -1,7 +1,7 @@
 """The prediction loop: ``predict`` runs a model over a loader, in this process, without a message; ``validate`` puts the
 ranks' shares together."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +61,9 @@ def predict(
     model = unwrap(model)
     was_training = model.training
     model.eval()
-    labels_seen, predicted, loss_sum = [], [], 0.0
+    labels_seen: list[Tensor] = []
+    predicted: list[Tensor] = []
+    loss_sum = 0.0
     try:
         for images, labels in loader:
             left = None if limit is None else max(0, limit - sum(map(len, labels_seen)))
@@ -115,6 +117,7 @@ def _own_samples(loader: Iterable[tuple[Tensor, Tensor]]) -> int | None:
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return None
+    assert isinstance(sampler.dataset, Sized)  # the sampler has asked for its length, too
     return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))
 
 

@@ -4,6 +4,7 @@ Each rank is a fresh interpreter (worker.py) that reads the function and its arg
 so that lambdas and functions of a notebook work, and the caller's script is not run again.
 """
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -30,7 +31,7 @@ from common.utils.paths import REPOSITORY
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
-_OUTCOME = "outcome{}.pkl"
+OUTCOME_FILE = "outcome{}.pkl"
 
 
 class WorkerError(RuntimeError):
@@ -105,7 +106,9 @@ def distributed_train_worker(
 def _loader(
     dataset: Dataset, rank: int, world_size: int, batch_size: int, num_workers: int, *, train: bool
 ) -> DataLoader:
-    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=train)
+    sampler: DistributedSampler = DistributedSampler(
+        dataset, num_replicas=world_size, rank=rank, shuffle=train
+    )
     return DataLoader(
         dataset,
         batch_size=batch_size,
@@ -138,7 +141,7 @@ def launch_distributed_training(
             f"world_size: got {world_size}, give the number of processes (0: one, on this device)"
         )
     if world_size <= 1:
-        return _here(train_fn, config)
+        return _in_this_process(train_fn, config)
     if backend == "nccl" and (reason := _no_nccl(world_size)):
         warnings.warn(f"{reason}: training on the CPU with Gloo", stacklevel=2)
         backend = "gloo"
@@ -148,7 +151,7 @@ def launch_distributed_training(
         warnings.warn(
             f"the process group could not be set up ({error}): training on one device", stacklevel=2
         )
-        return _here(train_fn, config)
+        return _in_this_process(train_fn, config)
 
 
 def _no_nccl(world_size: int) -> str:
@@ -156,14 +159,12 @@ def _no_nccl(world_size: int) -> str:
     if not dist.is_nccl_available():
         return "this torch has no NCCL"
     gpus = torch.cuda.device_count()
-    return (
-        f"NCCL needs a GPU for each of the {world_size} ranks, and this machine has {gpus}"
-        if gpus < world_size
-        else ""
-    )
+    if gpus >= world_size:
+        return ""
+    return f"NCCL needs a GPU for each of the {world_size} ranks, and this machine has {gpus}"
 
 
-def _here(train_fn: Callable[..., Any], config: dict[str, Any]) -> Any:
+def _in_this_process(train_fn: Callable[..., Any], config: dict[str, Any]) -> Any:
     try:
         return train_fn(0, 1, **config)
     except (UserError, KeyboardInterrupt):
@@ -178,7 +179,8 @@ def _in_processes(
     train_fn: Callable[..., Any], world_size: int, backend: str, config: dict[str, Any]
 ) -> Any:
     with tempfile.TemporaryDirectory(prefix="data-parallel-") as name:
-        folder, workers = Path(name), []
+        folder = Path(name)
+        workers: list[subprocess.Popen] = []
         (folder / "call.pkl").write_bytes(
             cloudpickle.dumps((train_fn, world_size, backend, config))
         )
@@ -187,22 +189,13 @@ def _in_processes(
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *(p or os.getcwd() for p in sys.path)])
         }
+        worker = [sys.executable, "-P", "-m", "common.training_engine.worker", name]
         try:
             for rank in range(world_size):
+                # A worker ends when this pipe closes, i.e. also when the caller is killed.
                 workers.append(
-                    subprocess.Popen(
-                        [
-                            sys.executable,
-                            "-P",
-                            "-m",
-                            "common.training_engine.worker",
-                            name,
-                            str(rank),
-                        ],
-                        env=environment,
-                        stdin=subprocess.PIPE,
-                    )
-                )  # a worker ends when this pipe closes, i.e. also when the caller is killed
+                    subprocess.Popen([*worker, str(rank)], env=environment, stdin=subprocess.PIPE)
+                )
             return _wait(workers, folder)
         finally:
             _end(workers)
@@ -210,65 +203,67 @@ def _in_processes(
 
 def _wait(workers: list[subprocess.Popen], folder: Path) -> Any:
     """Return rank 0's result once all have ended well; raise for the first that has not."""
-    while any(worker.poll() is None for worker in workers) and not any(
-        worker.poll() for worker in workers
-    ):
+    statuses = [worker.poll() for worker in workers]
+    while None in statuses and not any(statuses):
         time.sleep(_POLL_SECONDS)
-    if any(
-        worker.poll() for worker in workers
-    ):  # its neighbours notice within moments, and tell less
-        _settle(workers)
-    outcomes = {rank: _read(folder / _OUTCOME.format(rank)) for rank in range(len(workers))}
+        statuses = [worker.poll() for worker in workers]
+    if any(statuses):  # the other ranks notice within moments, and know less of the reason
+        _let_end(workers)
+    outcomes = _read_outcomes(folder, len(workers))
     failed = [
-        rank for rank, worker in enumerate(workers) if worker.returncode or outcomes[rank] is None
+        rank for rank, worker in enumerate(workers) if worker.returncode or rank not in outcomes
     ]
     if not failed:
         return outcomes[0]["result"]
-    told = [rank for rank in failed if outcomes[rank] is not None]
-    without_group = [rank for rank in told if outcomes[rank]["stage"] == "group"]
-    if without_group and without_group == told:
-        raise _NoGroupError("; ".join(outcomes[rank]["error"] for rank in told))
-    told = [rank for rank in told if rank not in without_group]  # these broke of another's failure
+    explained = [rank for rank in failed if rank in outcomes]
+    without_group = [rank for rank in explained if outcomes[rank]["stage"] == "group"]
+    if without_group and without_group == explained:
+        raise _NoGroupError("; ".join(outcomes[rank]["error"] for rank in explained))
+    # Those without a group broke because another rank failed.
+    explained = [rank for rank in explained if rank not in without_group]
     silent = [
         rank
         for rank in failed
-        if "error" not in (outcomes[rank] or {}) and workers[rank].returncode is not None
+        if "error" not in outcomes.get(rank, {}) and workers[rank].returncode is not None
     ]
-    culprits = (
-        [rank for rank in told if "error" in outcomes[rank] and not outcomes[rank]["consequence"]]
-        or silent
-        or told
-    )
-    first = min(culprits, key=lambda rank: outcomes[rank]["time"] if rank not in silent else 0.0)
-    text = (
-        outcomes[first]["traceback"]
-        if first not in silent
-        else (
-            f"its process ended with status {workers[first].returncode} and left no word (killed, or out of memory)"
-        )
-    )
+    own_errors = [
+        rank
+        for rank in explained
+        if "error" in outcomes[rank] and not outcomes[rank]["consequence"]
+    ]
+    culprits = own_errors or silent or explained
+    first = min(culprits, key=lambda rank: 0.0 if rank in silent else outcomes[rank]["time"])
+    if first in silent:
+        status = workers[first].returncode
+        text = f"its process ended with status {status} and left no word (killed, or out of memory)"
+    else:
+        text = outcomes[first]["traceback"]
     raise WorkerError(first, text)
 
 
-def _settle(workers: list[subprocess.Popen]) -> None:
+def _let_end(workers: list[subprocess.Popen]) -> None:
+    """Wait a few seconds for workers that are about to end."""
     deadline = time.monotonic() + _GRACE_SECONDS
     while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        return cloudpickle.loads(path.read_bytes())
-    except (OSError, EOFError, pickle.UnpicklingError):
-        return None
+def _read_outcomes(folder: Path, ranks: int) -> dict[int, dict[str, Any]]:
+    """Return what the workers have left, by rank; nothing of a rank that was killed before or while it wrote."""
+    outcomes = {}
+    for rank in range(ranks):
+        with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+            outcomes[rank] = cloudpickle.loads((folder / OUTCOME_FILE.format(rank)).read_bytes())
+    return outcomes
 
 
 def _end(workers: list[subprocess.Popen]) -> None:
     for worker in workers:
+        assert worker.stdin is not None  # a pipe, see _in_processes
         worker.stdin.close()
         if worker.poll() is None:
             worker.terminate()
-    _settle(workers)
+    _let_end(workers)
     for worker in workers:
         if worker.poll() is None:
             worker.kill()

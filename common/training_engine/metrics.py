@@ -1,6 +1,7 @@
-"""What is known of steps and epochs: the records, and the ledger that turns a rank's numbers into the group's.
+"""The numbers of steps and epochs: their records, and the buffer that turns a rank's numbers into the group's.
 
-``MetricsBuffer.add`` after every step; ``flush`` now and then, with one small all_reduce for all steps since the last one.
+Call ``MetricsBuffer.add`` after every step, and ``flush`` where it is ``due``: one small all_reduce for all steps since the
+last one.
 """
 
 import math
@@ -74,6 +75,42 @@ class EpochResult:
 
 
 @dataclass(frozen=True)
+class EpochReport:
+    """One epoch over all ranks: losses are means over samples, accuracies from 0 to 1, ``samples_per_second`` those of
+    training over all ranks, ``ema_*`` of the averaged weights. NaN where there was no validation or no average, and all of
+    them where compute was emulated."""
+
+    epoch: int
+    train_loss: float
+    train_accuracy: float
+    val_loss: float
+    val_accuracy: float
+    ema_val_loss: float
+    ema_val_accuracy: float
+    learning_rate: float
+    samples_per_second: float
+    seconds: float
+
+    @property
+    def deciding_accuracy(self) -> float:
+        """The one that chooses the best epoch and reaches the target: of the averaged weights where they are kept."""
+        return self.val_accuracy if math.isnan(self.ema_val_accuracy) else self.ema_val_accuracy
+
+    def line(self) -> str:
+        """The numbers for a person."""
+        learned = f"train loss {self.train_loss:.4f}, accuracy {self.train_accuracy:.4f}"
+        parts = [f"Epoch {self.epoch}: {'EMULATED' if math.isnan(self.train_loss) else learned}"]
+        if not math.isnan(self.val_accuracy):
+            parts.append(f"validation loss {self.val_loss:.4f}, accuracy {self.val_accuracy:.4f}")
+        if not math.isnan(self.ema_val_accuracy):
+            parts.append(
+                f"EMA validation loss {self.ema_val_loss:.4f}, accuracy {self.ema_val_accuracy:.4f}"
+            )
+        parts.append(f"{self.samples_per_second:,.0f} samples/s, {self.seconds:.1f} s")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True)
 class StepOutcome:
     """A step's numbers, which may still be on the GPU: mean loss over this rank's samples, right predictions, norm of
     the synchronised gradients; ``trained`` False where compute was emulated, so that loss and predictions are NaN."""
@@ -121,11 +158,8 @@ class MetricsBuffer:
         on_steps: Callable[[list[StepRecord]], None] | None,
     ) -> None:
         self._world, self._timer, self._epoch, self._log_every = world, timer, epoch, log_every
-        self._overflow_is_normal, self._equal_gradients, self._on_steps = (
-            overflow_is_normal,
-            equal_gradients,
-            on_steps,
-        )
+        self._overflow_is_normal, self._equal_gradients = overflow_is_normal, equal_gradients
+        self._on_steps = on_steps
         self._pending: list[_Pending] = []
         self._interval = 1
         self._clock_offset = clock_offset(world)
@@ -140,7 +174,7 @@ class MetricsBuffer:
         learning_rate: float,
         times: dict[str, list[tuple]],
     ) -> None:
-        """Note a step that was just done, with the ``times`` that the timer has taken of it."""
+        """Keep a step that was just done, with what ``StepTimer.take`` returned after it."""
         self._pending.append(_Pending(step, outcome, samples, learning_rate, times))
 
     @property
@@ -163,33 +197,23 @@ class MetricsBuffer:
         table = torch.zeros(len(self._pending) + 1, 4, dtype=torch.float64)
         seconds = [sum(self._timer.seconds(step.times).values()) for step in self._pending]
         for row, step in zip(table, self._pending, strict=False):
-            loss, bad_norm = (
-                float(step.outcome.loss),
-                not math.isfinite(float(step.outcome.gradient_norm)),
-            )
-            bad = (step.outcome.trained and not math.isfinite(loss)) or (
-                bad_norm and not self._overflow_is_normal
-            )
-            row[:] = torch.tensor(
-                [
-                    loss * step.samples if step.samples else 0.0,
-                    float(step.outcome.correct),
-                    step.samples,
-                    bad,
-                ],
-                dtype=torch.float64,
-            )
+            loss, correct = float(step.outcome.loss), float(step.outcome.correct)
+            bad_loss = step.outcome.trained and not math.isfinite(loss)
+            bad_norm = not math.isfinite(float(step.outcome.gradient_norm))
+            bad = bad_loss or (bad_norm and not self._overflow_is_normal)
+            loss_sum = loss * step.samples if step.samples else 0.0
+            row[:] = torch.tensor([loss_sum, correct, step.samples, bad], dtype=torch.float64)
         table[-1, 0], table[-1, 1] = float(stop), sum(seconds)
         mine = table.tolist()
         total = table.to(self._world.device)
         if self._world.size > 1:
             dist.all_reduce(total)
         rows = total.tolist()
-        waits = self._waits()
+        waits = self._wait_seconds()
         good = [step for step, row in zip(self._pending, rows, strict=False) if row[3] == 0]
-        for step, own, taken in zip(good, mine, seconds, strict=False):
+        for step, own, own_seconds in zip(good, mine, seconds, strict=False):
             self.result.add(
-                loss_sum=own[0], correct=own[1], samples=step.samples, step_seconds=taken
+                loss_sum=own[0], correct=own[1], samples=step.samples, step_seconds=own_seconds
             )
         if self._on_steps is not None and good:
             self._on_steps(
@@ -201,15 +225,14 @@ class MetricsBuffer:
         bad_steps = self._pending[len(good) :]
         if self._pending:
             mean_seconds = rows[-1][1] / self._world.size / len(self._pending)
-            self._interval = max(
-                1, min(self._log_every, int(_FLUSH_SECONDS / max(mean_seconds, 1e-6)))
-            )
+            steps = int(_FLUSH_SECONDS / max(mean_seconds, 1e-6))
+            self._interval = max(1, min(self._log_every, steps))
         self._pending = []
         if bad_steps:
             self._raise_not_finite(bad_steps[0])
         return rows[-1][0] > 0
 
-    def _waits(self) -> list[float]:
+    def _wait_seconds(self) -> list[float]:
         """Return how long each pending step's "sync" waited for the slowest rank: until that rank began it, too. Collective."""
         if self._world.size == 1:
             return [0.0] * len(self._pending)

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from common.distributed.failures import explain_collective_failure
-from common.training_engine.launch import _OUTCOME, TrainingEngine
+from common.training_engine.engine import TrainingEngine
+from common.training_engine.launch import OUTCOME_FILE
 from common.utils.processes import end_process
 from common.utils.system import usable_cores
 
@@ -27,7 +28,7 @@ _TIMEOUT, _PATIENCE = timedelta(seconds=60), timedelta(hours=2)
 
 def main(folder: Path, rank: int) -> int:
     """Run the rank and return its exit status."""
-    threading.Thread(target=_end_with_the_caller, daemon=True).start()
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     outcome: dict[str, Any] = {"stage": "arguments", "result": None, "consequence": False}
     try:
         train_fn, world_size, backend, config = cloudpickle.loads(
@@ -51,13 +52,13 @@ def main(folder: Path, rank: int) -> int:
         content, status = cloudpickle.dumps(outcome), 1
     written = folder / f"{rank}.tmp"
     written.write_bytes(content)
-    written.rename(folder / _OUTCOME.format(rank))
+    written.rename(folder / OUTCOME_FILE.format(rank))
     TrainingEngine.cleanup_distributed()
     return status
 
 
 def _open_group(folder: Path, rank: int, world_size: int, backend: str) -> dist.ProcessGroup:
-    """Meet by a file: no port can be taken. The ranks of one machine talk over loopback unless the user says otherwise.
+    """Form the group by a file: no port can be taken. The ranks of one machine talk over loopback unless the user says otherwise.
     Returns a second group, whose members wait long for each other."""
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -72,13 +73,14 @@ def _open_group(folder: Path, rank: int, world_size: int, backend: str) -> dist.
         timeout=_TIMEOUT,
     )
     dist.barrier()  # only now is the group known to work
-    return dist.new_group(backend="gloo", timeout=_PATIENCE)
+    patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    assert isinstance(patient, dist.ProcessGroup)  # a number only where this rank is no member
+    return patient
 
 
-def _end_with_the_caller() -> None:
-    os.read(
-        sys.stdin.fileno(), 1
-    )  # not sys.stdin.read: its lock would disturb the interpreter's own end
+def _end_with_caller() -> None:
+    # Not sys.stdin.read: its lock would disturb the interpreter's own end.
+    os.read(sys.stdin.fileno(), 1)
     os._exit(1)
 
 

@@ -1,1 +1,1 @@
-"""Leaves that everything else may use."""
+"""Helpers that every other package may use: files, processes, the system, paths. No torch at import."""

@@ -1,7 +1,7 @@
 """Files that are there whole or not at all.
 
-``write_atomically`` writes one; ``remove_unfinished`` takes away what writers left that were killed, and none that a living
-one still writes: a writer holds a lock on its unfinished file, which ends with the process, however that ends.
+``write_atomically`` writes one. ``remove_unfinished`` deletes what killed writers left, and no file that is still being
+written: a writer holds a lock on its unfinished file, which the kernel releases when the process ends, however it ends.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _UNFINISHED = ".unfinished"
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Write a file that is there whole or not at all, also after a crash or a full disk; UserError where it fails.
 
-    Unfinished files of killed writers in the same folder go first, so that they don't fill the disk.
+    It first removes unfinished files of killed writers from the same folder, so that they don't fill the disk.
     """
     temporary = None
     try:
@@ -30,8 +30,8 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())  # a temporary file is for its owner alone
-            os.replace(temporary, path)  # before the lock goes with the file's closing
+            os.chmod(temporary, 0o666 & ~_umask())  # only its owner may read a temporary file
+            os.replace(temporary, path)  # before closing the file releases the lock
             temporary = None
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -62,11 +62,9 @@ def _open_unfinished(path: Path) -> IO[bytes]:
         file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - the caller closes it
             dir=path.parent, prefix=f".{path.name}.", suffix=_UNFINISHED, delete=False
         )
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks, where nothing is tidied either
+        with contextlib.suppress(OSError):  # a file system without locks: nothing is removed either
             fcntl.flock(file, fcntl.LOCK_EX)
-        if os.path.exists(file.name):  # else tidied away between its making and its locking
+        if os.path.exists(file.name):  # else another writer removed it before it was locked
             return file
         file.close()
 

@@ -1,4 +1,7 @@
-"""What a run's ``environment.json`` records, and constants of the environment. torch is imported only inside functions."""
+"""What a run's ``environment.json`` records, and constants of the environment. torch is imported only inside functions.
+
+What it reads below /proc only Linux has; elsewhere it asks the standard library.
+"""
 
 import os
 import platform
@@ -9,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from common.utils.paths import REPOSITORY
+from common.utils.paths import IN_CHECKOUT, REPOSITORY
 from common.utils.system import usable_cores
 
 DEFAULT_MASTER_PORT = 29500
@@ -37,25 +40,28 @@ def environment() -> dict[str, Any]:
 
 
 def peak_memory_bytes() -> int:
-    """Return the most memory this process has held so far (resident set)."""
-    try:  # ru_maxrss would count what the parent held when it started this process
-        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
+    """Return the largest resident set of this process so far."""
+    # On Linux ru_maxrss would count what the parent held when it started this process.
+    for line in _lines_of("/proc/self/status"):
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
+    for line in _lines_of("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def _lines_of(path: str) -> list[str]:
+    """Return the lines of a file below /proc; none where there is no such file."""
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
 
 
 def _version(package: str) -> str | None:
@@ -66,6 +72,8 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
+    if not IN_CHECKOUT:  # around an installed package somebody else's repository may lie
+        return None
     try:
         done = subprocess.run(
             ["git", "-C", str(REPOSITORY), *arguments],

@@ -1,4 +1,4 @@
-"""Where the project lies, and new folders for what it writes."""
+"""Where code, recipes, data and reports lie, in a checkout and where the package is installed; new folders for reports."""
 
 from datetime import datetime
 from pathlib import Path
@@ -6,10 +6,21 @@ from pathlib import Path
 from common.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+"""The checkout; of an installed package the folder of packages that holds it."""
+IN_CHECKOUT = (REPOSITORY / "PartOne" / "main.py").is_file()
+RECIPES = REPOSITORY / "recipes" if IN_CHECKOUT else REPOSITORY / "common" / "recipes"
+BASE = REPOSITORY if IN_CHECKOUT else Path.cwd()
+"""The folder of data/ and reports/."""
+DATA, REPORTS = BASE / "data", BASE / "reports"
+
+
+def part_command(part: str) -> list[str]:
+    """Return what follows ``python`` to start a part: its file, or where there is no checkout the module of its entry."""
+    return [str(REPOSITORY / part / "main.py")] if IN_CHECKOUT else ["-m", "common.cli", part]
 
 
 def new_folder(reports: Path, kind: str) -> Path:
-    """Make ``<kind>-<time>/`` in ``reports``, one of its own for each call; UserError where it cannot be made."""
+    """Make ``<kind>-<time>/`` in ``reports``, a new one for each call; UserError where it cannot be made."""
     name = f"{kind}-{datetime.now():%Y-%m-%dT%H-%M-%S}"
     for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
         folder = reports / (name + suffix)

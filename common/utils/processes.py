@@ -1,7 +1,6 @@
-"""Processes: how a rank ends, waiting for what may never answer, children that end with their parent, and which failed first."""
+"""Processes: end a rank, run an action in a thread, kill children with their parent, find which process failed first."""
 
 import atexit
-import ctypes
 import os
 import re
 import signal
@@ -13,12 +12,18 @@ from typing import NoReturn, TypeVar
 
 import psutil
 
+from common.utils.system import libc_function
+
+T = TypeVar("T")
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <sys/prctl.h>
+_CONSEQUENCE = "another rank has ended"
+
 
 def end_process(status: int) -> NoReturn:
-    """Do what was registered for the end, and end at once, without taking the interpreter down.
+    """Run the exit handlers and end at once, without shutting the interpreter down.
 
-    Threads of torch, which may still talk to other ranks, do not always survive that everything is taken down around them:
-    "terminate called without an active exception", and the status would be that of a crash, also after a run that went well.
+    torch's threads may still talk to other ranks, and can crash while the interpreter shuts down ("terminate called without
+    an active exception"): a run that went well would end with the status of a crash.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -26,11 +31,8 @@ def end_process(status: int) -> NoReturn:
     os._exit(status)
 
 
-T = TypeVar("T")
-
-
 def in_thread(action: Callable[[], T]) -> "Future[T]":
-    """Start ``action`` in a thread that keeps no process from ending; return what will hold its result or its error."""
+    """Start ``action`` in a daemon thread, which keeps no process from ending; return the future of its result or error."""
     outcome: Future[T] = Future()
 
     def work() -> None:
@@ -43,26 +45,20 @@ def in_thread(action: Callable[[], T]) -> "Future[T]":
     return outcome
 
 
-_DIE_WITH_PARENT, _ADOPT_ORPHANS = 1, 36  # of prctl
-_ECHO = "another rank has ended"
-
-
-def kill_on_parent_exit() -> Callable[[], None] | None:
-    """Return what a child calls before its program, to be killed when its parent ends, however that happens; None off Linux."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
-    return lambda: libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+def kill_on_parent_exit() -> Callable[[], object] | None:
+    """Return a ``preexec_fn`` that has the kernel kill a child when its parent ends, however it ends; None off Linux."""
+    prctl = libc_function("prctl")  # looked up before the fork: the child must only call it
+    return None if prctl is None else lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what this process's descendants leave behind, so that ``descendants`` finds it (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1)
+    """Become the parent of processes that this one's descendants leave behind, so that ``descendants`` finds them (Linux)."""
+    if prctl := libc_function("prctl"):
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the process ids of all that a process has started and they have started; none where it is gone."""
+    """Return the process ids of a process's children, their children, and so on; none where it has ended."""
     try:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -72,23 +68,23 @@ def descendants(pid: int) -> list[int]:
 def find_root_failure(
     failed: Sequence[int], statuses: Mapping[int, int], outputs: Mapping[int, str], *, name: str
 ) -> tuple[int, str]:
-    """Return who failed first and what it said: the cause rather than an echo of it.
+    """Return the rank or node that failed first and a message about it: the cause, not one of its consequences.
 
-    failed : ranks or nodes in the order of their ends. name : what they are called, "rank" or "node".
+    failed : ranks or nodes in the order in which they ended. name : "rank" or "node".
     """
-    words = {one: last_error_line(outputs[one]) for one in failed}
-    culprit = next((one for one in failed if words[one] and _ECHO not in words[one]), failed[0])
+    errors = {one: last_error_line(outputs[one]) for one in failed}
+    causes = (one for one in failed if errors[one] and _CONSEQUENCE not in errors[one])
+    culprit = next(causes, failed[0])
     status = statuses[culprit]
+    killed = status < 0
     how = (
-        f"was killed by {signal.Signals(-status).name}"
-        if status < 0
-        else f"ended with status {status}"
+        f"was killed by {signal.Signals(-status).name}" if killed else f"ended with status {status}"
     )
-    return culprit, f"{name} {culprit} {how}: {words[culprit] or 'it said nothing'}"
+    return culprit, f"{name} {culprit} {how}: {errors[culprit] or 'it said nothing'}"
 
 
 def last_error_line(output: str) -> str:
-    """Return the line that tells the error: ours, a traceback's last, else the last one."""
+    """Return the line that names the error: the project's own, or a traceback's last line, else the output's last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    told = [line for line in lines if re.match(r"error|\w*(Error|Exception)\b", line)]
-    return (told or lines or [""])[-1][:500]
+    errors = [line for line in lines if re.match(r"error|\w*(Error|Exception)\b", line)]
+    return (errors or lines or [""])[-1][:500]

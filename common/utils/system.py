@@ -1,17 +1,64 @@
-"""What this machine has to give: cores, ports, and memory that a process keeps between steps. No torch here."""
+"""What this machine offers: cores, ports, open descriptors, functions of the C library. No torch here.
+
+What only Linux has is asked for here alone: elsewhere each function returns what it can, and ``missing_features`` says what
+is different there.
+"""
 
 import contextlib
 import ctypes
 import os
 import socket
 import sys
+from collections.abc import Callable
 
 from common.errors import UserError
 
+ON_LINUX = sys.platform == "linux"  # also under WSL2
+
+_DESCRIPTORS = "/dev/fd"
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
+_NEVER = 2**31 - 1
+
+
+def missing_features() -> list[str]:
+    """Return a sentence for each feature that this system lacks, with what happens instead; empty on Linux with glibc."""
+    missing = {
+        "Child processes are not killed with their parent: after a crash, end them by hand.": (
+            libc_function("prctl") is None
+        ),
+        "Freed memory is returned to the system after each step: steps may be slower.": (
+            libc_function("mallopt") is None
+        ),
+        "CPU affinity is unknown: all cores of the machine are counted.": (
+            not hasattr(os, "sched_getaffinity")
+        ),
+        "Open connections cannot be listed: when a rank fails, the others may notice only after --timeout.": (
+            not os.path.isdir(_DESCRIPTORS)
+        ),
+    }
+    return [sentence for sentence, is_missing in missing.items() if is_missing]
+
+
+def libc_function(name: str) -> Callable[..., int] | None:
+    """Return a function that Linux's C library has; None on other systems and where the library lacks it."""
+    if not ON_LINUX:
+        return None
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (OSError, AttributeError):
+        return None
+
 
 def usable_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return how many cores this process may use; all cores where the system does not say."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def open_descriptors() -> list[int]:
+    """Return this process's open file descriptors, and the one that listed them; none where they cannot be listed."""
+    with contextlib.suppress(OSError):
+        return [int(name) for name in os.listdir(_DESCRIPTORS)]
+    return []
 
 
 def free_port(start: int = 0) -> int:
@@ -24,20 +71,13 @@ def free_port(start: int = 0) -> int:
     raise UserError(f"no free port from {start} on: give a lower --master-port")
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
-_NEVER = 2**31 - 1
-
-
 def tune_malloc() -> bool:
-    """Make glibc keep what is freed for the next allocation; return whether it could be set (Linux with glibc).
+    """Make glibc keep freed memory for the next allocation; return whether it could be set (Linux with glibc).
 
-    By default each large tensor is mapped anew in every step, and the kernel fills its pages with zeros one by one, as
-    they are touched. A step of VGG-11 allocates some 1 GB; without this, it takes about a sixth longer on a CPU.
+    By default each large tensor is mapped anew in every step, and the kernel fills its pages with zeros one by one, when
+    they are first touched. A step of VGG-11 allocates about 1 GB; without this, it takes about a sixth longer on a CPU.
     """
-    if not sys.platform.startswith("linux"):
+    mallopt = libc_function("mallopt")
+    if mallopt is None:
         return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False  # another C library
     return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _NEVER))

@@ -50,22 +50,24 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    """Calibrate this machine and its layers, or be one rank of several nodes that calibrate; with ``--profile`` layers alone."""
-    from common.cost_model.calibration_file import calibration_path, describe
+    """Calibrate this machine and its layers, or one rank of several nodes; with ``--profile`` measure the layers alone."""
+    from common.cost_model.calibration_file import Calibration, calibration_path, describe
     from common.emulation.compute_profile import MEASURED
     from lab.calibrate.calibration import calibrate, calibrate_nodes
 
     path = args.output or calibration_path()
-    place = (args.master_ip, args.num_nodes, args.rank)
+    node = (args.master_ip, args.num_nodes, args.rank)
+    here = node == (None, None, None)
+    calibration: Calibration | None
     if args.profile is not None:
         return _profile_layers(args, args.profile)
     if args.device != "cpu":
         raise UserError(
             f"--device {args.device}: name its profile, e.g. --profile my-gpu; no messages are measured there"
         )
-    if place == (None, None, None):
+    if here:
         calibration = calibrate(ranks=args.ranks, model=args.model, quick=args.quick, path=path)
-    elif None in place:
+    elif None in node:
         raise UserError(
             "--master-ip, --num-nodes and --rank go together: give all three, or none for this machine alone"
         )
@@ -85,11 +87,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         )
     if calibration is not None:
         _print([*describe(calibration), f"written to {path}"])
-    return (
-        _profile_layers(args, MEASURED)
-        if place == (None, None, None) and args.output is None
-        else 0
-    )
+    return _profile_layers(args, MEASURED) if here and args.output is None else 0
 
 
 def _profile_layers(args: argparse.Namespace, name: str) -> int:

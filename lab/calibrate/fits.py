@@ -13,12 +13,13 @@ from common.sync.message_cost import KINDS
 from lab.fitting import Fit, fit
 
 _LEAST_TURNS = 2
-_NOTHING = 0.04  # of the cores; of a quarter of a second the kernel counts no less
+_QUIET_SHARE = 0.04  # of the cores; of a quarter of a second the kernel counts no less
 
 
 def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Calibration:
     """Return the calibration that fits what ``measure_rank`` returned."""
-    ranks, here, noise = found["ranks"], found["ranks_here"], []
+    ranks, here = found["ranks"], found["ranks_here"]
+    noise: list[tuple[float, float]] = []
     turns = quiet(zip(*(rank["turns"] for rank in ranks), strict=True), found, noise)
     fits: dict[str, Fit] = {}
     for name, column in (("gamma", "sum"), ("copy", "copy")):
@@ -83,19 +84,19 @@ def quiet(
     found: Mapping[str, Any],
     noise: list[tuple[float, float]],
 ) -> list[Sequence[Mapping[str, Any]]]:
-    """Return those turns (of each, what every rank measured) in which other processes took next to nothing, or else the
-    quietest ones; ``noise`` receives of every turn how long it was and what they took."""
+    """Return the turns (of each, what every rank measured) in which other processes took next to nothing, or else the
+    quietest ones; ``noise`` receives the length of every turn and the share that they took."""
     by_noise = sorted(
         (
-            (others_share([rank["cpu"] for rank in turn], found), place, turn)
-            for place, turn in enumerate(turns)
+            (others_share([rank["cpu"] for rank in turn], found), index, turn)
+            for index, turn in enumerate(turns)
         )
     )
     noise += [(turn[0]["cpu"]["clock"], share) for share, _, turn in by_noise]
     return [
         turn
-        for place, (share, _, turn) in enumerate(by_noise)
-        if share <= _NOTHING or place < _LEAST_TURNS
+        for position, (share, _, turn) in enumerate(by_noise)
+        if share <= _QUIET_SHARE or position < _LEAST_TURNS
     ]
 
 
@@ -156,9 +157,12 @@ def _profile(
         fits[f"{section}, {sharing} rank{'s' if sharing > 1 else ''}"] = fit(
             [[1.0] * len(samples), samples], seconds, varied=samples
         )
-    before, backward = fits.values()
+    before, backward = (line.values for line in fits.values())
     update = statistics.median(rank["update"] for step in calm for rank in step)
-    return ComputeProfile(sharing, threads, *before.values, *backward.values, update), fits
+    profile = ComputeProfile(
+        sharing, threads, before[0], before[1], backward[0], backward[1], update
+    )
+    return profile, fits
 
 
 def _ready(

@@ -2,7 +2,7 @@
 (common/emulation/compute_profile.py), measured on this machine alone.
 
 ``measure_profile`` trains the real model on noise, in one process that has all cores, with several numbers of samples in turns;
-hooks note when each layer has ended. What lies between two layers (an addition, a reshape) counts to the layer after it, so
+hooks record when each layer ends. What lies between two layers (an addition, a reshape) counts to the layer after it, so
 that the layers' times add up to the step's. ``save_profile`` writes the file.
 """
 
@@ -19,7 +19,7 @@ from common.cost_model.calibration_file import QUIET_SHARE
 from common.emulation.compute_profile import Layer, Profile, SectionTime
 from common.errors import UserError
 from common.models import MODELS
-from common.profiling.layer_timer import LayerTimer
+from common.profiling.layer_timer import Call, LayerTimer
 from common.utils.atomic_files import write_atomically
 from common.utils.environment import environment
 from common.utils.system import tune_malloc, usable_cores
@@ -86,17 +86,18 @@ def describe_profile(profile: Profile) -> list[str]:
 
 
 def _timed_steps(
-    trainer: Trainer, timer: "LayerTimer", samples: Sequence[int]
+    trainer: Trainer, timer: LayerTimer, samples: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Return of each step samples, seconds of each layer and of the update; the first step of each number warms up."""
-    layers: list[tuple[tuple[str, ...], list[float], list[float]]] = []
+    layers: list[tuple[tuple[Call, ...], list[float], list[float]]] = []
     records = trainer.time_steps(
         samples, steps=_STEPS, after_step=lambda _: layers.append(timer.take())
     )
-    own = [one for place, one in enumerate(layers) if place % (len(layers) // len(samples))]
+    steps_of_each = len(layers) // len(samples)
+    timed = [step for index, step in enumerate(layers) if index % steps_of_each]
     return [
         record | {"calls": calls, "layer_forward": forward, "layer_backward": backward}
-        for record, (calls, forward, backward) in zip(records, own, strict=True)
+        for record, (calls, forward, backward) in zip(records, timed, strict=True)
     ]
 
 
@@ -118,9 +119,9 @@ def _profile(
         for count in counts
     ]
 
-    def section_time(which: str, place: int) -> SectionTime:
+    def section_time(which: str, index: int) -> SectionTime:
         seconds = [
-            max(_LEAST_SECONDS, statistics.median(step[which][place] for step in same))
+            max(_LEAST_SECONDS, statistics.median(step[which][index] for step in same))
             for same in by_count
         ]
         return SectionTime(*fit([[1.0] * len(counts), counts], seconds, varied=counts).values)
@@ -128,11 +129,11 @@ def _profile(
     layers = tuple(
         Layer(
             call.name,
-            section_time("layer_forward", place),
-            section_time("layer_backward", place),
+            section_time("layer_forward", index),
+            section_time("layer_backward", index),
             call.parameters,
         )
-        for place, call in enumerate(calls)
+        for index, call in enumerate(calls)
     )
     machine = environment()
     measured = [

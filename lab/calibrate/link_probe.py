@@ -67,8 +67,8 @@ def measure_links(rank: int, size: int, *, kinds: Sequence[str], shaped: bool) -
 def _seconds(
     calls_in_turn: Sequence[Callable[[Tensor], object]], nbytes: int, *, calls: int, rounds: int
 ) -> float:
-    """Seconds of one call, the median over rounds of so many in a row on the slowest rank. The first ones of a row are not
-    timed: a link that was idle lets some bytes pass at once."""
+    """Seconds of one call, the median over rounds of ``calls`` in a row on the slowest rank. The first ones of a row are
+    not timed: a link that was idle lets some bytes pass at once."""
     tensor, taken = torch.zeros(nbytes // 4), []
     for _ in range(rounds):
         dist.all_reduce(torch.zeros(1))

@@ -1,4 +1,4 @@
-"""What one rank measures for a calibration: messages, memory, compute. ``measure_rank`` is the walk.
+"""What one rank measures for a calibration: messages, memory, compute. ``measure_rank`` measures all of it.
 
 Everything is measured in turns, as often as the plan says, so that a machine that drifts distorts all alike. Sizes are in
 bytes, times in seconds.
@@ -140,7 +140,7 @@ def _overlap(trainer: Trainer, samples: int) -> dict[str, Any]:
 
 
 def _send(count: int, tensor: Tensor) -> Callable[[], None]:
-    """Begin so many messages, one behind the other as each takes both cores' time; return what waits for them."""
+    """Start ``count`` messages, one after the other as each takes both cores' time; return a function that waits for them."""
     works = [dist.all_reduce(tensor.clone(), async_op=True) for _ in range(count)]
 
     def wait() -> None:
@@ -158,8 +158,8 @@ def _affordable(trainer: Trainer, samples: Sequence[int], ranks_here: int) -> tu
     share = torch.tensor([min(1.0, _LONGEST_BACKWARD_SECONDS / seconds)])
     dist.all_reduce(share, op=dist.ReduceOp.MIN)
     return tuple(
-        max(2 * place * ranks_here, int(count * float(share)))
-        for place, count in enumerate(sorted(samples), start=1)
+        max(2 * position * ranks_here, int(count * float(share)))
+        for position, count in enumerate(sorted(samples), start=1)
     )
 
 

@@ -1,8 +1,9 @@
-"""Training steps of a real model on generated images, for calibrations: no dataset is needed, and no rank is waited for."""
+"""Training steps of a real model on generated images, for calibrations: without a dataset, and without other ranks."""
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import psutil
@@ -129,23 +130,22 @@ class Trainer:
     def time_gradients(self, samples: int, *, repeats: int = 3) -> list[float]:
         """Return for each parameter, in their order, the share of backward after which its gradient is ready (median)."""
         moments: dict[int, float] = {}
-        hooks = [
-            p.register_hook(
-                lambda _gradient, place=place: moments.__setitem__(place, time.perf_counter())
-            )
-            for place, p in enumerate(self._trained)
-        ]
+        starts: list[float] = []
+
+        def record_start() -> None:
+            starts.append(time.perf_counter())
+
+        def record(index: int, _gradient: Tensor) -> None:
+            moments[index] = time.perf_counter()
+
+        hooks = [p.register_hook(partial(record, index)) for index, p in enumerate(self._trained)]
         shares: list[list[float]] = []
         try:
             for _ in range(_WARM_UP_STEPS + repeats):
-                began: list[float] = []
-                self.backward_seconds(
-                    samples, before=lambda began=began: began.append(time.perf_counter())
-                )
-                whole = max(moments.values()) - began[0]
-                shares.append(
-                    [(moments[place] - began[0]) / whole for place in range(len(self._trained))]
-                )
+                self.backward_seconds(samples, before=record_start)
+                whole = max(moments.values()) - starts[-1]
+                ready = [moments[index] - starts[-1] for index in range(len(self._trained))]
+                shares.append([seconds / whole for seconds in ready])
         finally:
             for hook in hooks:
                 hook.remove()

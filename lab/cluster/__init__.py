@@ -1,4 +1,4 @@
-"""A cluster on one machine: ``Cluster`` (cluster.py) is all that others need; ``lab cluster`` is made of it."""
+"""Emulate a cluster on one machine: ``Cluster`` (cluster.py) is all that other packages need."""
 
 from lab.cluster.cluster import FAULTS, Cluster, End, Traffic
 

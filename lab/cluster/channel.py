@@ -1,7 +1,7 @@
-"""The host process of a cluster, from outside: started in namespaces of its own, asked by lines of JSON, ended with its input.
+"""The supervisor process of a cluster, from outside: it has its own namespaces, answers lines of JSON, and ends with its input.
 
-``Channel`` starts it; ``wait_until_ready``, then ``ask``; ``close``. What nodes write and how they end is told to two functions,
-from a thread of the channel's own.
+Order: ``Channel`` starts it, ``wait_until_ready``, ``ask``, ``close``. A thread of the channel calls two functions with what the
+nodes write and how they end.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from common.errors import GroupError, UserError
 from common.utils.paths import REPOSITORY
 from common.utils.processes import descendants, kill_on_parent_exit
 from lab.cluster import tools
-from lab.cluster.host import HOST_CODE
+from lab.cluster.node_supervisor import SUPERVISOR_CODE
 
 _READY_SECONDS = 180.0
 _ANSWER_SECONDS = 60.0
@@ -30,11 +30,11 @@ _CLOSE_SECONDS = 10.0
 
 
 class Channel:
-    """A running host.
+    """A running supervisor.
 
     Parameters
     ----------
-    spec : of the cluster, see ``lab.cluster.host.main``.
+    spec : of the cluster, see ``lab.cluster.node_supervisor.main``.
     on_line : called with a node's number and a line that it wrote.
     on_end : called with a node's number and its exit status, when its program has ended.
     """
@@ -52,20 +52,35 @@ class Channel:
         self._changed = threading.Condition()
         self._answers: dict[int, Mapping[str, Any]] = {}
         self._requests = 0
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
-        # On loopback the host itself must outlive this process for a moment, to end the nodes; elsewhere the kernel does.
-        way, wish = (
-            ((), None) if spec["loopback"] else (tools.unshare_command(), kill_on_parent_exit())
-        )
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+        # On loopback the supervisor must outlive this process for a moment, to end the nodes; elsewhere the kernel does.
+        prefix: tuple[str, ...] = ()
+        before_exec = None
+        if not spec["loopback"]:
+            unshare = tools.unshare_command()
+            assert unshare is not None  # ``Cluster`` has asked ``namespaces_refused``
+            prefix, before_exec = unshare, kill_on_parent_exit()
+        self._in_namespaces = bool(prefix)
         self._process = subprocess.Popen(
-            [*way, sys.executable, "-P", "-c", HOST_CODE, str(REPOSITORY), json.dumps(spec)],
+            [
+                *prefix,
+                sys.executable,
+                "-P",
+                "-c",
+                SUPERVISOR_CODE,
+                str(REPOSITORY),
+                json.dumps(spec),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._complaints,
+            stderr=self._stderr,
             start_new_session=True,
-            preexec_fn=wish,
+            preexec_fn=before_exec,
             env=os.environ | {"PATH": tools.search_path(), "OMP_NUM_THREADS": "1"},
         )
+        assert self._process.stdin is not None  # both are pipes
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -73,7 +88,7 @@ class Channel:
         """Wait for network and interpreter; GroupError where they do not come."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self.networks or self.failure is not None, _READY_SECONDS
+                lambda: bool(self.networks) or self.failure is not None, _READY_SECONDS
             )
         if not self.networks:
             raise GroupError(
@@ -84,10 +99,7 @@ class Channel:
     def host_pid(self) -> int:
         """The first process within the namespaces, as seen from outside; ``unshare`` has started it where there are any."""
         children = psutil.Process(self._process.pid).children()
-        return children[0].pid if self._is_unshare() and children else self._process.pid
-
-    def _is_unshare(self) -> bool:
-        return os.path.basename(self._process.args[0]) == "unshare"
+        return children[0].pid if self._in_namespaces and children else self._process.pid
 
     def processes(self) -> list[int]:
         """Return the process ids, as seen from outside, of all that runs within."""
@@ -96,7 +108,7 @@ class Channel:
     def ask(self, what: str, **more: Any) -> Any:
         """Send a request and return its answer. UserError where it is refused, GroupError where the cluster has ended."""
         with self._changed:
-            number = self._tell(what, **more)
+            number = self._send(what, **more)
             self._changed.wait_for(
                 lambda: number in self._answers or self.failure is not None, _ANSWER_SECONDS
             )
@@ -111,13 +123,12 @@ class Channel:
             raise UserError(answer["error"])
         return answer["result"]
 
-    def _tell(self, what: str, **more: Any) -> int:
+    def _send(self, what: str, **more: Any) -> int:
         self._requests += 1
+        request = {"do": what, "id": self._requests, **more}
         try:
-            self._process.stdin.write(
-                json.dumps({"do": what, "id": self._requests, **more}).encode() + b"\n"
-            )
-            self._process.stdin.flush()
+            self._stdin.write(json.dumps(request).encode() + b"\n")
+            self._stdin.flush()
         except (OSError, ValueError) as error:
             raise GroupError(self._ended()) from error
         return self._requests
@@ -126,8 +137,8 @@ class Channel:
         return f"the cluster has ended: {self.failure or 'it was closed'}"
 
     def _read(self) -> None:
-        """In a thread of its own: take what the host says, until it ends."""
-        for line in self._process.stdout:
+        """Read the supervisor's messages until it ends; runs in a thread."""
+        for line in self._stdout:
             message = json.loads(line)
             if "line" in message:
                 self._on_line(message["node"], message["line"])
@@ -144,26 +155,21 @@ class Channel:
                     self._answers[message["reply"]] = message
                 self._changed.notify_all()
         with self._changed:
-            self.failure = self.failure or self._last_complaint()
+            self.failure = self.failure or self._last_error()
             self._changed.notify_all()
 
-    def _last_complaint(self) -> str:
-        self._complaints.seek(0)
-        lines = [
-            line
-            for line in self._complaints.read().decode(errors="replace").splitlines()
-            if line.strip()
-        ]
-        return (
-            re.sub(r"^unshare: ", "unshare says: ", lines[-1])
-            if lines
-            else "its first process is gone"
-        )
+    def _last_error(self) -> str:
+        self._stderr.seek(0)
+        text = self._stderr.read().decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
+        if not lines:
+            return "its first process is gone"
+        return re.sub(r"^unshare: ", "unshare says: ", lines[-1])
 
     def close(self) -> None:
-        """End the host, and with it everything within; return when it is gone."""
+        """End the supervisor, and with it everything within; return when it is gone."""
         with contextlib.suppress(OSError):
-            self._process.stdin.close()  # the host ends when its input does, and the kernel all others with it
+            self._stdin.close()  # the supervisor ends when its input does, and the kernel ends all others
         try:
             self._process.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -172,5 +178,5 @@ class Channel:
                     os.kill(pid, signal.SIGKILL)
             self._process.wait(_CLOSE_SECONDS)
         self._reader.join(_CLOSE_SECONDS)
-        self._process.stdout.close()
-        self._complaints.close()
+        self._stdout.close()
+        self._stderr.close()

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from common.utils.paths import REPOSITORY
+from common.utils.paths import REPORTS
 from lab.flags import add_command
 
 
@@ -46,9 +46,7 @@ def _add_run(actions: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--logs", type=Path, help="folder for node<r>.log (default: reports/cluster-<time>)"
     )
-    parser.add_argument(
-        "--output-dir", type=Path, default=REPOSITORY / "reports", help="receives cluster-<time>/"
-    )
+    parser.add_argument("--output-dir", type=Path, default=REPORTS, help="receives cluster-<time>/")
 
 
 def _add_shell(actions: argparse._SubParsersAction) -> None:

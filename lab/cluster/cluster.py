@@ -1,7 +1,7 @@
-"""``Cluster``: nodes with addresses of their own on this machine. Everything of it ends with the ``with``.
+"""``Cluster``: nodes with their own addresses on this machine. All its processes and links end with the ``with``.
 
 Order: ``Cluster(...)`` as a context manager, ``start`` a command on nodes, perhaps ``fault``, ``wait``, and look at ``output``
-and ``traffic``. The work is done within, by host.py; channel.py is the way there.
+and ``traffic``. The supervisor process (node_supervisor.py) does the work; channel.py talks to it.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class Cluster:
     logs : folder that receives ``node<r>.log``, unless ``start`` says otherwise.
     loopback : no namespaces, but processes on 127.0.0.1; then there is nothing to shape, cut or slow down.
     fresh : start each python by itself, instead of forking it from one that has imported torch.
-    echo : called with a node's number and each line that it writes.
+    on_line : called with a node's number and each line that it writes.
 
     ``warnings`` says what the kernel cannot do. Raises UserError where the machine does not allow namespaces, with the setting to
     change.
@@ -71,18 +71,15 @@ class Cluster:
         logs: Path = Path(),
         loopback: bool = False,
         fresh: bool = False,
-        prefixed: Callable[[int, str], object] | None = None,
+        on_line: Callable[[int, str], object] | None = None,
     ) -> None:
         if not 1 <= nodes <= network.MOST_NODES:
             raise UserError(f"--nodes: got {nodes}, give 1 to {network.MOST_NODES}")
         self.nodes, self.loopback = nodes, loopback
         self.warnings: list[str] = []
         self._rate, self._latency = parse_rate(rate), parse_latency(latency)
-        self._logs, self._fresh, self._echo = (
-            logs,
-            fresh or sys.platform != "linux",
-            prefixed,
-        )  # elsewhere forks of torch may hang
+        self._logs, self._on_line = logs, on_line
+        self._fresh = fresh or sys.platform != "linux"  # elsewhere forks of torch may hang
         self._check(rate, latency)
         self._changed = threading.Condition()
         self._running: dict[int, float] = {}
@@ -163,7 +160,7 @@ class Cluster:
         cwd: Path | None = None,
         logs: Path | None = None,
     ) -> None:
-        """Start a command on each of ``nodes`` (default: all), its place filled in, and return at once.
+        """Start a command on each of ``nodes`` (default: all), its placeholders filled in, and return at once.
 
         environment : added to this process's own. logs : another folder for the output. Raises UserError on a placeholder that
         there is none of, and on a node that still runs something.
@@ -171,7 +168,7 @@ class Cluster:
         chosen = range(self.nodes) if nodes is None else nodes
         for node in chosen:
             self._check_node(node)
-        if self.loopback and not self._running:  # those that join later meet at the same
+        if self.loopback and not self._running:  # those that join later use the same
             self._port = free_port()
         found = node_environment(
             dict(os.environ) | dict(environment or {}),
@@ -188,7 +185,7 @@ class Cluster:
             )
 
     def _open_log(self, node: int, folder: Path) -> None:
-        """Take down that a node runs from now on, and where its output goes."""
+        """Record that a node runs from now on, and open the file for its output."""
         path = self.log(node, folder)
         with self._changed:
             if node in self._running:
@@ -294,12 +291,11 @@ class Cluster:
     def _take_line(self, node: int, line: str) -> None:
         with self._changed:
             self._output[node].append(line)
-            with contextlib.suppress(
-                ValueError, OSError
-            ):  # closed meanwhile, or a full disk: the run itself says so
+            # Closed meanwhile, or a full disk: the run itself reports that.
+            with contextlib.suppress(ValueError, OSError):
                 self._files[node].write(line + "\n")
-        if self._echo is not None:
-            self._echo(node, line)
+        if self._on_line is not None:
+            self._on_line(node, line)
 
     def _take_end(self, node: int, status: int) -> None:
         with self._changed:

@@ -18,7 +18,7 @@ from lab.cluster.cluster import Cluster, End
 from lab.cluster.program import check_placeholders, node_environment, parse_python
 from lab.processes.prefixed_output import PrefixedOutput
 
-_FAREWELL_SECONDS = 5.0
+_INTERRUPT_SECONDS = 5.0
 
 console = Console(highlight=False)
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         latency=args.latency,
         loopback=args.loopback,
         fresh=args.fresh or parse_python(command) is None,
-        prefixed=PrefixedOutput(console, args.nodes),
+        on_line=PrefixedOutput(console, args.nodes),
     )
     for warning in cluster.warnings:
         console.print(f"warning: {warning}", markup=False, soft_wrap=True)
@@ -69,10 +69,10 @@ def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) ->
 
 
 def _interrupted(cluster: Cluster, logs: Path) -> int:
-    """Let the nodes say their last words; a second Ctrl-C does without."""
+    """Wait for the nodes to print why they end; a second Ctrl-C skips that."""
     try:
         cluster.send_signal(signal.SIGINT)
-        cluster.wait(limit_seconds=_FAREWELL_SECONDS)
+        cluster.wait(limit_seconds=_INTERRUPT_SECONDS)
     except (KeyboardInterrupt, TimeoutError):
         pass
     console.print(

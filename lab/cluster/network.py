@@ -1,7 +1,7 @@
 """The network inside: a bridge, and for each node a namespace with one link to it, shaped at both ends.
 
-Called by the process that owns the namespaces (host.py): ``build`` once, then ``shape``, ``cut``, ``join`` and ``traffic``. Uses
-the system's ``ip`` and ``tc``.
+Order: the process that owns the namespaces (node_supervisor.py) calls ``build`` once, then ``shape``, ``cut``, ``join`` and
+``traffic``. Uses the system's ``ip`` and ``tc``.
 """
 
 import json
@@ -95,38 +95,12 @@ def shape(node: int, link: Link) -> None:
         _run(*tc, "delete", "dev", device, "root", may_fail=True)
         parent = ["root"]
         if link.rate_bits is not None:
-            _run(
-                *tc,
-                "add",
-                "dev",
-                device,
-                *parent,
-                "handle",
-                "1:",
-                "tbf",
-                "rate",
-                f"{link.rate_bits:.0f}bit",
-                "burst",
-                _burst(link.rate_bits),
-                "limit",
-                "2mb",
-            )
+            limit = f"tbf rate {link.rate_bits:.0f}bit burst {_burst(link.rate_bits)} limit 2mb"
+            _run(*tc, "add", "dev", device, *parent, "handle", "1:", *limit.split())
             parent = ["parent", "1:"]
         if latency is not None:
-            _run(
-                *tc,
-                "add",
-                "dev",
-                device,
-                *parent,
-                "handle",
-                "2:",
-                "netem",
-                "delay",
-                f"{latency * 1e6:.0f}us",
-                "limit",
-                "100000",
-            )
+            delay = f"netem delay {latency * 1e6:.0f}us limit 100000"
+            _run(*tc, "add", "dev", device, *parent, "handle", "2:", *delay.split())
 
 
 def _burst(rate_bits: float) -> str:
@@ -135,7 +109,7 @@ def _burst(rate_bits: float) -> str:
 
 
 def cut(node: int) -> None:
-    """Take a node's link down at the bridge: nobody is told, packets are lost."""
+    """Take a node's link down at the bridge: no process is notified, packets are lost."""
     _ip([f"link set {_end(node)} down"])
 
 
@@ -165,8 +139,8 @@ def _end(node: int) -> str:
 
 
 def _ip(lines: Iterable[str], *, node: int | None = None) -> None:
-    place = [] if node is None else ["-netns", namespace(node)]
-    _run("ip", *place, "-batch", "-", words="\n".join(lines))
+    inside = [] if node is None else ["-netns", namespace(node)]
+    _run("ip", *inside, "-batch", "-", words="\n".join(lines))
 
 
 def _run(*command: str, words: str = "", may_fail: bool = False) -> str:

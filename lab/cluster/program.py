@@ -1,11 +1,12 @@
-"""What a node runs: a command with its place filled in, forked into an interpreter that has imported torch, or started anew.
+"""What a node runs: a command with its placeholders filled in, in a fork of an interpreter that has torch, or started anew.
 
-``fill_in`` fills the placeholders, ``parse_python`` says whether a command can be forked, ``preload_modules`` imports what all
-forks share, ``as_started_anew`` undoes in a fork what a fresh interpreter would not have, ``PythonProgram.run`` is its life.
+``fill_in`` fills the placeholders, ``parse_python`` tells whether a command can be forked, ``preload_modules`` imports what all
+forks share, ``reset_forked_state`` undoes in a fork what a fresh interpreter would not have, ``PythonProgram.run`` runs it.
 """
 
 import gc
 import importlib
+import io
 import os
 import re
 import runpy
@@ -41,6 +42,7 @@ class PythonProgram:
     def run(self) -> NoReturn:
         """Become this program, as if the interpreter had been started with it, and end the process with its status."""
         for stream in (sys.stdout, sys.stderr):
+            assert isinstance(stream, io.TextIOWrapper)  # nothing replaces them in a fork
             stream.reconfigure(line_buffering=True)
         sys.argv = [self.target, *self.arguments]
         sys.path.insert(0, os.getcwd() if self.module else str(Path(self.target).resolve().parent))
@@ -52,13 +54,13 @@ class PythonProgram:
                 runpy.run_path(self.target, run_name="__main__")
         except BaseException as error:
             status = _status(error)
-        # As at an interpreter's end, but for taking down all modules: with memory that is shared since a fork that takes seconds.
-        threading._shutdown()
+        # As at an interpreter's end, but without clearing all modules: with memory shared since a fork that takes seconds.
+        threading._shutdown()  # type: ignore[attr-defined]  # private: joins all threads, and there is no public call
         end_process(status)
 
 
 def _status(error: BaseException) -> int:
-    """Say what an interpreter says of what ends its program, and return the exit status that it gives."""
+    """Print what an interpreter prints when this error ends its program, and return the interpreter's exit status."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF
@@ -96,17 +98,15 @@ def _is_this_interpreter(word: str) -> bool:
 
 def preload_modules() -> None:
     """Import what every node of a python command would; nothing may compute here, since threads do not survive a fork."""
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # as common/cli.py has it; read when torch is imported
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in common/cli.py, before torch
     for module in _PRELOADED:
         importlib.import_module(module)
     gc.freeze()  # so that no node's collector touches, and thereby copies, memory that all share
 
 
-def as_started_anew(environment: Mapping[str, str], place: Path) -> None:
-    """What an interpreter that starts would have set from its environment or by chance; of this repository's modules, a program
-    that lies elsewhere has none yet, and perhaps others of the same name."""
+def reset_forked_state(environment: Mapping[str, str], target: Path) -> None:
+    """Set what a new interpreter would take from its environment or draw at random. A program outside this repository must not
+    find the repository's modules: it may have others of the same name."""
     import numpy as np
     import torch
 
@@ -114,8 +114,8 @@ def as_started_anew(environment: Mapping[str, str], place: Path) -> None:
     torch.seed()
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     if str(REPOSITORY) in sys.path:
-        sys.path.remove(str(REPOSITORY))  # it is the host's
-    if not place.resolve().is_relative_to(REPOSITORY):
+        sys.path.remove(str(REPOSITORY))  # the supervisor put it there
+    if not target.resolve().is_relative_to(REPOSITORY):
         for name in [name for name in sys.modules if name.partition(".")[0] in _OWN_PACKAGES]:
             del sys.modules[name]
 

@@ -15,7 +15,7 @@ _PROBE_SECONDS = 10.0
 _PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}
 _SBIN = "/usr/sbin:/sbin"  # not in every user's PATH
 _NAMESPACES = ("--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-_AS_ROOT_OF_ITS_OWN = ("--user", "--map-root-user")
+_IN_USER_NAMESPACE = ("--user", "--map-root-user")
 _MOST_NAMESPACES = Path("/proc/sys/user/max_user_namespaces")
 _SWITCHES = {
     "/proc/sys/kernel/unprivileged_userns_clone": ("0", "kernel.unprivileged_userns_clone=1"),
@@ -28,7 +28,7 @@ _SWITCHES = {
 
 @dataclass(frozen=True)
 class MissingTool:
-    """A program that is not there, and the package that brings it."""
+    """A program that this machine lacks, and the package that contains it."""
 
     tool: str
     package: str
@@ -50,14 +50,15 @@ def missing() -> list[MissingTool]:
 
 @cache
 def unshare_command() -> tuple[str, ...] | None:
-    """Return the ``unshare`` that gives a process namespaces of its own: as root directly, else in a user namespace; None where
+    """Return the ``unshare`` that gives a process its own namespaces: as root directly, else in a user namespace; None where
     neither is allowed."""
     unshare = shutil.which("unshare", path=search_path())
     if unshare is None or sys.platform != "linux":
         return None
-    ways = [(unshare, *_NAMESPACES)] if os.geteuid() == 0 else []
-    ways.append((unshare, *_AS_ROOT_OF_ITS_OWN, *_NAMESPACES))
-    return next((way for way in ways if _runs([*way, "true"])), None)
+    commands: list[tuple[str, ...]] = [(unshare, *_IN_USER_NAMESPACE, *_NAMESPACES)]
+    if os.geteuid() == 0:
+        commands.insert(0, (unshare, *_NAMESPACES))
+    return next((command for command in commands if _runs([*command, "true"])), None)
 
 
 def namespaces_refused() -> str | None:
@@ -66,7 +67,7 @@ def namespaces_refused() -> str | None:
         return f"network namespaces are Linux's, and this is {sys.platform}: use --loopback, or a Linux machine"
     if lacking := missing():
         return "; ".join(
-            f"{one.tool} is not installed: install the package {one.package}" for one in lacking
+            f"{tool.tool} is not installed: install the package {tool.package}" for tool in lacking
         )
     if unshare_command() is not None:
         return None
@@ -94,11 +95,11 @@ def has_tbf() -> bool:
 
 
 def _has_qdisc(words: str) -> bool:
-    way = unshare_command()
+    unshare = unshare_command()
     return (
-        way is not None
+        unshare is not None
         and not missing()
-        and _runs([*way, "tc", "qdisc", "add", "dev", "lo", "root", *words.split()])
+        and _runs([*unshare, "tc", "qdisc", "add", "dev", "lo", "root", *words.split()])
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.sync import BUILT_IN, STRATEGIES, is_exact
-from common.utils.paths import REPOSITORY
+from common.utils.paths import part_command
 from lab.units import parse_rate
 
 SCALINGS = ("strong", "weak")
@@ -27,7 +27,7 @@ _STRATEGY_FLAGS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What a comparison asks for; equal settings go on where an interrupted comparison stopped.
+    """What a comparison asks for; with equal settings an interrupted comparison resumes.
 
     ``batch_size`` is global with "strong" scaling, of one node with "weak". ``steps`` are measured, after ``warmup`` others.
     With ``until_accuracy`` there is one training for each of ``seeds``, of at most ``epochs`` epochs; else ``repeats`` of the
@@ -129,27 +129,28 @@ class Settings:
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
         }
-        return values | {"rates": list(self.rates) or [None]}
+        rates: list[str | None] = [*self.rates]
+        return values | {"rates": rates or [None]}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Settings":
         """The settings whose ``as_json`` these values are; what else stands among them is left out."""
         known = {field.name: values[field.name] for field in fields(cls)}
         known["rates"] = [rate for rate in known["rates"] if rate is not None]
-        return cls(
-            **{
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in known.items()
-            }
-        )
+        arguments: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in known.items()
+        }
+        return cls(**arguments)
 
 
 def plan_cells(settings: Settings) -> list[dict[str, Any]]:
     """Return the comparison's cells, without repeats: one node once, each strategy on more nodes once for each rate."""
-    cells = []
+    cells: list[dict[str, Any]] = []
+    rates: Sequence[str | None] = settings.rates or (None,)
     for nodes in sorted(set(settings.nodes)):
         names = ("none",) if nodes == 1 else tuple(name for name in settings.sync if name != "none")
-        for rate in settings.rates or (None,) if nodes > 1 else (None,):
+        for rate in rates if nodes > 1 else (None,):
             cells += [_cell(settings, name, nodes, rate) for name in names]
     if not cells:
         raise UserError(
@@ -163,7 +164,7 @@ def in_turns(
     settings: Settings, cells: Sequence[dict[str, Any]]
 ) -> list[tuple[dict[str, Any], int]]:
     """Return all runs, a cell and the number of its repeat from 0: all cells once, then all again in the opposite order, so that
-    a drift hurts all alike."""
+    a drift affects all cells alike."""
     return [
         (cell, repeat)
         for repeat in range(len(settings.seeds_to_run))
@@ -196,7 +197,7 @@ def _cell(settings: Settings, sync: str, nodes: int, rate: str | None) -> dict[s
 
 
 def cell_suffix(nodes: int, rate: str | None) -> str:
-    """Return so many nodes with links of that rate as part of a file's name."""
+    """Return the part of a file's name that says how many nodes and which rate, e.g. "n2-1gbit"."""
     return f"n{nodes}" + ("" if rate is None else "-" + re.sub(r"[^a-z0-9.]", "", rate.lower()))
 
 
@@ -205,23 +206,20 @@ def part_of(sync: str) -> str:
     return "PartOne" if sync == "none" else "PartThree" if sync in BUILT_IN else "PartTwo"
 
 
-def run_folder(folder: Path, cell: dict[str, Any], repeat: int) -> Path:
+def run_folder(folder: Path, cell: Mapping[str, Any], repeat: int) -> Path:
     """Return where the repeat of a cell writes, below the comparison's folder."""
-    return (
-        folder
-        / "runs"
-        / f"{part_of(cell['sync'])}-{cell['sync']}"
-        / f"{cell_suffix(cell['nodes'], cell['rate'])}-{repeat + 1}"
-    )
+    strategy = f"{part_of(cell['sync'])}-{cell['sync']}"
+    run = f"{cell_suffix(cell['nodes'], cell['rate'])}-{repeat + 1}"
+    return folder / "runs" / strategy / run
 
 
 def node_command(
-    settings: Settings, cell: dict[str, Any], repeat: int, folder: Path
+    settings: Settings, cell: Mapping[str, Any], repeat: int, folder: Path
 ) -> Sequence[str]:
-    """Return the command of each node, but for its place: ``--master-ip``, ``--num-nodes`` and ``--rank``."""
+    """Return the command of each node, without ``--master-ip``, ``--num-nodes`` and ``--rank``."""
     sync, path = cell["sync"], run_folder(folder, cell, repeat)
     command = [
-        str(REPOSITORY / part_of(sync) / "main.py"),
+        *part_command(part_of(sync)),
         *(("--sync", sync) if sync not in ("none", "ddp") else ()),
         "--dataset",
         settings.dataset,

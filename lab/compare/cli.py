@@ -9,7 +9,7 @@ from common.data import DATASETS
 from common.models import MODELS
 from common.sync import STRATEGIES, is_exact
 from common.utils.environment import DEFAULT_MASTER_PORT
-from common.utils.paths import REPOSITORY
+from common.utils.paths import REPORTS
 from lab.flags import add_command
 
 ASSIGNMENT = ["gather_scatter", "all_reduce", "ddp"]
@@ -80,9 +80,7 @@ def add_compare(commands: argparse._SubParsersAction) -> None:
         help="'real', or whose times layers take by sleeping: 'measured' on this "
         "machine by lab calibrate, a name in reports/profiles/, or a FILE.json",
     )
-    parser.add_argument(
-        "--output-dir", type=Path, default=REPOSITORY / "reports", help="receives compare-<time>/"
-    )
+    parser.add_argument("--output-dir", type=Path, default=REPORTS, help="receives compare-<time>/")
     parser.add_argument(
         "--new",
         action="store_true",
@@ -123,9 +121,7 @@ def add_report(commands: argparse._SubParsersAction) -> None:
         default="strong",
         help="weak: batches that grow with the nodes are comparable",
     )
-    parser.add_argument(
-        "--output-dir", type=Path, default=REPOSITORY / "reports", help="receives report-<time>/"
-    )
+    parser.add_argument("--output-dir", type=Path, default=REPORTS, help="receives report-<time>/")
 
 
 def add_run_cell(commands: argparse._SubParsersAction) -> None:

@@ -1,4 +1,4 @@
-"""What the subcommands of ``lab`` do, put together from the rooms beside: compare and report, report alone, calibrate."""
+"""What ``lab compare`` and ``lab report`` do: calibrate and predict, run the comparison or plan it, write the report."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ def compare_and_report(
 ) -> int:
     """Predict, run the comparison and write its report; also what is finished at Ctrl-C. Return the exit status: 1 where a cell
     failed."""
-    status, opened = 0, []
+    status = 0
+    opened: list[Path] = []
 
     def predict(results: dict[str, Any], folder: Path, executors: Executors) -> None:
         results["prediction"] = _forecast(results, settings, folder, executors)
@@ -56,7 +57,7 @@ def compare_and_report(
         console.print(
             f"failed: {', '.join(failed)}; the same command tries them again", soft_wrap=True
         )
-    _say_where(folder)
+    _print_table(folder)
     return status or (1 if failed else 0)
 
 
@@ -93,7 +94,7 @@ def plan_runs(
 def _forecast(
     results: dict[str, Any], settings: Settings, folder: Path, executors: Executors
 ) -> dict[str, Any]:
-    """Measure now, since a machine is not every day the same, and predict."""
+    """Measure now, since a machine is not equally fast every day, and predict."""
     options = settings.strategy_options
     calibration = None if settings.emulated else _calibrate_for(results, settings, folder)
     if calibration is not None and not settings.rates:
@@ -146,10 +147,10 @@ def report_on(runs: list[Path], *, reports: Path, scaling: str) -> int:
     for difference in results["differences"]:
         console.print(f"not comparable: {difference}", soft_wrap=True)
     write_report(folder, results)
-    _say_where(folder)
+    _print_table(folder)
     return 0
 
 
-def _say_where(folder: Path) -> None:
+def _print_table(folder: Path) -> None:
     console.print((folder / "table.md").read_text(encoding="utf-8"), markup=False, soft_wrap=True)
     console.print(f"report: {folder / 'report.html'}", soft_wrap=True)

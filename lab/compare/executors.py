@@ -1,4 +1,4 @@
-"""Where a comparison's runs take place: over loopback, or on emulated nodes with links of a rate (lab/cluster).
+"""Start a comparison's runs: over loopback, or on emulated nodes with links of a rate (lab/cluster).
 
 ``Executors`` is a context manager; ``run`` starts a command on some nodes and waits. The cluster of
 a rate is made when it is first needed and kept, so that torch is imported once for all runs on it.
@@ -15,16 +15,16 @@ from common.utils.processes import find_root_failure
 from lab.cluster import Cluster
 from lab.processes.local_ranks import run_nodes
 
-_PLACE = ("--master-ip", "{master}", "--master-port", "{port}", "--rank", "{rank}")
+_NODE_FLAGS = ("--master-ip", "{master}", "--master-port", "{port}", "--rank", "{rank}")
 
 
 class Executors:
-    """Everything ends with the ``with``.
+    """Keeps a cluster for each rate. All processes end with the ``with``.
 
     Parameters
     ----------
-    most_nodes : of all runs; each cluster has so many.
-    rates : of the links, a cluster each.
+    most_nodes : the largest number of nodes of any run; each cluster has that many.
+    rates : of the links, one cluster for each.
 
     Raises UserError, before anything runs, where this machine allows no such cluster.
     """
@@ -40,7 +40,7 @@ class Executors:
 
     def __exit__(self, *_error: object) -> None:
         for rate in list(self._clusters):
-            self._leave(rate)
+            self._close(rate)
 
     def run(
         self,
@@ -53,8 +53,8 @@ class Executors:
     ) -> str | None:
         """Run ``python command`` on ``nodes`` nodes whose links have this ``rate`` (None: over loopback).
 
-        logs : beginning of the names of the files that take the output. Returns None where all ended well, else what the first
-        one that failed said. Raises GroupError where the cluster cannot be made.
+        logs : start of the names of the output files. Returns None where all ended well, else the error message of the node
+        that failed first. Raises GroupError where the cluster cannot be made.
         """
         if rate is None or nodes == 1:
             return run_nodes(command, nodes, logs=logs, limit_seconds=limit_seconds)
@@ -62,18 +62,16 @@ class Executors:
         cluster = self._cluster(rate, logs)
         try:
             cluster.start(
-                ["python", *command, *_PLACE, "--num-nodes", str(nodes)],
+                ["python", *command, *_NODE_FLAGS, "--num-nodes", str(nodes)],
                 nodes=range(nodes),
                 logs=logs,
             )
             ends = cluster.wait(limit_seconds=limit_seconds, stop_at_failure=True)
         except (GroupError, TimeoutError) as error:
-            self._leave(rate)  # what still runs ends with it, and the next run gets a new one
-            return (
-                str(error)
-                if isinstance(error, GroupError)
-                else f"not done within {limit_seconds:g} s: {error}"
-            )
+            self._close(rate)  # ends what still runs; the next run gets a new cluster
+            if isinstance(error, GroupError):
+                return str(error)
+            return f"not done within {limit_seconds:g} s: {error}"
         failed = {end.node: end.status for end in ends if end.status != 0}
         if not failed:
             return None
@@ -89,6 +87,6 @@ class Executors:
             self._clusters[rate] = Cluster(self._most_nodes, rate=rate, logs=logs).__enter__()
         return self._clusters[rate]
 
-    def _leave(self, rate: str) -> None:
+    def _close(self, rate: str) -> None:
         with contextlib.suppress(GroupError):
             self._clusters.pop(rate).close()

@@ -22,8 +22,7 @@ from lab.calibrate.link_probe import network_from
 from lab.compare.cells import Settings, cell_suffix, profile_file
 from lab.compare.executors import Executors
 from lab.compare.results import read_json
-from lab.predict.tables import compute_of, predict_table
-from lab.predict.torchless import plans
+from lab.predict.tables import compute_of, message_plans, predict_table
 from lab.units import parse_rate
 
 _LIMIT_SECONDS = 300.0
@@ -42,7 +41,7 @@ def forecast(
     cores.
     """
     settings, cells = results["settings"], {}
-    strategies = plans([cell["sync"] for cell in results["cells"]], options)
+    strategies = message_plans([cell["sync"] for cell in results["cells"]], options)
     for cell in results["cells"]:
         sync, nodes = cell["sync"], cell["nodes"]
         row = predict_table(
@@ -91,7 +90,7 @@ def forecast_on_links(
 
     networks : by nodes and rate of the cells. compute_at : a rank's step among so many nodes. source : of its times.
     """
-    strategies, cells = plans([cell["sync"] for cell in results["cells"]], options), {}
+    strategies, cells = message_plans([cell["sync"] for cell in results["cells"]], options), {}
     for cell in results["cells"]:
         plan, nodes = strategies[cell["sync"]], cell["nodes"]
         network = networks.get((nodes, cell["rate"]), Network(0.0, 0.0))  # one node sends nothing
@@ -125,13 +124,10 @@ def _entry(
     *,
     why: str,
 ) -> dict[str, Any]:
-    why = (
-        "lossy or periodic"
-        if not cell["exact"]
-        else "more ranks than cores"
-        if cell["oversubscribed"]
-        else why
-    )
+    if not cell["exact"]:
+        why = "lossy or periodic"
+    elif cell["oversubscribed"]:
+        why = "more ranks than cores"
     return {
         "step_seconds": prediction.step_seconds,
         "compute_seconds": prediction.compute_seconds,
@@ -159,6 +155,7 @@ def forecast_on_nodes(
     calibration : of the machine that computes; None where compute is emulated by the profile in ``folder``. Raises GroupError
     where the nodes could not be measured.
     """
+    gradients: Sequence[GradientSize]
     if calibration is None:
         profile = load_profile(str(profile_file(folder)), model=settings.model)
         compute_at, gradients = emulated_compute_at(
@@ -166,10 +163,8 @@ def forecast_on_nodes(
         )
         source = f"EMULATED by profile {profile.name} of {profile.machine}, {profile.made}"
     else:
-        gradients, source = (
-            calibration.gradients,
-            f"calibrated on {calibration.name}, {calibration.made}",
-        )
+        gradients = calibration.gradients
+        source = f"calibrated on {calibration.name}, {calibration.made}"
 
         def compute_at(nodes: int) -> StepCompute:
             return compute_of(
@@ -181,26 +176,23 @@ def forecast_on_nodes(
             )
 
     cells = [cell for cell in results["cells"] if cell["nodes"] > 1]
-    networks = {}
+    networks: dict[Link, Network] = {}
     for nodes, rate in dict.fromkeys((cell["nodes"], cell["rate"]) for cell in cells):
         strategies = [
             cell["sync"] for cell in cells if (cell["nodes"], cell["rate"]) == (nodes, rate)
         ]
         kinds = kinds_of(strategies, options, gradients, nodes)
-        networks[nodes, rate] = _measured(nodes, rate, kinds, folder, executors)
-        if (
-            calibration is not None
-        ):  # a message takes time from a backward that computes, as it did there
-            networks[nodes, rate] = replace(
-                networks[nodes, rate], overlap_cost=calibration.network.overlap_cost
-            )
+        network = _measured(nodes, rate, kinds, folder, executors)
+        if calibration is not None:  # messages slow down a backward pass that computes
+            network = replace(network, overlap_cost=calibration.network.overlap_cost)
+        networks[nodes, rate] = network
     return forecast_on_links(results, networks, compute_at, gradients, options, source=source)
 
 
 def _measured(
     nodes: int, rate: str | None, kinds: Sequence[str], folder: Path, executors: Executors
 ) -> Network:
-    """The network of so many nodes, measured now (lab/calibrate/link_probe.py)."""
+    """Measure the network of ``nodes`` nodes now (lab/calibrate/link_probe.py)."""
     name = f"links-{cell_suffix(nodes, rate)}"
     output = folder / f"{name}.json"
     shaped = () if rate is None else ("--shaped",)
@@ -224,7 +216,7 @@ def kinds_of(
 ) -> list[str]:
     """Return the kinds of operations that these strategies use among ``nodes`` nodes, for lab/calibrate/link_probe.py."""
     kinds: dict[str, None] = {}
-    for plan in plans(strategies, options).values():
+    for plan in message_plans(strategies, options).values():
         try:
             kinds |= dict.fromkeys(
                 operation.kind for operation in plan.operations(gradients, nodes)

@@ -1,7 +1,7 @@
-"""``lab report``: the folders of runs that somebody started by hand, put together as a comparison's results.
+"""``lab report``: turn the folders of runs that were started by hand into a comparison's results.
 
-``collect`` is the one call. Runs that differ in what they trained, or on which machines, come into different groups, which are
-never drawn together; what differs is told first.
+``collect`` is the one call. Runs that differ in what they trained, or on which machines, form different groups, which no figure
+mixes; the report names the differences first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -131,7 +131,7 @@ def _read(folder: Path, scaling: str) -> dict[str, Any]:
 
 
 def _compute(folder: Path, config: Mapping[str, Any]) -> str:
-    """How it computed: "real", or by which profile, which a file's name alone does not tell."""
+    """How it computed: "real", or by which profile, since a file's name does not identify it."""
     if config.get("compute", "real") == "real":
         return "real"
     profile = read_json(folder / "profile.json")
@@ -147,19 +147,19 @@ def _difference(name: str, runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _warnings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    told = []
+    warnings = []
     if any(run["crowded"] for run in runs):
-        told.append(
+        warnings.append(
             "in some runs more ranks shared a machine than it has cores: their step times tell of the machine"
         )
     if len({run["environment"].get("git_commit") for run in runs}) > 1:
-        told.append("the runs were made by different commits of this project")
+        warnings.append("the runs were made by different commits of this project")
     if unequal := [run for run in runs if not run["repeat"]["equal_weights"]]:
-        told.append(
+        warnings.append(
             "the ranks ended with different weights in "
             + ", ".join(str(run["folder"]) for run in unequal)
         )
-    return told
+    return warnings
 
 
 def _settings(

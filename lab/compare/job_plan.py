@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from common.cost_model.calibration_file import Calibration, calibration_path, load_calibration
+from common.cost_model.event_model import Network
 from common.errors import UserError
+from common.sync.message_cost import GradientSize
 from common.utils.paths import REPOSITORY
 from common.utils.source_hash import code_facts
 from lab.compare.cells import Settings, profile_file, run_folder, run_name
@@ -37,7 +39,8 @@ class PlannedRun:
 
     @property
     def nodes(self) -> int:
-        return self.cell["nodes"]
+        """The number of nodes that the run has."""
+        return int(self.cell["nodes"])
 
     @property
     def name(self) -> str:
@@ -51,19 +54,19 @@ class PlannedRun:
 
     @property
     def logs(self) -> Path:
-        """Folder of what the ranks said, and of which failed."""
+        """Folder of the ranks' output, and of the notes on those that failed."""
         return self.folder / "logs" / f"{self.cell['id']}-{self.repeat + 1}"
 
     def log(self, rank: int) -> Path:
-        """What a rank said."""
+        """The file of a rank's output."""
         return self.logs / f"rank{rank}.txt"
 
     def failure(self, rank: int) -> Path:
-        """Is there where a rank failed."""
+        """The file that a rank writes when it has failed."""
         return self.logs / f"rank{rank}.failed.json"
 
     def outcome(self) -> dict[str, Any] | None:
-        """What was measured, as a repeat of lab/compare/results.py; None where the run has not come to its end."""
+        """What was measured, as a repeat of lab/compare/results.py; None where the run has not ended well."""
         try:
             return read_run(self.settings, self.cell, self.repeat, self.folder)
         except UserError:
@@ -105,13 +108,12 @@ def _begun(folder: Path) -> bool:
 
 def code_of_runs() -> dict[str, str]:
     """Return torch's version and digests of all that a run consists of, by file: equal wherever a plan's runs may be compared."""
-    parts = {
-        name: hashlib.sha256((REPOSITORY / name).read_bytes().replace(b"\r\n", b"\n")).hexdigest()[
-            :12
-        ]
-        for name in _RUN_BY
-    }
-    return code_facts() | parts
+    files = [
+        name for name in _RUN_BY if (REPOSITORY / name).is_file()
+    ]  # a wheel has no PartX/main.py
+    contents = {name: (REPOSITORY / name).read_bytes().replace(b"\r\n", b"\n") for name in files}
+    digests = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in contents.items()}
+    return code_facts() | digests
 
 
 def _predict(
@@ -120,9 +122,10 @@ def _predict(
     """The prediction for nodes that are machines of their own. Messages that were measured over loopback, or times of another
     model, put a cell out of scope."""
     from common.emulation.compute_profile import load_profile
-    from lab.compare.forecast import emulated_compute_at, forecast_on_links
+    from lab.compare.forecast import Link, emulated_compute_at, forecast_on_links
     from lab.predict.tables import compute_of
 
+    gradients: Sequence[GradientSize]
     if settings.emulated:
         profile = load_profile(str(profile_file(folder)), model=settings.model)
         compute_at, gradients = emulated_compute_at(
@@ -140,7 +143,9 @@ def _predict(
                 own_machines=True,
             )
 
-    networks = {(nodes, None): calibration.network for nodes in settings.nodes if nodes > 1}
+    networks: dict[Link, Network] = {
+        (nodes, None): calibration.network for nodes in settings.nodes if nodes > 1
+    }
     found = forecast_on_links(
         results,
         networks,
@@ -149,16 +154,14 @@ def _predict(
         settings.strategy_options,
         source=f"calibrated on {calibration.name}, {calibration.made}",
     )
+    other_model = calibration.model != settings.model and not settings.emulated
     for cell in results["cells"]:
-        why = (
-            "calibrated over loopback, no network"
-            if calibration.over_loopback and cell["nodes"] > 1
-            else f"calibrated with {calibration.model}"
-            if calibration.model != settings.model and not settings.emulated
-            else ""
-        )
-        if why and cell["id"] in found["cells"] and found["cells"][cell["id"]]["in_scope"]:
-            found["cells"][cell["id"]] |= {"in_scope": False, "why": why}
+        why = f"calibrated with {calibration.model}" if other_model else ""
+        if calibration.over_loopback and cell["nodes"] > 1:
+            why = "calibrated over loopback, no network"
+        predicted = found["cells"].get(cell["id"])
+        if why and predicted is not None and predicted["in_scope"]:
+            predicted |= {"in_scope": False, "why": why}
     found["calibration"]["cpu"] = str(calibration.machine.get("cpu"))
     return found
 
@@ -201,10 +204,8 @@ def check_plan(folder: Path, results: dict[str, Any]) -> None:
 
 def planned_runs(folder: Path, results: dict[str, Any]) -> list[PlannedRun]:
     """Return all runs of a plan, by number."""
-    settings, cells = (
-        Settings.from_json(results["settings"]),
-        {cell["id"]: cell for cell in results["cells"]},
-    )
+    settings = Settings.from_json(results["settings"])
+    cells = {cell["id"]: cell for cell in results["cells"]}
     return [
         PlannedRun(folder, number, settings, cells[cell], repeat)
         for number, (cell, repeat) in enumerate(results["plan"]["runs"])

@@ -1,12 +1,12 @@
-"""What the runs of a plan have left so far, put together: ``results.json`` anew, and in its warnings what is missing or failed.
+"""Merge what the runs of a plan have written so far into ``results.json``; its warnings name what is missing or failed.
 
-``merge_results`` may be called at any moment, also while runs are under way; it alone writes ``results.json``. ``why_failed`` is
-also what a run itself tells at its end.
+``merge_results`` may be called at any moment, also while runs are under way; it alone writes ``results.json``. ``why_failed``
+is also what a run prints at its end.
 """
 
 import fcntl
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,18 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class State:
-    """How far a run is: "done", "failed", "under way" or "missing". ``outcome`` is its repeat, where it is done or failed."""
+    """How far a run is: "done", "failed", "under way" or "missing". ``outcome`` is its repeat, empty unless done or failed."""
 
     run: PlannedRun
     word: str
-    outcome: dict[str, Any] | None = None
+    outcome: dict[str, Any] = field(default_factory=dict)
 
 
 def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
     """Return the results of the plan in ``folder`` with what its runs have left there, and write them to ``results.json``.
 
     results : as ``read_results`` returned them. Runs on different kinds of machines come into different groups. Where the folder
-    of all runs is gone (cleaned up, or not copied), those that were put together before stay.
+    of all runs is gone (cleaned up, or not copied), those that were merged before stay.
     """
     check_plan(folder, results)
     runs = planned_runs(folder, results)
@@ -69,18 +69,17 @@ def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def why_failed(run: PlannedRun) -> str | None:
-    """Return which rank of a run failed first and what it said; None where none has noted a failure."""
+    """Return which rank of a run failed first and its error message; None where no rank has noted a failure."""
     notes = sorted(run.logs.glob("rank*.failed.json"), key=lambda path: path.stat().st_mtime_ns)
     statuses = {
         int(path.name[len("rank") :].split(".")[0]): read_json(path)["status"] for path in notes
     }
     if not statuses:
         return None
+    logs = {rank: run.log(rank) for rank in statuses}
     texts = {
-        rank: run.log(rank).read_text(encoding="utf-8", errors="replace")
-        if run.log(rank).exists()
-        else ""
-        for rank in statuses
+        rank: log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        for rank, log in logs.items()
     }
     culprit, message = find_root_failure(list(statuses), statuses, texts, name="rank")
     return f"{message} (its output: {run.log(culprit)})"
@@ -120,7 +119,7 @@ def _held(log: Path) -> bool:
 
 
 def _where(run: PlannedRun, outcome: dict[str, Any]) -> dict[str, Any]:
-    """On which kind of machine a run was, and whether ranks took turns there."""
+    """Return on which kind of machine a run was, and whether more ranks than cores shared it."""
     try:
         machine = read_json(run.path / "environment.json")
     except UserError:
@@ -149,7 +148,7 @@ def _cells(
     for state in states:
         name, outcome = state.run.cell["id"], state.outcome
         cells.setdefault((0, name), _empty(state.run.cell, name, 0))
-        if outcome is None:
+        if not outcome:
             continue
         group = machines.index(outcome["machine"]) if state.word == "done" else 0
         cell = cells.setdefault((group, name), _empty(state.run.cell, f"{name}-g{group}", group))
@@ -167,42 +166,38 @@ def _empty(cell: dict[str, Any], name: str, group: int) -> dict[str, Any]:
 
 def _differences(done: Sequence[State]) -> list[str]:
     """What is not the same on all machines, with which runs were where."""
-    told = []
+    differences = []
     for name in _MACHINE:
         values: dict[str, list[int]] = {}
         for state in done:
             values.setdefault(str(state.outcome["machine"][name]), []).append(state.run.number)
         if len(values) > 1:
-            told.append(
-                f"{name}: "
-                + "; ".join(
-                    f"{value} in runs {spans(numbers)}" for value, numbers in values.items()
-                )
-            )
-    return told
+            runs = [f"{value} in runs {spans(numbers)}" for value, numbers in values.items()]
+            differences.append(f"{name}: {'; '.join(runs)}")
+    return differences
 
 
 def _warnings(states: Sequence[State], results: dict[str, Any]) -> list[str]:
     """What a reader must know, and how to go on."""
-    told = []
+    warnings = []
     done, under_way, missing, failed = (
         [state for state in states if state.word == word]
         for word in ("done", "under way", "missing", "failed")
     )
     if results["groups"]:
-        told.append(
+        warnings.append(
             "the runs were on different kinds of machines; for one group of all, remove the folders in runs/ of those on "
             "the others, and start these again on one kind (with Slurm: sbatch --constraint or --nodelist)"
         )
     if unequal := [state.run.number for state in done if not state.outcome["equal_weights"]]:
-        told.append(f"the ranks ended with different weights in runs {spans(unequal)}")
+        warnings.append(f"the ranks ended with different weights in runs {spans(unequal)}")
     calibrated = ((results["prediction"] or {}).get("calibration") or {}).get("cpu")
     if done and calibrated is not None and calibrated != results["environment"].get("cpu"):
-        told.append(
+        warnings.append(
             f"the prediction is for {calibrated}, the runs were on {results['environment'].get('cpu')}"
         )
     if len(done) < len(states):
-        told.append(
+        warnings.append(
             f"{len(done)} of {len(states)} runs are done"
             + "".join(
                 f"; {word}: {_by_cell(some)}"
@@ -210,12 +205,14 @@ def _warnings(states: Sequence[State], results: dict[str, Any]) -> list[str]:
                 if some
             )
         )
-    told += [f"failed: {state.run.name}: {state.outcome['message']}" for state in failed[:_SHOWN]]
+    warnings += [
+        f"failed: {state.run.name}: {state.outcome['message']}" for state in failed[:_SHOWN]
+    ]
     if len(failed) > _SHOWN:
-        told.append(f"failed, too: {_by_cell(failed[_SHOWN:])}")
+        warnings.append(f"failed, too: {_by_cell(failed[_SHOWN:])}")
     if to_do := _to_do(states):
-        told.append(f"to go on, unless they wait in a queue: {how_to_run(to_do)}")
-    return told
+        warnings.append(f"to go on, unless they wait in a queue: {how_to_run(to_do)}")
+    return warnings
 
 
 def _to_do(states: Sequence[State]) -> list[PlannedRun]:

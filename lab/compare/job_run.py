@@ -1,8 +1,8 @@
 """One run of a plan on one of its nodes, as any launcher starts it on each: ``lab run-cell``.
 
-Order: what is done, or under way elsewhere, is left alone; place and code are checked; the part runs as a child and says what it
-says into ``logs/<cell>-<repeat>/rank<r>.txt``; a failure leaves ``rank<r>.failed.json`` beside it, and rank 0 tells which rank
-failed first. No other run writes there.
+Order: skip a run that is done, refuse one that another job holds; check nodes and code; run the part as a child process and log
+its output to ``logs/<cell>-<repeat>/rank<r>.txt``; after a failure write ``rank<r>.failed.json`` there, and on rank 0 raise the
+error of the rank that failed first. No other run writes there.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ _WRONG_INPUT = 2
 def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
     """Run this node's part of run ``number`` of the plan in ``folder``; return the exit status.
 
-    place : rank and number of the nodes that there are, which may be more than the cell has: the last ones have nothing to do.
+    launch : rank and number of the nodes that there are, which may be more than the cell has: the last ones have nothing to do.
     Raises UserError on a folder without that run and, on rank 0, on what cannot run here; GroupError, on rank 0, where the run
-    failed. The other ranks say why in their logs.
+    failed. The other ranks write the reason to their logs.
     """
     run, code = planned_run(folder, number)
     if launch.rank >= run.nodes and launch.size >= run.nodes:
@@ -49,7 +49,7 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
     with _claimed(run.log(launch.rank)) as log:
         run.failure(launch.rank).unlink(missing_ok=True)
         if run.outcome() is not None:
-            return _say(f"{run.name} is done already; left as it is", launch)
+            return _print_on_rank0(f"{run.name} is done already; left as it is", launch)
         log.truncate(0)
         try:
             _check(run, code, launch)
@@ -61,7 +61,7 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
             return _WRONG_INPUT
         outcome = run.outcome() if launch.rank == 0 else {}
         if status == 0 and outcome is not None:
-            return _say(_measured(run, outcome), launch) if launch.rank == 0 else 0
+            return _print_on_rank0(_measured(run, outcome), launch) if launch.rank == 0 else 0
         if status == 0:
             why = f"the part ended well, but {run.path} is not whole"
         _note_failure(run, launch, log, status, why)
@@ -71,7 +71,7 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
     raise GroupError(f"{run.name}: {why_failed(run)}")
 
 
-def _say(words: str, launch: LaunchSpec) -> int:
+def _print_on_rank0(words: str, launch: LaunchSpec) -> int:
     if launch.rank == 0:
         print(words, flush=True)
     return 0
@@ -89,9 +89,7 @@ def _claimed(path: Path) -> Iterator[IO[bytes]]:
             f"{path} cannot be written ({error.strerror}): permit writing there, on each node"
         ) from error
     with file:
-        deadline = (
-            time.monotonic() + _LOCK_SECONDS
-        )  # a report that is being made tries it for a moment
+        deadline = time.monotonic() + _LOCK_SECONDS  # a report takes the lock for a moment
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,8 +171,8 @@ def _supervise(run: PlannedRun, launch: LaunchSpec, log: IO[bytes]) -> tuple[int
 
 
 def _wait(process: subprocess.Popen, received: list[int]) -> int:
-    """Wait for the part, asked to end where a signal came, and killed where it takes long then. Return its exit status, as a
-    shell tells it."""
+    """Wait for the part; pass a received signal on as SIGTERM, and kill it after a grace period. Return its exit status, as a
+    shell does."""
     kill_at = None
     try:
         while process.poll() is None and (kill_at is None or time.monotonic() < kill_at):

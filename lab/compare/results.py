@@ -1,4 +1,4 @@
-"""``results.json``: what a comparison measured. Read, checked, put together and written here; docs/comparing.md explains it.
+"""``results.json``: what a comparison measured. Read, checked, merged and written here; docs/comparing.md explains it.
 
 A comparison has cells (a strategy on a number of nodes), a cell has repeats (runs), a repeat has a row for each rank.
 
@@ -10,7 +10,7 @@ A comparison has cells (a strategy on a number of nodes), a cell has repeats (ru
     cells         id, sync, nodes, rate, batch_size, exact, group, oversubscribed, status (done, partial, failed, pending),
                   message, repeats (folder, seed, status, ranks, losses, test_accuracy, seconds_to_accuracy), median, interval
     groups        settings of each group by its number, as a text (``lab report`` alone)
-    plan          of a comparison whose runs others start (lab/jobs) alone: code (digests by file), runs (cell and repeat), to_do
+    plan          of a comparison whose runs others start (job_plan.py): code (digests by file), runs (cell and repeat), to_do
                   (their numbers)
     timelines     by cell: one step, as in a run's timeline.json
 
@@ -73,11 +73,11 @@ def read_results(path: Path) -> dict[str, Any]:
     return results
 
 
-def _check_parts(path: Path, content: Any, parts: Mapping[str, type], place: str) -> None:
+def _check_parts(path: Path, content: Any, parts: Mapping[str, type], prefix: str) -> None:
     for name, kind in parts.items():
         if not isinstance(content, dict) or not isinstance(content.get(name), kind):
             raise UserError(
-                f"{path}: {place}{name} is missing or no {kind.__name__}; left as it is"
+                f"{path}: {prefix}{name} is missing or no {kind.__name__}; left as it is"
             )
 
 

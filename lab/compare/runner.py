@@ -65,7 +65,7 @@ def compare(
     anew : begin a new one all the same.
     command : what was typed, for the reader.
     predict : called once, before the first run, with the results, to set their ``prediction``, the folder, and where it runs.
-    opened : told the folder as soon as it is known.
+    opened : called with the folder as soon as it is known.
 
     Raises KeyboardInterrupt after Ctrl-C, when everything is ended and saved.
     """
@@ -121,7 +121,7 @@ def open_comparison(
 ) -> tuple[Path, dict[str, Any]]:
     """Return folder and results of the newest unfinished comparison with these settings, or of a new one.
 
-    code : of a comparison that is planned, and whose runs others start (lab/jobs): what must be the same when it goes on, in
+    code : of a comparison that is planned, and whose runs others start (job_plan.py): what must be the same when it goes on, in
     place of this machine, on which it does not run. Results that cannot be read, or that another version wrote, are named and
     left alone.
     """
@@ -140,11 +140,9 @@ def open_comparison(
             or ("plan" in results) != (code is not None)
         ):
             continue
-        before, now, names = (
-            (results["environment"], here, _SAME_MACHINE)
-            if code is None
-            else (results["plan"].get("code", {}), code, sorted(code))
-        )
+        before = results["environment"] if code is None else results["plan"].get("code", {})
+        now = here if code is None else code
+        names = _SAME_MACHINE if code is None else sorted(code)
         differing = [name for name in names if before.get(name) != now.get(name)]
         if differing:
             console.print(
@@ -159,7 +157,8 @@ def open_comparison(
         return path.parent, results
     profile = _profile(settings, here)
     folder = new_folder(reports, "compare")
-    cells, warnings = plan_cells(settings), []
+    cells = plan_cells(settings)
+    warnings: list[str] = []
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -209,9 +208,8 @@ def _asked(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _machine() -> dict[str, Any]:
-    from common.utils.environment import (
-        environment,  # torch: seconds to import, known only to those who compare
-    )
+    # Imports torch, which takes seconds: only a comparison needs it.
+    from common.utils.environment import environment
 
     return environment()
 
@@ -220,9 +218,8 @@ def _run(
     settings: Settings, cell: dict[str, Any], repeat: int, folder: Path, executors: Executors
 ) -> dict[str, Any]:
     """Run one repeat of a cell and return it; a failure is a repeat with a message."""
-    shutil.rmtree(
-        run_folder(folder, cell, repeat), ignore_errors=True
-    )  # of a run that was interrupted
+    interrupted = run_folder(folder, cell, repeat)
+    shutil.rmtree(interrupted, ignore_errors=True)
     logs = folder / "logs" / f"{cell['id']}-{repeat + 1}"
     message = executors.run(
         node_command(settings, cell, repeat, folder),
@@ -243,7 +240,8 @@ class _Progress:
     """Overall progress and time left: a bar on a terminal, a line a run elsewhere."""
 
     def __init__(self, runs: int) -> None:
-        self._runs, self._done, self._seconds = runs, 0, []
+        self._runs, self._done = runs, 0
+        self._seconds: list[float] = []
         self._bar = (
             Progress(
                 TextColumn("{task.description}"),

@@ -1,1 +1,1 @@
-"""``lab doctor``: what stands in the way of a run, before it. ``examine`` (command.py) asks every check and gives findings."""
+"""``lab doctor``: find what would make a run fail, before it starts. ``examine`` (examination.py) runs every check."""

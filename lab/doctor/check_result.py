@@ -1,4 +1,4 @@
-"""What a check is asked and what it answers: ``CheckRequest``, ``CheckResult``; no torch here."""
+"""What a check is given and what it returns: ``CheckRequest``, ``CheckResult``. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ def ok(name: str, text: str) -> CheckResult:
 
 
 def warning(name: str, text: str, remedy: str) -> CheckResult:
-    """A run can go on, but may be slow, or misleading, or stop later."""
+    """A run can start, but may be slow, or misleading, or stop later."""
     return CheckResult(name, WARNING, text, remedy)
 
 

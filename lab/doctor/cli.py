@@ -5,7 +5,7 @@ from pathlib import Path
 
 from common.data import DATASETS
 from common.utils.environment import DEFAULT_MASTER_PORT
-from common.utils.paths import REPOSITORY
+from common.utils.paths import DATA, REPORTS
 from lab.flags import add_command
 
 
@@ -31,10 +31,8 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--dataset", default="cifar10", choices=list(DATASETS), help="what is to be trained on"
     )
-    parser.add_argument("--data-dir", type=Path, default=REPOSITORY / "data", help="where it lies")
-    parser.add_argument(
-        "--output-dir", type=Path, default=REPOSITORY / "reports", help="where the runs write"
-    )
+    parser.add_argument("--data-dir", type=Path, default=DATA, help="where it lies")
+    parser.add_argument("--output-dir", type=Path, default=REPORTS, help="where the runs write")
     parser.add_argument(
         "--timeout", type=float, default=60.0, help="seconds to wait for the other nodes"
     )

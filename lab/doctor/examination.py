@@ -1,10 +1,11 @@
-"""``lab doctor`` itself: ask every check, print the findings or give them as JSON.
+"""``lab doctor`` itself: run every check, print the findings or give them as JSON.
 
-``request_of`` reads the flags, ``examine`` asks, ``main_doctor`` prints. A new check is a function in one of the other files and
-an entry of CHECKS; none may hang, so each runs in a thread that is left behind when its time is up.
+``request_of`` reads the flags, ``examine`` runs the checks, ``main_doctor`` prints. A new check is a function in one of the other
+files and an entry of CHECKS; none may hang, so each runs in a daemon thread, which is abandoned after a time limit.
 """
 
 import argparse
+import functools
 import json
 import socket
 import threading
@@ -18,8 +19,8 @@ from rich.text import Text
 from common.errors import UserError
 from lab.doctor import files, machine, network
 from lab.doctor.check_result import FAILURE, WARNING, CheckRequest, CheckResult, failure, reason
-from lab.doctor.meeting import NodePlace, connect_nodes
-from lab.doctor.nodes import own_facts, results_of
+from lab.doctor.node_exchange import NodeAddress, connect_nodes
+from lab.doctor.node_findings import own_facts, results_of
 
 FORMAT = 1
 CHECKS: tuple[Callable[[CheckRequest], CheckResult | None], ...] = (
@@ -73,24 +74,23 @@ def request_of(args: argparse.Namespace) -> CheckRequest:
 
 
 def examine(
-    request: CheckRequest, *, tell: Callable[[CheckResult], None] = lambda result: None
+    request: CheckRequest, *, on_result: Callable[[CheckResult], None] = lambda result: None
 ) -> list[CheckResult]:
-    """Ask every check, in order, and then the other nodes where there are any; ``tell`` gets each finding as it comes."""
+    """Run every check, in order, and then compare with the other nodes, if any; ``on_result`` receives each result at once."""
     found: list[CheckResult] = []
 
     def add(results: Sequence[CheckResult]) -> None:
         for result in results:
             found.append(result)
-            tell(result)
+            on_result(result)
+
+    def run_check(check: Callable[[CheckRequest], CheckResult | None]) -> list[CheckResult]:
+        result = check(request)
+        return [] if result is None else [result]
 
     for check in CHECKS:
-        add(
-            _limited(
-                check.__name__.removeprefix("check_").replace("_", " "),
-                lambda check=check: [one] if (one := check(request)) is not None else [],
-                _CHECK_SECONDS,
-            )
-        )
+        name = check.__name__.removeprefix("check_").replace("_", " ")
+        add(_limited(name, functools.partial(run_check, check), _CHECK_SECONDS))
     if request.rank is not None:
         blocked = [
             one for one in found if one.name in ("port", "interface") and one.status == FAILURE
@@ -98,21 +98,19 @@ def examine(
         if blocked:
             add([failure("nodes", f"not met, because of the {blocked[0].name}", blocked[0].remedy)])
         else:
-            add(
-                _limited(
-                    "nodes",
-                    lambda: _connect_nodes(request),
-                    3 * request.timeout_seconds + _CHECK_SECONDS,
-                )
-            )
+            limit = 3 * request.timeout_seconds + _CHECK_SECONDS
+            add(_limited("nodes", lambda: _connect_nodes(request), limit))
     return found
 
 
 def _connect_nodes(request: CheckRequest) -> list[CheckResult]:
-    place = NodePlace(request.master_ip, request.master_port, request.num_nodes, request.rank)
+    assert request.master_ip is not None  # ``request_of`` takes the three together
+    assert request.num_nodes is not None
+    assert request.rank is not None
+    own = NodeAddress(request.master_ip, request.master_port, request.num_nodes, request.rank)
     try:
         return results_of(
-            connect_nodes(place, own_facts(request), timeout_seconds=request.timeout_seconds)
+            connect_nodes(own, own_facts(request), timeout_seconds=request.timeout_seconds)
         )
     except OSError as error:
         return [
@@ -121,34 +119,22 @@ def _connect_nodes(request: CheckRequest) -> list[CheckResult]:
 
 
 def _limited(name: str, ask: Callable[[], list[CheckResult]], seconds: float) -> list[CheckResult]:
-    """Ask in a thread; a check that takes too long or breaks is a finding, too."""
+    """Run a check in a thread; one that takes too long or raises is a failure, too."""
     answer: list[list[CheckResult]] = []
 
     def run() -> None:
         try:
             answer.append(ask())
         except Exception as error:  # one broken check must not hide the others
-            answer.append(
-                [
-                    failure(
-                        name,
-                        f"could not be looked at ({type(error).__name__}: {error})",
-                        "tell the authors",
-                    )
-                ]
-            )
+            text = f"could not be looked at ({type(error).__name__}: {error})"
+            answer.append([failure(name, text, "tell the authors")])
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
     if not answer:
-        return [
-            failure(
-                name,
-                f"no answer within {seconds:g} s",
-                "look for a disk or a name server that hangs",
-            )
-        ]
+        remedy = "look for a disk or a name server that hangs"
+        return [failure(name, f"no answer within {seconds:g} s", remedy)]
     return answer[0]
 
 
@@ -175,10 +161,10 @@ def main_doctor(args: argparse.Namespace) -> int:
         print(json.dumps(as_json(request, results), indent=1))
         return 1 if _count(results, FAILURE) else 0
     console = Console(highlight=False, soft_wrap=True)
-    results = examine(request, tell=lambda result: _print(console, result))
+    results = examine(request, on_result=lambda result: _print(console, result))
     failures, warnings = _count(results, FAILURE), _count(results, WARNING)
-    told = f"{failures} failure{'s' * (failures != 1)}, {warnings} warning{'s' * (warnings != 1)}"
-    console.print(Text(f"{told}: {'not ready' if failures else 'ready to run'}", style="bold"))
+    counts = f"{failures} failure{'s' * (failures != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+    console.print(Text(f"{counts}: {'not ready' if failures else 'ready to run'}", style="bold"))
     return 1 if failures else 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from common.utils.paths import REPOSITORY
+from common.utils.paths import IN_CHECKOUT, REPOSITORY
 from common.utils.source_hash import source_digests
 from lab.doctor.check_result import CheckRequest, CheckResult, failure, ok, warning
 from lab.doctor.machine import torch_facts
@@ -115,19 +115,19 @@ def check_disk(
             "give another --output-dir, or permit writing there",
         )
     free = usage(there).free
-    told = f"{free / 1e9:.1f} GB free in {there}; a checkpoint of VGG-11 takes {CHECKPOINT_BYTES / 1e6:.0f} MB"
+    text = f"{free / 1e9:.1f} GB free in {there}; a checkpoint of VGG-11 takes {CHECKPOINT_BYTES / 1e6:.0f} MB"
     if free < 2 * CHECKPOINT_BYTES:  # the new one is whole before an old one goes
-        return failure("disk", told, "make room, or give --output-dir on another disk")
+        return failure("disk", text, "make room, or give --output-dir on another disk")
     if free < _ROOM_FOR * CHECKPOINT_BYTES:
         return warning(
             "disk",
-            told,
+            text,
             f"give --keep-checkpoints {max(1, free // CHECKPOINT_BYTES - 1)}, or make room",
         )
-    return ok("disk", told)
+    return ok("disk", text)
 
 
-def check_code(_question: CheckRequest) -> CheckResult:
+def check_code(_request: CheckRequest) -> CheckResult:
     """Which code this is."""
     commit, changed = (
         git("rev-parse", "--short", "HEAD"),
@@ -146,7 +146,9 @@ def code_digest() -> str:
 
 @cache
 def git(*arguments: str) -> str | None:
-    """Return what git says of this checkout; None without git."""
+    """Return what git says of this checkout; None without git or a checkout."""
+    if not IN_CHECKOUT:
+        return None
     try:
         done = subprocess.run(
             ["git", "-C", str(REPOSITORY), *arguments],

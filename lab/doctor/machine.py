@@ -1,6 +1,6 @@
 """Checks of this machine alone: Python, torch, GPUs, cores, memory, open files, and what ``lab cluster`` needs.
 
-Each check takes the Question and returns one Finding. torch is imported once, by ``torch_facts``.
+Each check takes the CheckRequest and returns one CheckResult. torch is imported once, by ``torch_facts``.
 """
 
 import contextlib
@@ -66,44 +66,44 @@ def package_version(package: str) -> str | None:
         return None
 
 
-def check_python(_question: CheckRequest) -> CheckResult:
+def check_python(_request: CheckRequest) -> CheckResult:
     """Which Python runs this."""
-    told = f"Python {platform.python_version()}, {sys.executable}"
+    text = f"Python {platform.python_version()}, {sys.executable}"
     if sys.version_info < _OLDEST_PYTHON:
         return failure(
             "python",
-            told,
+            text,
             "install Python 3.11 or later, then e.g. make clean && make PYTHON=python3.12 setup",
         )
-    return ok("python", told)
+    return ok("python", text)
 
 
-def check_torch(_question: CheckRequest) -> CheckResult:
+def check_torch(_request: CheckRequest) -> CheckResult:
     """torch and torchvision are there and belong together."""
     torch, vision, facts = package_version("torch"), package_version("torchvision"), torch_facts()
-    told = f"torch {torch or 'missing'}, torchvision {vision or 'missing'}"
+    text = f"torch {torch or 'missing'}, torchvision {vision or 'missing'}"
     if facts.error is None:
-        return ok("torch", f"{told}: a pair that can be imported")
+        return ok("torch", f"{text}: a pair that can be imported")
     if torch is None or vision is None:
         return failure(
             "torch",
-            told,
+            text,
             "install both in one command: pip install torch torchvision, or make setup",
         )
     if re.search("torchvision|operator|undefined symbol|custom C", facts.error):
         return failure(
             "torch",
-            f"{told} do not match ({facts.error})",
+            f"{text} do not match ({facts.error})",
             "install both in one command: pip install --upgrade torch torchvision",
         )
     return failure(
         "torch",
-        f"{told} cannot be imported ({facts.error})",
+        f"{text} cannot be imported ({facts.error})",
         "install them again: make clean setup",
     )
 
 
-def check_gpus(_question: CheckRequest) -> CheckResult:
+def check_gpus(_request: CheckRequest) -> CheckResult:
     """What torch can compute on."""
     facts = torch_facts()
     if facts.error is not None:
@@ -148,37 +148,37 @@ def check_cores(request: CheckRequest) -> CheckResult:
         if facts.error is not None
         else (", fast bf16" if facts.fast_bf16 else ", no fast bf16: AMP stays off on CPUs")
     )
-    told = f"{cores} usable cores{of_all}{bf16}"
+    text = f"{cores} usable cores{of_all}{bf16}"
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > cores:
         return warning(
             "cpu",
-            f"{told}; OMP_NUM_THREADS={threads} asks for more threads than cores",
+            f"{text}; OMP_NUM_THREADS={threads} asks for more threads than cores",
             f"unset OMP_NUM_THREADS, or give --threads {cores} at most",
         )
-    return ok("cpu", told)
+    return ok("cpu", text)
 
 
-def check_memory(_question: CheckRequest) -> CheckResult:
+def check_memory(_request: CheckRequest) -> CheckResult:
     """Memory that is free, and shared memory, which containers keep small."""
     free = psutil.virtual_memory().available
-    told = f"{free / 1e9:.1f} GB free"
+    text = f"{free / 1e9:.1f} GB free"
     if free < _LEAST_MEMORY:
         return warning(
             "memory",
-            f"{told}; a rank of VGG-11 takes about 1 GB",
+            f"{text}; a rank of VGG-11 takes about 1 GB",
             "end other processes, or start fewer ranks here",
         )
     with contextlib.suppress(OSError):
         shared = shutil.disk_usage("/dev/shm").total
-        told += f", {shared / 1e9:.1f} GB in /dev/shm"
+        text += f", {shared / 1e9:.1f} GB in /dev/shm"
         if shared < _LEAST_SHARED_MEMORY:
             return warning(
                 "memory",
-                f"{told}, through which NCCL passes data between GPUs",
+                f"{text}, through which NCCL passes data between GPUs",
                 "start the container with --shm-size=1g",
             )
-    return ok("memory", told)
+    return ok("memory", text)
 
 
 def check_open_files(request: CheckRequest) -> CheckResult:
@@ -194,7 +194,7 @@ def check_open_files(request: CheckRequest) -> CheckResult:
     return ok("open files", f"{'no limit' if limit == resource.RLIM_INFINITY else limit} a process")
 
 
-def check_cluster_tools(_question: CheckRequest) -> CheckResult:
+def check_cluster_tools(_request: CheckRequest) -> CheckResult:
     """Whether ``lab cluster`` can make nodes of namespaces on this machine."""
     refused = tools.namespaces_refused()
     if refused is not None:

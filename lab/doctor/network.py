@@ -1,4 +1,4 @@
-"""Checks of this node's side of the network: the way to the master, the host's name, the port. Other nodes are meeting.py's."""
+"""Checks of this node's side of the network: the route to the master, the host's name, the port. The rest: node_exchange.py."""
 
 import contextlib
 import os
@@ -14,12 +14,13 @@ _OWN_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def route_to(host: str) -> str:
-    """Return this node's address on the way to ``host`` (a datagram socket chooses the route and sends nothing). OSError
+    """Return this node's address on the route to ``host`` (a datagram socket chooses the route and sends nothing). OSError
     where the name is unknown or there is no route."""
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
-        return probe.getsockname()[0]
+        own: str = probe.getsockname()[0]
+        return own
 
 
 def interface_of(address: str) -> str | None:
@@ -49,10 +50,8 @@ def is_own(host: str) -> bool:
     """Whether a host's address is one of this node's."""
     own = {entry.address for addresses in psutil.net_if_addrs().values() for entry in addresses}
     with contextlib.suppress(OSError):
-        return any(
-            entry[4][0] in own or _is_loopback(entry[4][0])
-            for entry in socket.getaddrinfo(host, None)
-        )
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None)]
+        return any(address in own or _is_loopback(address) for address in found)
     return False
 
 
@@ -110,24 +109,24 @@ def check_host_name(
         addresses = list(dict.fromkeys(entry[4][0] for entry in resolve(host, None)))
     except OSError:
         addresses = []
-    told = f"{host} resolves to {', '.join(addresses)}" if addresses else f"{host} has no address"
+    text = f"{host} resolves to {', '.join(addresses)}" if addresses else f"{host} has no address"
     loopback = not addresses or _is_loopback(addresses[0])
     if not loopback:
-        return ok("host name", told)
+        return ok("host name", text)
     if request.master_ip is None or _is_loopback(request.master_ip) or request.num_nodes == 1:
-        return ok("host name", f"{told}: right on one machine")
+        return ok("host name", f"{text}: right on one machine")
     with contextlib.suppress(OSError):
         name = interface_of(route_to(request.master_ip))
         if name == "lo":
-            return ok("host name", f"{told}: right on one machine")
+            return ok("host name", f"{text}: right on one machine")
         return warning(
             "host name",
-            f"{told}, which Gloo would give to the other nodes; the parts choose the right interface",
+            f"{text}, which Gloo would give to the other nodes; the parts choose the right interface",
             f"nothing for the parts; for other programs: export GLOO_SOCKET_IFNAME={name}",
         )
     return warning(
         "host name",
-        f"{told}, which Gloo would give to the other nodes",
+        f"{text}, which Gloo would give to the other nodes",
         "see the line on the interface",
     )
 
@@ -161,6 +160,7 @@ def holder(port: int) -> str:
         for connection in psutil.net_connections(kind="tcp"):
             if (
                 connection.status == psutil.CONN_LISTEN
+                and connection.laddr  # () where a socket has no address
                 and connection.laddr.port == port
                 and connection.pid is not None
             ):
@@ -172,16 +172,16 @@ def holder(port: int) -> str:
 
 
 def check_master(request: CheckRequest) -> CheckResult | None:
-    """Without ranks to meet: whether the master's node answers at all."""
+    """Without other ranks to connect to: whether the master's node answers at all."""
     if request.master_ip is None or request.num_nodes is not None or is_own(request.master_ip):
         return None
-    place = f"{request.master_ip}:{request.master_port}"
+    address = f"{request.master_ip}:{request.master_port}"
     try:
         with socket.create_connection(
             (request.master_ip, request.master_port),
             timeout=min(_PROBE_SECONDS, request.timeout_seconds),
         ):
-            return ok("master", f"{place} answers, and something listens there")
+            return ok("master", f"{address} answers, and something listens there")
     except ConnectionRefusedError:
         return ok(
             "master", f"{request.master_ip} answers; nothing listens on {request.master_port} yet"
@@ -189,7 +189,7 @@ def check_master(request: CheckRequest) -> CheckResult | None:
     except OSError as error:
         return failure(
             "master",
-            f"{place} cannot be reached ({reason(error)})",
+            f"{address} cannot be reached ({reason(error)})",
             f"check the address, and open port {request.master_port} on that node",
         )
 

@@ -1,7 +1,7 @@
 """``lab explain``: which known error of torch.distributed, Gloo, NCCL or this project a log holds, with cause and cure.
 
 ``known_errors`` reads the table (known_errors.toml), ``explain`` finds its errors in the lines of one or several logs, the likely
-cause first, ``main_explain`` prints them. No torch is imported.
+cause first; output.py prints them. No torch is imported.
 """
 
 import re
@@ -15,7 +15,7 @@ from pathlib import Path
 from common.errors import UserError
 
 KINDS = ("cause", "symptom", "echo", "note")
-"""In the order in which they are told: where it began, what followed, what other ranks say of it, what is no error."""
+"""In the order in which they are printed: where it began, what followed, what other ranks print about it, what is no error."""
 OWN = "own_exception"
 _TABLE = Path(__file__).with_name("known_errors.toml")
 _LONGEST_LINE = 4000
@@ -36,7 +36,7 @@ _CHAINED = re.compile(
 
 @dataclass(frozen=True)
 class KnownError:
-    """An entry of the table; ``after`` and ``hides`` as it says at its top."""
+    """An entry of the table, whose head explains ``after`` and ``hides``."""
 
     name: str
     title: str
@@ -50,7 +50,7 @@ class KnownError:
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line of a log: where it stands (from 1 on) and its text."""
+    """A line of a log: its file, its number (from 1) and its text."""
 
     file: str
     number: int
@@ -96,9 +96,9 @@ def explain(lines: Iterable[LogLine]) -> list[Found]:
     own: list[LogLine] = []
     chained = False
     begun: set[str] = set()
-    place: dict[LogLine, int] = {}
+    position: dict[LogLine, int] = {}
     for line in lines:
-        place[line] = len(place)
+        position[line] = len(position)
         text = line.text[:_LONGEST_LINE]
         known = False
         for error in known_errors():
@@ -124,21 +124,20 @@ def explain(lines: Iterable[LogLine]) -> list[Found]:
     echoed = any(one.error.kind in ("symptom", "echo") for one in found)
     if own and (echoed or all(one.error.kind == "note" for one in found)):
         found.append(Found(_own_exception(own[0], echoed=echoed), own[0], len(own)))
-    return sorted(found, key=lambda one: (KINDS.index(one.error.kind), place[one.line]))
+    return sorted(found, key=lambda one: (KINDS.index(one.error.kind), position[one.line]))
 
 
 def _own_exception(line: LogLine, *, echoed: bool) -> KnownError:
-    """What to say of an exception that the table does not know; ``echoed``: others broke off because of it."""
+    """The entry for an exception that the table does not know; ``echoed``: other ranks ended because of it."""
+    cause = f"{_PREFIX.sub('', line.text)[:SHOWN]} is none of the errors known here."
+    if echoed:
+        cause = "A rank raised it and ended; what the others say of their connections followed from that."
     return KnownError(
         OWN,
         "an exception of the program itself",
         "cause" if echoed else "note",
         (),
-        (
-            "A rank raised it and ended; what the others say of their connections followed from that."
-            if echoed
-            else f"{_PREFIX.sub('', line.text)[:SHOWN]} is none of the errors known here."
-        ),
+        cause,
         "Read the traceback above that line: its last frame in your own code is the place to look.",
     )
 

@@ -1,4 +1,4 @@
-"""``lab explain``: the flags and what is printed."""
+"""Print what ``lab explain`` finds."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from lab.explain.diagnosis import SHOWN, Found, LogLine, explain, read_lines
 
 
 def main_explain(args: argparse.Namespace) -> int:
-    """Print what the logs ``args.logs`` show, one after the other read as one; return 0. UserError where one cannot be read."""
+    """Print the known errors in ``args.logs``, read as one log; return 0. UserError if one is unreadable."""
     lines = [line for source in args.logs for line in read_lines(source)]
     found = explain(lines)
     errors = [one for one in found if one.error.kind != "note"]

@@ -1,11 +1,15 @@
-"""The flags of ``lab predict``."""
+"""The flags of ``lab predict``, and what it does."""
 
 import argparse
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 from common.config.schema import DEFAULT_GLOBAL_BATCH_SIZE
 from common.sync import STRATEGIES
 from lab.flags import add_command
+
+_OPTIONS = ("bucket_mb", "topk_ratio", "powersgd_rank", "averaging_period")
 
 
 def add_flags(commands: argparse._SubParsersAction) -> None:
@@ -13,7 +17,7 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
     parser = add_command(
         commands,
         "predict",
-        run=_predict,
+        run=main_predict,
         help="the step time of each strategy on nodes that nobody has, and where each stops scaling",
     )
     parser.add_argument(
@@ -50,7 +54,55 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
-def _predict(args: argparse.Namespace) -> int:
-    from lab.predict.tables import main_predict
+def main_predict(args: argparse.Namespace) -> int:
+    """Print the tables, or JSON; draw the figure; return the exit status. Raises UserError on wrong values.
 
-    return main_predict(args)
+    ``args`` : nodes (list of int), sync (list of names, or ["all"]), rate, latency (text or None), batch_size, scaling,
+    calibration (Path or None), json, figure (Path or None); and, where given, the strategies' options ``_OPTIONS``.
+    """
+    from common.cost_model.calibration_file import find_calibration
+    from lab.predict.printing import print_tables, summarize
+    from lab.predict.scaling import most_nodes
+    from lab.predict.tables import message_plans, predict_table, scaling_limits_of
+    from lab.units import parse_latency, parse_rate
+
+    batch_size, scaling = args.batch_size, args.scaling
+    calibration, is_reference = find_calibration(args.calibration)
+    names = list(STRATEGIES) if "all" in args.sync else list(dict.fromkeys(args.sync))
+    options = {name: value for name in _OPTIONS if (value := getattr(args, name, None)) is not None}
+    rate, latency = parse_rate(args.rate), parse_latency(args.latency)
+    plans = message_plans(names, options)
+
+    steps = predict_table(args.nodes, rate, latency, plans, batch_size, scaling, calibration)
+    limits = scaling_limits_of(plans, calibration, rate, latency, batch_size)
+    summary = summarize(
+        calibration,
+        rate,
+        latency,
+        batch_size=batch_size,
+        scaling=scaling,
+        is_reference=is_reference,
+    )
+    if args.figure is not None:
+        # matplotlib takes a second to import
+        from lab.predict.plots import draw_scaling, numbers_to_draw
+
+        numbers = numbers_to_draw(most_nodes(batch_size, scaling=scaling))
+        drawn = predict_table(numbers, rate, latency, plans, batch_size, scaling, calibration)
+        draw_scaling(
+            args.figure,
+            [step for step in drawn if step.prediction],
+            scaling=scaling,
+            summary=summary,
+        )
+    if args.json:
+        content = {
+            "format": 1,
+            "about": summary,
+            "rows": [asdict(step) for step in steps],
+            "scaling": [asdict(limit) for limit in limits],
+        }
+        print(json.dumps(content, indent=1))
+    else:
+        print_tables(summary, steps, limits, batch_size=batch_size, cores=calibration.cores)
+    return 0

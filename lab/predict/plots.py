@@ -1,10 +1,10 @@
 """The figure of ``lab predict --figure``: each strategy's step time and efficiency over the number of nodes, both logarithmic.
 
-``numbers_to_draw`` says for which numbers of nodes a row is wanted, ``draw_scaling`` draws them.
+``numbers_to_draw`` lists the numbers of nodes to predict, ``draw_scaling`` draws the predictions.
 """
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -17,6 +17,9 @@ from lab.predict.tables import PredictedStep
 _ONE_LINE = 0.03  # lines that differ by no more than this share are drawn as one
 _LETTER = 0.045  # of an axis' height, between two labels beside it
 _SUFFIXES = (".png", ".svg", ".pdf")
+
+Point = tuple[int, float]
+"""Number of nodes, value there."""
 
 
 def numbers_to_draw(limit: int) -> list[int]:
@@ -35,15 +38,19 @@ def draw_scaling(
         raise UserError(
             f"--figure: got {str(path)!r}, give a file that ends in {', '.join(_SUFFIXES)}"
         )
-    curves: dict[str, list[PredictedStep]] = {}
+    step_curves: dict[str, list[Point]] = {}
+    efficiency_curves: dict[str, list[Point]] = {}
     for row in rows:
-        curves.setdefault(row.sync, []).append(row)
+        assert row.prediction is not None, "only rows with a prediction are drawn"
+        assert row.efficiency is not None, "a row with a prediction has an efficiency"
+        step_curves.setdefault(row.sync, []).append((row.nodes, row.prediction.step_seconds))
+        efficiency_curves.setdefault(row.sync, []).append((row.nodes, row.efficiency))
     with style():
         figure, (steps, efficiencies) = grid(
             2, narrow=False, columns=1, height=3.7, extra=0.8, sharex=True
         )
-        _panel(steps, curves, lambda row: row.prediction.step_seconds, "seconds a step")
-        _panel(efficiencies, curves, lambda row: row.efficiency, "efficiency")
+        _panel(steps, step_curves, "seconds a step")
+        _panel(efficiencies, efficiency_curves, "efficiency")
         efficiencies.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
         efficiencies.set_xlabel("nodes")
         figure.suptitle(
@@ -66,20 +73,15 @@ def draw_scaling(
             plt.close(figure)
 
 
-def _panel(
-    axis: Axes,
-    curves: dict[str, list[PredictedStep]],
-    value: Callable[[PredictedStep], float],
-    label: str,
-) -> None:
-    lines = {name: [value(row) for row in rows] for name, rows in curves.items()}
-    most = max(row.nodes for rows in curves.values() for row in rows)
+def _panel(axis: Axes, curves: dict[str, list[Point]], label: str) -> None:
+    lines = {name: [value for _, value in points] for name, points in curves.items()}
+    most = max(nodes for points in curves.values() for nodes, _ in points)
     axis.set(xscale="log", yscale="log", ylabel=label, xlim=(0.8, 1.1 * max(2, most)))
     ends = []
     for names in _as_one(lines):
         first = names[0]
         axis.plot(
-            [row.nodes for row in curves[first]],
+            [nodes for nodes, _ in curves[first]],
             lines[first],
             color=color(first),
             marker=marker(first),
@@ -98,18 +100,13 @@ def _as_one(lines: dict[str, list[float]]) -> list[list[str]]:
     """The names, those together whose lines lie on one another."""
     groups: list[list[str]] = []
     for name, line in lines.items():
-        same = next(
-            (
-                group
-                for group in groups
-                if all(
-                    abs(own - other) <= _ONE_LINE * other
-                    for own, other in zip(line, lines[group[0]], strict=True)
-                )
-            ),
-            None,
-        )
-        groups.append([name]) if same is None else same.append(name)
+        for group in groups:
+            pairs = zip(line, lines[group[0]], strict=True)
+            if all(abs(own - other) <= _ONE_LINE * other for own, other in pairs):
+                group.append(name)
+                break
+        else:
+            groups.append([name])
     return groups
 
 
@@ -117,29 +114,30 @@ def _label(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Write each name beside the end of its line, moved apart where they would cover one another."""
     to_share = axis.transScale + axis.transLimits
     wanted = sorted(
-        (to_share.transform((axis.get_xlim()[1], value))[1], value, name, its)
-        for value, name, its in ends
+        (to_share.transform((axis.get_xlim()[1], value))[1], value, name, line_color)
+        for value, name, line_color in ends
     )
-    places: list[float] = []
-    for place, *_ in wanted:
-        places.append(max(place, places[-1] + _LETTER) if places else place)
-    below = max(0.0, places[-1] - 1.02)  # what was pushed out above is taken back from below
-    for index in range(len(places) - 1, -1, -1):
-        highest = 1.02 if index == len(places) - 1 else places[index + 1] - _LETTER
-        places[index] = min(places[index], highest) if below else places[index]
-    for place, (_, value, name, its) in zip(places, wanted, strict=True):
+    heights: list[float] = []
+    for height, *_ in wanted:
+        heights.append(max(height, heights[-1] + _LETTER) if heights else height)
+    if heights[-1] > 1.02:  # labels pushed out above the axis move down again
+        highest = 1.02
+        for index in reversed(range(len(heights))):
+            heights[index] = min(heights[index], highest)
+            highest = heights[index] - _LETTER
+    for height, (_, value, name, line_color) in zip(heights, wanted, strict=True):
         axis.annotate(
             name,
             xy=(1.0, to_share.transform((axis.get_xlim()[1], value))[1]),
             xycoords="axes fraction",
-            xytext=(1.04, place),
+            xytext=(1.04, height),
             textcoords="axes fraction",
             va="center",
             fontsize=8,
-            color=its,
+            color=line_color,
             arrowprops={
                 "arrowstyle": "-",
-                "color": its,
+                "color": line_color,
                 "linewidth": 0.6,
                 "shrinkA": 0,
                 "shrinkB": 0,

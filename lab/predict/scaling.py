@@ -1,8 +1,8 @@
-"""How far each strategy scales: ``scaling_limits`` asks the cost model for numbers of nodes up to
-100,000, for a batch that all nodes share (strong scaling) and for a batch a node (weak scaling).
+"""How far each strategy scales: ``scaling_limits`` evaluates the cost model for up to 100,000 nodes, with a batch that all
+nodes share (strong scaling) or a batch for each node (weak scaling).
 
-A speed-up is of samples a second over one node's. It is asked at every number of nodes up to 32, beyond it at eight in each
-doubling, powers of two among them, and between these by halving; no torch here.
+A speed-up is of samples a second over one node's. It is evaluated at every number of nodes up to 32, beyond that at eight in
+each doubling, powers of two among them, and between these by bisection; no torch here.
 """
 
 import math
@@ -13,15 +13,15 @@ from functools import cache
 from common.cost_model.compute_model import LEAST_SAMPLES, StepCompute
 from common.cost_model.event_model import (
     LARGEST_NODES,
-    MessagePlan,
     Network,
     message_terms,
     step_seconds,
 )
+from common.sync.message_plans import MessagePlan
 
 SCALINGS = ("strong", "weak")
 WORTHWHILE = 1.1
-"""Times as fast: what more nodes must bring to be worth a word."""
+"""Times as fast: what more nodes must bring to count."""
 
 _EVERY_NODE_TO, _IN_A_DOUBLING, _FEWEST_SAMPLES_TRIED = 32, 8, 16
 
@@ -32,13 +32,13 @@ class ScalingLimit:
 
     Parameters
     ----------
-    limit : the most nodes that were asked for: 100,000, or in strong scaling as many as find two samples each in the batch.
-    half_nodes : the most nodes of which each still does half of what one alone does (an efficiency of 50 %).
-    nodes, speedup : the fewest nodes than which no other number up to ``limit`` is faster by more than a tenth, and how fast
-        they are; ``nodes`` is None, and ``speedup`` that of ``limit``, where the last doubling still gave more than a tenth.
+    limit : the largest number of nodes evaluated: 100,000, or in strong scaling as many as get two samples each.
+    half_nodes : the largest number of nodes with an efficiency of at least 50 %.
+    nodes, speedup : the smallest number of nodes within a tenth of the best speed up to ``limit``, and its speed-up;
+        ``nodes`` is None, and ``speedup`` that of ``limit``, where the last doubling still gave more than a tenth.
     fastest_nodes, fastest_speedup : the number of nodes with the shortest step, or in weak scaling the most samples a second.
-    held_by : what keeps it from more: "compute" where computing alone goes no further (parts of a step do not shrink), else
-        what takes the most of the messages; "samples" where the batch ends first; "" where nothing stops it up to 100,000.
+    held_by : what limits it: "compute" where computing alone scales no further (parts of a step do not shrink), else what
+        most of the messages' time is spent on; "samples" where the batch limits first; "" where nothing does up to 100,000.
     """
 
     sync: str
@@ -53,7 +53,7 @@ class ScalingLimit:
 
 
 def most_nodes(batch_size: int, *, scaling: str) -> int:
-    """Return how many nodes a batch is asked for: where all share it, no more than find two samples each."""
+    """Return the largest number of nodes to evaluate: where all share the batch, no more than get two samples each."""
     return (
         LARGEST_NODES
         if scaling == "weak"
@@ -62,7 +62,7 @@ def most_nodes(batch_size: int, *, scaling: str) -> int:
 
 
 def scaling_limits(
-    strategies: Mapping[str, MessagePlan],
+    plans: Mapping[str, MessagePlan],
     sizes: Sequence[int],
     *,
     network: Network,
@@ -70,7 +70,7 @@ def scaling_limits(
     batch_size: int,
     scaling: str,
 ) -> list[ScalingLimit]:
-    """Return how far each of ``strategies`` scales, by name; those without a formula are left out.
+    """Return how far the strategy of each of ``plans`` scales; those without a formula are left out.
 
     sizes : bytes of each parameter's gradient. compute_at : a node's step by the number of nodes, with the samples that
     ``scaling`` ("strong" or "weak") leaves it of ``batch_size``.
@@ -82,17 +82,18 @@ def scaling_limits(
         else [-(-batch_size // samples) for samples in range(1, _FEWEST_SAMPLES_TRIED + 1)]
     )
 
-    def far(seconds: Callable[[int], float]) -> "_Far":
-        return _how_far(seconds, limit=limit, scaling=scaling, also=shares)
+    def search(seconds: Callable[[int], float]) -> "_SearchResult":
+        return _search(seconds, limit=limit, scaling=scaling, also=shares)
 
-    alone, found = far(lambda nodes: compute_at(nodes).seconds), []
-    for name, plan in strategies.items():
+    def seconds_of(plan: MessagePlan) -> Callable[[int], float]:
+        return lambda nodes: step_seconds(
+            plan, sizes, nodes, network=network, compute=compute_at(nodes)
+        )
+
+    alone, found = search(lambda nodes: compute_at(nodes).seconds), []
+    for name, plan in plans.items():
         try:
-            own = far(
-                lambda nodes, plan=plan: step_seconds(
-                    plan, sizes, nodes, network=network, compute=compute_at(nodes)
-                )
-            )
+            own = search(seconds_of(plan))
         except NotImplementedError:
             continue
         if own.nodes is None:
@@ -118,46 +119,43 @@ def scaling_limits(
 
 
 @dataclass(frozen=True)
-class _Far:
+class _SearchResult:
     speed: Callable[[int], float]
     half: int
     nodes: int | None
     fastest: int
 
 
-def _how_far(
+def _search(
     seconds: Callable[[int], float], *, limit: int, scaling: str, also: Iterable[int]
-) -> _Far:
+) -> _SearchResult:
     @cache
     def speed(nodes: int) -> float:
         return (nodes if scaling == "weak" else 1) * seconds(1) / seconds(nodes)
 
     tried = numbers_of_nodes(limit, also=also)
     # The best of all may lie between two numbers: where the next one is no faster any more.
-    place = max(range(len(tried)), key=lambda index: speed(tried[index]))
-    around = tried[max(0, place - 1)], tried[min(len(tried) - 1, place + 1)]
+    best = max(range(len(tried)), key=lambda index: speed(tried[index]))
+    around = tried[max(0, best - 1)], tried[min(len(tried) - 1, best + 1)]
     top = _first(*around, lambda nodes: nodes == around[1] or speed(nodes + 1) <= speed(nodes))
-    fastest = max(tried[place], top, key=speed)
+    fastest = max(tried[best], top, key=speed)
 
     enough = speed(fastest) / WORTHWHILE
-    place = next(index for index, nodes in enumerate(tried) if speed(nodes) >= enough)
-    nodes = _first(
-        tried[place - 1] if place else 0, tried[place], lambda nodes: speed(nodes) >= enough
-    )
+    reached = next(index for index, nodes in enumerate(tried) if speed(nodes) >= enough)
+    below = tried[reached - 1] if reached else 0
+    nodes = _first(below, tried[reached], lambda nodes: speed(nodes) >= enough)
 
-    place = max(index for index, nodes in enumerate(tried) if 2 * speed(nodes) >= nodes)
-    half = (
-        tried[place]
-        if place + 1 == len(tried)
-        else _first(tried[place], tried[place + 1], lambda nodes: 2 * speed(nodes) < nodes) - 1
-    )
-    return _Far(speed, half, None if nodes > limit // 2 else nodes, fastest)
+    last = max(index for index, nodes in enumerate(tried) if 2 * speed(nodes) >= nodes)
+    half = tried[last]
+    if last + 1 < len(tried):
+        half = _first(half, tried[last + 1], lambda nodes: 2 * speed(nodes) < nodes) - 1
+    return _SearchResult(speed, half, None if nodes > limit // 2 else nodes, fastest)
 
 
 def numbers_of_nodes(limit: int, *, also: Iterable[int] = ()) -> list[int]:
-    """Return the numbers of nodes that are asked for first, rising, from 1 to ``limit``."""
+    """Return the numbers of nodes that are evaluated first, rising, from 1 to ``limit``."""
     doublings = range(_IN_A_DOUBLING * math.ceil(math.log2(limit) + 1))
-    spread = {round(2 ** (place / _IN_A_DOUBLING)) for place in doublings}
+    spread = {round(2 ** (step / _IN_A_DOUBLING)) for step in doublings}
     return sorted(
         nodes
         for nodes in {*range(1, _EVERY_NODE_TO + 1), *spread, limit, *also}

@@ -1,43 +1,29 @@
-"""``lab predict``: the tables for nodes nobody has, from a calibration, in a moment: no torch is imported.
+"""The arithmetic of ``lab predict``: steps and scaling limits for nodes nobody has, from a calibration. No torch is imported.
 
-``predict_table`` has the steps on given numbers of nodes, ``scaling_limits_of`` how far each strategy scales at all.
+``message_plans`` says what strategies send, ``predict_table`` what their steps take on given numbers of nodes,
+``scaling_limits_of`` how far each strategy scales at all; printing.py and plots.py show them.
 """
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
-from common.cost_model.calibration_file import QUIET_SHARE, Calibration, find_calibration
+from common.cost_model.calibration_file import Calibration
 from common.cost_model.compute_model import LEAST_SAMPLES, StepCompute, local_samples
-from common.cost_model.event_model import (
-    HEADERS,
-    LARGEST_NODES,
-    MessagePlan,
-    Network,
-    Prediction,
-    predict_step,
-)
+from common.cost_model.event_model import LARGEST_NODES, Network, Prediction, predict_step
 from common.errors import UserError
-from common.sync import STRATEGIES
-from lab.predict.scaling import SCALINGS, ScalingLimit, most_nodes, scaling_limits
-from lab.predict.torchless import plans
-from lab.units import parse_latency, parse_rate
+from common.sync import STRATEGIES, build_message_plan_from
+from common.sync.message_plans import MessagePlan
+from lab.predict.scaling import SCALINGS, ScalingLimit, scaling_limits
 
-_WIDTH, _NARROW = 100, 92
-_OPTIONS = ("bucket_mb", "topk_ratio", "powersgd_rank", "averaging_period")
+_NO_EXCHANGE = "no exchange: each node trains a model of its own"
 
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """One strategy on so many nodes; ``prediction`` None where the strategy has no formula, ``speedup`` over one node (of a
-    weak scaling: of the samples a second), ``efficiency`` = speedup / nodes; ``note`` where it holds only with a word."""
+    """One strategy's step on ``nodes`` nodes; ``prediction`` is None where the strategy has no formula, ``speedup`` over one
+    node (in weak scaling: of samples a second), ``efficiency`` = speedup / nodes; ``note`` says on which condition it holds."""
 
     sync: str
     nodes: int
@@ -45,6 +31,19 @@ class PredictedStep:
     speedup: float | None
     efficiency: float | None
     note: str = ""
+
+
+def message_plans(
+    names: Sequence[str], options: Mapping[str, Any] | None = None
+) -> dict[str, MessagePlan]:
+    """Return the plans of these strategies by name, built with those of ``options`` that each takes. UserError with the
+    choices where a name is unknown."""
+    unknown = [name for name in names if name not in STRATEGIES]
+    if unknown:
+        raise UserError(
+            f"--sync: got {', '.join(unknown)}, choose from {', '.join(STRATEGIES)}, or all"
+        )
+    return {name: build_message_plan_from(name, options or {}) for name in names}
 
 
 def network_of(
@@ -58,15 +57,10 @@ def compute_of(
     calibration: Calibration, nodes: int, *, batch_size: int, scaling: str, own_machines: bool
 ) -> StepCompute:
     """Return a rank's step among ``nodes``: each on a machine of its own, or all on the one that was calibrated."""
-    here = (
-        1
-        if own_machines
-        else nodes
-        if calibration.over_loopback
-        else min(nodes, calibration.ranks_here)
-    )
+    together = nodes if calibration.over_loopback else min(nodes, calibration.ranks_here)
     return calibration.compute.at(
-        local_samples(batch_size, nodes, scaling=scaling), ranks_here=here
+        local_samples(batch_size, nodes, scaling=scaling),
+        ranks_here=1 if own_machines else together,
     )
 
 
@@ -74,16 +68,15 @@ def predict_table(
     nodes: Sequence[int],
     rate_bits: float | None,
     latency_seconds: float | None,
-    strategies: Mapping[str, MessagePlan],
+    plans: Mapping[str, MessagePlan],
     batch_size: int,
     scaling: str,
     calibration: Calibration,
 ) -> list[PredictedStep]:
     """Return a row for each number of nodes and each strategy.
 
-    strategies : by name, from ``lab.predict.torchless.plans``. Without rate and latency the ranks
-    stand where the calibration's did: those of one over loopback share its machine. Raises UserError
-    on values out of range.
+    plans : by the strategy's name, from ``message_plans``. Without rate and latency the ranks stand where the calibration's
+    did: those of one over loopback share its machine. Raises UserError on values out of range.
     """
     for count in nodes:
         if not 1 <= count <= LARGEST_NODES:
@@ -94,36 +87,36 @@ def predict_table(
         raise UserError(f"--batch-size: got {batch_size}, give {LEAST_SAMPLES} or more")
     own_machines = rate_bits is not None or latency_seconds is not None
     network = network_of(calibration, rate_bits, latency_seconds)
-    alone = compute_of(
-        calibration, 1, batch_size=batch_size, scaling=scaling, own_machines=own_machines
-    ).seconds
-    rows = []
+    compute_at = partial(
+        compute_of,
+        calibration,
+        batch_size=batch_size,
+        scaling=scaling,
+        own_machines=own_machines,
+    )
+    alone, rows = compute_at(1).seconds, []
     for count in nodes:
-        compute = compute_of(
-            calibration, count, batch_size=batch_size, scaling=scaling, own_machines=own_machines
-        )
+        compute = compute_at(count)
         note = _note(
             calibration, count, batch_size=batch_size, scaling=scaling, own_machines=own_machines
         )
-        for name, strategy in strategies.items():
-            rows.append(
-                _row(
-                    name,
-                    strategy,
-                    count,
-                    calibration,
-                    network,
-                    compute,
-                    alone,
-                    scaling=scaling,
-                    note=note,
+        for name, plan in plans.items():
+            try:
+                prediction = predict_step(
+                    plan, calibration.gradients, count, network=network, compute=compute
                 )
-            )
+            except NotImplementedError:
+                rows.append(PredictedStep(name, count, None, None, None, "no formula"))
+                continue
+            ratio = alone / prediction.step_seconds
+            speedup = count * ratio if scaling == "weak" else ratio
+            own_note = _NO_EXCHANGE if name == "none" and count > 1 else note
+            rows.append(PredictedStep(name, count, prediction, speedup, speedup / count, own_note))
     return rows
 
 
 def scaling_limits_of(
-    strategies: Mapping[str, MessagePlan],
+    plans: Mapping[str, MessagePlan],
     calibration: Calibration,
     rate_bits: float | None,
     latency_seconds: float | None,
@@ -138,10 +131,10 @@ def scaling_limits_of(
         return []
     network = network_of(calibration, rate_bits, latency_seconds)
     return [
-        stop
+        limit
         for scaling in SCALINGS
-        for stop in scaling_limits(
-            strategies,
+        for limit in scaling_limits(
+            plans,
             calibration.gradients,
             network=network,
             batch_size=batch_size,
@@ -157,31 +150,6 @@ def scaling_limits_of(
     ]
 
 
-def _row(
-    name: str,
-    strategy: MessagePlan,
-    nodes: int,
-    calibration: Calibration,
-    network: Network,
-    compute: StepCompute,
-    alone: float,
-    *,
-    scaling: str,
-    note: str,
-) -> PredictedStep:
-    if name == "none" and nodes > 1:
-        note = "no exchange: each node trains a model of its own"
-    try:
-        prediction = predict_step(
-            strategy, calibration.gradients, nodes, network=network, compute=compute
-        )
-    except NotImplementedError:
-        return PredictedStep(name, nodes, None, None, None, "no formula")
-    ratio = alone / prediction.step_seconds
-    speedup = nodes * ratio if scaling == "weak" else ratio
-    return PredictedStep(name, nodes, prediction, speedup, speedup / nodes, note)
-
-
 def _note(
     calibration: Calibration, nodes: int, *, batch_size: int, scaling: str, own_machines: bool
 ) -> str:
@@ -190,275 +158,3 @@ def _note(
     if not own_machines and calibration.over_loopback and nodes > calibration.cores:
         return f"{nodes} ranks share {calibration.cores} cores: beyond what was measured"
     return ""
-
-
-def main_predict(args: argparse.Namespace) -> int:
-    """Print the tables, or JSON; draw the figure; return the exit status. Raises UserError on wrong values.
-
-    ``args`` : nodes (list of int), sync (list of names, or ["all"]), rate, latency (text or None), batch_size, scaling,
-    calibration (Path or None), json, figure (Path or None); and, where given, the strategies' options ``_OPTIONS``.
-    """
-    calibration, is_reference = find_calibration(args.calibration)
-    names = list(STRATEGIES) if "all" in args.sync else list(dict.fromkeys(args.sync))
-    options = {name: value for name in _OPTIONS if (value := getattr(args, name, None)) is not None}
-    rate, latency = parse_rate(args.rate), parse_latency(args.latency)
-    strategies = plans(names, options)
-    rows = predict_table(
-        args.nodes, rate, latency, strategies, args.batch_size, args.scaling, calibration
-    )
-    ends = scaling_limits_of(strategies, calibration, rate, latency, args.batch_size)
-    summary = _summary(
-        calibration,
-        rate,
-        latency,
-        batch_size=args.batch_size,
-        scaling=args.scaling,
-        is_reference=is_reference,
-    )
-    if args.figure is not None:
-        _draw(
-            args.figure,
-            strategies,
-            calibration,
-            rate,
-            latency,
-            summary,
-            batch_size=args.batch_size,
-            scaling=args.scaling,
-        )
-    if args.json:
-        print(
-            json.dumps(
-                {
-                    "format": 1,
-                    "about": summary,
-                    "rows": [asdict(row) for row in rows],
-                    "scaling": [asdict(end) for end in ends],
-                },
-                indent=1,
-            )
-        )
-        return 0
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)  # a file or a pipe has no width of its own
-    for line in summary:
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(_table(rows, narrow=console.width < _NARROW))
-    for note in dict.fromkeys(
-        f"{'none' if row.sync == 'none' else f'{row.nodes} nodes'}: {row.note}"
-        for row in rows
-        if row.note and row.prediction
-    ):
-        console.print(note, markup=False, soft_wrap=True)
-    _print_scaling_limits(console, ends, batch_size=args.batch_size, cores=calibration.cores)
-    return 0
-
-
-def _print_scaling_limits(
-    console: Console, ends: Sequence[ScalingLimit], *, batch_size: int, cores: int
-) -> None:
-    if ends:
-        console.print(_scaling_limits_table(ends, narrow=console.width < _NARROW))
-    for line in (
-        _scaling_limits_text(batch_size)
-        if ends
-        else [
-            f"where scaling stops: ranks of one machine end with its {cores} cores; give --rate for nodes"
-        ]
-    ):
-        console.print(line, markup=False, soft_wrap=True)
-
-
-def _draw(
-    path: Path,
-    strategies: Mapping[str, MessagePlan],
-    calibration: Calibration,
-    rate: float | None,
-    latency: float | None,
-    summary: Sequence[str],
-    *,
-    batch_size: int,
-    scaling: str,
-) -> None:
-    """Draw the steps from one node to as many as the batch allows."""
-    from lab.predict.plots import (  # matplotlib takes a second to import
-        draw_scaling,
-        numbers_to_draw,
-    )
-
-    numbers = numbers_to_draw(most_nodes(batch_size, scaling=scaling))
-    rows = predict_table(numbers, rate, latency, strategies, batch_size, scaling, calibration)
-    draw_scaling(path, [row for row in rows if row.prediction], scaling=scaling, summary=summary)
-
-
-def _summary(
-    calibration: Calibration,
-    rate: float | None,
-    latency: float | None,
-    *,
-    batch_size: int,
-    scaling: str,
-    is_reference: bool,
-) -> list[str]:
-    """What a reader must know before the numbers."""
-    source = f"calibrated on {calibration.name}, {calibration.made}" + (
-        ", quickly" if calibration.quick else ""
-    )
-    if calibration.others_share > QUIET_SHARE:
-        source += (
-            f", while others took {calibration.others_share:.0%} of its cores (calibrate again)"
-        )
-    if is_reference:
-        source = (
-            f"NOT this machine: {source}, comes with the project. `lab calibrate` measures this one"
-        )
-    network = network_of(calibration, rate, latency)
-    ring = network.rate("all_reduce")
-    where = (
-        "each node a machine like that one"
-        if rate is not None or latency is not None
-        else (
-            "all nodes ranks of that one machine, over loopback"
-            if calibration.over_loopback
-            else "the nodes of the calibration"
-        )
-    )
-    link = (
-        f"{rate / 1e6:,.0f} Mbit/s and {HEADERS - 1:.0%} of headers"
-        if rate is not None
-        else "bandwidth as measured"
-    )
-    return [
-        source,
-        f"{calibration.model}, {sum(calibration.gradients) / 1e6:.1f} MB of gradients, "
-        f"{'global batch' if scaling == 'strong' else 'batch a node'} {batch_size}; {where}",
-        f"network: {link}, {ring.alpha_seconds * 1e3:.3g} ms a message (all_reduce), "
-        f"{ring.beta_seconds_per_byte * 1e9:.3g} ns a byte; summing {network.gamma_seconds_per_byte * 1e9:.2g} ns a byte",
-    ]
-
-
-def _table(rows: Sequence[PredictedStep], *, narrow: bool) -> Table:
-    """Narrow: within 80 columns, so that no number is cut."""
-    table = _frame(
-        [
-            "strategy",
-            "nodes",
-            "step",
-            "speed\nup",
-            "effi-\nciency",
-            "exposed\nsync",
-            "root\nsends",
-            *([] if narrow else ["others\nsend"]),
-            "bound by",
-        ],
-        narrow=narrow,
-    )
-    for row in rows:
-        one = row.prediction
-        if one is None:
-            table.add_row(row.sync, str(row.nodes), *["-"] * (len(table.columns) - 3), row.note)
-            continue
-        sent = [one.bytes_sent_root] if narrow else [one.bytes_sent_root, one.bytes_sent_others]
-        table.add_row(
-            row.sync,
-            str(row.nodes),
-            _seconds(one.step_seconds),
-            _times(row.speedup),
-            _least(row.efficiency, 0.001, ".1%"),
-            _seconds(one.sync_seconds),
-            *map(_bytes, sent),
-            one.bound,
-        )
-    return table
-
-
-def _scaling_limits_table(ends: Sequence[ScalingLimit], *, narrow: bool) -> Table:
-    """Strong and weak scaling side by side."""
-    table = _frame(
-        [
-            "\n\nstrategy",
-            "strong:\nstops\nat",
-            "\nspeed\nup",
-            "\n\nheld by",
-            "weak:\nhalf\nto",
-            "\nstops\nat",
-            "\nspeed\nup",
-            "\n\nheld by",
-        ],
-        narrow=narrow,
-    )
-    strong, weak = (
-        {end.sync: end for end in ends if end.scaling == scaling} for scaling in SCALINGS
-    )
-    for name, one in strong.items():
-        other = weak[name]
-        table.add_row(
-            name,
-            f"{one.nodes or one.limit:,}",
-            _times(one.speedup),
-            one.held_by or "-",
-            "all" if other.half_nodes == other.limit else f"{other.half_nodes:,}",
-            f"{other.nodes:,}" if other.nodes else "never",
-            _times(other.speedup),
-            other.held_by or "-",
-        )
-    return table
-
-
-def _frame(headings: Sequence[str], *, narrow: bool) -> Table:
-    table = Table(
-        box=SIMPLE_HEAD, padding=0 if narrow else (0, 1, 0, 0), pad_edge=False, show_edge=not narrow
-    )
-    for heading in headings:
-        table.add_column(
-            heading,
-            justify="left" if heading.endswith(("strategy", " by")) else "right",
-            no_wrap=True,
-        )
-    return table
-
-
-def _scaling_limits_text(batch_size: int) -> list[str]:
-    """What the words of ``_scaling_limits_table`` mean."""
-    limit = most_nodes(batch_size, scaling="strong")
-    return [
-        f"strong: {batch_size:,} samples for all nodes together, at least {LEAST_SAMPLES} each, so up to {limit:,}; weak: "
-        f"{batch_size:,} samples a node, up to {LARGEST_NODES:,}.",
-        "stops at: more nodes, however many, bring less than a tenth more samples a second; never: the last doubling brought",
-        "more. speed up: there, over one node. half to: nodes of which each still does half of what one alone does.",
-        "held by: what takes the most of the messages; compute: computing alone goes no further; samples: the batch ends.",
-    ]
-
-
-def _times(value: float) -> str:
-    return (
-        f"{value:,.0f}"
-        if value >= 100
-        else f"{value:.1f}"
-        if value >= 10
-        else _least(value, 0.01, ".2f")
-    )
-
-
-def _least(value: float, least: float, form: str) -> str:
-    return f"{value:{form}}" if value >= least else f"<{least:{form}}"
-
-
-def _seconds(value: float) -> str:
-    if value >= 1:
-        return (
-            f"{value / 3600:.3g} h"
-            if value >= 3600
-            else f"{value:.0f} s"
-            if value >= 100
-            else f"{value:.3g} s"
-        )
-    return f"{value * 1e3:.3g} ms"
-
-
-def _bytes(value: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.0f} B"

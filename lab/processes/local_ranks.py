@@ -1,6 +1,6 @@
-"""One command on several nodes of this machine: every process ends, whatever happens, and what failed first is told.
+"""Run one command on several ranks of this machine; end every process, whatever happens, and report the first failure.
 
-``run_nodes`` starts a process a node, waits, and returns None or the message of the first that failed.
+``run_nodes`` starts a process a rank, waits, and returns None or the message of the first that failed.
 """
 
 import contextlib
@@ -24,30 +24,20 @@ def run_nodes(
 ) -> str | None:
     """Run ``python command`` on ``nodes`` processes over loopback, the output of each in ``logs``-rank<r>.txt.
 
-    Returns None where all ended well, else what the first one that failed said. Ctrl-C, a failure and ``limit_seconds`` end
+    Returns None where all ended well, else the error of the one that failed first. Ctrl-C, a failure and ``limit_seconds`` end
     all of them; so does the end of this process, on Linux also where it was killed.
     """
-    place = [
-        "--master-ip",
-        "127.0.0.1",
-        "--master-port",
-        str(free_port()),
-        "--num-nodes",
-        str(nodes),
-    ]
+    address = ["--master-ip", "127.0.0.1", "--master-port", str(free_port())]
     logs.parent.mkdir(parents=True, exist_ok=True)
     processes: list[subprocess.Popen] = []
     outputs = [logs.with_name(f"{logs.name}-rank{rank}.txt") for rank in range(nodes)]
     try:
         for rank, output in enumerate(outputs):
+            group = [*address, "--num-nodes", str(nodes), "--rank", str(rank)] if nodes > 1 else []
             with output.open("wb") as file:
                 processes.append(
                     subprocess.Popen(
-                        [
-                            sys.executable,
-                            *command,
-                            *([*place, "--rank", str(rank)] if nodes > 1 else []),
-                        ],
+                        [sys.executable, *command, *group],
                         stdout=file,
                         stderr=subprocess.STDOUT,
                         stdin=subprocess.DEVNULL,
@@ -68,28 +58,23 @@ def _wait(
     while any(process.poll() is None for process in processes):
         failed = [rank for rank, process in enumerate(processes) if process.poll()]
         if failed and first is None:
-            first, deadline = (
-                failed[0],
-                min(deadline, time.monotonic() + _GRACE_SECONDS),
-            )  # the others will say why, too
+            first = failed[0]
+            # The others report why they fail, too.
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if time.monotonic() > deadline:
-            return (
-                _message(processes, outputs, first)
-                if first is not None
-                else f"not done within {limit_seconds:g} s"
-            )
+            if first is None:
+                return f"not done within {limit_seconds:g} s"
+            return _message(processes, outputs, first)
         time.sleep(_POLL_SECONDS)
     failed = [rank for rank, process in enumerate(processes) if process.returncode]
-    return (
-        _message(processes, outputs, first if first is not None else failed[0]) if failed else None
-    )
+    if not failed:
+        return None
+    return _message(processes, outputs, first if first is not None else failed[0])
 
 
 def _message(processes: list[subprocess.Popen], outputs: list[Path], first: int) -> str:
-    failed = [
-        first,
-        *(rank for rank, process in enumerate(processes) if process.poll() and rank != first),
-    ]
+    others = [rank for rank, process in enumerate(processes) if process.poll() and rank != first]
+    failed = [first, *others]
     statuses = {rank: processes[rank].returncode for rank in failed}
     texts = {rank: outputs[rank].read_text(encoding="utf-8", errors="replace") for rank in failed}
     culprit, message = find_root_failure(failed, statuses, texts, name="rank")

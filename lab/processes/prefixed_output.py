@@ -1,4 +1,4 @@
-"""What several nodes write, on one terminal: each line behind its node's number."""
+"""The output of several nodes on one terminal: each line behind its node's number."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,9 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 class PrefixedOutput:
-    """Shows a node's lines behind its number, in a colour of its own on a terminal; nothing more once nobody reads them.
+    """Shows each line behind its node's number, on a terminal in a colour of the node; nothing more once the reader is gone.
 
-    shown : says of which nodes; the others' lines are left out.
+    shown : whether a node's lines are shown.
     """
 
     def __init__(
@@ -24,12 +24,10 @@ class PrefixedOutput:
             self.show(node, line)
 
     def show(self, node: int, line: str) -> None:
-        """Show a line, whatever node it is of."""
+        """Show a line of any node, also of one that is not ``shown``."""
         text = Text(f"node {node:>{self._width}} | ", style=_COLOURS[node % len(_COLOURS)])
         try:
             self._console.print(text.append(line, style="default"), soft_wrap=True)
-        except (
-            OSError,
-            SystemExit,
-        ):  # rich ends the thread that finds the pipe closed, and this one has the nodes to read from
+        except (OSError, SystemExit):
+            # The pipe is closed. rich would end this thread, which must go on reading from the nodes.
             self._shown = lambda node: False

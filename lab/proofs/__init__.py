@@ -4,7 +4,8 @@
 mistakes.
 """
 
-from lab.proofs.equivalence import Case, Equivalence, StepDifference, check_equivalence, check_group
+from lab.proofs.equivalence import Equivalence, StepDifference, check_equivalence, check_group
+from lab.proofs.proof_model import Case
 from lab.proofs.ranks import RankError, run_ranks
 
 __all__ = [

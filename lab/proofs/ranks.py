@@ -135,6 +135,7 @@ def _rank_main(
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    answer: tuple[int, str | None, Any]
     try:
         function, arguments = cloudpickle.loads(payload)
         dist.init_process_group(

@@ -2,27 +2,16 @@
 
 ``WRONG`` is the one list of them: what published solutions have got wrong, and what a change to this project could get
 wrong. ``Wrong.plant`` puts the wrong code in the place of the right one; ``pytest -m mutation`` plants each and sees its
-test fail for the stated reason. Wrong strategies are classes of ``wrong_strategies.py``.
+test fail for the stated reason. The wrong functions are in ``wrong_code.py``, wrong strategies in ``wrong_strategies.py``.
 """
 
 import functools
-from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from common import checkpoint
-from common.data import augmentation
-from common.data.sharding import GlobalBatchSampler
-from common.sync.base import GradientSync, broadcast_from_rank0
-from common.training_engine import TrainingEngine, batchnorm
-from common.training_engine import checkpoint_manager as resumption
-from lab.proofs import wrong_strategies
+from common.sync.base import GradientSync
+from lab.proofs import wrong_code, wrong_strategies
 
 
 @dataclass(frozen=True)
@@ -55,114 +44,6 @@ class Wrong:
         getattr(owner, name)
         setattr(owner, name, self.replacement)
 
-
-# --- The wrong code, a few lines each; the right code keeps its name ---
-
-_right_average, _right_state = batchnorm._average, resumption.state
-_right_digest, _right_train_step, _right_total = (
-    checkpoint.digest,
-    TrainingEngine.train_step,
-    TrainingEngine._sum_over_ranks,
-)
-
-
-def _whole_batch(samples: int, rank: int, world_size: int) -> slice:
-    return slice(0, samples)
-
-
-def _overlapping(samples: int, rank: int, world_size: int) -> slice:
-    return slice(samples * rank // world_size, min(samples, samples * (rank + 1) // world_size + 1))
-
-
-def _rest_dropped(samples: int, rank: int, world_size: int) -> slice:
-    return slice(rank * (samples // world_size), (rank + 1) * (samples // world_size))
-
-
-def _one_order(samples: int, *, seed: int, epoch: int) -> Tensor:
-    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
-
-
-def _unseeded_order(samples: int, *, seed: int, epoch: int) -> Tensor:
-    return torch.randperm(samples)
-
-
-def _unseeded_draw(
-    samples: int, *, seed: int, epoch: int, flip: bool, device: Any = "cpu"
-) -> augmentation.Draws:
-    return augmentation.draw(
-        samples, seed=int(torch.randint(2**31, ())), epoch=epoch, flip=flip, device=device
-    )
-
-
-def _as_if_shards_were_equal(engine: TrainingEngine, count: int) -> int:
-    return max(1, count) * engine.world.size
-
-
-def _every_batch_full(sampler: GlobalBatchSampler) -> list[int]:
-    return [sampler._bounds[1]] * (len(sampler._bounds) - 1)
-
-
-def _rank0s_statistics(model: nn.Module, shards: Any) -> None:
-    broadcast_from_rank0(list(model.buffers()))
-
-
-def _unweighted_statistics(
-    running: list[Tensor], shards: Sequence[tuple[int, Sequence[Tensor]]], size: int
-) -> None:
-    _right_average(running, [(1, tensors) for _, tensors in shards], size)
-
-
-def _state_without_momentum(engine: TrainingEngine, **place: Any) -> dict[str, Any]:
-    entries = _right_state(engine, **place)
-    return entries | {"optimizer_state_dict": entries["optimizer_state_dict"] | {"state": {}}}
-
-
-def _epochs_counted_from_the_start(sampler: GlobalBatchSampler, epoch: int) -> None:
-    sampler.calls = getattr(sampler, "calls", 0) + 1
-    sampler.epoch = sampler.calls
-
-
-def _clip_before_averaging(engine: TrainingEngine, micro_batches: Any, **more: Any) -> Any:
-    average = engine.sync.synchronize
-
-    def clip_first(model: nn.Module) -> None:
-        if engine._clip_norm is not None:
-            nn.utils.clip_grad_norm_(engine._trained, engine._clip_norm)
-        average(model)
-
-    engine.sync.synchronize = clip_first
-    try:
-        return _right_train_step(engine, micro_batches, **more)
-    finally:
-        del engine.sync.synchronize
-
-
-def _clip_each_parameter(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    used = [p for p in parameters if p.grad is not None]
-    return torch.stack([nn.utils.clip_grad_norm_(p, max_norm) for p in used]).norm()
-
-
-def _save_without_hash(path: Path, entries: dict[str, Any]) -> None:
-    torch.save(dict(entries), path)
-
-
-def _hash_of_the_weights_alone(value: Any) -> str:
-    return _right_digest(
-        value["model_state_dict"]
-        if isinstance(value, dict) and "model_state_dict" in value
-        else value
-    )
-
-
-def _no_sync_that_does_nothing(sync: GradientSync) -> nullcontext:
-    return nullcontext()
-
-
-def _micro_batches_added_up(engine: TrainingEngine, count: int) -> int:
-    return _right_total(engine, count) // engine._accumulation_steps
-
-
-# --- The list ---
 
 _SYNC = "tests/common/sync/test_sync.py::test_equals_one_process_after_every_step"
 _SHARDING, _ENGINE, _CHECKPOINT = (
@@ -221,7 +102,7 @@ WRONG = (
         "sharding",
         "Every rank trains on the whole global batch.",
         "common.data.sharding:rank_share",
-        _whole_batch,
+        wrong_code.whole_batch,
         f"{_SHARDING}::test_ranks_see_different_samples_in_each_step",
         "two ranks have the same sample",
     ),
@@ -230,7 +111,7 @@ WRONG = (
         "sharding",
         "Each shard also has the first sample of the next.",
         "common.data.sharding:rank_share",
-        _overlapping,
+        wrong_code.overlapping,
         f"{_SHARDING}::test_ranks_see_different_samples_in_each_step",
         "two ranks have the same sample",
     ),
@@ -239,7 +120,7 @@ WRONG = (
         "sharding",
         "Samples that do not divide by the number of ranks are left out.",
         "common.data.sharding:rank_share",
-        _rest_dropped,
+        wrong_code.rest_dropped,
         f"{_SHARDING}::test_each_sample_comes_exactly_once_an_epoch",
         "samples come never or twice",
     ),
@@ -248,7 +129,7 @@ WRONG = (
         "sharding",
         "Every epoch has the order of the first.",
         "common.data.sharding:epoch_order",
-        _one_order,
+        wrong_code.one_order,
         f"{_SHARDING}::test_order_is_new_each_epoch_and_the_same_for_the_same_seed",
         "two epochs have the same order",
     ),
@@ -256,8 +137,8 @@ WRONG = (
         "AsIfShardsWereEqual",
         "loss weighting",
         "The mean of the shards' mean losses, however many samples each has.",
-        "common.training_engine:TrainingEngine._sum_over_ranks",
-        _as_if_shards_were_equal,
+        "common.training_engine:TrainingEngine.sum_over_ranks",
+        wrong_code.as_if_shards_were_equal,
         f"{_SYNC}[2-all_reduce-float64]",
         rf"2 ranks, step 1: .*{_DIFFERS}",
     ),
@@ -266,7 +147,7 @@ WRONG = (
         "loss weighting",
         "The last batch of an epoch is weighted as if it were full.",
         "common.data.sharding:GlobalBatchSampler.global_batch_sizes",
-        property(_every_batch_full),
+        property(wrong_code.every_batch_full),
         f"{_SHARDING}::test_batches_are_full_but_the_last_and_shared_evenly",
         "the loss would be weighted by other sizes",
     ),
@@ -275,7 +156,7 @@ WRONG = (
         "BatchNorm",
         "All ranks take the running statistics of rank 0.",
         "common.training_engine.batchnorm:agree_on_buffers",
-        _rank0s_statistics,
+        wrong_code.rank0s_statistics,
         "tests/common/training_engine/test_batchnorm.py::test_running_statistics_are_the_mean_over_all_samples",
         "running statistics differ from those of the shards in turn",
     ),
@@ -284,7 +165,7 @@ WRONG = (
         "BatchNorm",
         "Running statistics are averaged as if all ranks had as many samples.",
         "common.training_engine.batchnorm:_average",
-        _unweighted_statistics,
+        wrong_code.unweighted_statistics,
         "tests/common/training_engine/test_batchnorm.py::test_running_statistics_are_the_mean_over_all_samples",
         "running statistics differ from those of the shards in turn",
     ),
@@ -293,7 +174,7 @@ WRONG = (
         "resume",
         "The momentum is not saved.",
         "common.training_engine:TrainingEngine.state",
-        _state_without_momentum,
+        wrong_code.state_without_momentum,
         "tests/common/experiment/test_resume.py::test_one_rank_resumes_bit_for_bit",
         "metrics of the second epoch differ after a resume",
     ),
@@ -302,7 +183,7 @@ WRONG = (
         "resume",
         "A resumed run counts its epochs from 1 again, so that the order repeats itself.",
         "common.data.sharding:GlobalBatchSampler.set_epoch",
-        _epochs_counted_from_the_start,
+        wrong_code.epochs_counted_from_the_start,
         "tests/common/experiment/test_resume.py::test_one_rank_resumes_bit_for_bit",
         "metrics of the second epoch differ after a resume",
     ),
@@ -311,7 +192,7 @@ WRONG = (
         "clipping",
         "Each rank clips its own gradients, then they are averaged.",
         "common.training_engine:TrainingEngine.train_step",
-        _clip_before_averaging,
+        wrong_code.clip_before_averaging,
         "tests/common/sync/test_sync.py::test_other_cases_equal_one_process[clipping]",
         rf"2 ranks, step 1: .*{_DIFFERS}",
     ),
@@ -320,7 +201,7 @@ WRONG = (
         "clipping",
         "The norm of each parameter is limited, not that of all together.",
         "common.training_engine.engine:clip_grad_norm_",
-        _clip_each_parameter,
+        wrong_code.clip_each_parameter,
         "tests/common/sync/test_sync.py::test_other_cases_equal_one_process[clipping]",
         rf"2 ranks, step 1: .*{_DIFFERS}",
     ),
@@ -329,7 +210,7 @@ WRONG = (
         "checkpoint",
         "Nothing tells whether the contents are those that were saved.",
         "common.checkpoint:save_checkpoint",
-        _save_without_hash,
+        wrong_code.save_without_hash,
         f"{_CHECKPOINT}::test_altered_with_the_digest_left_as_it_was",
         "DID NOT RAISE",
     ),
@@ -338,7 +219,7 @@ WRONG = (
         "checkpoint",
         "An altered optimiser state or step is not noticed.",
         "common.checkpoint:digest",
-        _hash_of_the_weights_alone,
+        wrong_code.hash_of_the_weights_alone,
         f"{_CHECKPOINT}::test_altered_with_the_digest_left_as_it_was",
         "DID NOT RAISE",
     ),
@@ -347,7 +228,7 @@ WRONG = (
         "accumulation",
         "``no_sync`` does nothing: every micro-batch is exchanged.",
         "common.sync.ddp:DDP.no_sync",
-        _no_sync_that_does_nothing,
+        wrong_code.no_sync_that_does_nothing,
         f"{_ENGINE}::test_ranks_communicate_once_an_optimiser_step_however_many_micro_batches[ddp]",
         "messages of a step with several micro-batches",
     ),
@@ -355,8 +236,8 @@ WRONG = (
         "MicroBatchesAddedUp",
         "accumulation",
         "The micro-batches' gradients are added up, not averaged.",
-        "common.training_engine:TrainingEngine._sum_over_ranks",
-        _micro_batches_added_up,
+        "common.training_engine:TrainingEngine.sum_over_ranks",
+        wrong_code.micro_batches_added_up,
         "tests/common/sync/test_sync.py::test_other_cases_equal_one_process[accumulation]",
         rf"2 ranks, step 1: .*{_DIFFERS}",
     ),
@@ -366,7 +247,7 @@ WRONG = (
         "seeds",
         "Each rank draws an order of its own, so that the shards overlap.",
         "common.data.sharding:epoch_order",
-        _unseeded_order,
+        wrong_code.unseeded_order,
         f"{_SHARDING}::test_each_sample_comes_exactly_once_an_epoch",
         "samples come never or twice",
     ),
@@ -375,7 +256,7 @@ WRONG = (
         "seeds",
         "Crops and flips depend on the process that draws them.",
         "common.data.loaders:draw",
-        _unseeded_draw,
+        wrong_code.unseeded_draw,
         f"{_SHARDING}::test_a_sample_is_augmented_alike_on_any_number_of_ranks",
         "another crop or flip on",
     ),

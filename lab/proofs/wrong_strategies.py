@@ -1,6 +1,6 @@
 """Gradient synchronisation as published solutions have got it wrong, and as this project's own could go wrong.
 
-Each class is right but for what its docstring says. ``wrong.py`` lists them with the test that catches them.
+Each class is right except for what its docstring says. ``wrong.py`` lists them with the test that catches them.
 """
 
 from collections.abc import Callable
@@ -89,7 +89,7 @@ class WeightsInsteadOfGradients(GradientSync):
     def after_step(self, model: nn.Module) -> None:
         for parameter in model.parameters():
             dist.all_reduce(parameter)
-            parameter /= dist.get_world_size()
+            parameter.div_(dist.get_world_size())
 
 
 class BroadcastFromEachRank(Mean):

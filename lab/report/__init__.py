@@ -1,8 +1,8 @@
 """The report of a comparison: tables, figures, traces and one HTML page, from ``results`` of ``lab compare`` or ``lab report``.
 
 ``write_report`` is the one call. Reading order: ``view`` (what may be compared, what follows from a cell), ``losses``,
-``findings`` and ``quality`` (what it shows, in words), ``tables``, ``style``, ``figures``, ``curves``, ``timeline``, ``gallery``
-(all figures), ``html``.
+``findings`` (what it shows, in words, with ``speed_findings``, ``training_findings``, ``prediction_findings``), ``tables``,
+``figures``, ``curves``, ``timeline``, ``figure_pages`` (all figures), ``html``.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,7 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> None:
     """
     import json
 
-    from lab.report import figure_pages as gallery
-    from lab.report import html, tables, timeline, view
+    from lab.report import figure_pages, html, tables, timeline, view
 
     folder.mkdir(parents=True, exist_ok=True)
     blocks = view.blocks(results)
@@ -29,6 +28,6 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> None:
     for key, step in (results.get("timelines") or {}).items():
         text = json.dumps(timeline.trace(step, key), allow_nan=False)
         (folder / f"trace-{view.safe_name(key)}.json").write_text(text, encoding="utf-8")
-    drawings = [(block, gallery.draw_block(folder, block)) for block in blocks]
-    page = html.render(results, drawings, list(gallery.draw_timelines(folder, results)))
+    drawings = [(block, figure_pages.draw_block(folder, block)) for block in blocks]
+    page = html.render(results, drawings, list(figure_pages.draw_timelines(folder, results)))
     (folder / "report.html").write_text(page, encoding="utf-8")

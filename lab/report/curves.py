@@ -4,6 +4,7 @@ As in ``lab.report.figures``, each ``draw_*`` takes a block and raises NothingTo
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -33,22 +34,21 @@ def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
     curves = {sync: rows for sync, rows in curves.items() if rows}
     if not curves:
         raise NothingToShowError("no cell on more than one node has ended yet")
-    columns = 2 if narrow else min((5, 4, 3), key=lambda width: (-len(curves) % width, -width))
+    fewest_spare = min((5, 4, 3), key=lambda width: (-len(curves) % width, -width))
     figure, axes = grid(
         len(curves),
         narrow=narrow,
-        columns=columns,
+        columns=2 if narrow else fewest_spare,
         height=1.75,
         extra=0.45,
         sharex=True,
         sharey=True,
     )
     counts = [1, *block.nodes]
-    top = max([*counts, *(row.speedup for rows in curves.values() for row in rows)])
+    top = max([*counts, *(speedup for rows in curves.values() for speedup in _speedups(rows))])
     for axis, (sync, rows) in zip(axes, curves.items(), strict=True):
-        _scaling_panel(
-            axis, sync, rows, [others for name, others in curves.items() if name != sync], counts
-        )
+        others = [other for name, other in curves.items() if name != sync]
+        _scaling_panel(axis, sync, rows, others, counts)
         axis.set_xlim(counts[0] - 0.2, counts[-1] * 1.12 + 0.15)
         axis.set_ylim(0, top * 1.12)
         if counts[-1] > 8:
@@ -58,19 +58,18 @@ def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_major_locator(MaxNLocator(4, integer=True))
         axis.tick_params(labelbottom=True)
+    if block.scaling == "strong":
+        label, heading = "speed-up, times", "Speed-up over nodes"
+    else:
+        label, heading = "throughput, times one node's", "Throughput over nodes (weak scaling)"
     figure.supxlabel("nodes", fontsize=9)
-    figure.supylabel(
-        "speed-up, times" if block.scaling == "strong" else "throughput, times one node's",
-        fontsize=9,
-    )
-    title(
-        figure,
-        "Speed-up over nodes, efficiency in %"
-        if block.scaling == "strong"
-        else "Throughput over nodes (weak scaling), efficiency in %",
-        emulated=block.emulated,
-    )
+    figure.supylabel(label, fontsize=9)
+    title(figure, f"{heading}, efficiency in %", emulated=block.emulated)
     return figure
+
+
+def _speedups(rows: Sequence[CellRow]) -> list[float]:
+    return [row.speedup for row in rows if row.speedup]
 
 
 def _scaling_panel(
@@ -84,42 +83,34 @@ def _scaling_panel(
     for other in others:
         axis.plot(
             [1, *(row.nodes for row in other)],
-            [1, *(row.speedup for row in other)],
+            [1, *_speedups(other)],
             color=INK,
             linewidth=0.8,
             alpha=0.15,
         )
     axis.plot(
         [1, *(row.nodes for row in rows)],
-        [1, *(row.speedup for row in rows)],
+        [1, *_speedups(rows)],
         color=color(sync),
         linewidth=1.8,
         marker=marker(sync),
         markersize=5,
     )
-    for row in rows:
-        interval = row.speedup_interval and (
-            row.speedup_interval[0],
-            min(row.speedup_interval[1], 2 * max(counts)),
-        )
-        if interval:
-            axis.plot([row.nodes] * 2, interval, color=color(sync), linewidth=1.2)
-        above = row.speedup < 0.6 * row.nodes  # towards the free side of the ideal line
-        long = interval is not None and interval[1] - interval[0] > 0.2 * max(
-            counts
-        )  # then beside the whisker
-        end = row.speedup if not interval or long else interval[1] if above else interval[0]
+    for row, speedup in zip(rows, _speedups(rows), strict=True):
+        low, high = row.speedup_interval or (speedup, speedup)
+        high = min(high, 2 * counts[-1])
+        if row.speedup_interval:
+            axis.plot([row.nodes] * 2, [low, high], color=color(sync), linewidth=1.2)
+        above = speedup < 0.6 * row.nodes  # towards the free side of the ideal line
+        long = high - low > 0.2 * counts[-1]  # then beside the whisker
         inner = row.nodes < counts[-1]
-        beside = (
-            "right" if long and not inner else "left" if long or (inner and not above) else "center"
-        )
+        beside = "left" if inner and (long or not above) else "right" if long else "center"
+        y = speedup if long else high if above else low
+        up = -4 if not above else 12 if long else 5
         axis.annotate(
-            percent(row.efficiency),
-            (row.nodes, end),
-            xytext=(
-                {"left": 4, "center": 0, "right": -5}[beside],
-                (12 if long else 5) if above else -4,
-            ),
+            percent(speedup / row.nodes),
+            (row.nodes, y),
+            xytext=({"left": 4, "center": 0, "right": -5}[beside], up),
             textcoords="offset points",
             ha=beside,
             va="bottom" if above else "top",
@@ -217,19 +208,29 @@ def _loss_panel(axis: Axes, block: ComparisonGroup, nodes: int) -> list[Line2D]:
     return handles
 
 
-def _line(axis: Axes, curve: dict[int, float], **options: object) -> list[Line2D]:
+def _line(axis: Axes, curve: dict[int, float], **options: Any) -> list[Line2D]:
     steps = sorted(curve)
-    return axis.plot(
-        steps, [curve[step] for step in steps], marker="." if len(steps) == 1 else None, **options
-    )
+    dot = "." if len(steps) == 1 else None
+    return axis.plot(steps, [curve[step] for step in steps], marker=dot, **options)
+
+
+class _Point(NamedTuple):
+    """A cell with both times of a step, in seconds."""
+
+    row: CellRow
+    predicted: float
+    measured: float
 
 
 def draw_prediction(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw measured over predicted step times with the diagonal and a band of 20 %; cells in scope filled, others hollow."""
-    rows = [row for row in block.measured if row.predicted]
-    if not rows:
+    points = [
+        _Point(row, row.predicted, row.measured_step) for row in block.measured if row.predicted
+    ]
+    if not points:
         raise NothingToShowError("no cell has both a prediction and a measurement")
-    panels = [nodes for nodes in block.nodes if any(row.nodes == nodes for row in rows)] or [1]
+    drawn = {point.row.nodes for point in points}
+    panels = [nodes for nodes in block.nodes if nodes in drawn] or [1]
     figure, axes = grid(
         len(panels),
         narrow=narrow,
@@ -238,7 +239,7 @@ def draw_prediction(block: ComparisonGroup, *, narrow: bool) -> Figure:
         extra=0.55,
     )
     for axis, nodes in zip(axes, panels, strict=True):
-        _prediction_panel(axis, [row for row in rows if row.nodes == nodes])
+        _prediction_panel(axis, [point for point in points if point.row.nodes == nodes])
         axis.set(
             xlabel="predicted, seconds a step",
             ylabel="measured, seconds a step",
@@ -256,8 +257,8 @@ def draw_prediction(block: ComparisonGroup, *, narrow: bool) -> Figure:
     return figure
 
 
-def _prediction_panel(axis: Axes, rows: Sequence[CellRow]) -> None:
-    values = [value for row in rows for value in (row.predicted, row.step)]
+def _prediction_panel(axis: Axes, points: Sequence[_Point]) -> None:
+    values = [value for point in points for value in (point.predicted, point.measured)]
     low, high = min(values) / 1.15, max(values) * 1.15
     if high / low > _LOG:
         axis.set(xscale="log", yscale="log")
@@ -271,10 +272,10 @@ def _prediction_panel(axis: Axes, rows: Sequence[CellRow]) -> None:
     ends = np.array([low, high])
     axis.plot(ends, ends, color=INK, linewidth=1)
     axis.fill_between(ends, ends / 1.2, ends / 0.8, color=INK, alpha=0.1, linewidth=0)
-    for row in rows:
+    for row, predicted, measured in points:
         axis.plot(
-            row.predicted,
-            row.step,
+            predicted,
+            measured,
             marker=marker(row.sync),
             markersize=7,
             linestyle="",
@@ -284,28 +285,26 @@ def _prediction_panel(axis: Axes, rows: Sequence[CellRow]) -> None:
             zorder=3,
         )
     axis.set(xlim=(low, high), ylim=(low, high))
-    _label(axis, rows, low, high)
+    _label(axis, points, low, high)
     axis.grid()
 
 
-def _label(axis: Axes, rows: Sequence[CellRow], low: float, high: float) -> None:
+def _label(axis: Axes, points: Sequence[_Point], low: float, high: float) -> None:
     """Name the points in a column at the right, spread so that no two names overlap, each with a line to its point."""
 
     def scale(value: float) -> float:
-        return (
-            float(np.log(value / low) / np.log(high / low))
-            if high / low > _LOG
-            else (value - low) / (high - low)
-        )
+        if high / low > _LOG:
+            return float(np.log(value / low) / np.log(high / low))
+        return (value - low) / (high - low)
 
-    ordered = sorted(rows, key=lambda row: row.step)
+    ordered = sorted(points, key=lambda point: point.measured)
     gap = min(0.056, 1 / max(len(ordered), 1))
-    places = spread([scale(row.step) for row in ordered], gap)
-    for row, place in zip(ordered, places, strict=True):
+    heights = spread([scale(point.measured) for point in ordered], gap)
+    for (row, predicted, measured), height in zip(ordered, heights, strict=True):
         axis.annotate(
             row.sync + (" (1 node)" if row.nodes == 1 else ""),
-            (row.predicted, row.step),
-            xytext=(1.05, place),
+            (predicted, measured),
+            xytext=(1.05, height),
             textcoords="axes fraction",
             va="center",
             fontsize=8,
@@ -322,24 +321,19 @@ def _label(axis: Axes, rows: Sequence[CellRow], low: float, high: float) -> None
         )
 
 
-def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Move sorted ``places`` in 0..1 apart until neighbours lie ``gap`` apart, as little as needed, within 0..1."""
-    spots = np.asarray(places, dtype=float)
-    steps = gap * np.arange(len(spots))
-    # isotonic: of all admissible layouts the one nearest to the wanted places (pool adjacent violators)
-    blocks: list[list[float]] = []
-    for value in spots - steps:
-        blocks.append([value, 1])
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            mean, count = blocks.pop()
-            blocks[-1] = [
-                (blocks[-1][0] * blocks[-1][1] + mean * count) / (blocks[-1][1] + count),
-                blocks[-1][1] + count,
-            ]
-    moved = (
-        np.concatenate([np.full(int(count), mean) for mean, count in blocks]) + steps
-        if blocks
-        else spots
-    )
-    limit = max(1 - steps[-1] if len(steps) else 1.0, 0)
-    return list(np.clip(moved - steps, 0, limit) + steps)
+def spread(positions: Sequence[float], gap: float) -> list[float]:
+    """Move sorted ``positions`` in 0..1 apart until neighbours lie ``gap`` apart, as little as needed, within 0..1."""
+    if not positions:
+        return []
+    steps = gap * np.arange(len(positions))
+    # isotonic: of all admissible layouts the one nearest to the wanted positions (pool adjacent violators)
+    blocks: list[tuple[float, int]] = []  # mean, count
+    for value in np.asarray(positions, dtype=float) - steps:
+        mean, count = float(value), 1
+        while blocks and blocks[-1][0] > mean:
+            before, members = blocks.pop()
+            mean = (before * members + mean * count) / (members + count)
+            count += members
+        blocks.append((mean, count))
+    moved = np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
+    return list(np.clip(moved, 0, max(1 - steps[-1], 0)) + steps)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from matplotlib.figure import Figure
 from lab.plot_style import Drawing, NothingToShowError, inline_only, save, style
 from lab.report import curves, figures
 from lab.report.losses import largest_difference
-from lab.report.timeline import draw_timeline, mean_overlap, overlap
+from lab.report.timeline import draw_timeline, mean_overlap, overlap, share_text
 from lab.report.view import ComparisonGroup, percent, rate_text, safe_name, seconds_text
 
 
@@ -33,18 +34,12 @@ def step_time_caption(block: ComparisonGroup) -> str:
         "for the slowest rank's last gradient (hatched), then the wire. The tick is the median of the whole step; "
     )
     single = [row for row in block.measured if not row.interval("step")]
-    return text + (
-        "one repeat, so there is no interval."
-        if len(single) == len(block.measured)
-        else "the whisker the 95 % interval over repeats"
-        + (", where there is more than one." if single else ".")
-        + (" Some whiskers are longer than the figure." if _cut(block) else "")
-    )
-
-
-def _cut(block: ComparisonGroup) -> bool:
-    ends = [row.interval("step")[1] for row in block.measured if row.interval("step")]
-    return bool(ends) and max(ends) > figures.whisker_end(block)
+    if len(single) == len(block.measured):
+        return text + "one repeat, so there is no interval."
+    text += "the whisker the 95 % interval over repeats"
+    text += ", where there is more than one." if single else "."
+    cut = max(figures.whisker_ends(block)) > figures.axis_end(block)
+    return text + (" Some whiskers are longer than the figure." if cut else "")
 
 
 def scaling_caption(block: ComparisonGroup) -> str:
@@ -71,7 +66,7 @@ def bytes_caption(block: ComparisonGroup) -> str:
 
 def loss_caption(block: ComparisonGroup) -> str:
     parts = []
-    for nodes in [nodes for nodes in block.nodes if nodes > 1]:
+    for nodes in block.nodes_beyond_one:
         found = largest_difference([row for row in block.at(nodes) if row.exact])
         if found and found.value == 0:
             parts.append(f"none on {nodes} nodes")
@@ -79,14 +74,12 @@ def loss_caption(block: ComparisonGroup) -> str:
             parts.append(
                 f"{found.value:.2g} on {nodes} nodes (step {found.step}, {found.one} against {found.other})"
             )
-    told = (
-        f" Largest difference between exact strategies at the same step and seed: {'; '.join(parts)}."
-        if parts
-        else ""
-    )
+    largest = ""
+    if parts:
+        largest = f" Largest difference between exact strategies at the same step and seed: {'; '.join(parts)}."
     return (
         "Training loss over the global batch, of one seed. Exact strategies must lie on one another, and are drawn as one "
-        f"line where the eye could not tell them apart; those that are not exact are dashed.{told}"
+        f"line where the eye could not tell them apart; those that are not exact are dashed.{largest}"
     )
 
 
@@ -131,48 +124,44 @@ def _drawn(
     folder: Path, name: str, heading: str, block: ComparisonGroup, draw: Draw, caption: Caption
 ) -> Drawing | MissingFigure:
     try:
-        with style():
-            wide = save(draw(block, narrow=False), folder / name)
-            narrow = inline_only(draw(block, narrow=True), f"{name}-narrow")
+        wide, narrow = _draw_and_save(folder, name, partial(draw, block))
     except NothingToShowError as error:
         return MissingFigure(name, heading, str(error))
     words = caption(block)
-    alt = (
-        f"{heading}{', ' + block.label if block.label else ''}: {words} The table has the numbers."
+    what = f"{heading}, {block.label}" if block.label else heading
+    return Drawing(
+        name, heading, words, f"{what}: {words} The table has the numbers.", wide, narrow
     )
-    return Drawing(name, heading, words, alt, wide, narrow)
+
+
+def _draw_and_save(folder: Path, name: str, draw: Draw) -> tuple[str, str]:
+    """Write the figure for a wide page into ``folder``; return the SVG for a wide and for a narrow page."""
+    with style():
+        wide, narrow = draw(narrow=False), draw(narrow=True)
+        return save(wide, folder / name), inline_only(narrow, f"{name}-narrow")
 
 
 def draw_timelines(folder: Path, results: Mapping[str, Any]) -> Iterator[Drawing | MissingFigure]:
     """Draw the recorded step of each cell that has one, in the cells' order, those of one node, without messages, last."""
     timelines, emulated = results.get("timelines") or {}, bool(results.get("emulated"))
-    cells = {
-        cell["id"]: cell
-        for cell in sorted(results.get("cells") or [], key=lambda cell: cell["nodes"] == 1)
-    }
-    for key in [key for key in cells if key in timelines] + [
-        key for key in timelines if key not in cells
-    ]:
+    ordered = sorted(results.get("cells") or [], key=lambda cell: cell["nodes"] == 1)
+    cells = {cell["id"]: cell for cell in ordered}
+    keys = [key for key in cells if key in timelines]
+    keys += [key for key in timelines if key not in cells]
+    for key in keys:
         timeline, cell, name = timelines[key], cells.get(key), f"timeline-{safe_name(key)}"
         nodes = len(timeline.get("ranks") or [])
         label = f"{(cell or timeline).get('sync', key)} on {nodes} node{'s' if nodes != 1 else ''}"
         if cell is not None and cell.get("rate") is not None:
             label += f" at {rate_text(cell['rate'])}"
+        draw = partial(draw_timeline, timeline, label=label, emulated=emulated)
         try:
-            with style():
-                wide, narrow = (
-                    draw_timeline(timeline, label=label, narrow=size, emulated=emulated)
-                    for size in (False, True)
-                )
-                wide, narrow = save(wide, folder / name), inline_only(narrow, f"{name}-narrow")
+            wide, narrow = _draw_and_save(folder, name, draw)
         except NothingToShowError as error:
             yield MissingFigure(name, f"{key}: {label}", str(error))
             continue
         words = timeline_caption(timeline)
-        share = mean_overlap(timeline)
-        heading = f"{key}: " + (
-            "no messages" if share is None else f"{percent(share)} of message time under backward"
-        )
+        heading = f"{key}: {share_text(mean_overlap(timeline))}"
         yield Drawing(name, heading, words, f"One step of {label} as lanes. {words}", wide, narrow)
 
 
@@ -182,12 +171,13 @@ def timeline_caption(timeline: Mapping[str, Any]) -> str:
         (rank["rank"], overlap(rank), len(rank.get("messages") or []))
         for rank in timeline.get("ranks") or []
     ]
-    told = "; ".join(
+    texts = "; ".join(
         f"rank {rank}: {percent(share)} ({count} messages)"
         for rank, share, count in shares[:8]
         if share is not None
     )
+    more = "; …" if texts and len(shares) > 8 else ""
     return (
         f"Step {timeline.get('step')}, recorded with extra instruments and left out of the medians. Share of the messages' "
-        f"time that lies under backward: {told or 'no messages'}{'; …' if told and len(shares) > 8 else ''}."
+        f"time that lies under backward: {texts or 'no messages'}{more}."
     )

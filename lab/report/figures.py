@@ -7,6 +7,7 @@ nothing for it. ``lab.report.curves`` has the figures of lines and points.
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
@@ -33,26 +34,19 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw a step's seconds stacked by section, its median at the bar's end with the 95 % interval as whisker."""
     if not block.measured:
         raise NothingToShowError("no cell has ended yet")
-    right = whisker_end(block)
+    right = axis_end(block)
     split = all(row.median("wait") is not None for row in block.measured)
-    names = [name for name in SECTIONS if name not in (() if not split else ("sync",))]
+    names = [name for name in SECTIONS if not split or name != "sync"]
     figure, axes = row_panels(
         block, narrow=narrow, draw=partial(_stack, right=right), extra=0.75 if narrow else 0.55
     )
     for axis in axes:
         axis.set(xlabel="seconds a step", xlim=(0, right * (1.2 if narrow else 1.25)))
         axis.xaxis.set_major_locator(MaxNLocator(5))
-    handles = [section_patch(name) for name in names] + [
-        Line2D(
-            [],
-            [],
-            color=INK,
-            linewidth=1.2,
-            marker="|",
-            markersize=6,
-            label="median, 95 % interval",
-        )
-    ]
+    tick = Line2D(
+        [], [], color=INK, linewidth=1.2, marker="|", markersize=6, label="median, 95 % interval"
+    )
+    handles: list[Artist] = [*(section_patch(name) for name in names), tick]
     figure.legend(
         handles=handles,
         loc="outside lower center",
@@ -64,15 +58,15 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
     return figure
 
 
-def whisker_end(block: ComparisonGroup) -> float:
+def whisker_ends(block: ComparisonGroup) -> list[float]:
+    """The upper ends of the steps' 95 % intervals, in seconds."""
+    return [interval[1] for row in block.measured if (interval := row.interval("step"))]
+
+
+def axis_end(block: ComparisonGroup) -> float:
     """Where the axis of step times ends, in seconds: at the longest whisker, but at most 1.5 times the longest step."""
-    longest = max(row.step for row in block.measured)
-    return min(
-        1.5 * longest,
-        max(
-            [longest, *(row.interval("step")[1] for row in block.measured if row.interval("step"))]
-        ),
-    )
+    longest = max(row.measured_step for row in block.measured)
+    return min(1.5 * longest, max([longest, *whisker_ends(block)]))
 
 
 def _stack(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
@@ -93,16 +87,13 @@ def _stack(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
             )
             assert len(bars) == 1
             left += seconds
-    low, high = row.interval("step") or (row.step, row.step)
-    axis.plot([row.step] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
-    axis.plot([low, min(high, right)], [y, y], color=INK, linewidth=1.2)
-    axis.text(
-        max(left, min(high, right), row.step) + right * 0.015,
-        y,
-        seconds_text(row.step, row.step),
-        va="center",
-        fontsize=8,
-    )
+    step = row.measured_step
+    low, high = row.interval("step") or (step, step)
+    high = min(high, right)
+    axis.plot([step] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
+    axis.plot([low, high], [y, y], color=INK, linewidth=1.2)
+    text = seconds_text(step, step)
+    axis.text(max(left, high, step) + right * 0.015, y, text, va="center", fontsize=8)
 
 
 def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
@@ -157,14 +148,7 @@ def _sent(row: CellRow) -> list[float]:
 def _dumbbell(axis: Axes, y: float, row: CellRow, *, floor: float) -> None:
     sent = [max(value / MB, floor) for value in _sent(row)]
     if not sent:
-        axis.annotate(
-            "  bytes not counted",
-            (0, y),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=8,
-            style="italic",
-        )
+        _note(axis, y, "bytes not counted")
         return
     axis.plot(sent, [y] * len(sent), color=color(row.sync), linewidth=2, alpha=0.6, zorder=2)
     if len(sent) > 1:
@@ -178,20 +162,16 @@ def _dumbbell(axis: Axes, y: float, row: CellRow, *, floor: float) -> None:
             markeredgewidth=1.4,
             zorder=3,
         )
-    axis.plot(
-        sent[0], y, marker="s", markersize=5, color=color(row.sync), zorder=4
-    )  # within the circle where they are equal
+    # within the circle where they are equal
+    axis.plot(sent[0], y, marker="s", markersize=5, color=color(row.sync), zorder=4)
 
 
 def draw_memory(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw the peak memory of a rank: bars to the mean over ranks, a tick at the rank that took most."""
-    rows = [row for row in block.measured if row.median("peak_memory_bytes")]
-    if not rows:
+    peaks = [peak for row in block.measured if (peak := _peak_memory(row))]
+    if not peaks:
         raise NothingToShowError("no cell has ended and recorded its memory")
-    largest = max(
-        max([row.median("peak_memory_bytes"), *row.per_rank("peak_memory_bytes")]) / MB
-        for row in rows
-    )
+    largest = max(most for _, most in peaks)
     figure, axes = row_panels(
         block, narrow=narrow, draw=partial(_memory_bar, right=largest), extra=0.25
     )
@@ -202,22 +182,33 @@ def draw_memory(block: ComparisonGroup, *, narrow: bool) -> Figure:
     return figure
 
 
+def _peak_memory(row: CellRow) -> tuple[float, float] | None:
+    """Peak memory in MB, the mean over the ranks and the largest; None where it was not recorded."""
+    mean = row.median("peak_memory_bytes")
+    return (mean / MB, max([mean, *row.per_rank("peak_memory_bytes")]) / MB) if mean else None
+
+
 def _memory_bar(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
-    peak = row.median("peak_memory_bytes")
-    if not peak:
-        axis.annotate(
-            "  not recorded",
-            (0, y),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=8,
-            style="italic",
-        )
+    peak = _peak_memory(row)
+    if peak is None:
+        _note(axis, y, "not recorded")
         return
-    axis.barh(y, peak / MB, height=0.7, color=color(row.sync))
-    most = max([peak, *row.per_rank("peak_memory_bytes")]) / MB
+    mean, most = peak
+    axis.barh(y, mean, height=0.7, color=color(row.sync))
     axis.plot([most] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
-    axis.text(max(most, peak / MB) + right * 0.015, y, f"{peak / MB:,.0f}", va="center", fontsize=8)
+    axis.text(most + right * 0.015, y, f"{mean:,.0f}", va="center", fontsize=8)
+
+
+def _note(axis: Axes, y: float, text: str) -> None:
+    """Write in a row why it has no numbers."""
+    axis.annotate(
+        f"  {text}",
+        (0, y),
+        xycoords=("axes fraction", "data"),
+        va="center",
+        fontsize=8,
+        style="italic",
+    )
 
 
 def row_panels(
@@ -233,8 +224,8 @@ def row_panels(
     The one-node cell stands first in every panel. A cell without numbers says why in its row.
     """
     one = block.find("none", 1) if baseline and block.nodes != [1] else None
-    syncs = block.syncs
-    labels = ([f"{one.sync} (1 node)"] if one else []) + syncs
+    first = [one] if one else []
+    labels = [f"{row.sync} (1 node)" for row in first] + block.syncs
     figure, axes = grid(
         len(block.nodes),
         narrow=narrow,
@@ -245,21 +236,11 @@ def row_panels(
         sharey=not narrow,
     )
     for index, (axis, nodes) in enumerate(zip(axes, block.nodes, strict=True)):
-        for y, row in enumerate(
-            ([one] if one else []) + [block.find(sync, nodes) for sync in syncs]
-        ):
+        for y, row in enumerate([*first, *(block.find(sync, nodes) for sync in block.syncs)]):
             if row is not None and row.measured:
                 draw(axis, y, row)
             else:
-                text = "not run" if row is None else row.status
-                axis.annotate(
-                    f"  {text}",
-                    (0, y),
-                    xycoords=("axes fraction", "data"),
-                    va="center",
-                    fontsize=8,
-                    style="italic",
-                )
+                _note(axis, y, "not run" if row is None else row.status)
         axis.set(title=f"{nodes} node{'s' if nodes > 1 else ''}", ylim=(len(labels) - 0.4, -0.6))
         axis.set_yticks(range(len(labels)), labels)
         axis.tick_params(axis="y", length=0, labelleft=narrow or index % 3 == 0)

@@ -17,6 +17,7 @@ from lab.report.figure_pages import MissingFigure
 from lab.report.findings import findings
 from lab.report.view import (
     NOTHING,
+    CellRow,
     ComparisonGroup,
     percent,
     rate_text,
@@ -170,49 +171,45 @@ def _group_settings(block: ComparisonGroup, results: Mapping[str, Any]) -> list[
     repeats = [repeat for row in block.rows for repeat in row.cell.get("repeats") or []]
     seeds = {repeat.get("seed"): None for repeat in repeats}
     folders = {str(repeat["folder"]): None for repeat in repeats if repeat.get("folder")}
-    groups = results.get("groups") if isinstance(results.get("groups"), Mapping) else {}
-    own = _pairs(groups.get(str(block.group)) or {})
-    read = [
+    pairs = [
+        *_pairs((results.get("groups") or {}).get(str(block.group)) or {}),
         ("link rate", rate_text(block.rate)),
         ("global batch size", _text(list(batches))),
         ("seeds", _text(list(seeds))),
     ]
-    return (
-        own + read + ([("runs", _text(list(folders)))] if results.get("kind") == "report" else [])
-    )
+    if results.get("kind") == "report":
+        pairs.append(("runs", _text(list(folders))))
+    return pairs
 
 
 def _prediction(results: Mapping[str, Any]) -> dict[str, Any] | None:
     prediction = results.get("prediction")
     if not prediction:
         return None
-    made, created = str(prediction.get("made") or ""), str(results.get("created") or "")
     return {
-        "made": made,
-        "created": created,
+        "made": str(prediction.get("made") or ""),
+        "created": str(results.get("created") or ""),
         "calibration": _pairs(prediction.get("calibration") or {}),
     }
 
 
 def _predicted_rows(block: ComparisonGroup) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": row.id,
-            "predicted": seconds_text(row.predicted, row.step or row.predicted),
-            "compute": seconds_text(
-                row.prediction.get("compute_seconds"), row.step or row.predicted
-            ),
-            "sync": seconds_text(row.prediction.get("sync_seconds"), row.step or row.predicted),
-            "measured": seconds_text(row.step, row.step),
-            "far": row.error is not None and abs(row.error) > 0.2,
-            "error": NOTHING if row.error is None else percent(row.error, 1, signed=True),
-            "scope": "in scope"
-            if row.in_scope
-            else f"out of scope: {row.prediction.get('why') or 'no reason given'}",
-        }
-        for row in block.rows
-        if row.prediction
-    ]
+    return [_predicted_row(row) for row in block.rows if row.prediction]
+
+
+def _predicted_row(row: CellRow) -> dict[str, Any]:
+    scale = row.step or row.predicted
+    reason = row.prediction.get("why") or "no reason given"
+    return {
+        "id": row.id,
+        "predicted": seconds_text(row.predicted, scale),
+        "compute": seconds_text(row.prediction.get("compute_seconds"), scale),
+        "sync": seconds_text(row.prediction.get("sync_seconds"), scale),
+        "measured": seconds_text(row.step, row.step),
+        "far": row.error is not None and abs(row.error) > 0.2,
+        "error": NOTHING if row.error is None else percent(row.error, 1, signed=True),
+        "scope": "in scope" if row.in_scope else f"out of scope: {reason}",
+    }
 
 
 def _failed(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:

@@ -7,12 +7,14 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lab.report.view import (
     NOTHING,
     CellRow,
     ComparisonGroup,
+    interval_text,
     percent,
     rate_text,
     seconds_text,
@@ -37,13 +39,7 @@ def seconds(row: CellRow, name: str) -> str:
 
 def step(row: CellRow) -> str:
     """The step's median with its 95 % interval, if there is one: ``0.358 [0.351, 0.366]``."""
-    interval = row.interval("step")
-    between = (
-        ""
-        if interval is None
-        else " [" + ", ".join(seconds_text(end, row.step) for end in interval) + "]"
-    )
-    return seconds(row, "step") + between
+    return seconds(row, "step") + interval_text(row)
 
 
 def _or_nothing(value: float | None, form: str, *, divide: float = 1.0) -> str:
@@ -52,9 +48,9 @@ def _or_nothing(value: float | None, form: str, *, divide: float = 1.0) -> str:
 
 def _status(row: CellRow) -> str:
     message = " ".join(str(row.cell.get("message") or "").split())
-    return row.status + (
-        f": {message if len(message) <= 80 else message[:79] + '…'}" if message else ""
-    )
+    if len(message) > 80:
+        message = message[:79] + "…"
+    return f"{row.status}: {message}" if message else row.status
 
 
 COLUMNS = (
@@ -63,7 +59,7 @@ COLUMNS = (
     Column("exact", "exact", lambda row: "yes" if row.exact else "no", number=False),
     Column("step", "step, s [95 %]", step),
     *(
-        Column(name, f"{name}, s", lambda row, name=name: seconds(row, name))
+        Column(name, f"{name}, s", partial(seconds, name=name))
         for name in ("data", "forward", "backward", "sync")
     ),
     Column("wait", "of it wait, s", lambda row: seconds(row, "wait")),
@@ -168,10 +164,6 @@ def escape(text: str) -> str:
     return " ".join(text.split())
 
 
-def _bounds(row: CellRow, name: str) -> tuple[float | None, float | None]:
-    return row.interval(name) or (None, None)
-
-
 def csv_text(blocks: Sequence[ComparisonGroup]) -> str:
     """Return all rows as CSV with a header row: names carry the unit (seconds, bytes); shares and errors are ratios."""
     rows = [_csv_row(block, row) for block in blocks for row in block.rows]
@@ -186,7 +178,7 @@ def csv_text(blocks: Sequence[ComparisonGroup]) -> str:
 
 
 def _csv_row(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
-    low, high = _bounds(row, "step")
+    low, high = row.interval("step") or (None, None)
     return {
         "strategy": row.sync,
         "nodes": row.nodes,
@@ -212,5 +204,5 @@ def _csv_row(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
         "peak_memory_bytes": row.median("peak_memory_bytes"),
         "predicted_step_seconds": row.predicted,
         "prediction_error_ratio": row.error,
-        "prediction_in_scope": None if row.prediction is None else int(row.in_scope),
+        "prediction_in_scope": int(row.in_scope) if row.prediction else None,
     }

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -40,12 +42,10 @@ def backward_end(rank: Mapping[str, Any]) -> float | None:
 def overlap(rank: Mapping[str, Any]) -> float | None:
     """The share of the time of a rank's messages (their union) that lies before the end of its backward."""
     spans = union([(message["begin"], message["end"]) for message in rank.get("messages") or []])
-    end, total = backward_end(rank), sum(end - begin for begin, end in spans)
-    return (
-        None
-        if end is None or total <= 0
-        else sum(max(0.0, min(e, end) - b) for b, e in spans) / total
-    )
+    last, total = backward_end(rank), sum(end - begin for begin, end in spans)
+    if last is None or total <= 0:
+        return None
+    return sum(max(0.0, min(end, last) - begin) for begin, end in spans) / total
 
 
 def mean_overlap(timeline: Mapping[str, Any]) -> float | None:
@@ -63,10 +63,7 @@ def sync_parts(timeline: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str
         "wait": [(begin, min(end, slowest)) for begin, end in spans],
         "wire": [(max(begin, slowest), end) for begin, end in spans],
     }
-    return {
-        name: [(begin, end) for begin, end in pieces if end > begin]
-        for name, pieces in parts.items()
-    }
+    return {name: [span for span in spans if span[1] > span[0]] for name, spans in parts.items()}
 
 
 def lanes(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
@@ -95,11 +92,8 @@ def trace(timeline: Mapping[str, Any], name: str) -> dict[str, Any]:
             for begin, end in spans
         ]
         for thread, lane in enumerate(lanes(entry.get("messages") or []), start=1):
-            events.append(
-                _named(
-                    "thread_name", pid, thread, "messages" + (f" ({thread})" if thread > 1 else "")
-                )
-            )
+            suffix = f" ({thread})" if thread > 1 else ""
+            events.append(_named("thread_name", pid, thread, f"messages{suffix}"))
             events += [
                 _event(
                     message["kind"],
@@ -145,15 +139,14 @@ def draw_timeline(
     """Draw a step: of each rank a bar of sections, and its messages below, one above the other where they overlap."""
     ranks = timeline.get("ranks") or []
     share = mean_overlap(timeline)
-    heading = f"{label}: step {timeline.get('step')}, " + (
-        "no messages" if share is None else f"{percent(share)} of message time under backward"
-    )
-    return _draw_lanes(
-        [(f"rank {rank['rank']}", timeline, rank) for rank in ranks],
-        heading,
-        narrow=narrow,
-        emulated=emulated,
-    )
+    heading = f"{label}: step {timeline.get('step')}, {share_text(share)}"
+    entries = [(f"rank {rank['rank']}", timeline, rank) for rank in ranks]
+    return _draw_lanes(entries, heading, narrow=narrow, emulated=emulated)
+
+
+def share_text(share: float | None) -> str:
+    """``mean_overlap`` in words."""
+    return "no messages" if share is None else f"{percent(share)} of message time under backward"
 
 
 def draw_beside(
@@ -178,31 +171,25 @@ def _draw_lanes(
     depths = [
         1 + 0.55 * min(_DRAWN_LANES, len(lanes(rank.get("messages") or []))) for rank in ranks
     ]
-    kinds = list(
-        dict.fromkeys(message["kind"] for rank in ranks for message in rank.get("messages") or [])
-    )
+    messages = [message for rank in ranks for message in rank.get("messages") or []]
+    kinds = dict.fromkeys(message["kind"] for message in messages)
     colors = {kind: _KINDS[index % len(_KINDS)] for index, kind in enumerate(kinds)}
-    rows = 2 if narrow else 1
-    figure, (axis,) = grid(
-        1,
-        narrow=narrow,
-        columns=1,
-        height=0.34 * sum(depths) + 0.2 * len(ranks) + 0.75,
-        extra=0.3 * rows,
-    )
-    top, places = 0.0, []
+    height = 0.34 * sum(depths) + 0.2 * len(ranks) + 0.75
+    legend_height = 0.6 if narrow else 0.3
+    figure, (axis,) = grid(1, narrow=narrow, columns=1, height=height, extra=legend_height)
+    top, middles = 0.0, []
     for (_, timeline, rank), depth in zip(entries, depths, strict=True):
         _draw_rank(axis, timeline, rank, top, colors)
-        places.append(top + 0.5)
+        middles.append(top + 0.5)
         top += depth + 0.5
-    axis.set_yticks(places, [label for label, _, _ in entries])
+    axis.set_yticks(middles, [label for label, _, _ in entries])
     axis.tick_params(axis="y", length=0)
     axis.set(xlabel="milliseconds since the step's first begin", ylim=(top - 0.3, -0.2))
     axis.set_xlim(left=0)
     axis.xaxis.set_major_locator(MaxNLocator(6))
     axis.grid(axis="x")
     axis.set_axisbelow(True)
-    handles = [section_patch(name) for name in SECTIONS if name != "sync"]
+    handles: list[Artist] = [section_patch(name) for name in SECTIONS if name != "sync"]
     handles += [Patch(facecolor=fill, label=f"message: {kind}") for kind, fill in colors.items()]
     handles.append(
         Line2D([], [], color=INK, linewidth=1, linestyle=(0, (3, 2)), label="last gradient")
@@ -219,7 +206,7 @@ def _draw_lanes(
 
 
 def _draw_rank(
-    axis: Any,
+    axis: Axes,
     timeline: Mapping[str, Any],
     rank: Mapping[str, Any],
     top: float,

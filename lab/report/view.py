@@ -28,7 +28,7 @@ class CellRow:
     cell: Mapping[str, Any]
     baseline: Mapping[str, Any] | None
     scaling: str
-    prediction: Mapping[str, Any] | None
+    prediction: Mapping[str, Any]  # empty where nothing was predicted
 
     @property
     def id(self) -> str:
@@ -73,6 +73,12 @@ class CellRow:
     def measured(self) -> bool:
         return bool(self.step)
 
+    @property
+    def measured_step(self) -> float:
+        """``step`` of a cell that is ``measured``."""
+        assert self.step is not None  # callers take their rows from ``ComparisonGroup.measured``
+        return self.step
+
     @cached_property
     def speedup(self) -> float | None:
         """How many times as fast as one node: its step time over this one's (weak: samples a second over its)."""
@@ -85,9 +91,8 @@ class CellRow:
         one, own = _interval(self.baseline or {}, "step"), self.interval("step")
         if one is None or own is None:
             return None
-        return one[0] / own[1] * self._more_samples, one[1] / own[0] * self._more_samples if own[
-            0
-        ] > 0 else math.inf
+        high = one[1] / own[0] if own[0] > 0 else math.inf
+        return one[0] / own[1] * self._more_samples, high * self._more_samples
 
     @property
     def _more_samples(self) -> float:
@@ -107,7 +112,7 @@ class CellRow:
 
     @property
     def predicted(self) -> float | None:
-        return (self.prediction or {}).get("step_seconds")
+        return self.prediction.get("step_seconds")
 
     @property
     def error(self) -> float | None:
@@ -116,13 +121,14 @@ class CellRow:
 
     @property
     def in_scope(self) -> bool:
-        return bool((self.prediction or {}).get("in_scope"))
+        return bool(self.prediction.get("in_scope"))
 
     @property
     def compute(self) -> float | None:
         """Seconds of a step that are no exposed communication: data, forward, backward and update."""
-        parts = [self.median(name) for name in ("data", "forward", "backward", "update")]
-        return None if None in parts else sum(parts)
+        names = ("data", "forward", "backward", "update")
+        parts = [value for name in names if (value := self.median(name)) is not None]
+        return sum(parts) if len(parts) == len(names) else None
 
     @property
     def total_bytes(self) -> float | None:
@@ -163,11 +169,14 @@ class ComparisonGroup:
         return next((row for row in self.rows if row.nodes == 1 and row.measured), None)
 
     @property
+    def nodes_beyond_one(self) -> list[int]:
+        """Numbers of nodes beyond one that have cells."""
+        return sorted({row.nodes for row in self.rows if row.nodes > 1})
+
+    @property
     def nodes(self) -> list[int]:
         """Numbers of nodes beyond one that have cells; [1] where there is no other."""
-        return sorted({row.nodes for row in self.rows if row.nodes > 1}) or sorted(
-            {row.nodes for row in self.rows}
-        )
+        return self.nodes_beyond_one or sorted({row.nodes for row in self.rows})
 
     @property
     def syncs(self) -> list[str]:
@@ -191,8 +200,8 @@ class ComparisonGroup:
 
 def order(sync: str) -> tuple[int, str]:
     """The key that sorts strategies as everywhere: known ones first, in their order."""
-    order = list(STRATEGIES)
-    return (order.index(sync) if sync in order else len(order), sync)
+    known = list(STRATEGIES)
+    return (known.index(sync) if sync in known else len(known), sync)
 
 
 def blocks(results: Mapping[str, Any]) -> list[ComparisonGroup]:
@@ -220,28 +229,23 @@ def _block(
     mine = [cell for cell in mine if cell["nodes"] > 1 or cell is one]
     scaling = (results.get("settings") or {}).get("scaling") or "strong"
     predictions = (results.get("prediction") or {}).get("cells") or {}
-    rows = [CellRow(cell, one, scaling, predictions.get(cell["id"])) for cell in mine]
-    names = [
-        *([f"group {group}"] if many_groups else []),
-        *([rate_text(rate)] if many_rates else []),
-    ]
-    parts = [
-        *([f"group{group}"] if many_groups else []),
-        *([safe_name(rate if isinstance(rate, str) else rate_text(rate))] if many_rates else []),
-    ]
+    rows = [CellRow(cell, one, scaling, predictions.get(cell["id"]) or {}) for cell in mine]
+    labels = [f"group {group}"] if many_groups else []
+    suffix = f"-group{group}" if many_groups else ""
+    if many_rates:
+        labels.append(rate_text(rate))
+        suffix += "-" + safe_name(rate if isinstance(rate, str) else rate_text(rate))
     settings = group_settings(results, group)
-    imitated = bool(results.get("emulated")) and (
-        settings.get("compute") != "real" or rate is not None
-    )
     return ComparisonGroup(
-        group,
-        rate,
-        ", ".join(names),
-        "".join(f"-{part}" for part in parts),
-        tuple(sorted(rows, key=lambda row: (row.nodes, order(row.sync)))),
-        scaling,
-        imitated,
-        settings,
+        group=group,
+        rate=rate,
+        label=", ".join(labels),
+        suffix=suffix,
+        rows=tuple(sorted(rows, key=lambda row: (row.nodes, order(row.sync)))),
+        scaling=scaling,
+        emulated=bool(results.get("emulated"))
+        and (settings.get("compute") != "real" or rate is not None),
+        settings=settings,
     )
 
 
@@ -259,10 +263,8 @@ def group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
 
 def what_is_emulated(settings: Mapping[str, Any]) -> str:
     """What of an emulated comparison was imitated, as a sentence."""
-    compute, rates = (
-        settings.get("compute"),
-        [rate for rate in settings.get("rates") or [] if rate is not None],
-    )
+    compute = settings.get("compute")
+    rates = [rate for rate in settings.get("rates") or [] if rate is not None]
     parts = []
     if compute not in (None, "real"):
         name = str(compute).rpartition("/")[2].removesuffix(".json")
@@ -274,9 +276,8 @@ def what_is_emulated(settings: Mapping[str, Any]) -> str:
             "the nodes were namespaces of one machine, their links limited to "
             + " and ".join(map(rate_text, rates))
         )
-    return (
-        "EMULATED: " + ("; ".join(parts) or "network or compute were imitated on one machine") + "."
-    )
+    what = "; ".join(parts) or "network or compute were imitated on one machine"
+    return f"EMULATED: {what}."
 
 
 def rate_text(rate: Any) -> str:
@@ -298,6 +299,12 @@ def seconds_text(value: float | None, scale: float | None) -> str:
     """Seconds with 3 decimals, or with more where ``scale``, the step's own time, lies below 0.1 s."""
     digits = 3 if not scale or scale >= 0.1 else 4 if scale >= 0.01 else 5
     return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def interval_text(row: CellRow) -> str:
+    """The 95 % interval of a cell's step, in seconds, to follow its median: `` [0.351, 0.366]``; empty without one."""
+    ends = row.interval("step")
+    return f" [{', '.join(seconds_text(end, row.step) for end in ends)}]" if ends else ""
 
 
 def percent(share: float, digits: int = 0, *, signed: bool = False) -> str:

@@ -15,41 +15,35 @@ _PASSED_ON = ("--dataset", "--data-dir", "--output-dir", "--timeout")
 _MOST_HOSTS = 8
 
 
-def doctors_find_nothing(
-    nodes: HostConnections,
+def doctor_passes(
+    connections: HostConnections,
     facts: Sequence[Facts],
-    plan: NodeCommands,
+    commands: NodeCommands,
     master: str,
     prefixed: PrefixedOutput,
 ) -> bool:
-    """Run the doctors, show rank 0's findings and what each other host alone fails at; return whether no one found a failure."""
-    nodes.on_line = lambda node, line: prefixed(node, line) if node == 0 else None
-    flags = _flags(plan)
-    for host, one in zip(nodes.hosts, facts, strict=True):
-        nodes.start(
+    """Run ``lab doctor`` on all hosts; return whether none of them found a failure.
+
+    Shows what it prints on rank 0, and of each other host the failures that rank 0 does not have.
+    """
+    connections.on_line = lambda node, line: prefixed(node, line) if node == 0 else None
+    address = ["--master-ip", master, "--master-port", str(commands.master_port)]
+    flags = [*address, "--num-nodes", str(len(facts)), *_passed_flags(commands)]
+    for host, own in zip(connections.hosts, facts, strict=True):
+        connections.start(
             host.rank,
-            [
-                one["python"],
-                "-m",
-                "lab",
-                "doctor",
-                "--master-ip",
-                master,
-                "--master-port",
-                str(plan.meeting_port),
-                "--num-nodes",
-                str(len(nodes.hosts)),
-                "--rank",
-                str(host.rank),
-                *flags,
-            ],
+            [own["python"], "-m", "lab", "doctor", *flags, "--rank", str(host.rank)],
             environment={"PYTHONUNBUFFERED": "1"},
-            folder=one["folder"],
+            folder=own["folder"],
         )
-    nodes.wait(lambda: not nodes.running, limit_seconds=_LIMIT_SECONDS)
-    _show_others(nodes, prefixed)
-    failed = [str(node.host) for node in nodes.nodes if node.status or node.running]
-    nodes.ended.clear()
+    connections.wait(lambda: not connections.running, limit_seconds=_LIMIT_SECONDS)
+    _show_others(connections, prefixed)
+    failed = [
+        str(connection.host)
+        for connection in connections.by_rank
+        if connection.status or connection.running
+    ]
+    connections.ended.clear()
     if failed:
         more = f" and {len(failed) - _MOST_HOSTS} more" if len(failed) > _MOST_HOSTS else ""
         print(
@@ -59,39 +53,42 @@ def doctors_find_nothing(
     return not failed
 
 
-def _show_others(nodes: HostConnections, prefixed: PrefixedOutput) -> None:
-    """Of the hosts but rank 0's the failures that it has not, since most findings are of all nodes together."""
-    known, told = set(_failures(nodes.nodes[0].lines)), 0
-    for node in nodes.nodes[1:]:
-        failures = _failures(node.lines)
+def _show_others(connections: HostConnections, prefixed: PrefixedOutput) -> None:
+    """Show the failures of the other hosts that rank 0 does not have, since most findings are the same on all nodes."""
+    known, shown_hosts = set(_failures(connections.by_rank[0].lines)), 0
+    for connection in connections.by_rank[1:]:
+        failures = _failures(connection.lines)
         own = [line for line in failures if line not in known]
-        if not failures and (node.status or node.running):  # the doctor itself broke off
-            own = list(node.lines)[-1:] or ["lab doctor ended without a word"]
-        told += bool(own)
-        for line in own if told <= _MOST_HOSTS else []:
-            prefixed.show(node.host.rank, line)
+        if not failures and (
+            connection.status or connection.running
+        ):  # the doctor itself broke off
+            own = list(connection.lines)[-1:] or ["lab doctor ended without a word"]
+        shown_hosts += bool(own)
+        for line in own if shown_hosts <= _MOST_HOSTS else []:
+            prefixed.show(connection.host.rank, line)
 
 
 def _failures(lines: Sequence[str]) -> list[str]:
     """The lines of failures, each with its remedy."""
     found, before = [], ""
     for line in lines:
-        if line.startswith("failure ") or (
-            line.lstrip().startswith("->") and before.startswith("failure ")
-        ):
+        is_remedy = line.lstrip().startswith("->") and before.startswith("failure ")
+        if line.startswith("failure ") or is_remedy:
             found.append(line)
         before = line
     return found
 
 
-def _flags(plan: NodeCommands) -> list[str]:
+def _passed_flags(commands: NodeCommands) -> list[str]:
     """What the doctor has to know of the command: dataset and folders, as flags or recipe give them."""
-    given = {name: plan.value(name) for name in _PASSED_ON}
-    recipe = plan.value("--recipe")
+    given = {name: commands.value(name) for name in _PASSED_ON}
+    recipe = commands.value("--recipe")
     if recipe is not None:
         try:
             settings = read_recipe(find_recipe(recipe))
-        except UserError:  # one of the hosts' own: they say what is wrong with it
+        except (
+            UserError
+        ):  # a recipe that only the hosts have: the doctor there reports what is wrong
             settings = {}
         given["--dataset"] = given["--dataset"] or settings.get("dataset")
     return [

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from common.utils.environment import DEFAULT_MASTER_PORT
-from common.utils.paths import REPOSITORY
+from common.utils.paths import REPORTS
 from lab.flags import add_command
 
 
@@ -23,7 +23,7 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
         "in; torchrun gets its own flags, and {master}, {nodes}, {rank} and {port} are filled in anywhere",
     )
     parser.set_defaults(passes_flags=True)
-    _add_ways(parser, hosts_required=True)
+    _add_ssh_flags(parser, hosts_required=True)
     parser.add_argument(
         "--master-ip", help="address of the first host for the others (default: found by trying)"
     )
@@ -40,9 +40,7 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
         type=Path,
         help="folder for node<r>.log and launch.json (default: reports/launch-<time>)",
     )
-    parser.add_argument(
-        "--output-dir", type=Path, default=REPOSITORY / "reports", help="receives launch-<time>/"
-    )
+    parser.add_argument("--output-dir", type=Path, default=REPORTS, help="receives launch-<time>/")
 
 
 def _add_collect(commands: argparse._SubParsersAction) -> None:
@@ -60,18 +58,16 @@ def _add_collect(commands: argparse._SubParsersAction) -> None:
         help="folder of a launch (default: the newest), then perhaps "
         "runs (<part>-<sync>/<time>) to choose of it; with --hosts runs alone",
     )
-    _add_ways(parser, hosts_required=False)
+    _add_ssh_flags(parser, hosts_required=False)
     parser.add_argument(
         "--remote-reports",
         help="with --hosts: where the runs lie there (default: reports in --workdir)",
     )
     parser.add_argument("--checkpoints", action="store_true", help="the checkpoints, too")
-    parser.add_argument(
-        "--output-dir", type=Path, default=REPOSITORY / "reports", help="receives the run folders"
-    )
+    parser.add_argument("--output-dir", type=Path, default=REPORTS, help="receives the run folders")
 
 
-def _add_ways(parser: argparse.ArgumentParser, *, hosts_required: bool) -> None:
+def _add_ssh_flags(parser: argparse.ArgumentParser, *, hosts_required: bool) -> None:
     parser.add_argument(
         "--hosts",
         required=hosts_required,

@@ -1,7 +1,7 @@
 """``lab collect``: the run folders of several hosts merged into one on this machine, as ``lab report`` reads them.
 
-A run's folder has one name on all hosts. Rank 0's is taken whole; of the others comes what it has not, their logs above all.
-A file of this machine is never replaced by another, but for one that has grown since (a run that was collected while it ran).
+A run's folder has one name on all hosts. Rank 0's is copied whole; of the others come the files that it lacks, above all logs.
+A file of this machine is never replaced by a different one, except by one that has grown since (a run collected while it ran).
 """
 
 import argparse
@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.utils.atomic_files import write_atomically
 from lab.ssh.connections import HostConnections
 from lab.ssh.hosts import Host, SSHOptions, parse_hosts
-from lab.ssh.launch import way_of
+from lab.ssh.launch import read_ssh_options
 from lab.ssh.probe import refuse, unreached_hosts
 from lab.ssh.record import read_launch
 
@@ -40,7 +40,7 @@ class CollectRequest:
     """
 
     hosts: Sequence[Host]
-    way: SSHOptions
+    options: SSHOptions
     clocks: Sequence[float]
     folders: Sequence[str]
     reports: str
@@ -49,9 +49,9 @@ class CollectRequest:
 
 @dataclass
 class Outcome:
-    """What has become of the files."""
+    """What has become of the files: how many were written, were here already, and are kept because they differ."""
 
-    taken: int = 0
+    written: int = 0
     same: int = 0
     kept: list[Path] = field(default_factory=list)
     runs: dict[str, list[int]] = field(default_factory=dict)
@@ -59,35 +59,26 @@ class Outcome:
 
 
 def collect(args: argparse.Namespace) -> int:
-    """Bring the runs here, say where they are; return 0, or 1 where a host was not reached, or a file here was another one and
-    was left alone. UserError where no host is reached or has any of them."""
+    """Copy the runs here and print where they are; return 0, or 1 where a host was not reached, or a different file here was
+    left alone. UserError where no host is reached or has any of them."""
     request = _collect_request(args)
-    with HostConnections(request.hosts, request.way) as nodes:
-        unreached = unreached_hosts(nodes)
-        if len(unreached) == len(nodes.hosts):
-            refuse(unreached, of=len(nodes.hosts), what="cannot be reached; nothing was brought")
+    with HostConnections(request.hosts, request.options) as connections:
+        unreached = unreached_hosts(connections)
+        if len(unreached) == len(connections.hosts):
+            refuse(
+                unreached, of=len(connections.hosts), what="cannot be reached; nothing was brought"
+            )
         outcome, wanted = Outcome(unreached=unreached), set()
-        for node, listing in _listings(
-            nodes, request, args.checkpoints, leave_out=unreached
-        ).items():
+        listings = _listings(connections, request, args.checkpoints, leave_out=unreached)
+        for node, listing in listings.items():
             for run, files in listing["runs"].items():
                 outcome.runs.setdefault(run, []).append(node)
-                wanted_here = [
-                    path
-                    for path in (f"{run}/{name}" for name in files)
-                    if _is_safe(path) and path not in wanted
-                ]
-                wanted |= set(wanted_here)
                 digests = {f"{run}/{name}": digest for name, (_, digest) in files.items()}
-                _take(
-                    nodes,
-                    node,
-                    listing["reports"],
-                    _differing(wanted_here, digests, args.output_dir, outcome),
-                    args.output_dir,
-                    outcome,
-                )
-    return _tell(request, outcome, args.output_dir)
+                new = [path for path in digests if _is_safe(path) and path not in wanted]
+                wanted |= set(new)
+                paths = _differing(new, digests, args.output_dir, outcome)
+                _fetch(connections, node, listing["reports"], paths, args.output_dir, outcome)
+    return _report(request, outcome, args.output_dir)
 
 
 def _collect_request(args: argparse.Namespace) -> CollectRequest:
@@ -98,14 +89,14 @@ def _collect_request(args: argparse.Namespace) -> CollectRequest:
                 "--hosts without runs: name them, <part>-<sync>/<time> or <part>-<sync>, or give the folder of a "
                 "launch in place of --hosts"
             )
-        hosts, way = parse_hosts(args.hosts, shares_a_port=False), way_of(args)
+        hosts, options = parse_hosts(args.hosts, shares_a_port=False), read_ssh_options(args)
         return CollectRequest(
             hosts,
-            way,
-            [0.0] * len(hosts),
-            [way.workdir] * len(hosts),
-            args.remote_reports or "reports",
-            [_run_name(name) for name in names],
+            options,
+            clocks=[0.0] * len(hosts),
+            folders=[options.workdir] * len(hosts),
+            reports=args.remote_reports or "reports",
+            names=[_run_name(name) for name in names],
         )
     for flag in ("user", "workdir", "python", "remote_reports"):
         if getattr(args, flag) is not None:
@@ -113,24 +104,24 @@ def _collect_request(args: argparse.Namespace) -> CollectRequest:
                 f"--{flag.replace('_', '-')} goes with --hosts; a launch remembers its own"
             )
     folder = Path(names[0]) if names else _newest_launch(args.output_dir)
-    told = read_launch(folder)
-    hosts = [Host(rank, host["given"]) for rank, host in enumerate(told["hosts"])]
-    config = args.ssh_config or (Path(told["ssh_config"]) if told["ssh_config"] else None)
-    way = SSHOptions(
-        told["workdir"],
-        told["user"],
-        told["python"],
+    launch = read_launch(folder)
+    hosts = [Host(rank, host["given"]) for rank, host in enumerate(launch["hosts"])]
+    config = args.ssh_config or (Path(launch["ssh_config"]) if launch["ssh_config"] else None)
+    options = SSHOptions(
+        launch["workdir"],
+        launch["user"],
+        launch["python"],
         config,
-        (*args.ssh_option, *told["ssh_options"]),
+        (*args.ssh_option, *launch["ssh_options"]),
         args.silence,
     )
     return CollectRequest(
         hosts,
-        way,
-        [host["clock"] for host in told["hosts"]],
-        [host["folder"] for host in told["hosts"]],
-        told["reports"],
-        [_run_name(name) for name in names[1:]],
+        options,
+        clocks=[host["clock"] for host in launch["hosts"]],
+        folders=[host["folder"] for host in launch["hosts"]],
+        reports=launch["reports"],
+        names=[_run_name(name) for name in names[1:]],
     )
 
 
@@ -144,23 +135,23 @@ def _newest_launch(reports: Path) -> Path:
 
 
 def _run_name(name: str) -> str:
-    """Of reports/PartTwo-ring/2026-…, as a shell completes it, the last two."""
+    """The last two parts of reports/PartTwo-ring/2026-…, as a shell completes it."""
     return "/".join(part for part in PurePosixPath(name).parts[-2:] if part != "reports")
 
 
 def _listings(
-    nodes: HostConnections,
+    connections: HostConnections,
     request: CollectRequest,
     checkpoints: bool,
     *,
     leave_out: Collection[Host],
 ) -> dict[int, Mapping[str, Any]]:
-    """The runs of each host that is reached; UserError where one has no answer, and where no host has any of them."""
+    """The runs of each host that is reached; UserError where one does not answer, and where no host has any of them."""
     listings = {}
     for node, (folder, clock) in enumerate(zip(request.folders, request.clocks, strict=True)):
-        if nodes.hosts[node] in leave_out:
+        if connections.hosts[node] in leave_out:
             continue
-        answer = nodes.ask(
+        answer = connections.ask(
             "runs",
             nodes=[node],
             limit_seconds=_LIST_SECONDS,
@@ -172,8 +163,8 @@ def _listings(
         )[node]
         if "error" in answer:
             refuse(
-                {nodes.hosts[node]: answer["error"]},
-                of=len(nodes.hosts),
+                {connections.hosts[node]: answer["error"]},
+                of=len(connections.hosts),
                 what="did not list its runs; nothing was brought",
             )
         listings[node] = answer["result"]
@@ -188,7 +179,7 @@ def _listings(
 
 
 def _is_safe(path: str) -> bool:
-    """Whether a path that a host has told stays within the folder that receives it."""
+    """Whether a path that a host has named stays within the folder that receives it."""
     parts = PurePosixPath(path).parts
     return not path.startswith("/") and ".." not in parts and len(parts) >= 3
 
@@ -207,31 +198,28 @@ def _differing(
     return differing
 
 
-def _take(
-    nodes: HostConnections,
+def _fetch(
+    connections: HostConnections,
     node: int,
     reports: str,
     paths: Sequence[str],
     output_dir: Path,
     outcome: Outcome,
 ) -> None:
-    """Bring these files of one host here."""
+    """Copy these files of one host here."""
     if not paths:
         return
     with tempfile.TemporaryFile() as file:
         failures: list[OSError | ValueError] = []
 
-        def take(piece: str) -> None:
+        def write(piece: str) -> None:
             try:
                 file.write(base64.b64decode(piece))
-            except (
-                OSError,
-                ValueError,
-            ) as error:  # a full disk must not end the thread that reads from the hosts
-                failures.append(error)
+            except (OSError, ValueError) as error:
+                failures.append(error)  # a full disk must not end the thread that reads from hosts
 
-        nodes.on_piece = take
-        answer = nodes.ask(
+        connections.on_piece = write
+        answer = connections.ask(
             "pack", nodes=[node], limit_seconds=_PACK_SECONDS, reports=reports, files=list(paths)
         )[node]
         why = answer.get("error") or (str(failures[0]) if failures else "")
@@ -243,48 +231,42 @@ def _take(
             why = str(error)
         if why:
             raise UserError(
-                f"{nodes.hosts[node]}: its files did not come whole ({why}): collect again"
+                f"{connections.hosts[node]}: its files did not come whole ({why}): collect again"
             )
 
 
 def _unpack(file: IO[bytes], paths: Collection[str], output_dir: Path, outcome: Outcome) -> None:
-    """Keep the files of an archive. What the host sends is its own affair, where it goes is ours: files alone, under the names
-    that were asked for."""
+    """Write the regular files of an archive that were asked for; whatever else a host sends is ignored."""
     with tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
             if member.isreg() and member.name in paths:
-                _keep(output_dir / member.name, archive.extractfile(member).read(), outcome)
+                content = archive.extractfile(member)
+                assert content is not None  # a regular file
+                _write(output_dir / member.name, content.read(), outcome)
 
 
-def _keep(path: Path, content: bytes, outcome: Outcome) -> None:
+def _write(path: Path, content: bytes, outcome: Outcome) -> None:
     if path.exists() and not (path.is_file() and content.startswith(path.read_bytes())):
         outcome.kept.append(path)
         return
     write_atomically(path, content)
-    outcome.taken += 1
+    outcome.written += 1
 
 
-def _tell(request: CollectRequest, outcome: Outcome, output_dir: Path) -> int:
-    folders = [output_dir / run for run in sorted(outcome.runs)]
-    for run, folder in zip(sorted(outcome.runs), folders, strict=True):
-        _say(
-            f"{folder}: from {', '.join(request.hosts[node].name for node in outcome.runs[run][:_MOST_NAMED])}"
-            + (
-                f" and {len(outcome.runs[run]) - _MOST_NAMED} more"
-                if len(outcome.runs[run]) > _MOST_NAMED
-                else ""
-            )
-        )
-    _say(
-        f"{outcome.taken} files brought, {outcome.same} were here; next: lab report {' '.join(map(str, folders))}"
-    )
+def _report(request: CollectRequest, outcome: Outcome, output_dir: Path) -> int:
+    """Print what has become of the files; return the exit status."""
+    for run, nodes in sorted(outcome.runs.items()):
+        names = ", ".join(request.hosts[node].name for node in nodes[:_MOST_NAMED])
+        more = f" and {len(nodes) - _MOST_NAMED} more" if len(nodes) > _MOST_NAMED else ""
+        _say(f"{output_dir / run}: from {names}{more}")
+    folders = " ".join(str(output_dir / run) for run in sorted(outcome.runs))
+    _say(f"{outcome.written} files brought, {outcome.same} were here; next: lab report {folders}")
     if outcome.kept:
-        named = ", ".join(map(str, outcome.kept[:_MOST_NAMED])) + (
-            " …" if len(outcome.kept) > _MOST_NAMED else ""
-        )
+        files = ", ".join(map(str, outcome.kept[:_MOST_NAMED]))
+        more = " …" if len(outcome.kept) > _MOST_NAMED else ""
         _say(
-            f"warning: other files of the same names are here, and were left alone ({len(outcome.kept)}): {named}; give another "
-            "--output-dir to have those of the hosts"
+            f"warning: other files of the same names are here, and were left alone ({len(outcome.kept)}): {files}{more}; give "
+            "another --output-dir to have those of the hosts"
         )
     for host, why in list(outcome.unreached.items())[:_MOST_NAMED]:
         _say(f"warning: nothing came from {host}: {why}")

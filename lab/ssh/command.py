@@ -1,6 +1,6 @@
-"""Each host's place in the command: the flags of the parts, those of torchrun, or placeholders, whichever it takes.
+"""The command of each node: with the parts' flags, torchrun's flags or placeholders, whichever it takes, for its rank.
 
-``NodeCommands.of`` reads the command and refuses what contradicts the hosts; ``NodeCommands.fill`` gives one host's.
+``NodeCommands.of`` reads the command and refuses what contradicts the hosts; ``NodeCommands.fill`` returns one node's.
 """
 
 import re
@@ -14,7 +14,7 @@ from lab.cluster.program import check_placeholders, fill_in
 _PART = re.compile(r"(?:^|/)(Part(?:One|Two|Three))/main\.py$")
 _PYTHON = ("python", "python3")
 _BEFORE = "give --master-ip and --master-port to lab launch, before --"
-_PLACES = {
+_RANK_FLAGS = {
     "-M": _BEFORE,
     "--master-ip": _BEFORE,
     "--master-port": _BEFORE,
@@ -27,22 +27,22 @@ _PLACES = {
     "--local-rank": "",
     "--distributed": "for several ranks on each host: -- torchrun --nproc-per-node 2 PartThree/main.py",
 }
-"""Flags of the parts that say what lab launch says, and what to do instead."""
+"""Flags of the parts that lab launch sets itself, and what to do instead."""
 
 _EXAMPLE = "lab launch --hosts node0,node1 -- python PartTwo/main.py --sync all_reduce"
 
 
 @dataclass(frozen=True)
 class NodeCommands:
-    """A command with how it learns its place.
+    """One command, and how each node learns its rank from it.
 
-    way : "part" (its flags are appended), "torchrun" (those of it that are absent), "filled" (placeholders), "plain" (not at
-    all). part : name of the part that it runs; script : its file, as given.
+    kind : "part" (the part's flags are appended), "torchrun" (its flags that are absent are inserted), "filled" (placeholders),
+    "plain" (not at all). part : name of the part that it runs; script : its file, as given.
     """
 
     words: tuple[str, ...]
     nodes: int
-    way: str
+    kind: str
     part: str | None = None
     script: str | None = None
     port: int | None = None
@@ -50,12 +50,12 @@ class NodeCommands:
 
     @classmethod
     def of(cls, words: Sequence[str], *, nodes: int, port: int | None) -> "NodeCommands":
-        """Read a command for ``nodes`` hosts. UserError where it names a place itself, or cannot run on so many."""
+        """Read a command for ``nodes`` hosts. UserError where it sets a rank itself, or cannot run on so many."""
         if not words:
             raise UserError(f"no command: give it behind --, for example {_EXAMPLE}")
         check_placeholders(words)
-        script = next((word for word in words if _PART.search(word)), None)
-        part = _PART.search(script)[1] if script is not None else None
+        main = next(filter(None, map(_PART.search, words)), None)
+        part, script = (main[1], main.string) if main is not None else (None, None)
         if part == "PartOne" and nodes > 1:
             raise UserError(
                 f"PartOne trains on one process, and --hosts names {nodes}: give one host, or PartTwo or PartThree"
@@ -63,51 +63,44 @@ class NodeCommands:
         if any(re.search(r"\{(master|nodes|rank|port)\}", word) for word in words):
             return cls(tuple(words), nodes, "filled", part, script, port)
         if _launcher_words(words):
-            return cls(
-                tuple(words), nodes, "torchrun", part, script, port, _check_torchrun(words, nodes)
-            )
+            added = _check_torchrun(words, nodes)
+            return cls(tuple(words), nodes, "torchrun", part, script, port, added)
         if part is None or part == "PartOne":
             return cls(tuple(words), nodes, "plain", part, script, port)
-        _refuse_places(words)
+        _refuse_rank_flags(words)
         return cls(tuple(words), nodes, "part", part, script, port)
 
     @property
-    def meets(self) -> bool:
-        """Whether the hosts' processes meet at a master."""
-        return self.way != "plain"
+    def needs_master(self) -> bool:
+        """Whether the nodes' processes join a group at a master's address."""
+        return self.kind != "plain"
 
     @property
-    def meeting_port(self) -> int:
-        """Where they meet there."""
+    def master_port(self) -> int:
+        """The port that rank 0 waits at."""
         own = self.value("--master-port") or ""
         return self.port or (int(own) if own.isdecimal() else DEFAULT_MASTER_PORT)
 
     def fill(self, *, master: str, rank: int, python: str) -> list[str]:
         """Return the command of one host. ``python`` : its interpreter, which stands for the word python."""
         words = [python, *self.words[1:]] if self.words[0] in _PYTHON else list(self.words)
-        if self.way == "part":
-            place = ["--master-ip", master, "--num-nodes", str(self.nodes), "--rank", str(rank)]
-            return [
-                *words,
-                *place,
-                *(["--master-port", str(self.port)] if self.port is not None else []),
-            ]
-        if self.way == "torchrun":
+        if self.kind == "part":
+            flags = ["--master-ip", master, "--num-nodes", str(self.nodes), "--rank", str(rank)]
+            port_flag = ["--master-port", str(self.port)] if self.port is not None else []
+            return [*words, *flags, *port_flag]
+        if self.kind == "torchrun":
             start = _launcher_words(self.words)
             given = {
                 "--nnodes": self.nodes,
                 "--node-rank": rank,
                 "--master-addr": master,
-                "--master-port": self.meeting_port,
+                "--master-port": self.master_port,
             }
-            # As a module, so that no program torchrun need be in PATH.
-            first = (
-                [python, "-m", "torch.distributed.run"]
-                if self.words[0] == "torchrun"
-                else words[:start]
-            )
-            return [*first, *(f"{name}={given[name]}" for name in self._added), *words[start:]]
-        return fill_in(words, master=master, nodes=self.nodes, rank=rank, port=self.meeting_port)
+            launcher = words[:start]
+            if self.words[0] == "torchrun":  # as a module: no program torchrun need be in PATH
+                launcher = [python, "-m", "torch.distributed.run"]
+            return [*launcher, *(f"{name}={given[name]}" for name in self._added), *words[start:]]
+        return fill_in(words, master=master, nodes=self.nodes, rank=rank, port=self.master_port)
 
     def value(self, flag: str) -> str | None:
         """Return what the command gives for a flag of the parts, the last one counts; None where it does not."""
@@ -115,7 +108,8 @@ class NodeCommands:
         for index, word in enumerate(words):
             name, equals, value = word.partition("=")
             if name.replace("_", "-") == flag:
-                found = value if equals else (words[index + 1] if index + 1 < len(words) else None)
+                following = words[index + 1] if index + 1 < len(words) else None
+                found = value if equals else following
         return found
 
 
@@ -124,11 +118,8 @@ def _launcher_words(words: Sequence[str]) -> int:
     program = words[0].rpartition("/")[2]
     if program == "torchrun":
         return 1
-    return (
-        3
-        if program.startswith("python") and tuple(words[1:3]) == ("-m", "torch.distributed.run")
-        else 0
-    )
+    as_module = tuple(words[1:3]) == ("-m", "torch.distributed.run")
+    return 3 if program.startswith("python") and as_module else 0
 
 
 def _own_flags(words: Sequence[str]) -> dict[str, str | None]:
@@ -139,10 +130,9 @@ def _own_flags(words: Sequence[str]) -> dict[str, str | None]:
         if word.endswith(".py"):
             break
         if word.startswith("--"):
-            name, equals, value = word.replace(
-                "_", "-", word.partition("=")[0].count("_")
-            ).partition("=")
-            flags[name] = value if equals else (rest[index + 1] if index + 1 < len(rest) else None)
+            name, equals, value = word.partition("=")
+            following = rest[index + 1] if index + 1 < len(rest) else None
+            flags[name.replace("_", "-")] = value if equals else following
     return flags
 
 
@@ -157,29 +147,24 @@ def _check_torchrun(words: Sequence[str], nodes: int) -> tuple[str, ...]:
         raise UserError(f"--node-rank {given['--node-rank']}: each host gets its own; leave it out")
     if "--nnodes" in given:
         least, _, most = (given["--nnodes"] or "").partition(":")
-        if (
-            not least.isdecimal()
-            or not (most or least).isdecimal()
-            or not int(least) <= nodes <= int(most or least)
-        ):
+        numbers = least.isdecimal() and (most or least).isdecimal()
+        if not numbers or not int(least) <= nodes <= int(most or least):
             raise UserError(
                 f"--nnodes {given['--nnodes']} in the command, but --hosts names {nodes}: leave it out, or make them "
                 "agree"
             )
-    meeting = (
-        ("--master-addr", "--master-port")
-        if not {"--rdzv-endpoint", "--rdzv-backend"} & given.keys()
-        else ()
-    )
-    return tuple(name for name in ("--nnodes", "--node-rank", *meeting) if name not in given)
+    wanted = ["--nnodes", "--node-rank"]
+    if not {"--rdzv-endpoint", "--rdzv-backend"} & given.keys():
+        wanted += ["--master-addr", "--master-port"]
+    return tuple(name for name in wanted if name not in given)
 
 
-def _refuse_places(words: Sequence[str]) -> None:
+def _refuse_rank_flags(words: Sequence[str]) -> None:
     for word in words:
         name = word.partition("=")[0]
         name = name.replace("_", "-") if name.startswith("--") else name
-        if name in _PLACES:
-            instead = f"; {_PLACES[name]}" if _PLACES[name] else ""
+        if name in _RANK_FLAGS:
+            instead = f"; {_RANK_FLAGS[name]}" if _RANK_FLAGS[name] else ""
             raise UserError(
                 f"{word.partition('=')[0]} in the command: lab launch gives each host its --master-ip, --num-nodes "
                 f"and --rank; leave it out{instead}"

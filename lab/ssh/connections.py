@@ -1,9 +1,8 @@
-"""``HostConnections``: a connection to each host, with the keeper at its other end. All of them end with the ``with``.
+"""``HostConnections``: a connection to the remote agent on each host; all connections close when the ``with`` ends.
 
-Order: ``HostConnections(...)`` as a context manager, ``ask`` what is to be known first, ``start`` a
-command on each, ``wait``; perhaps ``signal`` or ``kill`` meanwhile. One thread reads from all hosts
-and one sends the beats without which they would end by themselves, so that neither a slow terminal
-nor a busy caller loses a host."""
+Order: ``HostConnections(...)`` as a context manager, ``ask`` the hosts, ``start`` a command on each, ``wait``; perhaps ``signal``
+or ``kill`` meanwhile. One thread reads from all hosts and one sends heartbeats, without which the hosts end by themselves; so
+neither a slow terminal nor a busy caller loses a host."""
 
 import contextlib
 import json
@@ -35,59 +34,51 @@ class HostConnections:
     ----------
     on_line : called with a node's number and a line that its command wrote.
     on_piece : called with each piece of an archive, see remote_handlers.pack.
+
+    ``by_rank`` holds the connections in the order of the hosts, ``ended`` the nodes in the order in which their commands ended.
     """
 
     def __init__(
         self,
         hosts: Sequence[Host],
-        way: SSHOptions,
+        options: SSHOptions,
         *,
         on_line: Callable[[int, str], object] = lambda node, line: None,
         on_piece: Callable[[str], object] = lambda piece: None,
     ) -> None:
-        self.hosts, self._way, self.on_line, self.on_piece = hosts, way, on_line, on_piece
-        self.nodes: list[HostConnection] = []
+        self.hosts, self.on_line, self.on_piece = hosts, on_line, on_piece
+        self.silence_seconds = options.silence_seconds
+        """After which a connection without a sign of life counts as broken."""
+        self.by_rank: list[HostConnection] = []
         self.ended: list[int] = []
+        self._options = options
         self._changed, self._closing = threading.Condition(), threading.Event()
         self._selector = selectors.DefaultSelector()
-        self._new: deque[HostConnection] = (
-            deque()
-        )  # not yet known to the reader, whose selector is its own
+        # Not yet registered: the selector belongs to the reading thread alone.
+        self._new: deque[HostConnection] = deque()
         self._hung_up: list[HostConnection] = []
         self._token, self._requests, self._turned = secrets.token_hex(16), 0, time.monotonic()
         self._threads = [
-            threading.Thread(target=one, daemon=True) for one in (self._read, self._beat)
+            threading.Thread(target=loop, daemon=True) for loop in (self._read, self._beat)
         ]
 
-    @property
-    def silence_seconds(self) -> float:
-        """After which a connection without a sign of life counts as broken."""
-        return self._way.silence_seconds
-
     def __enter__(self) -> "HostConnections":
-        spec = (
-            json.dumps(
-                {"token": self._token, "silence_seconds": self._way.silence_seconds}
-            ).encode()
-            + b"\n"
-        )
-        first = program() + spec
+        spec = {"token": self._token, "silence_seconds": self.silence_seconds}
+        first = program() + json.dumps(spec).encode() + b"\n"
         for thread in self._threads:
             thread.start()
         try:
             for host in self.hosts:
-                self.wait(
-                    lambda: (
-                        sum(not node.ready and not node.closed for node in self.nodes) < _AT_ONCE
-                    ),
-                    limit_seconds=_TURN_SECONDS,
-                )
-                self.nodes.append(HostConnection.open(host, self._way, first))
-                self._new.append(self.nodes[-1])
+                self.wait(lambda: len(self._connecting()) < _AT_ONCE, limit_seconds=_TURN_SECONDS)
+                self.by_rank.append(HostConnection.open(host, self._options, first))
+                self._new.append(self.by_rank[-1])
         except BaseException:
             self.close()
             raise
         return self
+
+    def _connecting(self) -> list[HostConnection]:
+        return [one for one in self.by_rank if not one.ready and not one.closed]
 
     def __exit__(self, *_error: object) -> None:
         self.close()
@@ -95,80 +86,80 @@ class HostConnections:
     def close(self) -> None:
         """End what runs on every host, and the connections; return when those are gone."""
         self._closing.set()
-        for node in self.nodes:
+        for connection in self.by_rank:
             with contextlib.suppress(OSError):
-                node.ssh.stdin.close()  # the keeper ends everything when its input closes
+                connection.stdin.close()  # the remote agent ends everything when its input closes
         deadline = time.monotonic() + _LEAVE_SECONDS
-        for node in self.nodes:
+        for connection in self.by_rank:
+            left_seconds = max(0.0, deadline - time.monotonic()) if connection.ready else 0
             with contextlib.suppress(subprocess.TimeoutExpired):
-                node.ssh.wait(max(0.0, deadline - time.monotonic()) if node.ready else 0)
-            node.kill()
-            node.ssh.wait()
+                connection.ssh.wait(left_seconds)
+            connection.kill()
+            connection.ssh.wait()
         for thread in self._threads:
             thread.join(_LEAVE_SECONDS)
         self._selector.close()
-        for node in self.nodes:
-            node.ssh.stdout.close()
-            node.ssh.stderr.close()
+        for connection in self.by_rank:
+            connection.stdout.close()
+            connection.stderr.close()
 
     def wait_until_ready(self, limit_seconds: float) -> None:
-        """Wait until each keeper has answered or its connection has failed: ``HostConnection.ready`` says which."""
-        self.wait(
-            lambda: all(node.ready or node.closed for node in self.nodes),
-            limit_seconds=limit_seconds,
-        )
+        """Wait until each remote agent has answered or its connection has failed: ``HostConnection.ready`` says which."""
+        self.wait(lambda: not self._connecting(), limit_seconds=limit_seconds)
 
     def ask(
         self, what: str, *, nodes: Sequence[int], limit_seconds: float, **more: Any
     ) -> dict[int, Mapping[str, Any]]:
         """Ask several hosts the same at once; return by node {"result": …} or {"error": why}, also where no answer came."""
         self._requests += 1
-        number, asked = self._requests, [self.nodes[node] for node in nodes]
-        for node in asked:
-            node.tell(do=what, id=number, **more)
+        number, asked = self._requests, [self.by_rank[node] for node in nodes]
+        for connection in asked:
+            connection.send(do=what, id=number, **more)
         self.wait(
-            lambda: all(number in node.answers or node.closed for node in asked),
+            lambda: all(number in one.answers or one.closed for one in asked),
             limit_seconds=limit_seconds,
         )
-        none = {"error": f"no answer within {limit_seconds:g} s"}
-        return {
-            node.host.rank: node.answers.pop(
-                number, {"error": "the connection broke"} if node.closed else none
+        answers = {}
+        for connection in asked:
+            why = (
+                "the connection broke"
+                if connection.closed
+                else f"no answer within {limit_seconds:g} s"
             )
-            for node in asked
-        }
+            answers[connection.host.rank] = connection.answers.pop(number, {"error": why})
+        return answers
 
     def start(
         self, node: int, command: Sequence[str], *, environment: Mapping[str, str], folder: str
     ) -> None:
         """Start a command on a host and return at once; ``environment`` counts where the host has no value of its own."""
-        one = self.nodes[node]
+        connection = self.by_rank[node]
         with self._changed:
-            one.running, one.status = not one.closed, None
-            one.lines.clear()
-        if one.closed:
-            self._ended(one, LOST)
-        one.tell(do="start", command=list(command), environment=dict(environment), folder=folder)
+            connection.running, connection.status = not connection.closed, None
+            connection.lines.clear()
+        if connection.closed:
+            self._note_end(connection, LOST)
+        connection.send(
+            do="start", command=list(command), environment=dict(environment), folder=folder
+        )
 
     def signal(self, number: int) -> None:
         """Send a signal to the commands that still run, as a terminal does."""
-        for node in self.nodes:
-            if node.running:
-                node.tell(do="signal", signal=number)
+        for node in self.running:
+            self.by_rank[node].send(do="signal", signal=number)
 
     def kill(self) -> None:
         """Kill all processes of the commands that still run."""
-        for node in self.nodes:
-            if node.running:
-                node.tell(do="kill")
+        for node in self.running:
+            self.by_rank[node].send(do="kill")
 
     @property
     def running(self) -> list[int]:
-        """The hosts whose command still runs."""
-        return [node.host.rank for node in self.nodes if node.running]
+        """The nodes whose command still runs."""
+        return [connection.host.rank for connection in self.by_rank if connection.running]
 
     def wait(self, condition: Callable[[], bool], *, limit_seconds: float | None = None) -> bool:
-        """Wait until ``condition`` holds, looked at when something has changed; return whether it does."""
+        """Wait until ``condition`` holds, checked whenever something has changed; return whether it does."""
         deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
         with self._changed:
             while not condition():
@@ -178,102 +169,97 @@ class HostConnections:
         return True
 
     def _beat(self) -> None:
-        """In a thread of its own: send the beats, and give up those that have not answered any for too long."""
+        """In a thread of its own: send heartbeats, and kill connections that have been silent for too long."""
         between = self.silence_seconds / 6
         while not self._closing.wait(between):
             now = time.monotonic()
-            for node in self.nodes:
-                if not node.ready or node.closed:
+            # While the reading thread itself is blocked, by a stopped terminal, silence says nothing about the hosts.
+            reading = now - self._turned < max(between, 1.0)
+            for connection in self.by_rank:
+                if not connection.ready or connection.closed:
                     continue
-                # Where the reader itself is held up, by a terminal that is stopped, silence says nothing of the host.
-                if now - node.heard > self.silence_seconds and now - self._turned < max(
-                    between, 1.0
-                ):
-                    node.complain(f"no sign of life for {now - node.heard:.0f} s\n".encode())
-                    node.kill()
-                node.tell(do="beat")
+                silent_seconds = now - connection.heard
+                if reading and silent_seconds > self.silence_seconds:
+                    connection.add_error(f"no sign of life for {silent_seconds:.0f} s\n".encode())
+                    connection.kill()
+                connection.send(do="beat")
 
     def _read(self) -> None:
-        """In a thread of its own: take what comes from all hosts, until all connections are closed."""
+        """In a thread of its own: read from all hosts, until all connections are closed."""
         while self._selector.get_map() or self._new or not self._closing.is_set():
             self._turned = time.monotonic()
             while self._new:
-                node = self._new.popleft()
-                for stream in (node.ssh.stdout, node.ssh.stderr):
-                    self._selector.register(stream, selectors.EVENT_READ, node)
+                connection = self._new.popleft()
+                for stream in (connection.stdout, connection.stderr):
+                    self._selector.register(stream, selectors.EVENT_READ, connection)
             for key, _ in self._selector.select(_POLL_SECONDS):
-                node, text = key.data, os.read(key.fd, _READ_BYTES)
-                if text and key.fileobj is node.ssh.stdout:
-                    self._take(node, text)
+                connection, text = key.data, os.read(key.fd, _READ_BYTES)
+                if text and key.fileobj is connection.stdout:
+                    self._receive(connection, text)
                 elif text:
-                    node.complain(text)
-                if text:
-                    continue
-                self._selector.unregister(key.fileobj)
-                node.hung_up = time.monotonic()
-                self._hung_up.append(node)
-            self._notice_closed()
+                    connection.add_error(text)
+                else:
+                    self._selector.unregister(key.fileobj)
+                    connection.hung_up = time.monotonic()
+                    self._hung_up.append(connection)
+            self._find_closed()
 
-    def _notice_closed(self) -> None:
-        """A connection is closed when nothing comes from it any more; a master of ssh may keep its errors open for ever."""
-        for node in list(self._hung_up):
-            still = [
-                stream
-                for stream in (node.ssh.stdout, node.ssh.stderr)
-                if stream in self._selector.get_map()
-            ]
-            if node.closed:
-                self._hung_up.remove(node)
-            elif not still or (
-                still == [node.ssh.stderr] and time.monotonic() > node.hung_up + _ERRORS_SECONDS
-            ):
-                for stream in still:
+    def _find_closed(self) -> None:
+        """A connection is closed when both streams have ended; a shared master of ssh may keep stderr open for ever."""
+        for connection in list(self._hung_up):
+            streams = (connection.stdout, connection.stderr)
+            still_open = [one for one in streams if one in self._selector.get_map()]
+            waited = time.monotonic() > connection.hung_up + _ERRORS_SECONDS
+            if connection.closed:
+                self._hung_up.remove(connection)
+            elif not still_open or (still_open == [connection.stderr] and waited):
+                for stream in still_open:
                     self._selector.unregister(stream)
-                self._closed(node)
+                self._note_closed(connection)
 
-    def _take(self, node: HostConnection, text: bytes) -> None:
-        *lines, node.rest = (node.rest + text).split(b"\n")
-        node.heard = time.monotonic()
+    def _receive(self, connection: HostConnection, text: bytes) -> None:
+        *lines, connection.rest = (connection.rest + text).split(b"\n")
+        connection.heard = time.monotonic()
         for line in lines:
-            if node.ready:
+            if connection.ready:
                 message = None
                 with contextlib.suppress(ValueError):
                     message = json.loads(line)
-                if isinstance(message, dict):  # else what a login shell says at its end
-                    self._take_message(node, message)
+                if isinstance(message, dict):  # else what a login shell prints at its end
+                    self._handle(connection, message)
             elif line.endswith(self._token.encode()):
                 with self._changed:
-                    node.ready = True
+                    connection.ready = True
                     self._changed.notify_all()
             else:
-                node.complain(line + b"\n")
+                connection.add_error(line + b"\n")
 
-    def _take_message(self, node: HostConnection, message: Mapping[str, Any]) -> None:
+    def _handle(self, connection: HostConnection, message: Mapping[str, Any]) -> None:
         if "line" in message:
-            node.lines.append(message["line"])
-            self.on_line(node.host.rank, message["line"])
+            connection.lines.append(message["line"])
+            self.on_line(connection.host.rank, message["line"])
         elif "piece" in message:
             self.on_piece(message["piece"])
         elif "ended" in message:
-            self._ended(node, message["ended"])
+            self._note_end(connection, message["ended"])
         elif "killed" in message:
-            node.complain(
+            connection.add_error(
                 f"lab's own process there was killed by signal {message['killed']}\n".encode()
             )
         elif "answer" in message:
             with self._changed:
-                node.answers[message["answer"]] = message
+                connection.answers[message["answer"]] = message
                 self._changed.notify_all()
 
-    def _closed(self, node: HostConnection) -> None:
+    def _note_closed(self, connection: HostConnection) -> None:
         with self._changed:
-            node.closed = True
+            connection.closed = True
             self._changed.notify_all()
-        if node.running:
-            self._ended(node, LOST)
+        if connection.running:
+            self._note_end(connection, LOST)
 
-    def _ended(self, node: HostConnection, status: int) -> None:
+    def _note_end(self, connection: HostConnection, status: int) -> None:
         with self._changed:
-            node.running, node.status = False, status
-            self.ended.append(node.host.rank)
+            connection.running, connection.status = False, status
+            self.ended.append(connection.host.rank)
             self._changed.notify_all()

@@ -15,14 +15,14 @@ from common.errors import UserError
 CONNECT_SECONDS = 10
 _HERE = Path(__file__).resolve().parent
 _REMOTE = ("remote_handlers.py", "remote_agent.py")
-_ENTRY = "main(ANSWERS)\n"
-# Reads the program whose length stands in the first line, byte by byte: what follows it is for the program itself. No quotes but
-# double ones and no newline, so that every login shell passes it on as it is.
+_ENTRY = "main(HANDLERS)\n"
+# Reads the program, whose length stands in the first line, and no byte more: what follows is for the program itself. Contains
+# double quotes only and no newline, so that every login shell passes it on unchanged.
 _BOOTSTRAP = (
     'import os, sys; sys.path[:] = [p for p in sys.path if p]; f = os.fdopen(0, "rb", 0, closefd=False); '
     "n = int(f.readline()); t = bytearray(); "
     '[t.extend(f.read(n - len(t)) or sys.exit("cut")) for _ in iter(lambda: len(t) < n, False)]; '
-    'exec(compile(bytes(t), "lab/ssh/remote_agent.py", "exec"), {"__name__": "lab_keeper"})'
+    'exec(compile(bytes(t), "lab/ssh/remote_agent.py", "exec"), {"__name__": "lab_remote_agent"})'
 )
 _OWN_PYTHON = 'cd -- "$0" 2>/dev/null && test -x .venv/bin/python && exec .venv/bin/python -c "$1"; exec python3 -c "$1"'
 _GIVEN_PYTHON = 'cd -- "$0" 2>/dev/null; exec "$2" -c "$1"'
@@ -31,7 +31,7 @@ _GIVEN_PYTHON = 'cd -- "$0" 2>/dev/null; exec "$2" -c "$1"'
 @dataclass(frozen=True)
 class Host:
     """``given`` as ssh gets it (a name, an alias of ~/.ssh/config, user@name, ssh://user@name:port); ``name`` without user and
-    port; ``rank`` its place."""
+    port; ``rank`` of its node."""
 
     rank: int
     given: str
@@ -39,16 +39,16 @@ class Host:
     @property
     def name(self) -> str:
         """Without user and port."""
-        place = re.fullmatch(r"ssh://(?:.*@)?(.*?)(?::\d+)?/?", self.given)
-        return place[1] if place is not None else self.given.rpartition("@")[2]
+        url = re.fullmatch(r"ssh://(?:.*@)?(.*?)(?::\d+)?/?", self.given)
+        return url[1] if url is not None else self.given.rpartition("@")[2]
 
     def __str__(self) -> str:
         return f"node {self.rank} ({self.name})"
 
 
 def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
-    """Return the hosts of ``--hosts``, rank 0 first. UserError on none, an empty or impossible name, and a host that stands
-    there twice unless ``shares_a_port``: the user has said at which port all ranks meet."""
+    """Return the hosts of ``--hosts``, rank 0 first. UserError on none, on an empty or impossible name, and on a host that is
+    named twice unless ``shares_a_port``: the user has given the port that all ranks share."""
     names = [name.strip() for name in text.split(",")]
     if names == [""]:
         raise UserError(
@@ -74,7 +74,7 @@ def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
 
 
 def program() -> bytes:
-    """Return what is sent to each host first: its length in a line, and the keeper with its answers as one text."""
+    """Return what is sent to each host first: a line with the length, then the remote agent and its handlers as one text."""
     text = "".join((_HERE / name).read_text(encoding="utf-8") for name in _REMOTE) + _ENTRY
     return b"%d\n" % len(text.encode()) + text.encode()
 
@@ -95,10 +95,10 @@ class SSHOptions:
     silence_seconds: float = 30.0
 
 
-def ssh_command(host: Host, way: SSHOptions) -> list[str]:
-    """Return the command that starts the keeper on a host. It never asks for a password: many cannot be typed at once."""
-    alive = max(1, round(way.silence_seconds / 3))
-    options = [
+def ssh_command(host: Host, options: SSHOptions) -> list[str]:
+    """Return the command that starts the remote agent on a host. It never asks for a password: many cannot be typed at once."""
+    alive = max(1, round(options.silence_seconds / 3))
+    defaults = [
         "BatchMode=yes",
         f"ConnectTimeout={CONNECT_SECONDS}",
         f"ServerAliveInterval={alive}",
@@ -108,28 +108,16 @@ def ssh_command(host: Host, way: SSHOptions) -> list[str]:
         "RemoteCommand=none",
         "EscapeChar=none",
     ]
-    there = shlex.join(
-        [
-            "exec",
-            "sh",
-            "-c",
-            _OWN_PYTHON if way.python is None else _GIVEN_PYTHON,
-            way.workdir,
-            _BOOTSTRAP,
-            *([] if way.python is None else [way.python]),
-        ]
-    )
-    # What the user gives stands first: of options that stand twice, ssh takes the first.
-    return [
-        "ssh",
-        "-T",
-        *(["-F", str(way.config)] if way.config is not None else []),
-        *(word for option in (*way.options, *options) for word in ("-o", option)),
-        *(["-l", way.user] if way.user is not None and "@" not in host.given else []),
-        "--",
-        host.given,
-        there,
-    ]
+    shell = ["exec", "sh", "-c"]
+    if options.python is None:
+        remote = shlex.join([*shell, _OWN_PYTHON, options.workdir, _BOOTSTRAP])
+    else:
+        remote = shlex.join([*shell, _GIVEN_PYTHON, options.workdir, _BOOTSTRAP, options.python])
+    config = ["-F", str(options.config)] if options.config is not None else []
+    user = ["-l", options.user] if options.user is not None and "@" not in host.given else []
+    # The user's options stand first: of options that are given twice, ssh takes the first.
+    words = [word for option in (*options.options, *defaults) for word in ("-o", option)]
+    return ["ssh", "-T", *config, *words, *user, "--", host.given, remote]
 
 
 def remote_folder(text: str) -> str:

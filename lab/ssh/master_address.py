@@ -1,7 +1,7 @@
-"""Which address of the first host all others reach: found by trying, since names differ from host to host.
+"""Find the address of the first host that all others reach, by trying: a name may mean something else on each host.
 
 A name may be known to the terminal alone, or stand for 127.0.1.1 on the host itself; a host may have several networks. So the
-others are asked what the first host's names mean to them, and knock at each of its addresses, at the port of the run.
+others resolve the first host's names, and connect to each of its addresses at the port of the run.
 """
 
 import ipaddress
@@ -12,78 +12,59 @@ from typing import Any
 from common.errors import UserError
 from lab.ssh.connections import HostConnections
 from lab.ssh.hosts import Host
-from lab.ssh.probe import Facts, refuse
+from lab.ssh.probe import Facts, refuse, refuse_errors
 
 _RESOLVE_SECONDS = 15.0
-_KNOCK_SECONDS = 4.0
+_CONNECT_SECONDS = 4.0
 
 
-def find_master(nodes: HostConnections, facts: Sequence[Facts], *, port: int) -> str:
-    """Return the address at which rank 0 is to wait for the others. UserError where its port is taken or all do not reach one
-    address."""
-    others = range(1, len(nodes.hosts))
-    candidates = _candidates(nodes, facts, others)
+def find_master(connections: HostConnections, facts: Sequence[Facts], *, port: int) -> str:
+    """Return the address at which rank 0 waits for the others. UserError where its port is taken, or where no address is reached
+    by all."""
+    others = range(1, len(connections.hosts))
+    candidates = _candidates(connections, facts, others)
     token = secrets.token_hex(16)
-    taken = nodes.ask("listen", nodes=[0], limit_seconds=_RESOLVE_SECONDS, port=port, token=token)[
-        0
-    ]
-    if "error" in taken:
+    listening = connections.ask(
+        "listen", nodes=[0], limit_seconds=_RESOLVE_SECONDS, port=port, token=token
+    )[0]
+    if "error" in listening:
         raise UserError(
-            f"{nodes.hosts[0]}: its port {port} cannot be used ({taken['error'].lower()}): end what listens there, "
+            f"{connections.hosts[0]}: its port {port} cannot be used ({listening['error'].lower()}): end what listens there, "
             "or give another --master-port"
         )
-    answers = (
-        nodes.ask(
-            "knock",
-            nodes=others,
-            limit_seconds=3 * _KNOCK_SECONDS + _RESOLVE_SECONDS,
-            addresses=candidates,
-            port=port,
-            token=token,
-            seconds=_KNOCK_SECONDS,
-        )
-        if others
-        else {}
+    answers = connections.ask(
+        "connect",
+        nodes=others,
+        limit_seconds=3 * _CONNECT_SECONDS + _RESOLVE_SECONDS,
+        addresses=candidates,
+        port=port,
+        token=token,
+        seconds=_CONNECT_SECONDS,
     )
-    nodes.ask("stop_listening", nodes=[0], limit_seconds=_RESOLVE_SECONDS)
+    connections.ask("stop_listening", nodes=[0], limit_seconds=_RESOLVE_SECONDS)
     if not others:
         return candidates[0] if candidates else "127.0.0.1"
     if not candidates:
         raise UserError(
-            f"{nodes.hosts[0]} has no IPv4 address but loopback: give --master-ip, the address at which the others "
+            f"{connections.hosts[0]} has no IPv4 address but loopback: give --master-ip, the address at which the others "
             "reach it"
         )
-    refuse(
-        {
-            nodes.hosts[node]: answer["error"]
-            for node, answer in answers.items()
-            if "error" in answer
-        },
-        of=len(nodes.hosts),
-    )
-    return _reached_by_all(nodes.hosts, candidates, answers, port)
+    refuse_errors(connections.hosts, answers)
+    return _reached_by_all(connections.hosts, candidates, answers, port)
 
 
-def _candidates(nodes: HostConnections, facts: Sequence[Facts], others: Sequence[int]) -> list[str]:
-    """Addresses to try, the likeliest first: what the first host's names mean to the others and is its own; its own ones, private
-    networks before others; what its names mean beside that (an address that a router translates)."""
-    names = [nodes.hosts[0].name, facts[0]["name"]]
-    answers = (
-        nodes.ask("resolve", nodes=others, limit_seconds=_RESOLVE_SECONDS, names=names)
-        if others
-        else {}
-    )
-    named = list(
-        dict.fromkeys(
-            address for node in sorted(answers) for address in answers[node].get("result", [])
-        )
-    )
+def _candidates(
+    connections: HostConnections, facts: Sequence[Facts], others: Sequence[int]
+) -> list[str]:
+    """Addresses to try, the likeliest first: those of the first host that its names resolve to on the others; its other ones,
+    private networks before public ones; the names' other addresses (perhaps translated by a router)."""
+    names = [connections.hosts[0].name, facts[0]["name"]]
+    answers = connections.ask("resolve", nodes=others, limit_seconds=_RESOLVE_SECONDS, names=names)
+    named = [address for node in sorted(answers) for address in answers[node].get("result", [])]
     own = facts[0]["addresses"]
     private = sorted(own, key=lambda address: not ipaddress.ip_address(address).is_private)
-    found = [*(address for address in named if address in own), *private, *named]
-    return [
-        address for address in dict.fromkeys(found) if not ipaddress.ip_address(address).is_loopback
-    ]
+    found = dict.fromkeys([*(address for address in named if address in own), *private, *named])
+    return [address for address in found if not ipaddress.ip_address(address).is_loopback]
 
 
 def _reached_by_all(
@@ -97,14 +78,12 @@ def _reached_by_all(
         for address in candidates
     }
     best = min(candidates, key=lambda address: len(failures[address]))  # of equal ones the first
-    if not failures[best]:
-        return best
     problems = {
-        hosts[
-            node
-        ]: f"does not reach {hosts[0]} at {best}:{port} ({answers[node]['result'][best]}): open the port "
-        "there, or give --master-ip, another address of that host, or another --master-port"
+        hosts[node]: (
+            f"does not reach {hosts[0]} at {best}:{port} ({answers[node]['result'][best]}): open the port "
+            "there, or give --master-ip, another address of that host, or another --master-port"
+        )
         for node in failures[best]
     }
     refuse(problems, of=len(hosts))
-    raise AssertionError("refuse raises where there are problems")
+    return best

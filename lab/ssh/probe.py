@@ -1,6 +1,6 @@
-"""What is asked of every host before anything starts there, and what stands in the way, by host.
+"""Facts about every host before anything starts there, and the problem of each host that cannot take part.
 
-``ask_facts`` asks, all hosts at once; ``problems_of`` compares. A launch starts only where nothing is wrong on any host.
+``ask_facts`` asks all hosts at once; ``problems_of`` compares their answers. A launch starts only if no host has a problem.
 """
 
 import shlex
@@ -21,45 +21,45 @@ _MOST_NAMED = 16
 Facts = Mapping[str, Any]
 
 
-def ask_facts(nodes: HostConnections, way: SSHOptions, *, script: str | None) -> list[Facts]:
-    """Return what each host says of itself, see remote_handlers.facts. UserError, with a line for
-    each, where some do not answer."""
-    refuse(unreached_hosts(nodes), of=len(nodes.nodes))
-    answers = nodes.ask(
+def ask_facts(
+    connections: HostConnections, options: SSHOptions, *, script: str | None
+) -> list[Facts]:
+    """Return the facts about each host, see remote_handlers.facts. UserError, with a line for each, where some do not answer."""
+    refuse(unreached_hosts(connections), of=len(connections.hosts))
+    answers = connections.ask(
         "facts",
-        nodes=range(len(nodes.nodes)),
+        nodes=range(len(connections.hosts)),
         limit_seconds=_FACTS_SECONDS,
-        folder=way.workdir,
+        folder=options.workdir,
         script=script,
     )
-    refuse(
-        {
-            nodes.hosts[node]: answer["error"]
-            for node, answer in answers.items()
-            if "error" in answer
-        },
-        of=len(nodes.nodes),
-    )
+    refuse_errors(connections.hosts, answers)
     return [answers[node]["result"] for node in sorted(answers)]
 
 
-def unreached_hosts(nodes: HostConnections) -> dict[Host, str]:
+def unreached_hosts(connections: HostConnections) -> dict[Host, str]:
     """Wait for all hosts; return why some cannot be reached."""
-    nodes.wait_until_ready(_READY_SECONDS)
-    return {node.host: _unreached(node) for node in nodes.nodes if not node.ready}
+    connections.wait_until_ready(_READY_SECONDS)
+    return {one.host: _why_unreached(one) for one in connections.by_rank if not one.ready}
 
 
-def _unreached(node: HostConnection) -> str:
-    host = node.host
-    if not node.closed:
+def _why_unreached(connection: HostConnection) -> str:
+    host = connection.host
+    if not connection.closed:
         return f"no answer within {_READY_SECONDS:g} s: try ssh {shlex.quote(host.given)} true"
-    return explain(node.complaints, name=host.name, given=host.given)
+    return explain(connection.error_lines, name=host.name, given=host.given)
+
+
+def refuse_errors(hosts: Sequence[Host], answers: Mapping[int, Mapping[str, Any]]) -> None:
+    """UserError with the error of each host that answered with one."""
+    errors = {hosts[node]: one["error"] for node, one in answers.items() if "error" in one}
+    refuse(errors, of=len(hosts))
 
 
 def refuse(
     problems: Mapping[Host, str], *, of: int, what: str = "cannot take part; nothing was started"
 ) -> None:
-    """UserError with a line for each host that something stands in the way of; nothing where there are none."""
+    """UserError with a line for each host that has a problem; nothing where none has."""
     if not problems:
         return
     lines = [f"  {host}: {problem}" for host, problem in list(problems.items())[:_MOST_NAMED]]
@@ -69,12 +69,12 @@ def refuse(
 
 
 def problems_of(
-    hosts: Sequence[Host], facts: Sequence[Facts], plan: NodeCommands, *, shares_a_port: bool
+    hosts: Sequence[Host], facts: Sequence[Facts], commands: NodeCommands, *, shares_a_port: bool
 ) -> dict[Host, str]:
-    """Return by host what stands in the way of ``plan``: the first thing of each."""
+    """Return the first problem of each host that cannot run its command."""
     found = {}
     for host, mine in zip(hosts, facts, strict=True):
-        problem = _own_problem(mine, plan) or _difference(hosts[0], facts[0], mine, plan)
+        problem = _own_problem(mine, commands) or _difference(hosts[0], facts[0], mine, commands)
         if problem is None and not shares_a_port:
             problem = _same_machine(host, mine, hosts, facts)
         if problem is not None:
@@ -82,12 +82,12 @@ def problems_of(
     return found
 
 
-def _own_problem(mine: Facts, plan: NodeCommands) -> str | None:
+def _own_problem(mine: Facts, commands: NodeCommands) -> str | None:
     if not mine["folder_there"]:
         return f"there is no folder {mine['folder']}: clone the project to it, or give --workdir, its folder on the hosts"
     if not mine["script_there"]:
-        return f"{mine['folder']} has no {plan.script}: give --workdir, the project's folder on the hosts"
-    if plan.part is None:
+        return f"{mine['folder']} has no {commands.script}: give --workdir, the project's folder on the hosts"
+    if commands.part is None:
         return None
     if _numbers(mine["version"]) < OLDEST_PYTHON:
         return (
@@ -99,9 +99,9 @@ def _own_problem(mine: Facts, plan: NodeCommands) -> str | None:
     return None
 
 
-def _difference(first_host: Host, first: Facts, mine: Facts, plan: NodeCommands) -> str | None:
-    """From rank 0's host, of what has to be the same on all: Python, torch, code."""
-    if plan.part is None:
+def _difference(first_host: Host, first: Facts, mine: Facts, commands: NodeCommands) -> str | None:
+    """The difference from rank 0's host in what must be the same on all: Python, torch, code."""
+    if commands.part is None:
         return None
     if _numbers(mine["version"]) != _numbers(first["version"]):
         return (
@@ -123,7 +123,7 @@ def _difference(first_host: Host, first: Facts, mine: Facts, plan: NodeCommands)
 def _same_machine(
     host: Host, mine: Facts, hosts: Sequence[Host], facts: Sequence[Facts]
 ) -> str | None:
-    """Two names of one host: no two machines have all their addresses in common."""
+    """The problem where two names stand for one host: no two machines have all their addresses in common."""
     for other, theirs in zip(hosts[: host.rank], facts[: host.rank], strict=True):
         if mine["addresses"] and sorted(mine["addresses"]) == sorted(theirs["addresses"]):
             return (
@@ -134,5 +134,5 @@ def _same_machine(
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Of 3.11.7, (3, 11)."""
+    """(3, 11) for "3.11.7"."""
     return tuple(int(number) for number in version.split(".")[:2])

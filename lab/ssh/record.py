@@ -1,7 +1,7 @@
 """What a launch leaves on this machine: a log a node, and launch.json, by which ``lab collect`` finds the hosts again.
 
-``Record`` is made when every host is ready; its ``line`` takes what the nodes write, ``ended`` is called last. ``read_launch``
-reads launch.json.
+``Record`` is created when every host is ready; ``begin``, then ``line`` for each line that a node writes, ``ended`` last.
+``read_launch`` reads launch.json.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from lab.ssh.probe import Facts
 
 FORMAT = 1
 SHOWN_HOSTS = 8
-"""Of more hosts than these the terminal shows rank 0 and the first failure, so that what it shows does not grow with them."""
+"""With more hosts than this the terminal shows only rank 0 and the first failure, so that its output does not grow with them."""
 
 _FILE = "launch.json"
 
@@ -31,11 +31,11 @@ class Record:
 
     Parameters
     ----------
-    echo : shows a node's line on the terminal.
+    prefixed : shows a node's line on the terminal.
     """
 
     def __init__(self, folder: Path, prefixed: PrefixedOutput) -> None:
-        self.folder, self._echo = folder, prefixed
+        self.folder, self._prefixed = folder, prefixed
         self._files: dict[int, IO[str]] = {}
         self._content: dict[str, Any] = {}
         self._began = time.monotonic()
@@ -44,8 +44,8 @@ class Record:
         self,
         hosts: Sequence[Host],
         facts: Sequence[Facts],
-        way: SSHOptions,
-        plan: NodeCommands,
+        options: SSHOptions,
+        commands: NodeCommands,
         *,
         master: str | None,
     ) -> None:
@@ -53,25 +53,20 @@ class Record:
         self._content = {
             "format": FORMAT,
             "what": "lab launch",
-            "command": list(plan.words),
+            "command": list(commands.words),
             "began": f"{datetime.now():%Y-%m-%dT%H:%M:%S}",
             "hosts": [
-                {
-                    "given": host.given,
-                    "folder": one["folder"],
-                    "python": one["python"],
-                    "clock": one["clock"],
-                }
-                for host, one in zip(hosts, facts, strict=True)
+                {"given": host.given} | {key: own[key] for key in ("folder", "python", "clock")}
+                for host, own in zip(hosts, facts, strict=True)
             ],
-            "user": way.user,
-            "workdir": way.workdir,
-            "python": way.python,
-            "ssh_options": list(way.options),
-            "ssh_config": None if way.config is None else str(way.config.absolute()),
+            "user": options.user,
+            "workdir": options.workdir,
+            "python": options.python,
+            "ssh_options": list(options.options),
+            "ssh_config": None if options.config is None else str(options.config.absolute()),
             "master": master,
-            "port": plan.meeting_port,
-            "reports": plan.value("--output-dir") or "reports",
+            "port": commands.master_port,
+            "reports": commands.value("--output-dir") or "reports",
             "status": None,
             "seconds": None,
         }
@@ -93,16 +88,14 @@ class Record:
 
     def line(self, node: int, line: str) -> None:
         """Keep a line that a node wrote, and show it."""
-        with contextlib.suppress(
-            ValueError, OSError
-        ):  # a full disk here must not end the run there
+        with contextlib.suppress(ValueError, OSError):  # a full disk must not end the run
             self._files[node].write(line + "\n")
-        self._echo(node, line)
+        self._prefixed(node, line)
 
     def show_failure(self, node: int, lines: Sequence[str]) -> None:
         """Show the last lines of a node whose output is not shown otherwise."""
         for line in lines:
-            self._echo.show(node, line)
+            self._prefixed.show(node, line)
 
     def ended(self, status: int) -> None:
         """Write how it ended, and close the logs."""

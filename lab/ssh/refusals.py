@@ -1,6 +1,6 @@
-"""What the system's ``ssh`` says when a host cannot be reached, as one line with what to do.
+"""The errors of the system's ``ssh`` when a host cannot be reached, each as one line with what to do.
 
-A new refusal is an entry of REFUSALS; texts as OpenSSH prints them.
+For another refusal add an entry to REFUSALS: a pattern of OpenSSH's text, what is wrong, and the remedy.
 """
 
 import re
@@ -68,11 +68,11 @@ _NO_REASON = "Permanently added|Could not chdir to home directory"
 
 
 def explain(errors: Sequence[str], *, name: str, given: str) -> str:
-    """Return why ``ssh`` did not come through, in a line: what, and what to do; ssh's own words where they are not known."""
+    """Return why ``ssh`` failed and what to do, as one line; ssh's own last line where the error is not known."""
     lines = [line.removeprefix("ssh: ") for line in errors if not re.search(_NO_REASON, line)]
     for pattern, what, remedy in REFUSALS:
-        told = next((line for line in lines if re.search(pattern, line)), None)
-        if told is not None:
-            words = "" if told.startswith("@") else f" (ssh: {told[:200]})"
-            return f"{what}{words}: {remedy.format(name=name, given=given)}"
+        found = next((line for line in lines if re.search(pattern, line)), None)
+        if found is not None:
+            quoted = "" if found.startswith("@") else f" (ssh: {found[:200]})"
+            return f"{what}{quoted}: {remedy.format(name=name, given=given)}"
     return f"ssh: {lines[-1][:300]}" if lines else f"ssh ended without a word: try ssh {given}"

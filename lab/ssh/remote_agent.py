@@ -1,11 +1,12 @@
-"""What runs on a host while ``lab launch`` lives: it starts the command there and ends all of it when the connection ends.
+"""The program that runs on a host during ``lab launch``: it starts the command and ends all of it when the connection ends.
 
-Its text is sent over ssh, so that it is never another version than the terminal's, and needs no more than Python 3.6, whose
-absence from the project it must survive to report. Requests come as lines of JSON on its input, a beat among them every few
-seconds; when the input closes or falls silent, every process that it has started, in whatever session, is killed. Where the
-keeper itself is, its parent does that.
+Its text is sent over ssh, so it is always of the terminal's version. It runs on Python 3.6 and later (also its annotations, hence
+the quotes), so that a host with an old Python can report it. Requests arrive as lines of JSON on stdin, a heartbeat among them
+every few seconds; when stdin closes or falls silent, every process that it has started, in whatever session, is killed. Where the
+agent itself is killed, its parent does that.
 
-``main`` is called by what ``lab.ssh.hosts.program`` puts together, with the answers of remote_handlers.py.
+``lab.ssh.hosts.program`` joins this text to remote_handlers.py, and calls ``main`` with HANDLERS: the names of both share one
+namespace.
 """
 
 import contextlib
@@ -18,6 +19,12 @@ import subprocess
 import sys
 import threading
 import time
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    Handlers = Mapping[str, Callable[..., Any]]
 
 _ADOPT_ORPHANS, _DIE_WITH_PARENT = 36, 1  # of prctl
 _KILL_SECONDS = 10.0
@@ -28,17 +35,17 @@ _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class RemoteAgent:
-    """``answers`` : functions of one request each, by the request's name; what they return is sent back."""
+    """Serves requests. ``handlers`` : functions by the request's name; what they return is sent back."""
 
-    def __init__(self, token, answers, silence_seconds):
-        self._answers, self._silence_seconds = answers, silence_seconds
-        self._requests = queue.Queue()
-        self._program = None
+    def __init__(self, token: str, handlers: "Handlers", silence_seconds: float) -> None:
+        self._handlers, self._silence_seconds = handlers, silence_seconds
+        self._requests: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._program: subprocess.Popen[bytes] | None = None
         self._sending = threading.Lock()
         self._send_text(token + "\n")  # what came before it was the login shell's
 
-    def serve(self):
-        """Do what is asked, until there is nobody to ask."""
+    def serve(self) -> None:
+        """Handle requests until the connection ends."""
         _prctl(_ADOPT_ORPHANS, 1)
         _prctl(_DIE_WITH_PARENT, signal.SIGTERM)
         for number in _ENDING_SIGNALS:
@@ -48,12 +55,11 @@ class RemoteAgent:
             request = self._requests.get()
             try:
                 self._do(request)
-            except Exception as error:  # whatever it is, the one who asks must not wait for ever
-                self.send(
-                    {"answer": request.get("id"), "error": f"{type(error).__name__}: {error}"}
-                )
+            except Exception as error:  # whatever it is, the terminal must not wait for ever
+                why = f"{type(error).__name__}: {error}"
+                self.send({"answer": request.get("id"), "error": why})
 
-    def _do(self, request):
+    def _do(self, request: "dict[str, Any]") -> None:
         what = request["do"]
         if what == "start":
             self._start(request["command"], request["environment"], request["folder"])
@@ -63,33 +69,29 @@ class RemoteAgent:
         elif what == "kill":
             end_all(self._program)
         else:
+            threading.Thread(target=self._answer, args=[request], daemon=True).start()
 
-            def answer():
-                try:
-                    self.send(
-                        {"answer": request["id"], "result": self._answers[what](request, self.send)}
-                    )
-                except Exception as error:
-                    self.send(
-                        {"answer": request["id"], "error": str(error) or type(error).__name__}
-                    )
+    def _answer(self, request: "dict[str, Any]") -> None:
+        try:
+            result = self._handlers[request["do"]](request, self.send)
+            self.send({"answer": request["id"], "result": result})
+        except Exception as error:
+            self.send({"answer": request["id"], "error": str(error) or type(error).__name__})
 
-            threading.Thread(target=answer, daemon=True).start()
-
-    def send(self, message):
+    def send(self, message: "dict[str, Any]") -> None:
         self._send_text(json.dumps(message) + "\n")
 
-    def _send_text(self, text):
+    def _send_text(self, text: str) -> None:
         content = text.encode("utf-8", "replace")
         with self._sending:
             while content:
                 try:
                     content = content[os.write(1, content) :]
-                except OSError:  # nobody listens any more: the input will say so, too
+                except OSError:  # the connection has ended: the input will close, too
                     return
 
-    def _listen(self):
-        """In a thread of its own, since writing waits for a reader, and the network may be cut: take requests, notice silence."""
+    def _listen(self) -> None:
+        """In a thread of its own, since writing waits for a reader, and the network may be cut: read requests, notice silence."""
         rest = b""
         while True:
             ready, _, _ = select.select([0], [], [], self._silence_seconds)
@@ -105,11 +107,13 @@ class RemoteAgent:
                 else:
                     self._requests.put(request)
 
-    def _leave(self):
+    def _leave(self) -> None:
         end_all(self._program)
         os._exit(0)
 
-    def _start(self, command, environment, folder):
+    def _start(
+        self, command: "Sequence[str]", environment: "Mapping[str, str]", folder: str
+    ) -> None:
         here = os.path.dirname(sys.executable)
         environment = dict(environment, **os.environ)
         environment["PATH"] = here + os.pathsep + environment.get("PATH", os.defpath)
@@ -132,23 +136,26 @@ class RemoteAgent:
         relay.start()
         threading.Thread(target=self._watch, args=[self._program, relay], daemon=True).start()
 
-    def _relay(self, output):
+    def _relay(self, output: "IO[bytes]") -> None:
         while True:
             line = output.readline(_LONGEST_LINE)
             if not line:
                 return
             self.send({"line": line.decode("utf-8", "replace").rstrip("\n")})
 
-    def _watch(self, program, relay):
-        """Wait for its end; what it has left behind goes, too, before the end is told."""
+    def _watch(self, program: "subprocess.Popen[bytes]", relay: threading.Thread) -> None:
+        """Wait for its end; kill what it has left behind, then report the end."""
         status = program.wait()
         left = end_all(program)
         relay.join(_DRAIN_SECONDS)
         self.send({"ended": status, "left": left})
 
 
-def end_all(program):
-    """Kill all that this process has started and they have started; return how many would not go."""
+def end_all(program: "subprocess.Popen[bytes] | None") -> int:
+    """Kill all processes that descend from this one; return how many are still alive.
+
+    program : the command, whose exit status another thread waits for.
+    """
     deadline = time.time() + _KILL_SECONDS
     while True:
         left = [
@@ -159,16 +166,18 @@ def end_all(program):
         time.sleep(0.02)
 
 
-def _descendants(root, program):
-    """Living processes that descend from ``root``; dead ones that nobody else will wait for are waited for."""
-    children, states = {}, {}
+def _descendants(root: int, program: "subprocess.Popen[bytes] | None") -> "list[int]":
+    """Living processes that descend from ``root``; reaps dead children except ``program``, which has a thread of its own."""
+    children: dict[int, list[int]] = {}
+    states: dict[int, str] = {}
     for pid, parent, state in _processes():
         children.setdefault(parent, []).append(pid)
         states[pid] = state
-    found, wave = [], [root]
-    while wave:
-        wave = [pid for parent in wave for pid in children.get(parent, [])]
-        found += [pid for pid in wave if states[pid] not in "ZX"]
+    found: list[int] = []
+    generation = [root]
+    while generation:
+        generation = [pid for parent in generation for pid in children.get(parent, [])]
+        found += [pid for pid in generation if states[pid] not in "ZX"]
     for pid in children.get(root, []):
         if states[pid] == "Z" and (program is None or pid != program.pid):
             with contextlib.suppress(OSError):
@@ -176,18 +185,14 @@ def _descendants(root, program):
     return found
 
 
-def _processes():
+def _processes() -> "list[tuple[int, int, str]]":
     """Process, parent and state of all that run."""
     if not os.path.isdir("/proc/self"):
-        lines = (
-            subprocess.check_output(["ps", "-A", "-o", "pid=,ppid=,stat=,comm="])
-            .decode("utf-8", "replace")
-            .splitlines()
-        )
-        rows = [line.split(None, 3) for line in lines]
+        listing = subprocess.check_output(["ps", "-A", "-o", "pid=,ppid=,stat=,comm="])
+        columns = [line.split(None, 3) for line in listing.decode("utf-8", "replace").splitlines()]
         return [
             (int(row[0]), int(row[1]), row[2][0])
-            for row in rows
+            for row in columns
             if len(row) == 4 and os.path.basename(row[3]) != "ps"
         ]
     rows = []
@@ -202,7 +207,7 @@ def _processes():
     return rows
 
 
-def _signal(pid, number):
+def _signal(pid: int, number: int) -> bool:
     """Return whether there is no such process any more."""
     try:
         os.kill(pid, number)
@@ -213,29 +218,29 @@ def _signal(pid, number):
     return False
 
 
-def _prctl(what, value):
-    """Linux alone; elsewhere processes in sessions of their own may escape."""
+def _prctl(option: int, value: int) -> None:
+    """Linux only; elsewhere processes in sessions of their own may escape."""
     if sys.platform.startswith("linux"):
         import ctypes
 
-        ctypes.CDLL(None).prctl(what, value)
+        ctypes.CDLL(None).prctl(option, value)
 
 
-def _guard(remote_agent):
-    """Wait for the keeper, a child of this process; where it was killed, end what it has left behind, and say so."""
+def _guard(agent: int) -> None:
+    """Wait for the agent, the child process ``agent``; end what it has left behind, and report if it was killed."""
     _prctl(_ADOPT_ORPHANS, 1)
     for number in _ENDING_SIGNALS:
-        signal.signal(number, lambda *_: os.kill(remote_agent, signal.SIGTERM))
+        signal.signal(number, lambda *_: os.kill(agent, signal.SIGTERM))
     ended = 0
-    while ended != remote_agent:
+    while ended != agent:
         ended, status = os.wait()
     end_all(None)
     if os.WIFSIGNALED(status):
         os.write(1, b'\n{"killed": %d}\n' % os.WTERMSIG(status))
 
 
-def main(answers):
-    """Serve; the first line of the input says with which token to begin and how long a silence may last."""
+def main(handlers: "Handlers") -> None:
+    """Serve requests; the first line of stdin gives the token to begin with and the longest silence."""
     first = b""
     while not first.endswith(b"\n"):
         piece = os.read(0, 1)
@@ -243,8 +248,8 @@ def main(answers):
             return
         first += piece
     spec = json.loads(first.decode())
-    remote_agent = os.fork()
-    if remote_agent:
-        _guard(remote_agent)
+    agent = os.fork()
+    if agent:
+        _guard(agent)
     else:
-        RemoteAgent(spec["token"], answers, spec["silence_seconds"]).serve()
+        RemoteAgent(spec["token"], handlers, spec["silence_seconds"]).serve()

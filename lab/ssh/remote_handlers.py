@@ -1,11 +1,12 @@
-"""What ``lab launch`` and ``lab collect`` ask a host, answered there: see remote_agent.py for how this comes to run on it.
+"""Handlers of what ``lab launch`` and ``lab collect`` ask a host. They run there; see remote_agent.py for how.
 
-Each function of ANSWERS takes a request and ``send``, and returns what can be written as JSON. Only what a Python 3.6 brings
-along may be used: hosts with another Python are to be told so.
+Each function of HANDLERS takes a request and ``send``, and returns what can be written as JSON. They use the standard library of
+Python 3.6 alone (also in annotations, hence the quotes), so that hosts with an old Python can report it.
 """
 
 import base64
 import hashlib
+import io
 import os
 import platform
 import runpy
@@ -14,16 +15,24 @@ import sys
 import tarfile
 import threading
 import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Request = dict[str, Any]
+    Send = Callable[[dict[str, Any]], None]
 
 _PIECE_BYTES = 192 * 1024
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
 _CHECKPOINTS = "checkpoints"
 _TURN_SECONDS = 0.1
-_hushed, _listeners = threading.Event(), []
+_stop_listening = threading.Event()
+_listeners: "list[threading.Thread]" = []
 
 
-def facts(request, _send):
-    """What is there: the folder, the command's file in it, Python, torch, the digests of the code, addresses."""
+def facts(request: "Request", _send: "Send") -> "dict[str, Any]":
+    """Facts about this host: the folder, the command's file in it, Python, torch, the digests of the code, addresses."""
     folder = os.path.join(os.path.expanduser("~"), request["folder"])
     there = os.path.isdir(folder)
     script = request.get("script")
@@ -41,7 +50,7 @@ def facts(request, _send):
     }
 
 
-def _torch():
+def _torch() -> "str | None":
     try:
         from importlib.metadata import version
 
@@ -50,107 +59,100 @@ def _torch():
         return None
 
 
-def _code(folder):
+def _code(folder: str) -> "dict[str, str] | None":
     """The digests as the ranks compare them at a start; None where there is no such project."""
-    path = os.path.join(folder, "common", "source.py")
+    path = os.path.join(folder, "common", "utils", "source_hash.py")
     try:
         return runpy.run_path(path)["source_digests"]()
     except Exception:  # of another version, or none at all
         return None
 
 
-def _addresses():
+def _addresses() -> "list[str]":
     """IPv4 addresses of this host's interfaces but loopback."""
     found = []
     if sys.platform.startswith("linux"):
         import fcntl
         import struct
 
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             for _, name in socket.if_nameindex():
+                interface = struct.pack("256s", name.encode()[:15])
                 try:
-                    answer = fcntl.ioctl(
-                        one.fileno(), _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15])
-                    )
+                    answer = fcntl.ioctl(probe.fileno(), _ADDRESS_OF_INTERFACE, interface)
                 except OSError:  # it has none
                     continue
                 found.append(socket.inet_ntoa(answer[20:24]))
     reached = os.environ.get("SSH_CONNECTION", "").split()[2:3]
-    return [
-        one
-        for one in dict.fromkeys(found + reached)
-        if not one.startswith("127.") and ":" not in one
-    ]
+    addresses = dict.fromkeys(found + reached)
+    return [one for one in addresses if not one.startswith("127.") and ":" not in one]
 
 
-def resolve(request, _send):
+def resolve(request: "Request", _send: "Send") -> "list[str]":
     """IPv4 addresses of names as this host knows them, in the names' order."""
-    found = []
+    found: dict[str, None] = {}
     for name in request["names"]:
         try:
-            found += [
-                entry[4][0]
-                for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
-            ]
+            entries = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
         except (OSError, UnicodeError):
             continue
-    return list(dict.fromkeys(found))
+        found.update((str(address[0]), None) for *_, address in entries)
+    return list(found)
 
 
-def listen(request, _send):
-    """Say the token to everybody who knocks at a port of this host, until ``stop_listening``; OSError where it is taken."""
-    door = socket.socket()
+def listen(request: "Request", _send: "Send") -> None:
+    """Send the token to everyone who connects to a port of this host, until ``stop_listening``; OSError where it is taken."""
+    server = socket.socket()
     try:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind(("", request["port"]))
-        door.listen(1024)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("", request["port"]))
+        server.listen(1024)
     except OSError as error:
-        door.close()
+        server.close()
         raise OSError(error.strerror) from None
-    door.settimeout(_TURN_SECONDS)
+    server.settimeout(_TURN_SECONDS)
 
-    def answer():
-        with door:
-            while not _hushed.is_set():
+    def accept() -> None:
+        with server:
+            while not _stop_listening.is_set():
                 try:
-                    visitor = door.accept()[0]
+                    client = server.accept()[0]
                 except OSError:
                     continue
-                threading.Thread(
-                    target=_greet, args=[visitor, request["token"]], daemon=True
-                ).start()
+                arguments = [client, request["token"]]
+                threading.Thread(target=_send_token, args=arguments, daemon=True).start()
 
-    _listeners.append(threading.Thread(target=answer, daemon=True))
+    _listeners.append(threading.Thread(target=accept, daemon=True))
     _listeners[-1].start()
 
 
-def stop_listening(_request, _send):
+def stop_listening(_request: "Request", _send: "Send") -> None:
     """Close the port again; it is free when this returns."""
-    _hushed.set()
+    _stop_listening.set()
     for listener in _listeners:
         listener.join()
 
 
-def _greet(visitor, token):
-    with visitor:
+def _send_token(client: socket.socket, token: str) -> None:
+    with client:
         try:
-            visitor.settimeout(5)
-            visitor.sendall(token.encode())
-            visitor.recv(1)  # the visitor closes first, so that the port is free at once
+            client.settimeout(5)
+            client.sendall(token.encode())
+            client.recv(1)  # the client closes first, so that the port is free at once
         except OSError:
             pass
 
 
-def knock(request, _send):
+def connect(request: "Request", _send: "Send") -> "dict[str, str]":
     """Why each of the addresses cannot be reached at the port; "" for those that answer with the token."""
-    reasons = {}
+    reasons = dict.fromkeys(request["addresses"], "no answer")
 
-    def try_one(address):
+    def try_one(address: str) -> None:
         try:
             with socket.create_connection(
                 (address, request["port"]), timeout=request["seconds"]
-            ) as door:
-                answer = door.recv(256).decode("utf-8", "replace")
+            ) as client:
+                answer = client.recv(256).decode("utf-8", "replace")
             reasons[address] = "" if answer == request["token"] else "another program answers"
         except OSError as error:
             late = isinstance(error, socket.timeout)  # no TimeoutError before Python 3.10
@@ -164,35 +166,32 @@ def knock(request, _send):
         thread.start()
     for thread in threads:
         thread.join(2 * request["seconds"])
-    return dict(dict.fromkeys(request["addresses"], "no answer"), **reasons)
+    return dict(reasons)
 
 
-def runs(request, _send):
+def runs(request: "Request", _send: "Send") -> "dict[str, Any]":
     """The run folders below a reports folder, by ``<experiment>/<name>``, each with size and SHA-256 of its files: those that
     are named, else those that have changed since a moment of this host's own clock."""
     reports = os.path.join(os.path.expanduser("~"), request["folder"], request["reports"])
-    found = {}
+    names, found = request["names"], {}
     for experiment in _folders(reports):
         for name in _folders(os.path.join(reports, experiment)):
             run = experiment + "/" + name
-            if (
-                request["names"]
-                and run not in request["names"]
-                and experiment not in request["names"]
-            ):
+            if names and run not in names and experiment not in names:
                 continue
-            files = _files(os.path.join(reports, experiment, name), request["checkpoints"])
+            folder = os.path.join(reports, experiment, name)
+            files = _files(folder, request["checkpoints"])
             if not any(path == "config.json" or path.startswith("logs_rank") for path in files):
                 continue
-            if request["names"] or any(moment >= request["since"] for _, moment in files.values()):
+            if names or any(changed >= request["since"] for _, changed in files.values()):
                 found[run] = {
-                    path: [size, _digest(os.path.join(reports, experiment, name, path))]
+                    path: [size, _digest(os.path.join(folder, path))]
                     for path, (size, _) in files.items()
                 }
     return {"reports": reports, "runs": found}
 
 
-def _folders(parent):
+def _folders(parent: str) -> "list[str]":
     try:
         return sorted(
             name
@@ -203,7 +202,7 @@ def _folders(parent):
         return []
 
 
-def _files(run, checkpoints):
+def _files(run: str, checkpoints: bool) -> "dict[str, tuple[int, float]]":
     """Size and time of change of each file of a run, by its path in it; unfinished ones begin with a dot."""
     found = {}
     for folder, inner, names in os.walk(run):
@@ -217,7 +216,7 @@ def _files(run, checkpoints):
     return found
 
 
-def _digest(path):
+def _digest(path: str) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         for piece in iter(lambda: file.read(1 << 20), b""):
@@ -225,27 +224,26 @@ def _digest(path):
     return digest.hexdigest()
 
 
-def pack(request, send):
+def pack(request: "Request", send: "Send") -> None:
     """Send the files, given by their path below the reports folder, as one tar archive in pieces."""
 
-    class Pieces:
-        def write(self, content):
+    class Pieces(io.BufferedIOBase):
+        def write(self, content: Any) -> int:
             send({"piece": base64.b64encode(content).decode()})
             return len(content)
 
-    with tarfile.open(
-        fileobj=Pieces(), mode="w|", bufsize=_PIECE_BYTES, format=tarfile.PAX_FORMAT
-    ) as archive:
+    kind = tarfile.PAX_FORMAT
+    with tarfile.open(fileobj=Pieces(), mode="w|", bufsize=_PIECE_BYTES, format=kind) as archive:
         for path in request["files"]:
             archive.add(os.path.join(request["reports"], path), arcname=path, recursive=False)
 
 
-ANSWERS = {
+HANDLERS = {
     "facts": facts,
     "resolve": resolve,
     "listen": listen,
     "stop_listening": stop_listening,
-    "knock": knock,
+    "connect": connect,
     "runs": runs,
     "pack": pack,
 }

@@ -398,7 +398,7 @@ def test_other_code_or_folders_or_pythons_are_found_before_anything_starts(
     machines: Machines, tmp_path: Path
 ) -> None:
     code, part = (
-        machines.own_checkout(2) / "common" / "config.py",
+        machines.own_checkout(2) / "common" / "config" / "schema.py",
         machines.own_checkout(3) / "PartTwo",
     )
     before = code.read_text()

@@ -21,7 +21,9 @@ def cluster(
     where = f"on loopback ({refused})" if refused else f"on an emulated cluster of {NODES} nodes"
     request.config.get_terminal_writer().line(f"\ntests/faults: {where}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(channel, "HOST_CODE", f"import matplotlib.pyplot; {channel.HOST_CODE}")
+        patch.setattr(
+            channel, "SUPERVISOR_CODE", f"import matplotlib.pyplot; {channel.SUPERVISOR_CODE}"
+        )
         nodes = Cluster(NODES, logs=tmp_path_factory.mktemp("nodes"), loopback=refused is not None)
         nodes.__enter__()
     with contextlib.closing(nodes):

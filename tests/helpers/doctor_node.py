@@ -1,69 +1,70 @@
-"""A node of a meeting for tests: ``find`` meets as told; ``python doctor_node.py JSON`` prints what it found as JSON. No torch.
+"""A node of ``lab doctor`` for tests: ``find`` runs one; ``python doctor_node.py JSON`` prints what it found as JSON. No torch.
 
-Told: master_port, num_nodes, rank, timeout, facts, clock_ahead (seconds), door ("open", "closed": refuses, "deaf": swallows).
+Settings: master_port, num_nodes, rank, timeout, facts, clock_ahead (seconds), listener (open, closed: refuses, deaf: drops).
 """
 
 import json
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from lab.doctor.meeting import NodePlace, connect_nodes
-from lab.doctor.nodes import results_of
-from lab.doctor.wire import listen
+from lab.doctor.json_messages import listen
+from lab.doctor.node_exchange import NodeAddress, connect_nodes
+from lab.doctor.node_findings import results_of
 
 
 def closed() -> socket.socket:
-    """A door that is bound and refuses: what a firewall does that rejects."""
-    door = socket.socket()
-    door.bind(("", 0))
-    return door
+    """A socket that is bound and refuses: what a firewall does that rejects."""
+    listener = socket.socket()
+    listener.bind(("", 0))
+    return listener
 
 
 class Deaf:
-    """A door whose queue is full, so that the kernel drops what comes: what a firewall does that swallows packets."""
+    """A socket whose queue is full, so that the kernel drops what comes: what a firewall does that drops packets."""
 
     def __init__(self) -> None:
-        self._door = socket.socket()
-        self._door.bind(("", 0))
-        self._door.listen(0)
-        self._inside = []
+        self._listener = socket.socket()
+        self._listener.bind(("", 0))
+        self._listener.listen(0)
+        self._clients = []
         for _ in range(4):
-            visitor = socket.socket()
-            visitor.setblocking(False)
-            visitor.connect_ex(("127.0.0.1", self._door.getsockname()[1]))
-            self._inside.append(visitor)
+            client = socket.socket()
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", self._listener.getsockname()[1]))
+            self._clients.append(client)
 
     def getsockname(self) -> tuple[str, int]:
-        return self._door.getsockname()
+        return self._listener.getsockname()
 
     def settimeout(self, seconds: float) -> None:
         self._seconds = seconds
 
     def accept(self) -> tuple[socket.socket, object]:
-        time.sleep(self._seconds)  # as a socket to which nobody comes
+        time.sleep(self._seconds)  # as a socket to which nobody connects
         raise TimeoutError
 
     def close(self) -> None:
-        for one in (*self._inside, self._door):
+        for one in (*self._clients, self._listener):
             one.close()
 
 
-def find(told: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def find(settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return what a node found, by name."""
-    ahead = told.get("clock_ahead", 0.0)
-    meeting = connect_nodes(
-        NodePlace("127.0.0.1", told["master_port"], told["num_nodes"], told["rank"]),
-        told.get("facts", {}),
-        timeout_seconds=told["timeout"],
-        host=told.get("host"),
+    ahead = settings.get("clock_ahead", 0.0)
+    listeners: dict[str, Callable[[], Any]] = {"open": listen, "closed": closed, "deaf": Deaf}
+    exchange = connect_nodes(
+        NodeAddress("127.0.0.1", settings["master_port"], settings["num_nodes"], settings["rank"]),
+        settings.get("facts", {}),
+        timeout_seconds=settings["timeout"],
+        host=settings.get("host"),
         clock=lambda: time.time() + ahead,
-        door={"open": listen, "closed": closed, "deaf": Deaf}[told.get("door", "open")],
+        open_listener=listeners[settings.get("listener", "open")],
     )
-    return {result.name: asdict(result) for result in results_of(meeting)}
+    return {result.name: asdict(result) for result in results_of(exchange)}
 
 
 if __name__ == "__main__":

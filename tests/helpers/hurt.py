@@ -73,15 +73,15 @@ def at_each_step(act: Act) -> None:
 
 def while_loading(act: Act) -> None:
     """The dataset is being read, before the first epoch."""
-    from common.experiment import run as experiment
+    from common.experiment import setup
 
-    load = experiment.load_dataset
+    load = setup.load_dataset
 
     def hurt(*arguments: Any, **more: Any) -> Any:
         act()
         return load(*arguments, **more)
 
-    experiment.load_dataset = hurt
+    setup.load_dataset = hurt
 
 
 def in_forward(act: Act) -> None:
@@ -131,15 +131,15 @@ def in_a_collective(act: Act) -> None:
 
 def in_evaluation(act: Act) -> None:
     """The model computes its first batch of the test set."""
-    from common.experiment import run as experiment
+    from common.experiment import validation
 
-    predict = experiment.predict
+    predict = validation.predict
 
     def hurt(model: Any, *arguments: Any, **more: Any) -> Any:
         list(model.modules())[-1].register_forward_hook(act)
         return predict(model, *arguments, **more)
 
-    experiment.predict = hurt
+    validation.predict = hurt
 
 
 def while_writing(act: Act) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.cluster.program import PythonProgram, as_started_anew
+from lab.cluster.program import PythonProgram, reset_forked_state
 from lab.proofs import ranks
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import wait_until
@@ -186,7 +186,7 @@ def _become(program: PythonProgram, cwd: str, env: dict[str, str], out: str, err
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update({"OMP_NUM_THREADS": str(os.cpu_count())} | env)
-    as_started_anew(os.environ, Path(cwd) if program.module else Path(program.target))
+    reset_forked_state(os.environ, Path(cwd) if program.module else Path(program.target))
     if "OMP_NUM_THREADS" not in env:
         del os.environ["OMP_NUM_THREADS"]
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -18,7 +18,7 @@ from common.cost_model.event_model import (
 )
 from common.sync import STRATEGIES
 from common.sync.message_cost import KINDS, GradientSize, Operation
-from lab.predict.torchless import plans
+from lab.predict.tables import message_plans
 
 ALPHA, BETA, GAMMA = 3e-4, 8e-9, 2e-10
 NETWORK = Network(ALPHA, BETA, GAMMA)
@@ -153,7 +153,7 @@ def test_four_nodes_at_one_gigabit():
     network = Network(0.0, 8 / 1e9)
     seconds = {
         name: predict_step(strategy, VGG11, 4, network=network, compute=NO_COMPUTE).step_seconds
-        for name, strategy in plans(
+        for name, strategy in message_plans(
             ["gather_scatter", "gather_scatter_flat", "all_reduce", "ring"]
         ).items()
     }
@@ -206,7 +206,7 @@ CLOSED_FORMS = {
 @pytest.mark.parametrize("name", CLOSED_FORMS)
 def test_closed_formulas_hold_at_100_000_nodes(name):
     """None grows with N that should not, and none stays that should grow: at four nodes one would not tell the difference."""
-    strategy, (messages, link_bytes) = plans([name])[name], CLOSED_FORMS[name](100_000)
+    strategy, (messages, link_bytes) = message_plans([name])[name], CLOSED_FORMS[name](100_000)
     terms = message_terms(strategy, VGG11, 100_000, network=Network(1.0, 1.0))
     assert terms.latency == pytest.approx(messages)
     assert terms.bandwidth + terms.root == pytest.approx(
@@ -216,7 +216,10 @@ def test_closed_formulas_hold_at_100_000_nodes(name):
 
 def test_a_root_takes_its_messages_one_after_the_other():
     """Else a gather of next to nothing would cost two messages however many send it, and be the best on 100,000 nodes."""
-    small, strategies = [GradientSize((10,))], plans(["gather_scatter_flat", "tree", "ring"])
+    small, strategies = (
+        [GradientSize((10,))],
+        message_plans(["gather_scatter_flat", "tree", "ring"]),
+    )
     seconds = {
         name: [
             message_terms(one, small, ranks, network=Network(5e-5, 8e-10)).seconds
@@ -229,7 +232,7 @@ def test_a_root_takes_its_messages_one_after_the_other():
 
 
 def test_every_strategy_for_100_000_nodes_within_a_second():
-    strategies, compute = plans(list(STRATEGIES)), StepCompute(0.3, 0.6, 0.01)
+    strategies, compute = message_plans(list(STRATEGIES)), StepCompute(0.3, 0.6, 0.01)
     began = time.perf_counter()
     for name, strategy in strategies.items():
         for ranks in (2, 100_000):
@@ -285,10 +288,14 @@ def test_buckets_wait_for_the_gradients_that_they_hold():
 
 def test_a_periodic_strategy_is_predicted_by_its_mean_step():
     every = predict_step(
-        plans(["all_reduce_flat"])["all_reduce_flat"], VGG11, 4, network=NETWORK, compute=NO_COMPUTE
+        message_plans(["all_reduce_flat"])["all_reduce_flat"],
+        VGG11,
+        4,
+        network=NETWORK,
+        compute=NO_COMPUTE,
     )
     for period in (1, 8):
-        strategy = plans(["local_sgd"], {"averaging_period": period})["local_sgd"]
+        strategy = message_plans(["local_sgd"], {"averaging_period": period})["local_sgd"]
         one = predict_step(strategy, VGG11, 4, network=Network(ALPHA, BETA), compute=NO_COMPUTE)
         assert one.bytes_sent_others * period >= every.bytes_sent_others
         assert one.sync_seconds * period >= 6 * ALPHA + 1.5 * sum(VGG11) * BETA
@@ -307,7 +314,8 @@ def test_a_periodic_strategy_is_predicted_by_its_mean_step():
 def test_what_bounds_a_step_is_what_takes_longest(name, network, bound):
     compute = StepCompute(0.1, 0.2, 0.01)
     assert (
-        predict_step(plans([name])[name], VGG11, 8, network=network, compute=compute).bound == bound
+        predict_step(message_plans([name])[name], VGG11, 8, network=network, compute=compute).bound
+        == bound
     )
 
 

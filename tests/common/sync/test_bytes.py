@@ -174,12 +174,12 @@ def torchs_buckets(rank: int) -> dict[float | None, tuple[list[int], list[list[i
         wrapped = sync.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for _ in range(3):
             wrapped(torch.randn(2, 3, 32, 32)).sum().backward()
-        told = wrapped._get_ddp_logging_data()
+        logged = wrapped._get_ddp_logging_data()
         found[bucket_mb] = (
-            [int(size) for size in told["rebuilt_bucket_sizes"].split(", ")],
+            [int(size) for size in logged["rebuilt_bucket_sizes"].split(", ")],
             [
                 [int(i) for i in bucket.split()]
-                for bucket in told["rebuilt_per_bucket_param_indices"].split(", ")
+                for bucket in logged["rebuilt_per_bucket_param_indices"].split(", ")
             ],
         )
     return found
@@ -202,7 +202,7 @@ def test_buckets_are_those_of_distributed_data_parallel() -> None:
     assert [ready for _, ready in bucket_sizes(sizes, 25)] == [28_350_504, 36_924_456]
 
 
-def test_share_out_closes_a_bucket_once_its_limit_is_reached() -> None:
+def test_a_bucket_closes_once_its_limit_is_reached() -> None:
     assert assign_buckets([], None) == []
     assert assign_buckets([MIB - 1, 1, 5, 25 * MIB, 7], None) == [[0, 1], [2, 3], [4]]
     assert assign_buckets([MIB, MIB, MIB], 2) == [[0, 1], [2]]

@@ -19,12 +19,11 @@ import pytest
 from common.errors import UserError
 from lab.cli import build_parser, main
 from lab.cluster import Cluster, tools
-from lab.doctor import examination as command
-from lab.doctor import files, machine, meeting, network
+from lab.doctor import examination, files, machine, network, node_exchange
 from lab.doctor.check_result import CheckRequest, CheckResult, ok
 from lab.doctor.examination import as_json, examine, request_of
 from lab.doctor.machine import TorchFacts
-from lab.doctor.meeting import NodePlace, connect_nodes
+from lab.doctor.node_exchange import NodeAddress, connect_nodes
 from tests.helpers import (
     CIFAR,
     LONG,
@@ -76,7 +75,7 @@ def stranger() -> Iterator[subprocess.Popen]:
 def at(
     rank: int, port: int, *, num_nodes: int = 3, timeout: float = 30, **more: Any
 ) -> dict[str, Any]:
-    """What a node of a meeting is told."""
+    """The settings of one node (tests/helpers/doctor_node.py)."""
     return {
         "master_port": port,
         "num_nodes": num_nodes,
@@ -86,14 +85,14 @@ def at(
     } | more
 
 
-def find_all(*told: dict[str, Any]) -> list[dict[str, dict[str, str]]]:
+def find_all(*nodes: dict[str, Any]) -> list[dict[str, dict[str, str]]]:
     """What each node found, by name; all start at once, each in a thread."""
-    with ThreadPoolExecutor(len(told)) as threads:
-        return list(threads.map(find, told))
+    with ThreadPoolExecutor(len(nodes)) as threads:
+        return list(threads.map(find, nodes))
 
 
-def meet_all(*nodes: dict[str, Any], timeout: float = 30) -> list[dict[str, dict[str, str]]]:
-    """What each node of one meeting found."""
+def exchange_all(*nodes: dict[str, Any], timeout: float = 30) -> list[dict[str, dict[str, str]]]:
+    """What each node of one group found."""
     port = free_port()
     return find_all(
         *(
@@ -122,11 +121,13 @@ def test_nodes_that_agree_find_nothing() -> None:
         assert "6 directions" in found["connections"]["text"]
 
 
-@pytest.mark.parametrize(("door", "why"), [("closed", "connection refused"), ("deaf", "no answer")])
+@pytest.mark.parametrize(
+    ("listener", "why"), [("closed", "connection refused"), ("deaf", "no answer")]
+)
 def test_a_node_that_cannot_be_reached_back_is_named_by_all_with_the_direction(
-    door: str, why: str
+    listener: str, why: str
 ) -> None:
-    for found in meet_all({}, {"door": door}, {}, timeout=3):
+    for found in exchange_all({}, {"listener": listener}, {}, timeout=3):
         connections = found["connections"]
         assert connections["status"] == "failure"
         directions = re.findall(
@@ -147,7 +148,7 @@ def test_other_versions_code_data_and_gpus_are_named_with_who_has_them() -> None
         "gpus": 4,
         "dataset": "cifar10 missing",
     }
-    for found in meet_all({}, {"facts": other}, {}):
+    for found in exchange_all({}, {"facts": other}, {}):
         assert {found[name]["status"] for name in ("versions", "same code", "same dataset")} == {
             "failure"
         }
@@ -162,21 +163,21 @@ def test_other_versions_code_data_and_gpus_are_named_with_who_has_them() -> None
 
 
 def test_the_same_files_from_another_commit_are_the_same_code() -> None:
-    for found in meet_all({}, {"facts": FACTS | {"commit": "b000000"}}):
+    for found in exchange_all({}, {"facts": FACTS | {"commit": "b000000"}}):
         assert found["same code"]["status"] == "ok"
         assert "b000000 on rank 1" in found["same code"]["text"]
-    for found in meet_all({}, {"facts": FACTS | {"code": "000000000000"}}):
+    for found in exchange_all({}, {"facts": FACTS | {"code": "000000000000"}}):
         assert found["same code"]["status"] == "failure", "uncommitted changes"
 
 
 def test_a_clock_that_is_off_is_told_with_its_sign() -> None:
-    for found in meet_all({}, {"clock_ahead": 0.3}, {"clock_ahead": -90.0}):
+    for found in exchange_all({}, {"clock_ahead": 0.3}, {"clock_ahead": -90.0}):
         assert found["clocks"]["status"] == "warning"
         told = re.search(
             r"off rank 0's: rank 2's by (-\d+\.\d+) s \(±(\d+\.\d+) s\);", found["clocks"]["text"]
         )
         assert abs(float(told[1]) + 90) <= float(told[2]) + 0.02
-    for found in meet_all({"clock_ahead": 20.0}, {"clock_ahead": 20.3}):
+    for found in exchange_all({"clock_ahead": 20.0}, {"clock_ahead": 20.3}):
         assert found["clocks"]["status"] == "ok", "only the difference counts"
         assert 250 < float(re.search(r"within ([\d.e+]+) ms", found["clocks"]["text"])[1]) < 900
 
@@ -200,7 +201,7 @@ def test_a_missing_node_a_doubled_one_and_one_of_another_number() -> None:
 
 
 def test_more_ranks_than_cores_on_a_machine() -> None:
-    found = meet_all(
+    found = exchange_all(
         {"facts": FACTS | {"cores": 1}, "host": "a"},
         {"facts": FACTS | {"cores": 1}, "host": "a"},
         {"facts": FACTS | {"cores": 1}, "host": "b"},
@@ -212,7 +213,9 @@ def test_more_ranks_than_cores_on_a_machine() -> None:
 
 
 def test_strangers_at_the_master_s_port_do_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_HELLO_SECONDS", 2.0)  # so long is the silent one waited for
+    monkeypatch.setattr(
+        node_exchange, "_HELLO_SECONDS", 2.0
+    )  # so long is the silent one waited for
     port = free_port()
     with ThreadPoolExecutor(2) as nodes, contextlib.ExitStack() as held:
         master = nodes.submit(find, at(0, port, num_nodes=2))
@@ -227,15 +230,15 @@ def test_strangers_at_the_master_s_port_do_not_disturb(monkeypatch: pytest.Monke
             "the master listens",
         )
         strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")  # the other one stays silent
-        guest = nodes.submit(find, at(1, port, num_nodes=2))
-        for node in (master, guest):
+        joining = nodes.submit(find, at(1, port, num_nodes=2))
+        for node in (master, joining):
             assert {entry["status"] for entry in node.result(LONG).values()} == {"ok"}
 
 
 def test_what_is_no_doctor_is_not_taken_for_one(
     stranger: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(node_exchange, "_GRACE_SECONDS", 0.5)
     text = find(at(1, int(stranger.stdout.readline()), num_nodes=2, timeout=1))["nodes"]["text"]
     assert re.search(
         r"rank 1 reached 127\.0\.0\.1:\d+, but no lab doctor answered to the end \(no answer\)",
@@ -392,8 +395,8 @@ def test_a_check_that_hangs_or_breaks_is_a_finding(
     def check_odd(_question: CheckRequest) -> None:
         raise ZeroDivisionError("seven")
 
-    monkeypatch.setattr(command, "CHECKS", (check_slow_disk, check_odd, machine.check_python))
-    monkeypatch.setattr(command, "_CHECK_SECONDS", 0.5)
+    monkeypatch.setattr(examination, "CHECKS", (check_slow_disk, check_odd, machine.check_python))
+    monkeypatch.setattr(examination, "_CHECK_SECONDS", 0.5)
     try:
         found = examine(asked)
     finally:
@@ -558,7 +561,7 @@ def test_on_nodes_with_addresses_of_their_own_one_of_them_cut_off(tmp_path: Path
 def test_nothing_is_left_of_a_meeting() -> None:
     before = set(threading.enumerate())
     port = free_port()
-    alone = connect_nodes(NodePlace("127.0.0.1", port, 2, 0), FACTS, timeout_seconds=0.5)
+    alone = connect_nodes(NodeAddress("127.0.0.1", port, 2, 0), FACTS, timeout_seconds=0.5)
     assert alone.missing == [1]
     assert set(threading.enumerate()) == before
     with socket.socket() as probe:

@@ -20,8 +20,9 @@ from common.errors import UserError
 from common.sync import STRATEGIES, build_sync
 from common.sync.message_cost import GradientSize
 from lab.cli import main
-from lab.predict.tables import main_predict, parse_latency, parse_rate, predict_table
-from lab.predict.torchless import plans
+from lab.predict.cli import main_predict
+from lab.predict.tables import message_plans, predict_table
+from lab.units import parse_latency, parse_rate
 from tests.helpers import ROOT
 
 REFERENCE = load_calibration(reference_path())
@@ -38,7 +39,7 @@ def table(nodes, strategies, **changes):
         (row.sync, row.nodes): row
         for row in predict_table(
             nodes,
-            strategies=plans(strategies),
+            plans=message_plans(strategies),
             calibration=settings.pop("calibration", REFERENCE),
             **settings,
         )
@@ -170,17 +171,17 @@ def test_the_table_says_where_its_numbers_come_from(capsys):
 
 def test_json_holds_the_rows_and_how_far_each_strategy_scales_strongly_and_weakly(capsys):
     assert main_predict(arguments(nodes=[1, 8])) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert len(told["rows"]) == 2 * len(STRATEGIES)
-    ends = {(end["sync"], end["scaling"]): end for end in told["scaling"]}
-    assert set(ends) == {(name, scaling) for name in STRATEGIES for scaling in ("strong", "weak")}
-    assert ends["none", "weak"]["nodes"] is None
-    assert ends["none", "strong"]["limit"] == 128  # two samples each
-    assert ends["gather_scatter", "strong"]["nodes"] == 1
-    assert ends["gather_scatter", "weak"]["held_by"] == "root's link"
-    assert ends["ring", "weak"]["held_by"] == "latency"
-    rows = table([ends["ring", "weak"]["nodes"]], ["ring"], scaling="weak")
-    assert ends["ring", "weak"]["speedup"] == pytest.approx(next(iter(rows.values())).speedup)
+    printed = json.loads(capsys.readouterr().out)
+    assert len(printed["rows"]) == 2 * len(STRATEGIES)
+    limits = {(limit["sync"], limit["scaling"]): limit for limit in printed["scaling"]}
+    assert set(limits) == {(name, scaling) for name in STRATEGIES for scaling in ("strong", "weak")}
+    assert limits["none", "weak"]["nodes"] is None
+    assert limits["none", "strong"]["limit"] == 128  # two samples each
+    assert limits["gather_scatter", "strong"]["nodes"] == 1
+    assert limits["gather_scatter", "weak"]["held_by"] == "root's link"
+    assert limits["ring", "weak"]["held_by"] == "latency"
+    rows = table([limits["ring", "weak"]["nodes"]], ["ring"], scaling="weak")
+    assert limits["ring", "weak"]["speedup"] == pytest.approx(next(iter(rows.values())).speedup)
 
 
 def test_the_second_table_says_where_each_strategy_stops(capsys):
@@ -216,7 +217,8 @@ def test_ranks_of_one_machine_end_with_its_cores(capsys):
 def test_a_terminal_of_80_columns_cuts_nothing(scaling, monkeypatch):
     written = io.StringIO()
     monkeypatch.setattr(
-        "lab.predict.tables.Console", partial(Console, file=written, force_terminal=True, width=80)
+        "lab.predict.printing.Console",
+        partial(Console, file=written, force_terminal=True, width=80),
     )
     assert main_predict(arguments(json=False, nodes=[1, 100_000], scaling=scaling)) == 0
     text = re.sub(r"\x1b\[[\d;]*m", "", written.getvalue())
@@ -284,13 +286,13 @@ def test_the_reference_says_that_it_is_not_this_machine(capsys, monkeypatch, tmp
 
 PROBE = """
 import json, sys, time
-from lab.predict.torchless import plans
+from lab.predict.tables import message_plans
 from common.sync import STRATEGIES
 from common.sync.message_cost import GradientSize
 sizes = [GradientSize(shape, itemsize) for shape, itemsize in json.loads(sys.argv[1])]
 print(json.dumps([[name, ranks, [list(vars(one).values()) for one in plan.operations(sizes, ranks)], plan.period,
                    [str(plan.bytes_sent(sizes, rank, ranks)) for rank in range(min(ranks, 9))]]
-                  for name, plan in plans(list(STRATEGIES)).items() for ranks in (2, 5, 64, 100_000)]))
+                  for name, plan in message_plans(list(STRATEGIES)).items() for ranks in (2, 5, 64, 100_000)]))
 assert "torch" not in sys.modules
 from common.sync import build_sync
 build_sync("ring").prepare

@@ -11,8 +11,7 @@ from common.cost_model.event_model import LARGEST_NODES, Network, step_seconds
 from common.sync import STRATEGIES
 from common.sync.message_cost import Operation
 from lab.predict.scaling import most_nodes, numbers_of_nodes, scaling_limits
-from lab.predict.tables import compute_of, network_of, scaling_limits_of
-from lab.predict.torchless import plans
+from lab.predict.tables import compute_of, message_plans, network_of, scaling_limits_of
 
 REFERENCE = load_calibration(reference_path())
 LINKS = [(1e10, 5e-5), (1e11, 5e-3)]
@@ -30,8 +29,8 @@ class RingOfLatency:
         return 0
 
 
-def far(*, alpha, scaling, seconds, batch_size=1_000_000):
-    """The stop of a ring of latency, whose nodes compute ``seconds``, in strong scaling all of them together."""
+def ring_limit(*, alpha, scaling, seconds, batch_size=1_000_000):
+    """The scaling limit of a ring of latency, whose nodes compute ``seconds``, in strong scaling all of them together."""
 
     def at(nodes):
         return StepCompute(0.0, seconds if scaling == "weak" else seconds / nodes, 0.0)
@@ -47,7 +46,7 @@ def far(*, alpha, scaling, seconds, batch_size=1_000_000):
 
 
 def test_a_strong_ring_stops_where_the_derivative_says():
-    one = far(alpha=1e-3, scaling="strong", seconds=1.5)
+    one = ring_limit(alpha=1e-3, scaling="strong", seconds=1.5)
     assert one.fastest_nodes == 27  # of 1.5 / N + 2 (N - 1) alpha, at sqrt(1.5 / 2 alpha)
     best = 1.5 / 27 + 2 * 26e-3
     by_hand = next(
@@ -57,12 +56,12 @@ def test_a_strong_ring_stops_where_the_derivative_says():
     assert one.speedup == pytest.approx(1.5 / (1.5 / by_hand + 2e-3 * (by_hand - 1)))
     assert one.half_nodes == 27  # N (N - 1) <= 1.5 / 2 alpha
     assert (
-        far(alpha=1e-5, scaling="strong", seconds=1.5).fastest_nodes == 274
+        ring_limit(alpha=1e-5, scaling="strong", seconds=1.5).fastest_nodes == 274
     )  # between the numbers that are asked for first
 
 
 def test_a_weak_ring_stops_where_its_latency_saturates():
-    one = far(alpha=1e-4, scaling="weak", seconds=1.0)
+    one = ring_limit(alpha=1e-4, scaling="weak", seconds=1.0)
     assert one.half_nodes == 5001  # 2 (N - 1) alpha <= 1
     last = 1 + 2e-4 * (LARGEST_NODES - 1)
     assert one.fastest_speedup == pytest.approx(LARGEST_NODES / last)
@@ -72,7 +71,7 @@ def test_a_weak_ring_stops_where_its_latency_saturates():
 
 
 def test_what_grows_to_the_end_never_stops():
-    one = far(alpha=1e-9, scaling="weak", seconds=1.0)
+    one = ring_limit(alpha=1e-9, scaling="weak", seconds=1.0)
     assert (one.nodes, one.held_by, one.half_nodes, one.fastest_nodes) == (
         None,
         "",
@@ -88,7 +87,7 @@ def test_what_grows_to_the_end_never_stops():
 def test_strong_scaling_ends_with_the_samples(batch_size, limit):
     assert most_nodes(batch_size, scaling="strong") == limit
     assert most_nodes(batch_size, scaling="weak") == LARGEST_NODES
-    one = far(alpha=1e-12, scaling="strong", seconds=1e6, batch_size=batch_size)
+    one = ring_limit(alpha=1e-12, scaling="strong", seconds=1e6, batch_size=batch_size)
     assert (one.limit, one.nodes, one.held_by) == (
         limit,
         None,
@@ -121,7 +120,7 @@ def test_what_is_computed_by_every_node_anew_holds_scaling_too():
     ],
 )
 def test_what_holds_it_is_what_takes_the_most(name, links, held_by):
-    strong, weak = scaling_limits_of(plans([name]), REFERENCE, *links, 256)
+    strong, weak = scaling_limits_of(message_plans([name]), REFERENCE, *links, 256)
     assert strong.held_by == held_by
     assert (strong.scaling, weak.scaling) == ("strong", "weak")
 
@@ -131,7 +130,7 @@ def test_what_holds_it_is_what_takes_the_most(name, links, held_by):
 def test_the_search_finds_what_every_number_of_nodes_gives(rate, latency, scaling, monkeypatch):
     """All of 1 to 150, also where the steps jump: at powers of two, and where the busiest node's share of the batch shrinks."""
     monkeypatch.setattr("lab.predict.scaling.LARGEST_NODES", 150)
-    strategies, network = plans(list(STRATEGIES)), network_of(REFERENCE, rate, latency)
+    strategies, network = message_plans(list(STRATEGIES)), network_of(REFERENCE, rate, latency)
 
     def at(nodes):
         return compute_of(REFERENCE, nodes, batch_size=300, scaling=scaling, own_machines=True)
@@ -172,7 +171,9 @@ def test_no_exchange_never_stops_and_a_strategy_without_a_formula_is_left_out():
         def operations(self, sizes, ranks):
             raise NotImplementedError
 
-    found = scaling_limits_of(plans(["none"]) | {"silent": Silent()}, REFERENCE, 1e9, None, 256)
+    found = scaling_limits_of(
+        message_plans(["none"]) | {"silent": Silent()}, REFERENCE, 1e9, None, 256
+    )
     assert [(one.sync, one.scaling) for one in found] == [("none", "strong"), ("none", "weak")]
     assert (found[0].limit, found[0].nodes, found[0].held_by) == (128, None, "samples")
     assert (found[1].nodes, found[1].half_nodes, found[1].held_by) == (None, LARGEST_NODES, "")
@@ -190,6 +191,6 @@ def test_numbers_of_nodes_hold_powers_of_two_and_the_ends():
 
 
 def test_all_strategies_are_asked_in_a_moment():
-    strategies, began = plans(list(STRATEGIES)), time.process_time()
+    strategies, began = message_plans(list(STRATEGIES)), time.process_time()
     assert len(scaling_limits_of(strategies, REFERENCE, 1e9, 2e-4, 256)) == 2 * len(STRATEGIES)
     assert time.process_time() - began < 3  # 0.3 s here

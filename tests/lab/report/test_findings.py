@@ -5,19 +5,17 @@ from typing import Any
 
 import pytest
 
-from lab.report import quality
-from lab.report.findings import (
+from lab.report.findings import findings, noisy, oversubscription, unfinished
+from lab.report.prediction_findings import bytes_as_predicted, predictions
+from lab.report.speed_findings import (
     bounds,
     fastest,
-    findings,
-    noisy,
     overlaps,
-    oversubscription,
     root_share,
     slower_than_one,
     stragglers,
-    unfinished,
 )
+from lab.report.training_findings import accuracies, exact_losses, time_to_accuracy
 from lab.report.view import ComparisonGroup, blocks
 from tests.helpers.report_samples import cell, predicted, results, timeline
 
@@ -45,16 +43,15 @@ def said(found: Any) -> str:
 
 
 def test_fastest_is_named_only_where_intervals_lie_apart() -> None:
-    apart = said(
-        fastest(block(cell("gather_scatter", 4), cell("ddp", 4)))
-    )  # 0.284 and 0.494 s, 2 % each
+    # 0.494 and 0.284 s, 2 % each
+    apart = said(fastest(block(cell("gather_scatter", 4), cell("ddp", 4))))
     assert (
         "On 4 nodes ddp is fastest: 0.284 s [0.278, 0.290] a step. Next is gather_scatter with 0.494 s [0.484, 0.504]"
         in apart
     )
-    close = list(
-        fastest(block(cell("overlapped", 2), cell("ddp", 2), cell("gather_scatter", 2)))
-    )  # 0.524, 0.514, 0.584 s
+    # 0.524, 0.514, 0.584 s
+    three = block(cell("overlapped", 2), cell("ddp", 2), cell("gather_scatter", 2))
+    close = list(fastest(three))
     assert "cannot be told apart: ddp has the shortest median" in close[0].text
     assert "overlaps that of overlapped." in close[0].text
     assert close[0].caution
@@ -84,12 +81,8 @@ def test_nothing_is_compared_with_itself_or_with_what_failed() -> None:
     text = said(fastest(block(cell("ring", 2), cell("ddp", 2, status="failed", message="boom"))))
     assert text == "On 2 nodes only ring has been measured: nothing to compare."
     assert said(fastest(block(cell("ddp", 2, status="pending")))) == ""
-    assert (
-        "No cell has ended yet"
-        in findings(block(cell("none", 1, status="pending"), cell("ddp", 2, status="pending")))[
-            0
-        ].text
-    )
+    pending = block(cell("none", 1, status="pending"), cell("ddp", 2, status="pending"))
+    assert "No cell has ended yet" in findings(pending)[0].text
 
 
 @pytest.mark.parametrize(
@@ -102,9 +95,8 @@ def test_nothing_is_compared_with_itself_or_with_what_failed() -> None:
     ],
 )
 def test_speed_up_below_one(scale: float, repeats: int, expected: str) -> None:
-    text = said(
-        slower_than_one(block(cell("ring", 2, scale=scale, repeats=repeats)))
-    )  # 0.555 s * scale + 0.004 s against 1 s
+    # 0.555 s * scale + 0.004 s against 1 s
+    text = said(slower_than_one(block(cell("ring", 2, scale=scale, repeats=repeats))))
     assert (expected in text) if expected else text == ""
 
 
@@ -124,9 +116,8 @@ def test_an_interval_that_reaches_zero_leaves_the_speed_up_open() -> None:
 
 
 def test_weak_scaling_compares_throughput() -> None:
-    found = block(
-        cell("ring", 2, scaling="weak"), scaling="weak"
-    )  # 512 samples in 1.059 s against 256 in 1.0 s
+    # 512 samples in 1.059 s against 256 in 1.0 s
+    found = block(cell("ring", 2, scaling="weak"), scaling="weak")
     assert found.find("ring", 2).speedup == pytest.approx(2 / 1.059)
     assert found.find("ring", 2).efficiency == pytest.approx(1 / 1.059)
     slow = said(slower_than_one(block(cell("ring", 2, scaling="weak", scale=3.0), scaling="weak")))
@@ -151,9 +142,8 @@ def test_bounds_and_stragglers() -> None:
 
 
 def test_root_share() -> None:
-    text = said(
-        root_share(block(cell("gather_scatter", 4), cell("ring", 4)))
-    )  # 3 M of 6 M bytes; an equal share is a quarter
+    # 3 M of 6 M bytes; an equal share is a quarter
+    text = said(root_share(block(cell("gather_scatter", 4), cell("ring", 4))))
     assert (
         "more than its share with gather_scatter: up to 50.0 % of all bytes; an equal share would be 25.0 %"
         in text
@@ -165,52 +155,40 @@ def test_root_share() -> None:
 
 
 def test_exact_losses() -> None:
-    same = said(quality.exact_losses(block(cell("ring", 2), cell("ddp", 2))))
-    assert (
-        "the losses of the 2 exact strategies agree: they differ by 8.7e-06 at most, at step 30"
-        in same
-    )  # 29 * 3e-7
-    assert "are equal at every step" in said(
-        quality.exact_losses(block(cell("ring", 2), cell("ring", 2) | {"sync": "tree"}))
-    )
-    drifted = list(quality.exact_losses(block(cell("ring", 2), cell("ddp", 2, loss_shift=0.05))))
+    same = said(exact_losses(block(cell("ring", 2), cell("ddp", 2))))
+    agree = "the losses of the 2 exact strategies agree: they differ by 8.7e-06 at most, at step 30"
+    assert agree in same  # 29 * 3e-7
+    equal = block(cell("ring", 2), cell("ring", 2) | {"sync": "tree"})
+    assert "are equal at every step" in said(exact_losses(equal))
+    drifted = list(exact_losses(block(cell("ring", 2), cell("ddp", 2, loss_shift=0.05))))
     assert "start alike and drift apart, by 0.05" in drifted[0].text
     assert drifted[0].caution
     other = cell("ddp", 2)
     other["repeats"][0]["losses"] = [
         [step, value + 0.3] for step, value in other["repeats"][0]["losses"]
     ]
-    assert "differ from the first step on, by 0.3" in said(
-        quality.exact_losses(block(cell("ring", 2), other))
-    )
-    assert (
-        said(quality.exact_losses(block(cell("ring", 2), cell("topk", 2)))) == ""
-    )  # one exact one
-    assert (
-        said(quality.exact_losses(block(cell("ring", 2), cell("ddp", 2, seeds=(1,))))) == ""
-    )  # other seeds are not compared
+    apart = said(exact_losses(block(cell("ring", 2), other)))
+    assert "differ from the first step on, by 0.3" in apart
+    one_exact = block(cell("ring", 2), cell("topk", 2))
+    assert said(exact_losses(one_exact)) == ""
+    other_seeds = block(cell("ring", 2), cell("ddp", 2, seeds=(1,)))
+    assert said(exact_losses(other_seeds)) == ""
 
 
 def test_accuracy_near_chance_shows_nothing() -> None:
-    near = list(
-        quality.accuracies(block(cell("ring", 2, accuracy=0.13), cell("ddp", 2, accuracy=0.13)))
-    )
+    near = list(accuracies(block(cell("ring", 2, accuracy=0.13), cell("ddp", 2, accuracy=0.13))))
     assert "of ring and ddp is near chance (at most 15.0 % with 10 classes)" in near[0].text
     assert len(near) == 1
-    above = said(
-        quality.accuracies(block(cell("ring", 2, accuracy=0.43), cell("topk", 2, accuracy=0.40)))
-    )
+    above = said(accuracies(block(cell("ring", 2, accuracy=0.43), cell("topk", 2, accuracy=0.40))))
     assert "On 2 nodes the test accuracy of ring is 42.8 % to 43.2 %." in above
     assert (
         "topk, which is not exact, reaches 40.0 %; the exact ones 42.8 % to 43.2 %: 3.0 points below their mean"
         in above
     )
-    assert "One repeat each" in said(
-        quality.accuracies(block(cell("ring", 2, accuracy=0.43, repeats=1)))
-    )
-    assert said(quality.accuracies(block(cell("ring", 2)))) == ""
+    assert "One repeat each" in said(accuracies(block(cell("ring", 2, accuracy=0.43, repeats=1))))
+    assert said(accuracies(block(cell("ring", 2)))) == ""
     assert "no statement" in said(
-        quality.accuracies(block(cell("ring", 2, accuracy=0.9), dataset="folder"))
+        accuracies(block(cell("ring", 2, accuracy=0.9), dataset="folder"))
     )
 
 
@@ -220,13 +198,13 @@ def test_time_to_accuracy() -> None:
         repeat.update(
             seconds_to_accuracy=seconds, steps_to_accuracy=None if seconds is None else 40
         )
-    text = said(quality.time_to_accuracy(block(ran, until_accuracy=0.6)))
+    text = said(time_to_accuracy(block(ran, until_accuracy=0.6)))
     assert (
         "ring reached 60 % after 11.2 s of training (10.5 to 12.0 s over 2 runs); 1 of 3 runs did not reach it."
         in text
     )
     assert "a run did not reach 60 % in any of 3 runs" in text  # the one-node cell
-    assert said(quality.time_to_accuracy(block(ran))) == ""
+    assert said(time_to_accuracy(block(ran))) == ""
 
 
 def test_predictions_and_bytes() -> None:
@@ -234,24 +212,20 @@ def test_predictions_and_bytes() -> None:
     errors = {"ring-n2": 0.1, "ddp-n2": -0.25, "ring-n4": 0.6}
     prediction = {"cells": {entry["id"]: predicted(entry, errors[entry["id"]]) for entry in cells}}
     found = block(*cells, prediction=prediction)
-    text = said(quality.predictions(found))
+    text = said(predictions(found))
     assert "1 of 2 predictions in scope lie within 20 %" in text
     assert "the farthest off is ddp-n2 with -25.0 %. Outside: ddp-n2 (-25.0 %)." in text
     assert (
         "1 cell lies out of the model's scope (more ranks than cores); its error, +60.0 %, is shown, not counted."
         in text
     )
-    assert "equal the formulas in all 3 cells" in said(quality.bytes_as_predicted(found))
+    assert "equal the formulas in all 3 cells" in said(bytes_as_predicted(found))
     wrong = copy.deepcopy(prediction)
     wrong["cells"]["ring-n4"]["bytes_sent"][2] += 4
     assert "differ from the formulas in ring-n4." in said(
-        quality.bytes_as_predicted(block(*cells, prediction=wrong))
+        bytes_as_predicted(block(*cells, prediction=wrong))
     )
-    assert (
-        said(quality.predictions(block(*cells)))
-        == said(quality.bytes_as_predicted(block(*cells)))
-        == ""
-    )
+    assert said(predictions(block(*cells))) == said(bytes_as_predicted(block(*cells))) == ""
 
 
 def test_cautions() -> None:

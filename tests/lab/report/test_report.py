@@ -149,9 +149,8 @@ def test_page_is_made_for_every_reader(report: tuple[Path, dict[str, Any], Page]
 def test_words_cannot_become_markup(report: tuple[Path, dict[str, Any], Page]) -> None:
     folder, _, page = report
     assert not [tag for tag, _ in page.tags if tag == "script"]
-    assert (
-        page.text.count(" ".join(HOSTILE.split())) >= 5
-    )  # warning, command, setting, environment's name and value, message
+    # warning, command, setting, environment's name and value, message
+    assert page.text.count(" ".join(HOSTILE.split())) >= 5
     lines = [
         line
         for line in (folder / "table.md").read_text(encoding="utf-8").splitlines()
@@ -249,9 +248,8 @@ def test_groups_and_rates_never_share_a_figure(tmp_path: Path) -> None:
     assert "These runs differ and cannot be compared" in words
     first, second = blocks(data)
     assert [row.cell["group"] for row in first.rows] == [0, 0]
-    assert second.find("ring", 2).speedup == pytest.approx(
-        1 / 1.114
-    )  # against its own group's one node
+    # against its own group's one node
+    assert second.find("ring", 2).speedup == pytest.approx(1 / 1.114)
     assert "global batch size 128" in words
     assert markdown([first, second]).count("| strategy |") == 2
     rated = results(("ring",), (1,), predict=False)
@@ -275,9 +273,8 @@ def test_any_stage_of_results_makes_a_report(tmp_path: Path, kind: str) -> None:
             timelines={},
             prediction=None,
         )
-    elif (
-        kind == "bare"
-    ):  # a run from elsewhere: no one-node cell, nothing counted, a loss that was not finite
+    elif kind == "bare":
+        # a run from elsewhere: no one-node cell, nothing counted, a loss that was not finite
         bare = data["cells"][1]
         bare["median"] = dict.fromkeys(bare["median"]) | {"step": 0.004, "sync": 0.001}
         bare["repeats"][0].update(losses=[[1, None], [2, 1.5]], ranks=[])
@@ -380,9 +377,8 @@ HAND = {
 def test_overlap_by_hand() -> None:
     first, second = HAND["ranks"]
     assert union([(0.2, 0.3), (0.25, 0.4), (0.4, 0.5), (0.7, 0.6)]) == [(0.2, 0.5)]
-    assert overlap(first) == pytest.approx(
-        1 / 3
-    )  # 0.1 of the 0.3 s of the union; a sum of the messages would say 0.15 / 0.35
+    # 0.1 of the 0.3 s of the union; a sum of the messages would say 0.15 / 0.35
+    assert overlap(first) == pytest.approx(1 / 3)
     assert overlap(second) is None
     assert mean_overlap(HAND) == pytest.approx(1 / 3)
     assert mean_overlap({"ranks": [second]}) is None
@@ -398,11 +394,8 @@ def test_trace_is_one_that_perfetto_opens(report: tuple[Path, dict[str, Any], Pa
     folder, data, _ = report
     events = trace(HAND, "x")["traceEvents"]
     backward = next(event for event in events if event["name"] == "backward" and event["pid"] == 0)
-    assert (backward["ph"], backward["ts"], backward["dur"]) == (
-        "X",
-        pytest.approx(1e5),
-        pytest.approx(2e5),
-    )  # microseconds
+    assert backward["ph"] == "X"
+    assert (backward["ts"], backward["dur"]) == pytest.approx((1e5, 2e5))  # microseconds
     written = json.loads((folder / "trace-ring-n2.json").read_text(encoding="utf-8"))["traceEvents"]
     assert {event["ph"] for event in written} == {"X", "M"}
     names = {(event["pid"], event["args"]["name"]) for event in written if event["ph"] == "M"}

@@ -3,14 +3,14 @@
 import ast
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from common.errors import UserError
-from lab.ssh import remote_agent as remote_agent
-from lab.ssh import remote_handlers as remote_handlers
+from lab.ssh import remote_agent, remote_handlers
 from lab.ssh.command import NodeCommands
-from lab.ssh.hosts import Host, SSHOptions, parse_hosts, remote_folder, ssh_command
+from lab.ssh.hosts import Host, SSHOptions, parse_hosts, program, remote_folder, ssh_command
 from lab.ssh.probe import problems_of, refuse
 from lab.ssh.refusals import explain
 
@@ -77,7 +77,7 @@ def test_a_port_that_is_given_goes_to_the_parts() -> None:
     assert filled("echo {port}", port=29600) == "echo 29600"
     assert "--master-port=29600" in filled("torchrun a.py", port=29600)
     assert (
-        NodeCommands.of(["torchrun", "--master_port=7", "a.py"], nodes=2, port=None).meeting_port
+        NodeCommands.of(["torchrun", "--master_port=7", "a.py"], nodes=2, port=None).master_port
         == 7
     )
     assert filled("python PartOne/main.py", nodes=1, rank=0) == "PY PartOne/main.py", (
@@ -143,14 +143,14 @@ def test_a_hosts_name_is_without_user_and_port(given: str, name: str) -> None:
 
 
 def test_the_command_of_ssh_never_asks_and_takes_what_the_user_says_first() -> None:
-    way = SSHOptions(
+    options = SSHOptions(
         "lab",
         user="u",
         config=Path("conf"),
         options=("Port=22", "ConnectTimeout=3"),
         silence_seconds=30,
     )
-    words = ssh_command(Host(0, "node0"), way)
+    words = ssh_command(Host(0, "node0"), options)
     assert words[:4] == ["ssh", "-T", "-F", "conf"]
     assert words[4:8] == ["-o", "Port=22", "-o", "ConnectTimeout=3"], (
         "of options that stand twice ssh takes the first"
@@ -158,7 +158,7 @@ def test_the_command_of_ssh_never_asks_and_takes_what_the_user_says_first() -> N
     assert {"BatchMode=yes", "ServerAliveInterval=10"} <= set(words)
     assert words[-5:-1] == ["-l", "u", "--", "node0"]
     assert "\n" not in words[-1]
-    assert "-l" not in ssh_command(Host(0, "v@node0"), way), "user@host wins"
+    assert "-l" not in ssh_command(Host(0, "v@node0"), options), "user@host wins"
     assert [remote_folder(one) for one in ("~/lab", "~", "/a/b", "lab")] == [
         "lab",
         ".",
@@ -249,22 +249,19 @@ def test_what_ssh_says_becomes_what_to_do(said: str, told: str) -> None:
 )
 def test_what_differs_on_one_host_is_told_of_that_host(change: dict, told: str | None) -> None:
     hosts = [Host(0, "a"), Host(1, "b")]
-    plan = NodeCommands.of(["python", "PartTwo/main.py"], nodes=2, port=None)
-    problems = problems_of(
-        hosts, [FACTS, FACTS | {"addresses": ["10.0.0.2"]} | change], plan, shares_a_port=False
-    )
+    commands = NodeCommands.of(["python", "PartTwo/main.py"], nodes=2, port=None)
+    facts = [FACTS, FACTS | {"addresses": ["10.0.0.2"]} | change]
+    problems = problems_of(hosts, facts, commands, shares_a_port=False)
     assert list(problems) == ([] if told is None else [hosts[1]])
     assert told is None or problems[hosts[1]].startswith(told)
 
 
 def test_any_other_command_asks_for_the_folder_alone() -> None:
-    hosts, other = (
-        [Host(0, "a"), Host(1, "b")],
-        {"torch": None, "version": "3.6.1", "code": None, "addresses": ["10.0.0.2"]},
-    )
-    plan = NodeCommands.of(["nvidia-smi"], nodes=2, port=None)
-    assert not problems_of(hosts, [FACTS, FACTS | other], plan, shares_a_port=False)
-    assert not problems_of(hosts, [FACTS, FACTS], replace(plan, part=None), shares_a_port=True)
+    hosts = [Host(0, "a"), Host(1, "b")]
+    other = {"torch": None, "version": "3.6.1", "code": None, "addresses": ["10.0.0.2"]}
+    commands = NodeCommands.of(["nvidia-smi"], nodes=2, port=None)
+    assert not problems_of(hosts, [FACTS, FACTS | other], commands, shares_a_port=False)
+    assert not problems_of(hosts, [FACTS, FACTS], replace(commands, part=None), shares_a_port=True)
 
 
 def test_of_many_hosts_that_fail_some_are_named() -> None:
@@ -276,6 +273,20 @@ def test_of_many_hosts_that_fail_some_are_named() -> None:
 
 
 @pytest.mark.parametrize("module", [remote_agent, remote_handlers])
-def test_what_runs_on_a_host_is_python_3_6(module: object) -> None:
-    """A host with an old Python must be able to say so."""
-    ast.parse(Path(module.__file__).read_text(encoding="utf-8"), feature_version=(3, 6))
+def test_what_runs_on_a_host_is_python_3_6(module: ModuleType) -> None:
+    """A host with an old Python must be able to report it: also the annotations, which it evaluates unless they are quoted."""
+    text = Path(module.__file__).read_text(encoding="utf-8")
+    tree = ast.parse(text, feature_version=(3, 6))
+    arguments = [node.annotation for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    returns = [node.returns for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    variables = [node.annotation for node in tree.body if isinstance(node, ast.AnnAssign)]
+    plain = (ast.Constant, ast.Name, ast.Attribute, type(None))
+    for annotation in (*arguments, *returns, *variables):
+        assert isinstance(annotation, plain), ast.unparse(annotation)
+
+
+def test_the_text_for_a_host_has_each_name_once() -> None:
+    """The two files become one namespace there."""
+    body = ast.parse(program().split(b"\n", 1)[1]).body
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assert len(names) == len(set(names)) > 20

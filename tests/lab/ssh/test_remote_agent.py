@@ -1,4 +1,4 @@
-"""The keeper as a process of this machine, and launch and collect through a stand-in for ``ssh`` that runs its command here."""
+"""The remote agent as a process here, and launch and collect through a stand-in for ``ssh`` that runs its command here."""
 
 import contextlib
 import io
@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from common.utils.source_hash import source_digests
 from lab.cli import main
 from lab.ssh.collect import Outcome, _is_safe, _unpack
 from lab.ssh.hosts import Host, SSHOptions, program, ssh_command
@@ -24,7 +25,7 @@ from tests.helpers import LONG, ROOT, Started, start_lab, wait_until
 
 
 class RemoteAgent:
-    """A keeper with its input and output, as ssh would hold them."""
+    """A remote agent with its input and output, as ssh would hold them."""
 
     def __init__(self, silence_seconds: float = LONG) -> None:
         there = ssh_command(Host(0, "here"), SSHOptions(str(ROOT), python=sys.executable))[-1]
@@ -32,10 +33,10 @@ class RemoteAgent:
             ["sh", "-c", there], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self.process.stdin.write(program())
-        self.tell(token="begin", silence_seconds=silence_seconds)
+        self.send(token="begin", silence_seconds=silence_seconds)
         assert self.process.stdout.readline() == b"begin\n"
 
-    def tell(self, **request: object) -> None:
+    def send(self, **request: object) -> None:
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
 
@@ -43,10 +44,10 @@ class RemoteAgent:
         return json.loads(self.process.stdout.readline())
 
     def start(self, *command: str) -> None:
-        self.tell(do="start", command=command, environment={}, folder="/")
+        self.send(do="start", command=command, environment={}, folder="/")
 
     def started(self) -> list[psutil.Process]:
-        """The keeper behind the process that waits for it, and all that it has started."""
+        """The agent behind the process that waits for it, and all that it has started."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
 
@@ -72,9 +73,7 @@ def remote_agents() -> Iterator[list[RemoteAgent]]:
                 stream.close()
 
 
-@pytest.mark.parametrize(
-    "end", ["closed", "silence", "keeper killed", "guard killed", "terminated"]
-)
+@pytest.mark.parametrize("end", ["closed", "silence", "agent killed", "guard killed", "terminated"])
 def test_it_ends_all_that_it_has_started_however_it_ends(
     remote_agents: list[RemoteAgent], end: str
 ) -> None:
@@ -87,7 +86,7 @@ def test_it_ends_all_that_it_has_started_however_it_ends(
     match end:
         case "closed":
             one.process.stdin.close()
-        case "keeper killed":
+        case "agent killed":
             psutil.Process(one.process.pid).children()[0].kill()
         case "guard killed":
             one.process.kill()
@@ -95,7 +94,7 @@ def test_it_ends_all_that_it_has_started_however_it_ends(
             one.process.terminate()
     wait_until(lambda: not any(map(lives, processes)), "all are gone")
     one.process.wait(LONG)
-    if end == "keeper killed":
+    if end == "agent killed":
         assert b'{"killed": 9}' in one.process.stdout.read()
 
 
@@ -105,7 +104,7 @@ def test_a_beat_is_answered_and_keeps_it_alive_and_an_end_is_told_when_all_is_go
     remote_agents.append(one := RemoteAgent(silence_seconds=1.0))
     for _ in range(3):
         time.sleep(0.5)  # three beats are longer than the silence that it bears
-        one.tell(do="beat")
+        one.send(do="beat")
         assert one.answer() == {"beat": 1}
     one.start("sh", "-c", "(setsid sleep 1000 &); printf 'no newline'; exit 3")
     assert [one.answer(), one.answer()] == [{"line": "no newline"}, {"ended": 3, "left": 0}]
@@ -115,14 +114,14 @@ def test_a_beat_is_answered_and_keeps_it_alive_and_an_end_is_told_when_all_is_go
         {"line": "error: /no/such/program: No such file or directory"},
         {"ended": 127, "left": 0},
     ]
-    one.tell(do="facts", id=7, folder="/no/such/folder", script="x")
-    told = one.answer()
-    assert (told["answer"], told["result"]["folder_there"], told["result"]["script_there"]) == (
-        7,
-        False,
-        False,
-    )
-    one.tell(do="runs", id=8)
+    one.send(do="facts", id=7, folder="/no/such/folder", script="x")
+    facts = one.answer()["result"]
+    assert (facts["folder_there"], facts["script_there"], facts["code"]) == (False, False, None)
+    one.send(do="facts", id=7, folder=str(ROOT), script="lab/cli.py")
+    facts = one.answer()["result"]
+    assert facts["script_there"]
+    assert facts["code"] == source_digests(), "of the code that the ranks compare, too"
+    one.send(do="runs", id=8)
     assert one.answer() == {"answer": 8, "error": "'folder'"}, (
         "a request that breaks is answered, too"
     )
@@ -280,7 +279,7 @@ def test_of_an_archive_only_files_that_were_asked_for_are_kept(tmp_path: Path) -
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == [
         tmp_path / "here" / wanted
     ]
-    assert outcome.taken == 1
+    assert outcome.written == 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Messages between doctors: JSON after its length (4 bytes, big-endian), over plain sockets; every wait has a deadline.
 
-A message is an object. What is longer than a megabyte, cut or no JSON raises OSError: a stranger is at the other end.
+A message is an object. One that is longer than a megabyte, cut or not JSON raises OSError: the other end is another program.
 """
 
 import contextlib
@@ -38,22 +38,22 @@ def receive(connection: socket.socket, *, deadline: float) -> dict[str, Any]:
 
 def listen(port: int = 0) -> socket.socket:
     """Return a socket that listens on all addresses (0: a free port). OSError where the port is taken."""
-    door = socket.socket()
+    listener = socket.socket()
     try:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind(("", port))
-        door.listen(128)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("", port))
+        listener.listen(128)
     except OSError:
-        door.close()
+        listener.close()
         raise
-    return door
+    return listener
 
 
-def accept(door: socket.socket, *, deadline: float) -> socket.socket | None:
+def accept(listener: socket.socket, *, deadline: float) -> socket.socket | None:
     """Return the next connection; None where none came before the deadline."""
     with contextlib.suppress(TimeoutError):
-        door.settimeout(_left(deadline))
-        return door.accept()[0]
+        listener.settimeout(_left(deadline))
+        return listener.accept()[0]
     return None
 
 

@@ -1,6 +1,6 @@
-"""What a Meeting shows: who is missing, which pairs cannot connect, whose clock, versions, code or data differ.
+"""What the nodes' exchange shows: who is missing, which pairs cannot connect, whose clock, versions, code or data differ.
 
-``results_of`` turns a Meeting into findings, the same ones on every node; ``own_facts`` is what a node tells the others.
+``own_facts`` is what a node sends to the others; ``results_of`` turns a NodeExchange into results, the same ones on every node.
 """
 
 import platform
@@ -11,7 +11,7 @@ from common.utils.system import usable_cores
 from lab.doctor.check_result import CheckRequest, CheckResult, failure, ok, warning
 from lab.doctor.files import code_digest, dataset_fact, git
 from lab.doctor.machine import package_version, torch_facts
-from lab.doctor.meeting import Meeting, NodeReport
+from lab.doctor.node_exchange import NodeExchange, NodeReport
 
 FAR_SECONDS = 1.0
 """Clocks that differ by more make the logs of different nodes incomparable."""
@@ -20,7 +20,7 @@ _MOST_NAMED = 8
 
 
 def own_facts(request: CheckRequest) -> dict[str, Any]:
-    """Return what this node tells the others: versions, code, dataset, GPUs, cores. Plain values."""
+    """Return what this node sends to the others: versions, code, dataset, GPUs, cores. Plain values."""
     torch = torch_facts()
     return {
         "python": platform.python_version(),
@@ -34,11 +34,11 @@ def own_facts(request: CheckRequest) -> dict[str, Any]:
     }
 
 
-def results_of(meeting: Meeting) -> list[CheckResult]:
-    """Return what the meeting showed."""
-    found = [_meeting(meeting)]
-    if len(meeting.nodes) > 1:
-        nodes = [meeting.nodes[rank] for rank in sorted(meeting.nodes)]
+def results_of(exchange: NodeExchange) -> list[CheckResult]:
+    """Return what the exchange showed."""
+    found = [_attendance(exchange)]
+    if len(exchange.nodes) > 1:
+        nodes = [exchange.nodes[rank] for rank in sorted(exchange.nodes)]
         found += [
             _connections(nodes),
             _clocks(nodes),
@@ -47,39 +47,40 @@ def results_of(meeting: Meeting) -> list[CheckResult]:
             _dataset(nodes),
             _backend(nodes),
         ]
-    if meeting.nodes:
-        found.append(_cores(list(meeting.nodes.values())))
+    if exchange.nodes:
+        found.append(_cores(list(exchange.nodes.values())))
     return found
 
 
-def _meeting(meeting: Meeting) -> CheckResult:
-    place = meeting.place
-    where = f"{place.master_ip}:{place.master_port}"
-    if not meeting.nodes:
-        return failure("nodes", "; ".join(meeting.problems), _remedy_of_not_met(meeting))
-    told = f"{len(meeting.nodes)} of {place.num_nodes} nodes met at {where}"
-    if meeting.missing or meeting.problems:
-        missing = (
-            f"; missing: rank{'s' if len(meeting.missing) > 1 else ''} {_ranks(meeting.missing)}"
-            if meeting.missing
-            else ""
+def _attendance(exchange: NodeExchange) -> CheckResult:
+    """Which of the nodes took part."""
+    own = exchange.own
+    where = f"{own.master_ip}:{own.master_port}"
+    if not exchange.nodes:
+        return failure(
+            "nodes", "; ".join(exchange.problems), _remedy_of_failed_connection(exchange)
         )
+    text = f"{len(exchange.nodes)} of {own.num_nodes} nodes met at {where}"
+    missing = exchange.missing
+    if missing or exchange.problems:
+        if missing:
+            text += f"; missing: rank{'s' if len(missing) > 1 else ''} {_ranks(missing)}"
         return failure(
             "nodes",
-            "; ".join([told + missing, *meeting.problems]),
+            "; ".join([text, *exchange.problems]),
             "run lab doctor on every node within --timeout, with the same --master-ip and --num-nodes and a --rank of "
             "its own",
         )
-    return ok("nodes", told)
+    return ok("nodes", text)
 
 
-def _remedy_of_not_met(meeting: Meeting) -> str:
-    problem = meeting.problems[0] if meeting.problems else ""
+def _remedy_of_failed_connection(exchange: NodeExchange) -> str:
+    problem = exchange.problems[0] if exchange.problems else ""
     if "started twice" in problem or "--num-nodes" in problem:
         return "give every node the same --num-nodes and a --rank of its own"
     if "connection refused" in problem:
-        return f"run lab doctor with --rank 0 on {meeting.place.master_ip} at the same time; where it runs, the port differs"
-    return f"check --master-ip, and open port {meeting.place.master_port} on rank 0's node"
+        return f"run lab doctor with --rank 0 on {exchange.own.master_ip} at the same time; where it runs, the port differs"
+    return f"check --master-ip, and open port {exchange.own.master_port} on rank 0's node"
 
 
 def _connections(nodes: Sequence[NodeReport]) -> CheckResult:
@@ -106,44 +107,43 @@ def _connections(nodes: Sequence[NodeReport]) -> CheckResult:
 
 
 def _clocks(nodes: Sequence[NodeReport]) -> CheckResult:
-    measured = [node for node in nodes if node.clock_seconds is not None]
-    far = [
-        node
-        for node in measured
-        if abs(node.clock_seconds) - node.uncertainty_seconds > FAR_SECONDS
+    measured = [
+        (node.rank, node.clock_seconds, node.uncertainty_seconds)
+        for node in nodes
+        if node.clock_seconds is not None and node.uncertainty_seconds is not None
     ]
+    far = [clock for clock in measured if abs(clock[1]) - clock[2] > FAR_SECONDS]
     if far:
-        told = ", ".join(
-            f"rank {node.rank}'s by {node.clock_seconds:+.2f} s (±{node.uncertainty_seconds:.3f} s)"
-            for node in far[:_MOST_NAMED]
+        clocks = ", ".join(
+            f"rank {rank}'s by {ahead:+.2f} s (±{uncertainty:.3f} s)"
+            for rank, ahead, uncertainty in far[:_MOST_NAMED]
         )
         return warning(
             "clocks",
-            f"off rank 0's: {told}; times in the nodes' logs cannot be compared (measured durations don't "
+            f"off rank 0's: {clocks}; times in the nodes' logs cannot be compared (measured durations don't "
             "depend on it)",
             "synchronise the clocks on every node: timedatectl set-ntp true",
         )
-    widest = max(measured, key=lambda node: abs(node.clock_seconds), default=None)
-    if widest is None:
+    if not measured:
         return ok("clocks", "not compared")
+    _, ahead, uncertainty = max(measured, key=lambda clock: abs(clock[1]))
     return ok(
         "clocks",
-        f"within {abs(widest.clock_seconds) * 1e3:.2g} ms of rank 0's "
-        f"(±{widest.uncertainty_seconds * 1e3:.2g} ms)",
+        f"within {abs(ahead) * 1e3:.2g} ms of rank 0's (±{uncertainty * 1e3:.2g} ms)",
     )
 
 
 def _versions(nodes: Sequence[NodeReport]) -> CheckResult:
     values = {name: _by_value(nodes, name) for name in ("torch", "torchvision", "python")}
-    told = "; ".join(
-        f"{name} differs: {_told(who)}" for name, who in values.items() if len(who) > 1
+    text = "; ".join(
+        f"{name} differs: {_values_text(who)}" for name, who in values.items() if len(who) > 1
     )
     if len(values["torch"]) > 1 or len(values["torchvision"]) > 1:
         return failure(
-            "versions", told, "install the same on every node: make setup, from one checkout"
+            "versions", text, "install the same on every node: make setup, from one checkout"
         )
     if len({version.rpartition(".")[0] for version in values["python"]}) > 1:
-        return warning("versions", told, "use the same Python on every node")
+        return warning("versions", text, "use the same Python on every node")
     return ok(
         "versions",
         f"torch {nodes[0].facts.get('torch')}, torchvision {nodes[0].facts.get('torchvision')} on every node",
@@ -153,18 +153,20 @@ def _versions(nodes: Sequence[NodeReport]) -> CheckResult:
 def _code(nodes: Sequence[NodeReport]) -> CheckResult:
     codes, commits = _by_value(nodes, "code"), _by_value(nodes, "commit")
     if len(codes) > 1:
-        told = (
-            f"commits {_told(commits)}"
+        difference = (
+            f"commits {_values_text(commits)}"
             if len(commits) > 1
-            else f"changes to {next(iter(commits))}, files {_told(codes)}"
+            else f"changes to {next(iter(commits))}, files {_values_text(codes)}"
         )
         return failure(
             "same code",
-            f"the nodes have other code: {told}",
+            f"the nodes have other code: {difference}",
             "check out the same commit on every node: git pull",
         )
     if len(commits) > 1:
-        return ok("same code", f"the same files that train, from other commits: {_told(commits)}")
+        return ok(
+            "same code", f"the same files that train, from other commits: {_values_text(commits)}"
+        )
     which = (
         f"commit {next(iter(commits))}"
         if nodes[0].facts.get("commit")
@@ -178,7 +180,7 @@ def _dataset(nodes: Sequence[NodeReport]) -> CheckResult:
     if len(values) > 1:
         return failure(
             "same dataset",
-            f"the nodes differ: {_told(values)}",
+            f"the nodes differ: {_values_text(values)}",
             "copy the dataset from one node to all, and give the same --dataset",
         )
     return ok("same dataset", f"{next(iter(values))} on every node")
@@ -189,7 +191,7 @@ def _backend(nodes: Sequence[NodeReport]) -> CheckResult:
     if "0" in gpus and len(gpus) > 1:
         return warning(
             "backend",
-            f"some nodes have GPUs and some have none ({_told(gpus)}): all would use Gloo, on CPUs",
+            f"some nodes have GPUs and some have none ({_values_text(gpus)}): all would use Gloo, on CPUs",
             "leave out the nodes without a GPU",
         )
     return ok("backend", "Gloo, on CPUs" if "0" in gpus else "NCCL, a rank a GPU")
@@ -219,7 +221,7 @@ def _by_value(nodes: Sequence[NodeReport], name: str) -> Mapping[str, list[int]]
     return ranks
 
 
-def _told(values: Mapping[str, list[int]]) -> str:
+def _values_text(values: Mapping[str, list[int]]) -> str:
     return ", ".join(
         f"{value} on rank{'s' if len(who) > 1 else ''} {_ranks(who)}"
         for value, who in values.items()

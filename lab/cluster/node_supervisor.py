@@ -1,8 +1,8 @@
-"""What owns an emulated cluster from within: the first process of its namespaces. The kernel ends all others with it.
+"""The supervisor of an emulated cluster: the first process of its namespaces. The kernel ends all others with it.
 
 ``main`` builds the network, imports torch once, then serves requests, a line of JSON each: start, fault, signal, traffic. It ends
-when its input does: with the process that started it, however that ended. A forked node leaves ``serve`` with the program
-that it is to become.
+when its input does: with the process that started it, however that ended. In a forked node ``serve`` returns the program that
+the node runs.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import Any
 from common.utils.processes import adopt_orphans, descendants, kill_on_parent_exit
 from lab.cluster import network
 from lab.cluster.network import Link
-from lab.cluster.program import PythonProgram, as_started_anew, parse_python, preload_modules
+from lab.cluster.program import PythonProgram, parse_python, preload_modules, reset_forked_state
 
 _NETWORK_NAMESPACE = 0x40000000
 _READ_BYTES = 65536
@@ -41,11 +41,11 @@ class NodeSupervisor:
         self._programs: dict[int, _Program] = {}
         self._selector = selectors.DefaultSelector()
         self._channel = os.dup(1)
-        os.dup2(2, 1)  # whatever prints here must not be taken for an answer
+        os.dup2(2, 1)  # output printed in this process must not mix with the answers
         self._requests = b""
 
     def serve(self, *, preload: bool) -> PythonProgram | None:
-        """Build, say that it is ready, and serve until the input ends; in a forked node, return what it is to run."""
+        """Build the network, report that it is ready, and serve until the input ends; in a forked node, return its program."""
         try:
             if self._link is not None:
                 network.build(self._nodes, self._link)
@@ -58,14 +58,9 @@ class NodeSupervisor:
             preload_modules()
         self._watch_children()
         self._selector.register(0, selectors.EVENT_READ, self._take_requests)
-        self._send(
-            {
-                "ready": [
-                    "" if self._link is None else _name_of_network(node)
-                    for node in range(self._nodes)
-                ]
-            }
-        )
+        nodes = range(self._nodes)
+        networks = ["" if self._link is None else _name_of_network(node) for node in nodes]
+        self._send({"ready": networks})
         while True:
             for key, _ in self._selector.select():
                 done, program = key.data(key.fd)
@@ -138,6 +133,7 @@ class NodeSupervisor:
             case "cut":
                 network.cut(node)
             case "slow":
+                assert self._link is not None  # checked above
                 network.shape(node, Link(rate_bits, self._link.latency_seconds))
             case "pause":
                 self._signal_all(node, signal.SIGSTOP)
@@ -176,7 +172,7 @@ class NodeSupervisor:
     def _start(
         self, node: int, command: list[str], environment: dict[str, str], folder: str
     ) -> PythonProgram | None:
-        """Start a command on a node; None in this process, and in a forked node the program that it becomes."""
+        """Start a command on a node; return None in this process, and in a forked node its program."""
         if node in self._programs:
             raise ValueError(f"node {node} still runs {self._programs[node].name}")
         reader, writer = os.pipe()
@@ -194,7 +190,7 @@ class NodeSupervisor:
     def _become(
         self, node: int, writer: int, command: list[str], environment: dict[str, str], folder: str
     ) -> PythonProgram:
-        """In the child: leave everything that is the host's behind, and enter the node."""
+        """In the child: close everything that is the supervisor's, enter the node, and return its program."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
@@ -206,12 +202,9 @@ class NodeSupervisor:
         os.dup2(writer, 1)
         os.dup2(writer, 2)
         self._selector.close()
-        os.closerange(
-            3,
-            max(map(int, os.listdir("/proc/self/fd"))) + 1
-            if os.path.isdir("/proc/self/fd")
-            else 256,
-        )
+        open_files = "/proc/self/fd"
+        end = max(map(int, os.listdir(open_files))) + 1 if os.path.isdir(open_files) else 256
+        os.closerange(3, end)
         os.environ.clear()
         os.environ.update(environment)
         what = folder
@@ -223,11 +216,11 @@ class NodeSupervisor:
         except OSError as error:
             os.write(2, f"error: {what}: {error.strerror}\n".encode())
             os._exit(_NOT_FOUND)
-        as_started_anew(environment, Path(folder if program.module else program.target))
+        reset_forked_state(environment, Path(folder if program.module else program.target))
         return program
 
     def _take_output(self, node: int) -> bool:
-        """Pass on what a node wrote, whole lines; False always, so that serving goes on."""
+        """Send the whole lines that a node wrote; return False, so that ``serve`` continues."""
         program = self._programs[node]
         try:
             while text := os.read(program.reader, _READ_BYTES):
@@ -241,7 +234,7 @@ class NodeSupervisor:
         return False
 
     def _reap(self) -> None:
-        """Take the status of processes that have ended: nodes, and orphans, which come to the first process of a namespace."""
+        """Collect the exit status of ended processes: nodes, and orphans, which the first process of a namespace inherits."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -280,7 +273,7 @@ class _Program:
 
 
 def _name_of_network(node: int) -> str:
-    """As /proc names it, inside and outside."""
+    """Return a node's network namespace as /proc names it, inside and outside."""
     return f"net:[{network.namespace_file(node).stat().st_ino}]"
 
 
@@ -296,16 +289,16 @@ def _signal(pid: int, number: int) -> None:
 
 
 def main() -> None:
-    """Be the first process of a cluster; the last argument says of which."""
+    """Supervise the cluster that the last argument describes."""
     spec = json.loads(sys.argv[-1])
     link = None if spec["loopback"] else Link(spec["rate_bits"], spec["latency_seconds"])
-    host = NodeSupervisor(spec["nodes"], link)
-    program = host.serve(preload=spec["preload"])
+    supervisor = NodeSupervisor(spec["nodes"], link)
+    program = supervisor.serve(preload=spec["preload"])
     if program is not None:
         program.run()
     else:
-        host.end()
+        supervisor.end()
 
 
-HOST_CODE = "import sys; sys.path.insert(0, sys.argv[1]); from lab.cluster.host import main; main()"
+SUPERVISOR_CODE = "import sys; sys.path.insert(0, sys.argv[1]); from lab.cluster.node_supervisor import main; main()"
 """Of ``python -P -c``, with the repository's folder and the spec as arguments, so that no installation is needed."""

@@ -1,0 +1,219 @@
+"""What ``lab predict`` prints: where its numbers come from, the table of steps, the table of scaling limits.
+
+``summarize`` makes the first lines, ``print_tables`` prints all; both take what tables.py has computed.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from common.cost_model.calibration_file import QUIET_SHARE, Calibration
+from common.cost_model.compute_model import LEAST_SAMPLES
+from common.cost_model.event_model import HEADERS, LARGEST_NODES
+from lab.predict.scaling import SCALINGS, ScalingLimit, most_nodes
+from lab.predict.tables import PredictedStep, network_of
+
+_WIDTH, _NARROW = 100, 92
+
+
+def summarize(
+    calibration: Calibration,
+    rate: float | None,
+    latency: float | None,
+    *,
+    batch_size: int,
+    scaling: str,
+    is_reference: bool,
+) -> list[str]:
+    """Return, as lines, what a reader must know before the numbers."""
+    source = f"calibrated on {calibration.name}, {calibration.made}" + (
+        ", quickly" if calibration.quick else ""
+    )
+    if calibration.others_share > QUIET_SHARE:
+        source += (
+            f", while others took {calibration.others_share:.0%} of its cores (calibrate again)"
+        )
+    if is_reference:
+        source = (
+            f"NOT this machine: {source}, comes with the project. `lab calibrate` measures this one"
+        )
+    network = network_of(calibration, rate, latency)
+    ring = network.rate("all_reduce")
+    if rate is not None or latency is not None:
+        where = "each node a machine like that one"
+    elif calibration.over_loopback:
+        where = "all nodes ranks of that one machine, over loopback"
+    else:
+        where = "the nodes of the calibration"
+    link = (
+        f"{rate / 1e6:,.0f} Mbit/s and {HEADERS - 1:.0%} of headers"
+        if rate is not None
+        else "bandwidth as measured"
+    )
+    return [
+        source,
+        f"{calibration.model}, {sum(calibration.gradients) / 1e6:.1f} MB of gradients, "
+        f"{'global batch' if scaling == 'strong' else 'batch a node'} {batch_size}; {where}",
+        f"network: {link}, {ring.alpha_seconds * 1e3:.3g} ms a message (all_reduce), "
+        f"{ring.beta_seconds_per_byte * 1e9:.3g} ns a byte; summing {network.gamma_seconds_per_byte * 1e9:.2g} ns a byte",
+    ]
+
+
+def print_tables(
+    summary: Sequence[str],
+    steps: Sequence[PredictedStep],
+    limits: Sequence[ScalingLimit],
+    *,
+    batch_size: int,
+    cores: int,
+) -> None:
+    """Print the summary, the steps with their notes, and how far each strategy scales; as wide as the terminal permits.
+
+    batch_size, cores : of the limits, and of the machine that was calibrated.
+    """
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)  # a file or a pipe has no width of its own
+    narrow = console.width < _NARROW
+    notes = dict.fromkeys(
+        f"{'none' if step.sync == 'none' else f'{step.nodes} nodes'}: {step.note}"
+        for step in steps
+        if step.note and step.prediction
+    )
+
+    def print_lines(lines: Iterable[str]) -> None:
+        for line in lines:
+            console.print(line, markup=False, soft_wrap=True)
+
+    print_lines(summary)
+    console.print(_steps_table(steps, narrow=narrow))
+    print_lines(notes)
+    if limits:
+        console.print(_scaling_limits_table(limits, narrow=narrow))
+        print_lines(_scaling_limits_text(batch_size))
+    else:
+        print_lines(
+            [
+                f"where scaling stops: ranks of one machine end with its {cores} cores; give --rate for nodes"
+            ]
+        )
+
+
+def _steps_table(steps: Sequence[PredictedStep], *, narrow: bool) -> Table:
+    """Narrow: within 80 columns, so that no number is cut."""
+    table = _frame(
+        [
+            "strategy",
+            "nodes",
+            "step",
+            "speed\nup",
+            "effi-\nciency",
+            "exposed\nsync",
+            "root\nsends",
+            *([] if narrow else ["others\nsend"]),
+            "bound by",
+        ],
+        narrow=narrow,
+    )
+    for step in steps:
+        one = step.prediction
+        if one is None or step.speedup is None or step.efficiency is None:
+            table.add_row(step.sync, str(step.nodes), *["-"] * (len(table.columns) - 3), step.note)
+            continue
+        sent = [one.bytes_sent_root] if narrow else [one.bytes_sent_root, one.bytes_sent_others]
+        table.add_row(
+            step.sync,
+            str(step.nodes),
+            _seconds(one.step_seconds),
+            _times(step.speedup),
+            _least(step.efficiency, 0.001, ".1%"),
+            _seconds(one.sync_seconds),
+            *map(_bytes, sent),
+            one.bound,
+        )
+    return table
+
+
+def _scaling_limits_table(limits: Sequence[ScalingLimit], *, narrow: bool) -> Table:
+    """Strong and weak scaling side by side."""
+    table = _frame(
+        [
+            "\n\nstrategy",
+            "strong:\nstops\nat",
+            "\nspeed\nup",
+            "\n\nheld by",
+            "weak:\nhalf\nto",
+            "\nstops\nat",
+            "\nspeed\nup",
+            "\n\nheld by",
+        ],
+        narrow=narrow,
+    )
+    strong, weak = (
+        {limit.sync: limit for limit in limits if limit.scaling == scaling} for scaling in SCALINGS
+    )
+    for name, one in strong.items():
+        other = weak[name]
+        table.add_row(
+            name,
+            f"{one.nodes or one.limit:,}",
+            _times(one.speedup),
+            one.held_by or "-",
+            "all" if other.half_nodes == other.limit else f"{other.half_nodes:,}",
+            f"{other.nodes:,}" if other.nodes else "never",
+            _times(other.speedup),
+            other.held_by or "-",
+        )
+    return table
+
+
+def _frame(headings: Sequence[str], *, narrow: bool) -> Table:
+    table = Table(
+        box=SIMPLE_HEAD, padding=0 if narrow else (0, 1, 0, 0), pad_edge=False, show_edge=not narrow
+    )
+    for heading in headings:
+        table.add_column(
+            heading,
+            justify="left" if heading.endswith(("strategy", " by")) else "right",
+            no_wrap=True,
+        )
+    return table
+
+
+def _scaling_limits_text(batch_size: int) -> list[str]:
+    """What the words of ``_scaling_limits_table`` mean."""
+    limit = most_nodes(batch_size, scaling="strong")
+    return [
+        f"strong: {batch_size:,} samples for all nodes together, at least {LEAST_SAMPLES} each, so up to {limit:,}; weak: "
+        f"{batch_size:,} samples a node, up to {LARGEST_NODES:,}.",
+        "stops at: more nodes, however many, bring less than a tenth more samples a second; never: the last doubling brought",
+        "more. speed up: there, over one node. half to: nodes of which each still does half of what one alone does.",
+        "held by: what takes the most of the messages; compute: computing alone goes no further; samples: the batch ends.",
+    ]
+
+
+def _times(value: float) -> str:
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else _least(value, 0.01, ".2f")
+
+
+def _least(value: float, least: float, form: str) -> str:
+    return f"{value:{form}}" if value >= least else f"<{least:{form}}"
+
+
+def _seconds(value: float) -> str:
+    if value >= 3600:
+        return f"{value / 3600:.3g} h"
+    if value >= 1:
+        return f"{value:.0f} s" if value >= 100 else f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms"
+
+
+def _bytes(value: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f} B"

@@ -1,0 +1,111 @@
+"""What the equivalence harness trains: a ``Case`` of data and options, and a small network with difficult parameters."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+STEPS = 4
+SAMPLES = (4, 3, 0, 2, 1, 5)
+"""Samples of uneven micro-batches, in turn; each step begins one further. One is empty, one has a single sample."""
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""The greatest relative difference that rounding explains."""
+
+MicroBatch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the ranks train, and how; by default all that a right strategy must cope with.
+
+    Parameters
+    ----------
+    uneven : shards differ in size, and in some steps a rank has no sample; else all have three.
+    tied, frozen : two layers share a weight; a layer does not train.
+    unused : one layer is used by no rank, another by rank 0 alone.
+    momentum, weight_decay : of SGD, whose learning rate is 0.1.
+    accumulation_steps : micro-batches of one optimiser step on each rank.
+    clip_norm : greatest norm of all gradients together; None: no clipping.
+    dtype : of parameters and images.
+    channels_last : parameters lie in memory in that order.
+    """
+
+    uneven: bool = True
+    tied: bool = True
+    frozen: bool = True
+    unused: bool = True
+    momentum: float = 0.9
+    weight_decay: float = 0.01
+    accumulation_steps: int = 1
+    clip_norm: float | None = None
+    dtype: torch.dtype = torch.float64
+    channels_last: bool = False
+
+    @property
+    def tolerance(self) -> float:
+        """The greatest relative difference that rounding explains in this type."""
+        return TOLERANCE[self.dtype]
+
+    def sgd(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimiser of this case for ``model``."""
+        return torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=self.momentum, weight_decay=self.weight_decay
+        )
+
+    def shard_sizes(self, size: int) -> list[tuple[int, ...]]:
+        """Return the samples of every micro-batch, rank by rank, of each step's global batch."""
+        count = size * self.accumulation_steps
+        if not self.uneven:
+            return [(3,) * count] * STEPS
+        # The first one is never empty: it holds the sample that uses the layer ``sometimes``.
+        return [
+            tuple(
+                max(int(part == 0), SAMPLES[(part + step) % len(SAMPLES)]) for part in range(count)
+            )
+            for step in range(STEPS)
+        ]
+
+    def global_batches(self, size: int) -> list[list[MicroBatch]]:
+        """Return for each step the micro-batches of all ranks, rank 0's first: images (n, 3, 8, 8), labels (n,).
+
+        The first sample of each step, which rank 0 has, is the one that uses the layer ``sometimes``.
+        """
+        generator, batches = torch.Generator().manual_seed(7), []
+        for shares in self.shard_sizes(size):
+            images = torch.randn(sum(shares), 3, 8, 8, generator=generator, dtype=torch.float64)
+            images[0, 0, 0, 0] = 9.0
+            labels = torch.randint(0, 4, (sum(shares),), generator=generator)
+            batches.append(
+                list(zip(images.to(self.dtype).split(shares), labels.split(shares), strict=True))
+            )
+        return batches
+
+
+class ProofModel(nn.Module):
+    """A small network without BatchNorm that has what strategies stumble over; (batch, 3, 8, 8) to (batch, 4)."""
+
+    def __init__(self, case: Case | None = None) -> None:
+        super().__init__()
+        case = case or Case()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.frozen = nn.Conv2d(6, 6, 1).requires_grad_(not case.frozen)
+        self.square, self.tied = nn.Linear(6, 6), nn.Linear(6, 6)
+        if case.tied:
+            self.tied.weight = self.square.weight
+        self.unused = nn.Linear(3, 3) if case.unused else None
+        self.sometimes = nn.Linear(6, 4) if case.unused else None
+        self.head = nn.Linear(6, 4)
+        self.to(case.dtype)
+        if case.channels_last:
+            self.to(memory_format=torch.channels_last)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits."""
+        hidden = torch.tanh(self.frozen(torch.tanh(self.conv(images)))).mean(dim=(2, 3))
+        hidden = self.tied(torch.tanh(self.square(hidden)))
+        outputs = self.head(hidden)
+        marked = images[:, 0, 0, 0] > 5
+        if self.sometimes is not None and bool(marked.any()):
+            outputs = outputs + self.sometimes(hidden) * marked[:, None]
+        return outputs

@@ -1,0 +1,119 @@
+"""The wrong code that ``wrong.py`` lists, a few lines each: functions that replace right ones of the project.
+
+The entries of ``WRONG`` say what each gets wrong and which function it replaces. Wrong strategies: ``wrong_strategies.py``.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common import checkpoint
+from common.data import augmentation
+from common.data.sharding import GlobalBatchSampler
+from common.sync.base import GradientSync, broadcast_from_rank0
+from common.training_engine import TrainingEngine, batchnorm, checkpoint_manager
+
+# The right code: its names are bound to the wrong code once that is planted.
+_right_average, _right_state = batchnorm._average, checkpoint_manager.state
+_right_digest, _right_train_step = checkpoint.digest, TrainingEngine.train_step
+_right_total = TrainingEngine.sum_over_ranks
+
+
+def whole_batch(samples: int, rank: int, world_size: int) -> slice:
+    return slice(0, samples)
+
+
+def overlapping(samples: int, rank: int, world_size: int) -> slice:
+    return slice(samples * rank // world_size, min(samples, samples * (rank + 1) // world_size + 1))
+
+
+def rest_dropped(samples: int, rank: int, world_size: int) -> slice:
+    return slice(rank * (samples // world_size), (rank + 1) * (samples // world_size))
+
+
+def one_order(samples: int, *, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+
+
+def unseeded_order(samples: int, *, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(samples)
+
+
+def unseeded_draw(
+    samples: int, *, seed: int, epoch: int, flip: bool, device: Any = "cpu"
+) -> augmentation.Draws:
+    return augmentation.draw(
+        samples, seed=int(torch.randint(2**31, ())), epoch=epoch, flip=flip, device=device
+    )
+
+
+def as_if_shards_were_equal(engine: TrainingEngine, count: int) -> int:
+    return max(1, count) * engine.world.size
+
+
+def every_batch_full(sampler: GlobalBatchSampler) -> list[int]:
+    return [sampler._bounds[1]] * (len(sampler._bounds) - 1)
+
+
+def rank0s_statistics(model: nn.Module, shards: Any) -> None:
+    broadcast_from_rank0(list(model.buffers()))
+
+
+def unweighted_statistics(
+    running: list[Tensor], shards: Sequence[tuple[int, Sequence[Tensor]]], size: int
+) -> None:
+    _right_average(running, [(1, tensors) for _, tensors in shards], size)
+
+
+def state_without_momentum(engine: TrainingEngine, **progress: Any) -> dict[str, Any]:
+    entries = _right_state(engine, **progress)
+    return entries | {"optimizer_state_dict": entries["optimizer_state_dict"] | {"state": {}}}
+
+
+def epochs_counted_from_the_start(sampler: GlobalBatchSampler, epoch: int) -> None:
+    attributes = vars(sampler)
+    attributes["calls"] = sampler.epoch = attributes.get("calls", 0) + 1
+
+
+def clip_before_averaging(engine: TrainingEngine, micro_batches: Any, **more: Any) -> Any:
+    average = engine.sync.synchronize
+
+    def clip_first(model: nn.Module) -> None:
+        if engine._clip_norm is not None:
+            nn.utils.clip_grad_norm_(engine._trained, engine._clip_norm)
+        average(model)
+
+    vars(engine.sync)["synchronize"] = clip_first  # hides the method
+    try:
+        return _right_train_step(engine, micro_batches, **more)
+    finally:
+        del vars(engine.sync)["synchronize"]
+
+
+def clip_each_parameter(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+    used = [p for p in parameters if p.grad is not None]
+    return torch.stack([nn.utils.clip_grad_norm_(p, max_norm) for p in used]).norm()
+
+
+def save_without_hash(path: Path, entries: dict[str, Any]) -> None:
+    torch.save(dict(entries), path)
+
+
+def hash_of_the_weights_alone(value: Any) -> str:
+    return _right_digest(
+        value["model_state_dict"]
+        if isinstance(value, dict) and "model_state_dict" in value
+        else value
+    )
+
+
+def no_sync_that_does_nothing(sync: GradientSync) -> nullcontext:
+    return nullcontext()
+
+
+def micro_batches_added_up(engine: TrainingEngine, count: int) -> int:
+    return _right_total(engine, count) // engine.accumulation_steps

@@ -1,0 +1,96 @@
+"""What only Linux has: elsewhere nothing raises, and ``missing_features`` names it."""
+
+import ctypes
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.distributed.failures import open_sockets
+from common.utils import environment, processes, system
+
+KILLED, MEMORY, AFFINITY, CONNECTIONS = (
+    "not killed with their parent",
+    "returned to the system",
+    "all cores",
+    "cannot be listed",
+)
+
+
+class LibraryWithout:
+    """A C library that has none of Linux's functions."""
+
+    def __init__(self, name: str | None) -> None:
+        pass
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A system that is not Linux: no prctl, no mallopt, no affinity, neither /dev/fd nor /proc."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(system, "ON_LINUX", False)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", LibraryWithout)
+    monkeypatch.setattr(system, "_DESCRIPTORS", str(tmp_path / "fd"))
+    monkeypatch.setattr(environment, "Path", lambda path: tmp_path / path.lstrip("/"))
+
+
+@pytest.mark.skipif(not system.ON_LINUX, reason="what Linux has")
+def test_linux_lacks_nothing() -> None:
+    assert system.missing_features() == []
+    assert system.tune_malloc()
+    assert {0, 1, 2} <= set(system.open_descriptors())
+
+
+@pytest.mark.skipif(
+    not system.ON_LINUX, reason="the kernel's signal at the parent's end is Linux's"
+)
+def test_a_child_asks_to_be_killed_with_its_parent() -> None:
+    wanted = "import ctypes; s = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(s)); print(s.value)"
+    command = [sys.executable, "-c", wanted]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=processes.kill_on_parent_exit(),
+    )
+    assert done.stdout.strip() == "9"
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_elsewhere_every_function_works() -> None:
+    assert system.usable_cores() == os.cpu_count()
+    assert system.tune_malloc() is False
+    assert processes.kill_on_parent_exit() is None
+    processes.adopt_orphans()
+    assert system.open_descriptors() == []
+    assert open_sockets() == set()
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+    assert 0 < most <= environment.peak_memory_bytes() <= 2 * most
+    assert environment._cpu_name()
+    assert 0 < system.free_port() < 65536
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_elsewhere_what_is_missing_is_named_with_what_happens_instead() -> None:
+    missing = system.missing_features()
+    assert len(missing) == 4
+    for sentence, name in zip(missing, (KILLED, MEMORY, AFFINITY, CONNECTIONS), strict=True):
+        assert name in sentence
+        assert ": " in sentence
+
+
+def test_a_linux_with_another_c_library_lacks_its_functions_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(system, "ON_LINUX", True)
+    monkeypatch.setattr(ctypes, "CDLL", LibraryWithout)
+    assert system.tune_malloc() is False
+    assert processes.kill_on_parent_exit() is None
+    killed, memory, *_ = system.missing_features()
+    assert KILLED in killed
+    assert MEMORY in memory
