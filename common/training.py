@@ -17,7 +17,7 @@ from common.checkpoint import load_checkpoint, load_model_state
 from common.distributed.collectives import broadcast_bytes, check_same_on_all_ranks
 from common.distributed.process_group import World, current_world
 from common.errors import UserError
-from common.sync import build_sync
+from common.sync import STRATEGIES, build_sync
 from common.training_engine import EpochResult, StepRecord, TrainingEngine
 from common.training_engine.checkpoint_manager import CheckpointManager
 from common.training_engine.evaluation_loop import unwrap
@@ -167,7 +167,8 @@ def train_model(
     train_loader : yields (inputs, labels) of this rank's share. If it has a ``sampler`` with ``set_epoch``, that is
         called; in a group all ranks need the same number of batches.
     distribute_flag : gradients are averaged by DistributedDataParallel (a model that is wrapped already stays so).
-    task_flag : else "PartOne" averages by gather and scatter, "PartTwo" by all_reduce, "" not at all.
+    task_flag : else the strategy that averages, by its name in ``common.sync.STRATEGIES``, or as the assignment numbers the
+        tasks of its Part Two: "PartOne" is gather_scatter, "PartTwo" is all_reduce; "" averages nothing.
     rank : for the log line; in a group the group's rank if empty.
     engine : made by the caller from ``model``, in place of what the two flags choose.
     scheduler : stepped after each step.
@@ -235,11 +236,13 @@ def _steps(loader: Iterable[tuple[Tensor, Tensor]]) -> int:
 
 
 def _strategy(distribute_flag: bool, task_flag: str) -> str:
-    if task_flag not in _STRATEGY_OF_TASK:
+    strategy = _STRATEGY_OF_TASK.get(task_flag, task_flag)
+    if strategy not in STRATEGIES:
         raise UserError(
-            f"task_flag: got {task_flag!r}, give 'PartOne' (gather and scatter), 'PartTwo' (all_reduce) or ''"
+            f"task_flag: got {task_flag!r}, give a strategy's name ({', '.join(STRATEGIES)}), 'PartOne' "
+            "(gather_scatter), 'PartTwo' (all_reduce) or ''"
         )
-    strategy = "ddp" if distribute_flag else _STRATEGY_OF_TASK[task_flag]
+    strategy = "ddp" if distribute_flag else strategy
     size = current_world().size
     if strategy == "none" and size > 1:
         warnings.warn(

@@ -151,7 +151,8 @@ def test_distribute_flag_and_task_flag_without_a_group(tmp_path: Path) -> None:
     )
     for flag, words in (
         ("PartTwo", "no process group is open"),
-        ("PartFour", "task_flag: got 'PartFour'"),
+        ("ring", "gradients are to be averaged by 'ring', but no process group is open"),
+        ("PartFour", "task_flag: got 'PartFour', give a strategy's name"),
     ):
         with pytest.raises(UserError, match=words):
             train_model(
@@ -175,6 +176,7 @@ def train_in_a_group(rank: int, folder: str) -> dict:
     for name, distribute, task in (
         ("gather", False, "PartOne"),
         ("all_reduce", False, "PartTwo"),
+        ("ring", False, "ring"),
         ("ddp", True, ""),
     ):
         model, criterion, optimizer = prepare_model_for_training(
@@ -245,7 +247,7 @@ def train_in_a_group(rank: int, folder: str) -> dict:
 
 def test_in_a_group(tmp_path: Path) -> None:
     first, second = run_ranks(2, train_in_a_group, str(tmp_path))
-    for name, wraps in (("gather", 0), ("all_reduce", 0), ("ddp", 1)):
+    for name, wraps in (("gather", 0), ("all_reduce", 0), ("ring", 0), ("ddp", 1)):
         assert first[name][0] == wraps, "DDP wraps once, and only where it was asked for"
         assert first[name][1] == 2, "set_epoch was called"
         for key, value in first[name][2].items():

@@ -524,7 +524,7 @@ def test_profiles_that_cannot_be_used(content, said, profile_file, tmp_path):
 def test_a_measured_profile_is_this_machines_own_and_each_model_has_one(
     profile_file, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr("common.emulation.compute_profile.REPOSITORY", tmp_path)
+    monkeypatch.setattr("common.emulation.compute_profile.REPORTS", tmp_path / "reports")
     path = profile_path("measured", model="vgg11")
     assert path == tmp_path / "reports" / "profiles" / "measured-vgg11.json"
     assert profile_path("measured", model="vgg16") != path

@@ -1,0 +1,135 @@
+"""Installed from a wheel, without a checkout, the commands run from any folder."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, Started, user_environment
+
+pytestmark = pytest.mark.slow
+SHORT = ("--dataset", "digits", "--batch-size", "64")
+TOP_LEVEL = ("common", "lab", "recipes", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+
+
+def run(*command: object) -> str:
+    """Run a command that takes no longer than two minutes, and return its output."""
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that nothing is left in the checkout."""
+    copy = tmp_path_factory.mktemp("source")
+    files = run("git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    for name in filter(None, files.split("\0")):
+        if name.partition("/")[0] in TOP_LEVEL and (ROOT / name).exists():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes((ROOT / name).read_bytes())
+    folder = tmp_path_factory.mktemp("wheel")
+    build = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, copy)
+    run(sys.executable, "-m", "pip", *build)
+    [found] = folder.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an empty environment's programs; it has the wheel, and sees torch and the like of this one."""
+    environment = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", environment)
+    python = environment / "bin" / "python"
+    site_packages = Path(run(python, "-c", "import site; print(site.getsitepackages()[0])").strip())
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel)
+    (site_packages / "present.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return environment / "bin"
+
+
+@pytest.fixture
+def empty(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, from which the programs see nothing of the checkout."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    where = "import common, lab; print(common.__file__, lab.__file__)"
+    done = subprocess.run(
+        [programs / "python", "-c", where], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert str(ROOT / "common") not in done.stdout, done.stdout
+    assert done.stdout.count("site-packages") == 2, done.stdout + done.stderr
+    return tmp_path
+
+
+def end(programs: Path, folder: Path, *command: str) -> str:
+    """Run one of the environment's programs in ``folder``; return its output."""
+    path = os.pathsep.join([str(programs), os.environ["PATH"]])
+    started = Started(
+        [str(programs / command[0]), *command[1:]], cwd=folder, env=user_environment(PATH=path)
+    )
+    ended = started.end(timeout_seconds=240)
+    assert ended.status == 0, ended.err + ended.out
+    return ended.out
+
+
+def test_the_wheel_holds_code_recipes_and_what_is_no_code(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    recipes = {f"common/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.toml")}
+    data = {
+        path.relative_to(ROOT).as_posix()
+        for package in ("common", "lab")
+        for path in (ROOT / package).rglob("*")
+        if path.suffix in (".json", ".toml", ".jinja")
+    }
+    code = {
+        path.relative_to(ROOT).as_posix()
+        for package in ("common", "lab")
+        for path in (ROOT / package).rglob("*.py")
+    }
+    assert len(recipes) == 7
+    assert len(data) >= 3
+    assert recipes | data | code <= names
+    assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {
+        "common",
+        "lab",
+    }
+
+
+def test_the_commands_run_from_an_empty_folder(programs: Path, empty: Path) -> None:
+    """A part, a recipe, ranks that a part starts itself, a comparison and a report; all is written there."""
+    end(programs, empty, "part-one", *SHORT, "--max-steps", "2", "--run-name", "run")
+    summary = json.loads((empty / "reports" / "PartOne-none" / "run" / "summary.json").read_text())
+    assert summary["steps"] == 2
+    environment = json.loads(
+        (empty / "reports" / "PartOne-none" / "run" / "environment.json").read_text()
+    )
+    assert environment["git_commit"] is None
+    assert "batch_size = 128" in end(
+        programs, empty, "part-three", "--recipe", "vgg11-cifar10-fast", "--print-config"
+    )
+    end(
+        programs,
+        empty,
+        *("part-two", "--distributed", "--world-size", "2", "--sync", "ring"),
+        *(*SHORT, "--max-steps", "2", "--run-name", "run"),
+    )
+    ranks = json.loads((empty / "reports" / "PartTwo-ring" / "run" / "ranks.json").read_text())
+    assert len(ranks["ranks"]) == 2
+    end(
+        programs,
+        empty,
+        *("lab", "compare", "--nodes", "1", "2", "--sync", "all_reduce", "--dataset", "digits"),
+        *("--steps", "2", "--warmup", "1", "--repeats", "1", "--no-predict"),
+    )
+    [comparison] = (empty / "reports").glob("compare-*")
+    results = json.loads((comparison / "results.json").read_text())
+    assert [cell["repeats"][0]["status"] for cell in results["cells"]] == ["done", "done"]
+    assert (comparison / "report.html").stat().st_size > 10_000
+    end(programs, empty, "lab", "report", "reports/PartOne-none/run", "reports/PartTwo-ring/run")
+    [report] = (empty / "reports").glob("report-*")
+    assert (report / "report.html").exists()
+    assert {path.name for path in empty.iterdir()} <= {"reports", "data"}
