@@ -25,6 +25,7 @@ from lab.doctor.node_findings import own_facts, results_of
 FORMAT = 1
 CHECKS: tuple[Callable[[CheckRequest], CheckResult | None], ...] = (
     machine.check_python,
+    machine.check_system,
     machine.check_torch,
     machine.check_gpus,
     machine.check_cores,

@@ -16,7 +16,7 @@ from functools import cache
 
 import psutil
 
-from common.utils.system import usable_cores
+from common.utils.system import missing_features, usable_cores
 from lab.cluster import tools
 from lab.doctor.check_result import CheckRequest, CheckResult, failure, ok, warning
 
@@ -76,6 +76,14 @@ def check_python(_request: CheckRequest) -> CheckResult:
             "install Python 3.11 or later, then e.g. make clean && make PYTHON=python3.12 setup",
         )
     return ok("python", text)
+
+
+def check_system(_request: CheckRequest) -> CheckResult | None:
+    """What this system lacks; nothing on Linux."""
+    missing = missing_features()
+    if not missing:
+        return None
+    return warning("system", " ".join(missing), "for measurements and lab cluster, use Linux or WSL2")
 
 
 def check_torch(_request: CheckRequest) -> CheckResult:

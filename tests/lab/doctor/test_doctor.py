@@ -292,6 +292,17 @@ def test_whether_the_master_s_node_answers(
     assert network.check_master(replace(there, num_nodes=2, rank=1)) is None, "then they meet"
 
 
+def test_what_the_system_lacks_is_told(
+    asked: CheckRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert machine.check_system(asked) is None, "Linux lacks nothing"
+    monkeypatch.delattr("os.sched_getaffinity")
+    found = machine.check_system(asked)
+    assert (found.status, found.name) == ("warning", "system")
+    assert found.text == "CPU affinity is unknown: all cores of the machine are counted."
+    assert "use Linux or WSL2" in found.remedy
+
+
 def test_a_host_name_that_resolves_to_loopback(asked: CheckRequest) -> None:
     def resolve(address: str):
         return lambda host, port: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
