@@ -239,10 +239,10 @@ def test_two_ranks_calibrate_this_machine(tmp_path):
 NODE = """
 import sys
 from pathlib import Path
-from common.distributed.launch_env import Launch
+from common.distributed.launch_env import LaunchSpec
 from lab.calibrate.calibration import calibrate_nodes
 from lab.calibrate.rank_measurements import Measures
-made = calibrate_nodes(Launch(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2])), path=Path(sys.argv[3]),
+made = calibrate_nodes(LaunchSpec(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2])), path=Path(sys.argv[3]),
                        measures=eval(sys.argv[4]))
 assert (made is None) == (sys.argv[1] == "1")
 """
@@ -269,7 +269,7 @@ def test_nodes_calibrate_together_and_rank_0_writes(tmp_path):
 INTERRUPTED = """
 import sys
 from pathlib import Path
-from lab.calibrate import calibrate
+from lab.calibrate.calibration import calibrate
 calibrate(ranks=2, path=Path(sys.argv[1]))
 """
 

