@@ -14,7 +14,7 @@ help: ## list the targets
 
 setup: $(READY) ## make .venv and install the project into it
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Python 3.11 or later is needed, and $(PYTHON) is %d.%d: install one, then e.g. make PYTHON=python3.12 $(MAKECMDGOALS)" % v[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"

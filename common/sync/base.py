@@ -58,12 +58,17 @@ class GradientSync(MessagePlan):
     def sync_replicas(self, model: nn.Module) -> None:
         """Make weights and the optimiser's state equal on all ranks, before evaluation or a checkpoint; where ``synchronize``
         keeps them equal there is nothing to do. Collective."""
-        if type(self).settle is not GradientSync.settle:  # a strategy written for the older name
-            self.settle(model)
 
-    def settle(self, model: nn.Module) -> None:
-        """Older name of ``sync_replicas``; it goes after the next release."""
-        self.sync_replicas(model)
+    settle = sync_replicas
+    """Older name of ``sync_replicas``, for one release."""
+
+    def __init_subclass__(cls) -> None:
+        """Let a class that defines one of ``sync_replicas`` and ``settle`` have both."""
+        super().__init_subclass__()
+        if "sync_replicas" in vars(cls):
+            cls.settle = cls.sync_replicas  # type: ignore[method-assign]  # an alias, made on purpose
+        elif "settle" in vars(cls):
+            cls.sync_replicas = cls.settle  # type: ignore[method-assign]  # an alias, made on purpose
 
     def close(self) -> None:
         """Remove what ``prepare`` attached to the model."""

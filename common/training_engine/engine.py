@@ -332,4 +332,4 @@ def _weighted_mean(losses: list[Tensor], weights: list[float]) -> Tensor:
 
 
 def _sum(numbers: list[Tensor]) -> Tensor:
-    return sum(numbers[1:], start=numbers[0])
+    return sum(numbers[1:], start=numbers[0]) if numbers else torch.zeros(())

@@ -275,7 +275,11 @@ def train_epoch(
     sizes = getattr(loader, "global_batch_sizes", None)
     micro_batches = _own_micro_batches(engine, loader)
     if start_step:
-        assert isinstance(loader, ResumableLoader), "start_step needs a loader with start_at"
+        if not isinstance(loader, ResumableLoader):
+            raise UserError(
+                f"resuming within epoch {epoch}, after step {start_step}, needs a loader with a method "
+                f"start_at(step), and {type(loader).__name__} has none: resume from the checkpoint of an epoch"
+            )
         loader.start_at(start_step)
     batches = iter(loader)
     engine.model.train()

@@ -83,7 +83,9 @@ def check_system(_request: CheckRequest) -> CheckResult | None:
     missing = missing_features()
     if not missing:
         return None
-    return warning("system", " ".join(missing), "for measurements and lab cluster, use Linux or WSL2")
+    return warning(
+        "system", " ".join(missing), "for measurements and lab cluster, use Linux or WSL2"
+    )
 
 
 def check_torch(_request: CheckRequest) -> CheckResult:

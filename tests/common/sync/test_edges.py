@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.profiling.comm_trace import MessageRecorder
 from common.sync import build_sync
+from common.sync.base import GradientSync
 from common.sync.halving_doubling import halving_doubling_all_reduce
+from common.sync.local_sgd import LocalSGD
 from common.sync.ring import ring_all_reduce
 from common.sync.tree import tree_all_reduce
 from common.training_engine import TrainingEngine
@@ -249,3 +251,23 @@ def flat_gradients(rank: int, name: str) -> list[bool]:
 )
 def test_gradients_become_views_of_a_buffer_that_is_kept(name: str) -> None:
     assert run_ranks(1, flat_gradients, name)[0] == [True] * 5
+
+
+def test_settle_is_sync_replicas_by_its_older_name() -> None:
+    """For one release; whichever of the two a strategy defines, both are that."""
+
+    class Older(GradientSync):
+        def settle(self, model: nn.Module) -> None:
+            super().settle(model)  # as before, the base class does nothing
+            model.settled = True
+
+    class OlderLocalSGD(LocalSGD):
+        def settle(self, model: nn.Module) -> None:
+            model.settled = True
+
+    for kind in (Older, OlderLocalSGD):
+        for name in ("settle", "sync_replicas"):
+            model = nn.Linear(1, 1)
+            getattr(kind(), name)(model)
+            assert model.settled
+    assert LocalSGD.settle is LocalSGD.sync_replicas is not GradientSync.sync_replicas

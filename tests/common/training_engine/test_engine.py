@@ -1078,3 +1078,12 @@ def test_amp_on_a_cpu_is_bf16_where_that_is_fast(
     assert digest(model.state_dict()) != before
     assert math.isfinite(result.loss)
     assert not engine.scaler.is_enabled()
+
+
+def test_resuming_within_an_epoch_needs_a_loader_that_can() -> None:
+    model = nn.Linear(2, 2)
+    engine = TrainingEngine(model, "cpu")
+    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    batches = [(torch.randn(4, 2), torch.zeros(4, dtype=torch.int64))] * 2
+    with pytest.raises(UserError, match=r"after step 1, needs a loader .*start_at.* list has none"):
+        engine.train_epoch(batches, epoch=1, start_step=1)
