@@ -66,7 +66,7 @@ class GradientSync(MessagePlan):
         """Let a class that defines one of ``sync_replicas`` and ``settle`` have both."""
         super().__init_subclass__()
         if "sync_replicas" in vars(cls):
-            cls.settle = cls.sync_replicas  # type: ignore[method-assign]  # an alias, made on purpose
+            cls.settle = cls.sync_replicas
         elif "settle" in vars(cls):
             cls.sync_replicas = cls.settle  # type: ignore[method-assign]  # an alias, made on purpose
 
