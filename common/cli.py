@@ -211,5 +211,10 @@ def part_three() -> int:
 
 
 if __name__ == "__main__":  # python -m common.cli PartTwo ...
-    _part = sys.argv.pop(1)
-    sys.exit({"PartOne": part_one, "PartTwo": part_two, "PartThree": part_three}[_part]())
+    _parts = {"PartOne": part_one, "PartTwo": part_two, "PartThree": part_three}
+    _part = sys.argv.pop(1) if len(sys.argv) > 1 else "nothing"
+    if _part not in _parts:
+        sys.exit(
+            _say(f"error: python -m common.cli: got {_part}, give one of {', '.join(_parts)}", 2)
+        )
+    sys.exit(_parts[_part]())

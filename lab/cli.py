@@ -7,8 +7,8 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
+from common.config.parser import OneLineErrorParser
 from common.errors import INTERRUPTED, GroupError, UserError
 from lab.calibrate.cli import add_flags as add_calibrate
 from lab.cluster.cli import add_flags as add_cluster
@@ -17,13 +17,6 @@ from lab.doctor.cli import add_flags as add_doctor
 from lab.explain.cli import add_flags as add_explain
 from lab.predict.cli import add_flags as add_predict
 from lab.ssh.cli import add_flags as add_ssh
-
-
-class _LabParser(argparse.ArgumentParser):
-    """argparse that reports an error in one line, without the usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} ({self.prog} --help lists the flags)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,8 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands and their flags."""
-    parser = _LabParser(prog="lab", description=__doc__.split("\n")[0], allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_LabParser)
+    parser = OneLineErrorParser(prog="lab", description=__doc__.split("\n")[0], allow_abbrev=False)
+    commands = parser.add_subparsers(
+        required=True, metavar="COMMAND", parser_class=OneLineErrorParser
+    )
     add_compare(commands)
     add_report(commands)
     add_calibrate(commands)

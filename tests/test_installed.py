@@ -133,3 +133,12 @@ def test_the_commands_run_from_an_empty_folder(programs: Path, empty: Path) -> N
     [report] = (empty / "reports").glob("report-*")
     assert (report / "report.html").exists()
     assert {path.name for path in empty.iterdir()} <= {"reports", "data"}
+
+
+def test_the_module_without_a_part_says_what_to_give(programs: Path, empty: Path) -> None:
+    for given, words in (((), "got nothing"), (("PartFour",), "got PartFour")):
+        command = [programs / "python", "-m", "common.cli", *given]
+        done = subprocess.run(command, cwd=empty, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert f"{words}, give one of PartOne, PartTwo, PartThree" in done.stderr

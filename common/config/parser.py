@@ -20,8 +20,8 @@ _IN_PLACE_OF = {
 """A flag replaces the recipe's setting of the other name."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse without the page of usage before each error."""
+class OneLineErrorParser(argparse.ArgumentParser):
+    """argparse that reports an error in one line, as UserError, without the usage before it."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} --help lists the flags)")
@@ -63,7 +63,7 @@ def build_parser(
 
     A namespace that it parses holds the given flags only.
     """
-    parser = _Parser(
+    parser = OneLineErrorParser(
         prog=program or f"{part}/main.py",
         description=description,
         allow_abbrev=False,
