@@ -1,0 +1,97 @@
+"""One process for each rank on this machine: ``run_local_ranks`` starts them, waits, and leaves none behind.
+
+No torch here. What a rank runs is the caller's: a part's command line, or a worker of ``launch_distributed_training``.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from common.utils.processes import kill_on_parent_exit
+
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class RankExits:
+    """How the ranks of ``run_local_ranks`` ended.
+
+    statuses : by rank, as ``Popen.returncode``: negative for a signal.
+    failed : the ranks that failed by themselves, in the order in which they ended.
+    timed_out : the limit passed before any rank failed.
+    """
+
+    statuses: tuple[int, ...]
+    failed: tuple[int, ...]
+    timed_out: bool
+
+
+def run_local_ranks(
+    commands: Sequence[Sequence[str]],
+    *,
+    outputs: Sequence[IO[bytes] | None] = (),
+    environment: Mapping[str, str] | None = None,
+    limit_seconds: float = math.inf,
+    grace_seconds: float = 8.0,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> RankExits:
+    """Run ``commands[rank]`` for every rank and return how they ended, once no process is left.
+
+    After the first failure the other ranks have ``grace_seconds`` to report why they fail, too. After ``limit_seconds`` or an
+    exception (Ctrl-C) all are killed, with everything that they started; on Linux also when this process is killed.
+
+    Parameters
+    ----------
+    outputs : file for stdout and stderr of each rank; None, or no file at all: this process's own.
+    stop_requested : asked every 0.05 s; once it says yes, the ranks receive SIGTERM and have ``grace_seconds`` to save and end.
+    """
+    processes: list[subprocess.Popen] = []
+    failed: list[int] = []
+    deadline, stopping = time.monotonic() + limit_seconds, False
+    try:
+        for rank, command in enumerate(commands):
+            output = outputs[rank] if outputs else None
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output and subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                    preexec_fn=kill_on_parent_exit(),
+                )
+            )
+        while True:
+            statuses = [process.poll() for process in processes]
+            ended = [rank for rank, status in enumerate(statuses) if status and rank not in failed]
+            if (ended and not failed) or (stop_requested() and not stopping):
+                deadline = min(deadline, time.monotonic() + grace_seconds)
+            if stop_requested() and not stopping:
+                stopping = True
+                for process in processes:
+                    process.terminate()
+            failed += ended
+            if None not in statuses or time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+    finally:
+        _kill(processes)
+    timed_out = None in statuses and not failed and not stopping
+    return RankExits(tuple(process.returncode for process in processes), tuple(failed), timed_out)
+
+
+def _kill(processes: Sequence[subprocess.Popen]) -> None:
+    """Kill every process that still runs, with its process group, and wait for it."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()
