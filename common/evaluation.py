@@ -16,6 +16,7 @@ from common.distributed.process_group import current_world
 from common.errors import UserError
 from common.training_engine import Predictions, predict
 from common.training_engine.evaluation_loop import unwrap
+from common.utils.atomic_files import append_text
 
 
 def prepare_model_for_evaluation(
@@ -112,16 +113,9 @@ def generate_eval_report(
         f"{classification_report(truth, predicted, digits=4, **arguments)}\n"
         f"Confusion matrix (rows: true class, columns: predicted class)\n{_matrix_text(matrix, names)}\n"
     )
-    try:
-        path = Path(report_path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        separator = "\n" if path.exists() and path.stat().st_size else ""
-        with path.open("a", encoding="utf-8") as file:
-            file.write(separator + text)
-    except OSError as error:
-        raise UserError(
-            f"the report {report_path} could not be written ({error.strerror or error})"
-        ) from error
+    path = Path(report_path)
+    separator = "\n" if path.exists() and path.stat().st_size else ""
+    append_text(path, separator + text, name=f"the report {path}")
     return result
 
 

@@ -4,7 +4,7 @@ Order of the calls: ``prepare_model_for_training``, then ``train_model``.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,12 @@ from common.distributed.collectives import broadcast_bytes, check_same_on_all_ra
 from common.distributed.process_group import World, current_world
 from common.errors import UserError
 from common.sync import STRATEGIES, build_sync
-from common.training_engine import EpochResult, StepRecord, TrainingEngine
+from common.training_engine import Callback, EpochEnd, TrainingEngine
 from common.training_engine.checkpoint_manager import CheckpointManager
 from common.training_engine.evaluation_loop import unwrap
+from common.utils.atomic_files import append_text
 
 _STRATEGY_OF_TASK = {"": "none", "PartOne": "gather_scatter", "PartTwo": "all_reduce"}
-
-LOG_LINE = (
-    "Epoch: {}, Train Loss: {:.3f}, Train Accuracy: {:.3f}, Avg Batch Duration: {:.3f} seconds, "
-    "Epoch Duration: {:.3f} seconds"
-)
-EMULATED_LOG_LINE = "Epoch: {}, Avg Batch Duration: {:.3f} seconds, Epoch Duration: {:.3f} seconds"
 
 
 def get_model_parameters(model: nn.Module) -> int:
@@ -151,82 +146,97 @@ def train_model(
     seed: int | None = None,
     max_steps: int | None = None,
     resume: Mapping[str, Any] | None = None,
-    saver: CheckpointManager | None = None,
+    saver: Callback | None = None,
     log_every: int = 10,
-    on_steps: Callable[[list[StepRecord]], None] | None = None,
-    on_epoch: Callable[[int, EpochResult], bool] | None = None,
-    after_step: Callable[[], None] | None = None,
+    callbacks: Sequence[Callback] | None = None,
 ) -> nn.Module:
     """Train epochs ``start_epoch`` to ``end_epoch``, both included, and return the trained model.
 
-    After each epoch a line goes to the end of the file ``logs_path`` (with this rank's own loss, accuracy and times; the
-    average batch duration leaves out the first batch) and rank 0 writes ``Epoch_{n}.pt`` to ``checkpoint_dir``.
+    After each epoch a line is appended to the file ``logs_path``: this rank's own loss, accuracy and
+    times; the average batch duration leaves out the first batch. Rank 0 writes ``Epoch_{n}.pt`` to
+    ``checkpoint_dir``.
 
     Parameters
     ----------
-    train_loader : yields (inputs, labels) of this rank's share. If it has a ``sampler`` with ``set_epoch``, that is
-        called; in a group all ranks need the same number of batches.
-    distribute_flag : gradients are averaged by DistributedDataParallel (a model that is wrapped already stays so).
-    task_flag : else the strategy that averages, by its name in ``common.sync.STRATEGIES``, or as the assignment numbers the
-        tasks of its Part Two: "PartOne" is gather_scatter, "PartTwo" is all_reduce; "" averages nothing.
+    train_loader : yields (inputs, labels) of this rank's share. If it has a ``sampler`` with
+        ``set_epoch``, that is called; in a group all ranks need the same number of batches.
+    distribute_flag : average gradients by DistributedDataParallel (a wrapped model stays as it is).
+    task_flag : else the strategy that averages, by its name in ``common.sync.STRATEGIES``, or as the
+        assignment numbers the tasks of its Part Two: "PartOne" is gather_scatter, "PartTwo" is
+        all_reduce; "" averages nothing.
     rank : for the log line; in a group the group's rank if empty.
     engine : made by the caller from ``model``, in place of what the two flags choose.
     scheduler : stepped after each step.
     seed : torch's generator is set from (seed, epoch, step, rank) before each step, for an exact resume.
     max_steps : stop within the epoch once so many steps of the whole training are done.
-    resume : a checkpoint's entries, from which scheduler, GradScaler, averages, step count and position in the epoch resume.
+    resume : a checkpoint's entries, from which scheduler, GradScaler, averages, step count and
+        position in the epoch resume.
     saver : writes the checkpoints, in place of one an epoch in ``checkpoint_dir``.
-    on_steps, on_epoch : called on every rank with the records of the last steps; with each epoch's number and result, before
-        its checkpoint, and ends the training by returning True. Without ``on_epoch`` rank 0 prints the log line.
-    after_step : called on every rank after every step.
+    callbacks : called before ``saver``. Without them rank 0 prints the log line.
 
-    Raises UserError on settings that do not fit, GroupError where the loss is not finite, torch's RuntimeError where
-    another rank is lost.
+    Raises UserError on settings that do not fit, GroupError where the loss is not finite, torch's
+    RuntimeError where another rank is lost.
     """
     if engine is None:
         strategy = _strategy(distribute_flag, task_flag)
         engine = TrainingEngine(
             model, device, distributed=strategy != "none", sync=strategy, sync_batchnorm=False
         )
-    world, saver = engine.world, saver or CheckpointManager(Path(checkpoint_dir))
-
-    def step_done(step_in_epoch: int) -> None:
-        saver.after_step(step_in_epoch)
-        if after_step is not None:
-            after_step()
-
     amount = {
         "number of batches in train_loader": _steps(train_loader),
         "epochs": f"{start_epoch} to {end_epoch}",
     }
-    check_same_on_all_ranks(world, amount, what="how much they train")
+    check_same_on_all_ranks(engine.world, amount, what="how much they train")
+    saver = saver or CheckpointManager(Path(checkpoint_dir))
+    log = _EpochLog(Path(logs_path), rank, printed=callbacks is None)
     try:
         engine.prepare(optimizer, criterion, scheduler)
         if resume is not None:
             engine.load_state(resume)
-        saver.attach(engine, first_epoch=start_epoch)
-        for epoch, result in engine.epochs(
+        engine.fit(
             train_loader,
             start_epoch,
             end_epoch,
+            callbacks=[*(callbacks or ()), saver, log],
             start_step=resume.get("step_in_epoch", 0) if resume else 0,
             seed=seed,
             max_steps=max_steps,
             log_every=log_every,
-            on_steps=on_steps,
-            after_step=step_done,
-        ):
-            ends = result.complete and on_epoch is not None and on_epoch(epoch, result)
-            saver.save_epoch(epoch, result)
-            line = _log_line(world, rank, epoch, result, emulated=engine.emulation is not None)
-            _append(Path(logs_path), line)
-            if on_epoch is None and world.is_rank0:
-                print(line, flush=True)
-            if ends:
-                break
+        )
     finally:
         engine.close()
     return engine.model
+
+
+class _EpochLog(Callback):
+    """Appends the assignment's line of each epoch to this rank's log file."""
+
+    def __init__(self, path: Path, rank: str | int, *, printed: bool) -> None:
+        self._path, self._rank, self._printed = path, rank, printed
+
+    def on_train_begin(self, engine: TrainingEngine, first_epoch: int) -> None:
+        self._world, self._emulated = engine.world, engine.emulation is not None
+
+    def on_epoch_end(self, end: EpochEnd) -> None:
+        result = end.result
+        line = "EMULATED, " if self._emulated else ""
+        if self._world.size > 1 or self._rank != "":
+            line += f"Rank: {self._world.rank if self._rank == '' else self._rank}, "
+        line += f"Epoch: {end.epoch}, "
+        if not self._emulated:
+            line += f"Train Loss: {result.loss:.3f}, Train Accuracy: {result.accuracy:.3f}, "
+        line += (
+            f"Avg Batch Duration: {result.mean_step_seconds:.3f} seconds, "
+            f"Epoch Duration: {result.seconds:.3f} seconds"
+        )
+        append_text(
+            self._path,
+            line + "\n",
+            name=f"the log {self._path}",
+            advice=": make room, or permit writing there",
+        )
+        if self._printed and self._world.is_rank0:
+            print(line, flush=True)
 
 
 def _steps(loader: Iterable[tuple[Tensor, Tensor]]) -> int:
@@ -255,28 +265,3 @@ def _strategy(distribute_flag: bool, task_flag: str) -> str:
             "torch.distributed.init_process_group first"
         )
     return strategy
-
-
-def _log_line(
-    world: World, rank: str | int, epoch: int, result: EpochResult, *, emulated: bool
-) -> str:
-    prefix = "EMULATED, " if emulated else ""
-    if world.size > 1 or rank != "":
-        prefix += f"Rank: {rank if rank != '' else world.rank}, "
-    if emulated:
-        return prefix + EMULATED_LOG_LINE.format(epoch, result.mean_step_seconds, result.seconds)
-    return prefix + LOG_LINE.format(
-        epoch, result.loss, result.accuracy, result.mean_step_seconds, result.seconds
-    )
-
-
-def _append(path: Path, line: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-    except OSError as error:
-        raise UserError(
-            f"the log {path} could not be written ({error.strerror or error}): make room, or permit writing "
-            "there"
-        ) from error

@@ -1,28 +1,23 @@
-"""SIGTERM and SIGUSR1 ask a run to save and end, as schedulers send them before they take a machine away."""
+"""Save and end on SIGTERM or SIGUSR1, which schedulers send before they take a machine away."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from common.errors import Stopped
+from common.training_engine import TrainingEngine
+from common.training_engine.checkpoint_manager import CheckpointManager
 
 
 @contextmanager
-def stop_on_signals(
-    request_stop: Callable[[], None], describe: Callable[[], str]
-) -> Iterator[None]:
-    """Call ``request_stop`` when a signal comes; where the work inside then ends early, raise Stopped.
-
-    Parameters
-    ----------
-    describe : what was saved, for the message; empty where the work came to its own end all the same.
-    """
+def stop_on_signals(engine: TrainingEngine, checkpoints: CheckpointManager) -> Iterator[None]:
+    """On a signal to any rank, let all ranks stop at the same step and save; then raise Stopped."""
     received: list[str] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
         received.append(signal.Signals(number).name)
-        request_stop()
+        engine.request_stop()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
@@ -30,5 +25,9 @@ def stop_on_signals(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if saved := describe():
-        raise Stopped(f"{received[0] if received else 'a signal to another rank'}: {saved}")
+    if engine.stopping:
+        why = received[0] if received else "a signal to another rank"
+        raise Stopped(
+            f"{why}: stopped after step {engine.step}, saved as {checkpoints.newest}; "
+            "--resume auto goes on"
+        )

@@ -39,6 +39,14 @@ class Job:
     writes: bool
 
 
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that a run resumes from: its path, on one of the nodes, and its entries."""
+
+    path: str
+    entries: dict[str, Any]
+
+
 def open_job(config: Config, launch: LaunchSpec, world: World) -> Job:
     """Choose and make the run's folder, the same name on every node. Collective.
 
@@ -92,17 +100,15 @@ def _own_disk(folder: Path, world: World) -> bool:
     return alone
 
 
-def find_checkpoint(
-    config: Config, job: Job, world: World
-) -> tuple[str | None, dict[str, Any] | None]:
-    """Return path and entries of the checkpoint to resume from, on every rank; (None, None) for a fresh start. Collective.
+def find_checkpoint(config: Config, job: Job, world: World) -> ResumePoint | None:
+    """Return the checkpoint to resume from, the same on every rank; None for a fresh start. Collective.
 
     A path is rank 0's; "auto", and a job that was started again, look on every node: in the run's own folder if it is resumed,
     else in --checkpoint and, unless the run has a name of its own, in the earlier runs of the experiment.
     """
     wanted = "auto" if job.resuming else run_on_rank0(world, lambda: config.resume)
     if wanted is None:
-        return None, None
+        return None
     path, source = wanted, 0
     if wanted == "auto":
         found = _newest_here(config, job) if world.local_rank == 0 else None
@@ -118,13 +124,14 @@ def find_checkpoint(
                 else f"no checkpoint in {job.folder.path if own else job.folder.path.parent}; starting anew"
             )
         if not path:
-            return None, None
+            return None
 
     def read() -> bytes:
         load_checkpoint(Path(path))  # a damaged file is an error before it is sent
         return Path(path).read_bytes()
 
-    return path, load_checkpoint(broadcast_bytes(world, read, source=source), name=path)
+    entries = load_checkpoint(broadcast_bytes(world, read, source=source), name=path)
+    return ResumePoint(path, entries)
 
 
 def _newest_here(config: Config, job: Job) -> tuple[Path, int] | None:

@@ -1,39 +1,108 @@
-"""What ``run`` trains with, each built from the settings: dataset, profile, model, engine, checkpoints, dashboards."""
+"""What ``run`` trains with: the frozen ``Setup``, and what is built from it."""
 
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from common.config.schema import Config
 from common.data import load_dataset
+from common.data.dataset import Dataset
+from common.data.loaders import TrainLoader
 from common.distributed.collectives import check_same_on_all_ranks, run_on_all_ranks
-from common.emulation.compute_profile import load_profile
+from common.distributed.launch_env import LaunchSpec
+from common.distributed.process_group import World
+from common.emulation.compute_profile import Profile, load_profile
 from common.emulation.emulated_model import Emulation
+from common.experiment.resume import Job, ResumePoint
+from common.experiment.training_plan import TrainingPlan
+from common.experiment.validation import evaluation_loader
 from common.models import PRETRAINED, build_model
 from common.profiling.comm_trace import Timeline
-from common.reporting.console import say
+from common.profiling.torch_profiler import step_profiler
+from common.reporting.console import Progress, say
+from common.reporting.run_folder import RunFolder
+from common.reporting.run_logger import RunLogger
 from common.reporting.trackers import Trackers
 from common.sync import build_sync_from
-from common.training_engine import TrainingEngine, determinism
+from common.training import prepare_model_for_training
+from common.training_engine import (
+    AfterEachStep,
+    Callback,
+    EarlyStop,
+    TrainingEngine,
+    Validator,
+    determinism,
+)
+from common.training_engine.amp import choose_amp
 from common.training_engine.checkpoint_manager import CheckpointManager
+from common.training_engine.lr_schedules import build_schedule
 from common.utils.environment import environment
 from common.utils.hashing import digest
+from common.utils.system import usable_cores
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
-    from common.config.schema import Config
-    from common.data.dataset import Dataset
-    from common.data.loaders import TrainLoader
-    from common.distributed.process_group import World
-    from common.emulation.compute_profile import Profile
-    from common.experiment.resume import Job
-    from common.reporting.run_folder import RunFolder
+@dataclass(frozen=True)
+class Setup:
+    """All that is fixed before the first step. Only ``world`` and ``job`` differ from rank to rank.
+
+    checkpoint : what the run resumes from; None: a fresh start.
+    profile : durations of emulated compute; None: compute is real.
+    """
+
+    config: Config
+    launch: LaunchSpec
+    world: World
+    job: Job
+    dataset: Dataset
+    plan: TrainingPlan
+    checkpoint: ResumePoint | None
+    profile: Profile | None
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder."""
+        return self.job.folder
+
+    @property
+    def entries(self) -> Mapping[str, Any]:
+        """The entries of the checkpoint; empty for a fresh start."""
+        return self.checkpoint.entries if self.checkpoint is not None else {}
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak rate; --scale-lr multiplies it by global batch / reference batch."""
+        config = self.config
+        scale = self.plan.batch_size / config.reference_batch_size if config.scale_lr else 1.0
+        return config.peak_learning_rate * scale
+
+    @property
+    def amp(self) -> tuple[torch.dtype | None, str]:
+        """The type for autocast (None: float32), and a notice for the user."""
+        config = self.config
+        return choose_amp(
+            config.amp,
+            config.amp_dtype,
+            default=config.part == "PartThree",
+            device=self.world.device,
+        )
+
+    @property
+    def epochs(self) -> tuple[int, int]:
+        """First and last epoch to train, both included; none is left where first > last."""
+        last = -(-self.plan.total_steps // self.plan.steps_per_epoch)
+        first = self.entries["epoch"] + 1 if self.entries else 1
+        return first, min(last, self.config.stop_after_epoch or last)
 
 
 @contextmanager
-def warnings_on_rank0(world: "World") -> Iterator[None]:
+def warnings_on_rank0(world: World) -> Iterator[None]:
     """Show warnings meant for the user as one line, on rank 0; they are the same on every rank."""
     with warnings.catch_warnings():
         show = warnings.showwarning
@@ -50,33 +119,38 @@ def warnings_on_rank0(world: "World") -> Iterator[None]:
         yield
 
 
-def load_run_dataset(config: "Config", world: "World") -> "Dataset":
-    """Return the dataset, normalised as the settings say. Collective; may download, and takes its time then."""
+def choose_threads_and_algorithms(config: Config, world: World) -> None:
+    """Share the cores out over the ranks of this machine, seed torch, choose cuDNN's algorithms."""
+    torch.set_num_threads(config.threads or max(1, usable_cores() // world.local_size))
+    torch.manual_seed(config.seed)
+    determinism.choose_algorithms(world.device, deterministic=config.deterministic)
 
-    def load() -> "Dataset":
+
+def load_run_dataset(config: Config, world: World) -> tuple[Dataset, str]:
+    """Return the dataset, normalised as the settings say, and the SHA-256 of its images and labels.
+
+    Collective; may download, and takes its time then. Raises UserError where ranks have other data.
+    """
+
+    def load() -> Dataset:
         dataset = load_dataset(config.dataset, config.data_folder, mirror=config.mirror)
         return dataset if config.normalise == "dataset" else dataset.normalised_as_imagenet()
 
-    return run_on_all_ranks(world, load, patient=True)
-
-
-def contents_digest(world: "World", dataset: "Dataset") -> str:
-    """Return the SHA-256 of all images and labels; UserError where the ranks' datasets differ. Collective."""
-    contents = digest(
-        [dataset.train.images, dataset.train.labels, dataset.test.images, dataset.test.labels]
-    )
+    dataset = run_on_all_ranks(world, load, patient=True)
+    train, test = dataset.train, dataset.test
+    contents = digest([train.images, train.labels, test.images, test.labels])
     facts = {
         "classes": list(dataset.class_names),
-        "training images": len(dataset.train),
-        "test images": len(dataset.test),
+        "training images": len(train),
+        "test images": len(test),
         "contents (SHA-256)": contents,
     }
     check_same_on_all_ranks(world, facts, what="their dataset")
-    return contents
+    return dataset, contents
 
 
-def load_compute_profile(config: "Config", world: "World", dataset: "Dataset") -> "Profile | None":
-    """Return the profile of emulated compute, the same on every rank; None where compute is real. Collective."""
+def load_compute_profile(config: Config, world: World, dataset: Dataset) -> Profile | None:
+    """Return the durations of emulated compute, the same on every rank; None where it is real. Collective."""
     if not config.emulated:
         return None
     image = (dataset.train.images.shape[1], dataset.train.images.shape[2])
@@ -90,11 +164,18 @@ def load_compute_profile(config: "Config", world: "World", dataset: "Dataset") -
     return profile
 
 
-def build_network(
-    config: "Config", world: "World", dataset: "Dataset", *, pretrained: bool
-) -> "nn.Module":
-    """Return the model; rank 0's has its pretrained weights, which the first step gives to all. Collective."""
-    classes = len(dataset.class_names)
+def write_settings(setup: Setup) -> None:
+    """Write the settings, the plan and the environment to the run's folder, on rank 0."""
+    if setup.world.is_rank0:
+        group = {"world_size": setup.world.size, "backend": setup.world.backend}
+        settings = setup.config.as_json() | group | asdict(setup.plan)
+        setup.folder.write_json("config.json", settings)
+        setup.folder.write_json("environment.json", environment())
+
+
+def build_network(setup: Setup) -> nn.Module:
+    """Return the model; rank 0's has its pretrained weights, which all ranks get before the first step. Collective."""
+    config, classes = setup.config, len(setup.dataset.class_names)
     if config.model not in PRETRAINED:
         return build_model(config.model, classes)
     model = build_model(
@@ -104,79 +185,111 @@ def build_network(
     def load() -> None:
         from common.models.transfer import load_pretrained
 
-        if world.is_rank0 and pretrained:
+        if setup.world.is_rank0 and not setup.entries and not config.emulated:
             say(f"pretrained weights from {load_pretrained(model, config.pretrained_weights)}")
 
-    run_on_all_ranks(world, load, patient=True)
+    run_on_all_ranks(setup.world, load, patient=True)
     return model
 
 
-def price_of_determinism(
-    config: "Config",
-    world: "World",
-    model: "nn.Module",
-    loader: "TrainLoader",
-    amp_dtype: "torch.dtype | None",
-) -> dict[str, float]:
-    """Measure how much slower deterministic algorithms are, for the summary; nothing without --deterministic on a GPU."""
-    if not config.deterministic or world.device.type != "cuda":
+def prepare_model(
+    setup: Setup, model: nn.Module
+) -> tuple[nn.Module, nn.Module, Optimizer, LRScheduler]:
+    """Return (model, criterion, optimizer, scheduler), with the checkpoint's state where the run resumes."""
+    config, plan = setup.config, setup.plan
+    model, criterion, optimizer = prepare_model_for_training(
+        model,
+        setup.world.device,
+        setup.learning_rate,
+        config.momentum,
+        config.weight_decay,
+        setup.checkpoint is not None,
+        setup.checkpoint.path if setup.checkpoint is not None else "",
+        opt=config.opt,
+        nesterov=config.nesterov,
+        label_smoothing=config.label_smoothing,
+        checkpoint=setup.entries,
+    )
+    scheduler = build_schedule(
+        optimizer,
+        plan.schedule,
+        total_steps=plan.total_steps,
+        warmup_steps=plan.warmup_steps,
+        milestones=config.milestone_shares,
+        step_factor=config.step_factor,
+    )
+    return model, criterion, optimizer, scheduler
+
+
+def price_of_determinism(setup: Setup, model: nn.Module, loader: TrainLoader) -> dict[str, float]:
+    """Measure how much slower deterministic algorithms are, for the summary; only with --deterministic on a GPU."""
+    if not setup.config.deterministic or setup.world.device.type != "cuda":
         return {}
     images, labels = next(iter(loader))
-    times = determinism.cost(model, images, labels, amp_dtype=amp_dtype)
-    if world.is_rank0:
+    times = determinism.cost(model, images, labels, amp_dtype=setup.amp[0])
+    if setup.world.is_rank0:
         say(
             f"deterministic: forward and backward take {times:.2f} times as long as with the fastest algorithms"
         )
     return {"deterministic_cost": times}
 
 
-def build_engine(
-    config: "Config",
-    world: "World",
-    model: "nn.Module",
-    plan: Mapping[str, Any],
-    *,
-    amp_dtype: "torch.dtype | None",
-    profile: "Profile | None",
-    classes: int,
-) -> TrainingEngine:
-    """Return the engine, with emulated compute and the timeline of the last steps where the settings ask for them."""
+def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
+    """Return the engine; with emulated compute, and a record of the last steps, where the settings ask for them."""
+    config, world = setup.config, setup.world
     engine = TrainingEngine(
         model,
         world.device,
         distributed=world.backend is not None,
-        amp_dtype=amp_dtype,
+        amp_dtype=setup.amp[0],
         sync=build_sync_from(config.sync, vars(config)),
         use_ema=config.ema,
         ema_decay=config.ema_decay,
         clip_norm=config.clip_norm,
-        sync_batchnorm=config.sync_batchnorm and plan["shards"] == world.size,
+        sync_batchnorm=config.sync_batchnorm and setup.plan.shards == world.size,
+        world=world,
     )
-    if profile is not None:
-        engine.emulation = Emulation(model, profile, rank=world.rank, classes=classes)
+    if setup.profile is not None:
+        classes = len(setup.dataset.class_names)
+        engine.emulation = Emulation(model, setup.profile, rank=world.rank, classes=classes)
     if config.timeline:
-        last = plan["total_steps"]
+        last = setup.plan.total_steps
         engine.timeline = Timeline(last - engine.sync.period + 1, last)
     return engine
 
 
-def build_checkpoint_manager(
-    config: "Config", job: "Job", plan: Mapping[str, Any]
-) -> CheckpointManager:
-    """Return what writes the checkpoints, each with the plan."""
-    return CheckpointManager(
-        job.folder.checkpoints,
-        every=config.checkpoint_every,
-        keep=config.keep_checkpoints,
-        writes=job.writes,
-        copy_to=config.checkpoint,
-        extra={"plan": plan},
-        off=config.only_times,
+def build_validator(setup: Setup) -> Validator:
+    """Return what validates each epoch, if the settings ask for it, and stops at --target-accuracy."""
+    config = setup.config
+    return Validator(
+        evaluation_loader(setup.dataset, setup.world) if config.validates else None,
+        nn.CrossEntropyLoss(),
+        EarlyStop(config.target_accuracy, config.patience),
+        setup.entries.get("progress"),
     )
 
 
-def open_trackers(config: "Config", world: "World", folder: "RunFolder") -> Trackers | None:
-    """Return the dashboards on rank 0, None elsewhere; their UserError reaches all ranks. Collective."""
+def build_checkpoint_manager(setup: Setup, validator: Validator) -> CheckpointManager:
+    """Return what writes the checkpoints, each with the plan and the best accuracy so far."""
+    config = setup.config
+    return CheckpointManager(
+        setup.folder.checkpoints,
+        every=config.checkpoint_every,
+        keep=config.keep_checkpoints,
+        writes=setup.job.writes,
+        copy_to=config.checkpoint,
+        extra={
+            "plan": asdict(setup.plan),
+            "world_size": setup.world.size,
+            "progress": validator.progress,
+        },
+    )
+
+
+@contextmanager
+def open_logger(setup: Setup) -> Iterator[RunLogger]:
+    """Yield what reports the training: progress, metrics, dashboards. Collective."""
+    config, world, folder = setup.config, setup.world, setup.folder
 
     def build() -> Trackers | None:
         if not world.is_rank0:
@@ -189,4 +302,34 @@ def open_trackers(config: "Config", world: "World", folder: "RunFolder") -> Trac
             settings=config.as_json(),
         )
 
-    return run_on_all_ranks(world, build)
+    trackers = run_on_all_ranks(world, build)
+    done_steps = setup.entries.get("step", 0)
+    history = folder.earlier_steps(done_steps) if setup.job.resuming else []
+    progress = Progress(
+        setup.plan.total_steps,
+        done_steps=done_steps,
+        log_every=config.log_every,
+        global_batch_size=setup.plan.batch_size,
+        visible=world.is_rank0,
+        emulated=config.emulated,
+    )
+    try:
+        with progress:
+            yield RunLogger(world, folder, progress, trackers, history)
+    finally:
+        if trackers is not None:
+            trackers.close()
+
+
+@contextmanager
+def open_profiler(setup: Setup) -> Iterator[Callback]:
+    """Yield a callback that traces a few steps to profile_rank<r>.json, where --profile asks for it."""
+    trace = None
+    if setup.config.profile:
+        trace = setup.folder.path / f"profile_rank{setup.world.rank}.json"
+    with step_profiler(trace) as after_step:
+        yield AfterEachStep(after_step)
+    if trace is not None and not trace.exists() and setup.world.is_rank0:
+        say(
+            "warning: --profile: the training was too short for a trace; give it three steps or more"
+        )

@@ -6,17 +6,18 @@
 import socket
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from common.distributed.clock_offset import clock_offset
 from common.distributed.collectives import gather_objects
-from common.distributed.process_group import World
 from common.profiling.comm_trace import Timeline
-from common.reporting.run_folder import RunFolder
-from common.training_engine import StepRecord
+from common.training_engine import StepRecord, TrainingEngine
 from common.utils.environment import peak_memory_bytes
+
+if TYPE_CHECKING:
+    from common.experiment.setup import Setup
 
 FORMAT = 1
 
@@ -58,30 +59,29 @@ def median_seconds(steps: Sequence[StepRecord], period: int = 1) -> dict[str, fl
 
 
 def gather_measurements(
-    world: World,
-    folder: RunFolder,
-    history: Sequence[StepRecord],
-    *,
-    sync: str,
-    period: int,
-    untimed_steps: int,
-    timeline: Timeline | None,
+    setup: "Setup", engine: TrainingEngine, own_steps: Sequence[StepRecord]
 ) -> None:
-    """Have rank 0 write ``ranks.json``, and ``timeline.json`` where steps were recorded. Collective.
-
-    ``history`` : this rank's own steps of this process.
-    """
-    steps = timed(history, untimed_steps, timeline)
-    offset = clock_offset(world)
-    lane = timeline.busiest_step(offset) if timeline else None
-    rows = gather_objects(world, (_row(world, median_seconds(steps, period), timeline), lane))
+    """Have rank 0 write ``ranks.json``, and ``timeline.json`` where steps were recorded. Collective."""
+    world, timeline = setup.world, engine.timeline
+    steps = timed(own_steps, setup.config.untimed_steps, timeline)
+    lane = timeline.busiest_step(clock_offset(world)) if timeline else None
+    row = {
+        "rank": world.rank,
+        "host": socket.gethostname(),
+        "threads": torch.get_num_threads(),
+        "seconds": median_seconds(steps, engine.sync.period),
+        "peak_memory_bytes": peak_memory_bytes(),
+        "bytes_sent": timeline.sent_bytes_a_step if timeline else None,
+        "messages": timeline.messages_a_step if timeline else None,
+    }
+    rows = gather_objects(world, (row, lane))
     if not world.is_rank0 or not steps:
         return
-    folder.write_json(
+    facts = {"format": FORMAT, "sync": setup.config.sync}
+    setup.folder.write_json(
         "ranks.json",
-        {
-            "format": FORMAT,
-            "sync": sync,
+        facts
+        | {
             "world_size": world.size,
             "first_step": steps[0].step,
             "steps": len(steps),
@@ -90,24 +90,8 @@ def gather_measurements(
     )
     lanes = [lane for _, lane in rows if lane is not None]
     if lanes:
-        folder.write_json(
-            "timeline.json",
-            {"format": FORMAT, "sync": sync, "step": lanes[0]["step"], "ranks": _from_zero(lanes)},
-        )
-
-
-def _row(
-    world: World, seconds: dict[str, float] | None, timeline: Timeline | None
-) -> dict[str, Any]:
-    return {
-        "rank": world.rank,
-        "host": socket.gethostname(),
-        "threads": torch.get_num_threads(),
-        "seconds": seconds,
-        "peak_memory_bytes": peak_memory_bytes(),
-        "bytes_sent": timeline.sent_bytes_a_step if timeline else None,
-        "messages": timeline.messages_a_step if timeline else None,
-    }
+        step = {"step": lanes[0]["step"], "ranks": _from_zero(lanes)}
+        setup.folder.write_json("timeline.json", facts | step)
 
 
 def _from_zero(lanes: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,10 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
 from common.profiling.step_timer import SECTIONS
 from common.training_engine import EpochReport, StepRecord
-from common.utils.atomic_files import write_atomically
+from common.utils.atomic_files import append_text, write_atomically
 
 _LOGGED_RANKS = 64
 
@@ -105,14 +104,8 @@ class RunFolder:
 
 
 def _append(path: Path, text: str) -> None:
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise UserError(
-            f"{path} could not be written ({error.strerror or error}): make room, or permit writing there; "
-            "--resume goes on from the newest checkpoint"
-        ) from error
+    advice = ": make room, or permit writing there; --resume goes on from the newest checkpoint"
+    append_text(path, text, name=str(path), advice=advice)
 
 
 def _entry(line: str) -> dict[str, Any] | None:

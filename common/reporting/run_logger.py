@@ -1,80 +1,25 @@
-"""What a run reports while it trains: on the terminal, in its folder, on dashboards. Rank 0 writes; all ranks call.
-
-Order of the calls: ``log_header``, then a ``RunLogger`` whose ``steps`` and ``epoch`` are called during training, then
-``report``.
-"""
+"""What a run reports while it trains: on the terminal, in its folder, on dashboards."""
 
 import math
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
-from common.config.schema import Config
-from common.data.dataset import Dataset
 from common.distributed.process_group import World
-from common.emulation.compute_profile import Profile
-from common.profiling.comm_trace import Timeline
 from common.reporting.console import Progress, say
 from common.reporting.run_folder import RunFolder
 from common.reporting.trackers import Trackers
-from common.training import get_model_parameters
-from common.training_engine import EpochReport, StepRecord
+from common.training_engine import Callback, EpochEnd, EpochReport, StepRecord
+
+if TYPE_CHECKING:
+    from common.training_engine import TrainingEngine
 
 
-def log_header(
-    config: Config,
-    world: World,
-    model: nn.Module,
-    dataset: Dataset,
-    plan: Mapping[str, Any],
-    *,
-    learning_rate: float,
-    amp_dtype: torch.dtype | None,
-    folder: RunFolder,
-    profile: Profile | None,
-) -> None:
-    """Print what begins, and write the profile of emulated compute to the folder."""
-    sync = "gradients stay here" if world.size == 1 else f"sync {config.sync}"
-    say(
-        f"{config.recipe or config.part}: {config.model} ({get_model_parameters(model):,} parameters) on {config.dataset} "
-        f"({len(dataset.train):,} training images), {sync}, {world.backend or 'one process'} on "
-        f"{world.device.type}, {'fp32' if amp_dtype is None else str(amp_dtype).removeprefix('torch.')}, "
-        f"{torch.get_num_threads()} threads a rank"
-    )
-    micro_batches = plan["shards"] * plan["accumulation_steps"]
-    parts = f"{plan['batch_size'] / micro_batches:g} a rank"
-    if plan["accumulation_steps"] > 1:
-        parts += f" x {plan['accumulation_steps']} accumulated"
-    ranks = f"{plan['shards']} rank{'s' if plan['shards'] > 1 else ''}"
-    if plan["shards"] != world.size:
-        ranks = f"{plan['shards']} shards on {world.size} rank{'s' if world.size > 1 else ''}"
-    say(
-        f"batch: {parts} x {ranks} = {plan['batch_size']} global; "
-        f"{plan['total_steps']} steps, {plan['steps_per_epoch']} an epoch; {config.opt}, {plan['schedule']}, rate "
-        f"{learning_rate:g}"
-    )
-    if profile is not None:
-        say(
-            f"EMULATED: layers and update sleep as long as {profile.name} says ({profile.machine}, {profile.made}); nothing is "
-            "learned, and there are no losses or accuracies"
-        )
-        folder.write_json("profile.json", profile.as_json())
-    say(f"writing to {folder.path}")
+class RunLogger(Callback):
+    """Records the training: metrics, progress, epochs. All ranks keep the records; rank 0 writes.
 
-
-class RunLogger:
-    """Records the training on rank 0: metrics, progress, epochs.
-
-    Parameters
-    ----------
-    history : of an earlier part of the same run.
-    timeline : records the messages of some steps, whose times do not count.
-    period : of the strategy.
-
-    ``own_steps`` are this rank's of this process, ``history`` all of the run, complete on rank 0.
+    ``history`` holds the steps of the whole run, also of an earlier part, complete on rank 0;
+    ``own_steps`` those of this process. ``total_seconds`` includes evaluations and checkpoints.
     """
 
     def __init__(
@@ -84,18 +29,18 @@ class RunLogger:
         progress: Progress,
         trackers: Trackers | None,
         history: list[StepRecord],
-        timeline: Timeline | None = None,
-        period: int = 1,
     ) -> None:
         self._world, self._folder, self._progress = world, folder, progress
-        self._trackers = trackers
-        self.history = history
+        self._trackers, self.history = trackers, history
         self.own_steps: list[StepRecord] = []
-        self.timeline, self.period = timeline, period
         self.epochs: list[EpochReport] = []
-        self._began = time.perf_counter()
+        self._began, self.total_seconds = time.perf_counter(), 0.0
 
-    def steps(self, records: list[StepRecord]) -> None:
+    def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
+        """Take the engine, which counts the steps."""
+        self._engine = engine
+
+    def on_steps(self, records: list[StepRecord]) -> None:
         """Record steps that are done."""
         self.history += records
         self.own_steps += records
@@ -113,13 +58,19 @@ class RunLogger:
             }
             self._track(numbers, step=record.step)
 
-    def epoch(self, report: EpochReport, *, step: int, is_best: bool) -> None:
-        """Record an epoch that is done."""
+    def on_epoch_end(self, end: EpochEnd) -> None:
+        """Record an epoch that was not cut short."""
+        if not end.result.complete:
+            return
+        report = end.report
+        assert report is not None  # the Validator comes first
         self.epochs.append(report)
         if not self._world.is_rank0:
             return
         self._folder.append_epoch(report)
-        say(report.line() + (", best so far" if is_best else ""))
+        say(report.line() + (", best so far" if end.is_best else ""))
+        if end.stop_reason:
+            say(end.stop_reason)
         numbers = {
             "val/loss": report.val_loss,
             "val/accuracy": report.val_accuracy,
@@ -129,15 +80,14 @@ class RunLogger:
             "epoch/train_accuracy": report.train_accuracy,
             "epoch/samples_per_second": report.samples_per_second,
         }
-        self._track(numbers, step=step)
+        self._track(numbers, step=self._engine.step)
+
+    def on_train_end(self) -> None:
+        """Stop the clock."""
+        self.total_seconds = time.perf_counter() - self._began
 
     def _track(self, numbers: Mapping[str, float], *, step: int) -> None:
         """Send what is known: NaN stands for what was not measured."""
         if self._trackers is not None:
             known = {name: value for name, value in numbers.items() if not math.isnan(value)}
             self._trackers.log(known, step=step)
-
-    @property
-    def total_seconds(self) -> float:
-        """Since the training began, evaluations and checkpoints included."""
-        return time.perf_counter() - self._began

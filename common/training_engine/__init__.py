@@ -1,7 +1,14 @@
 """The only training step, epoch loop and prediction loop of the project; and processes to run them in."""
 
+from common.training_engine.callbacks import (
+    AfterEachStep,
+    Callback,
+    EarlyStop,
+    EpochEnd,
+    Validator,
+    report_epoch,
+)
 from common.training_engine.engine import TrainingEngine
-from common.training_engine.epochs import EarlyStop, report_epoch
 from common.training_engine.evaluation_loop import Predictions, predict, validate
 from common.training_engine.launch import (
     WorkerError,
@@ -11,12 +18,16 @@ from common.training_engine.launch import (
 from common.training_engine.metrics import EpochReport, EpochResult, StepRecord
 
 __all__ = [
+    "AfterEachStep",
+    "Callback",
     "EarlyStop",
+    "EpochEnd",
     "EpochReport",
     "EpochResult",
     "Predictions",
     "StepRecord",
     "TrainingEngine",
+    "Validator",
     "WorkerError",
     "distributed_train_worker",
     "launch_distributed_training",

@@ -1,7 +1,7 @@
-"""When and where a training's checkpoints are written: after every epoch, every so many steps, and when it must stop.
+"""When and where a training's checkpoints are written: after every epoch, every so many steps, and on a request to stop.
 
-The training loop calls ``CheckpointManager`` after every step and every epoch; common/checkpoint.py writes and verifies
-the files. ``state`` and ``load_state`` are methods of ``TrainingEngine``.
+``CheckpointManager`` is a callback of the training; common/checkpoint.py writes and verifies the files.
+``state`` and ``load_state`` are methods of ``TrainingEngine``.
 """
 
 import math
@@ -11,24 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 from common.checkpoint import checkpoint_path, checkpoints_by_age, save_checkpoint
 from common.distributed.collectives import gather_objects, run_on_all_ranks
+from common.training_engine.callbacks import Callback, EpochEnd
 from common.training_engine.evaluation_loop import unwrap
-from common.training_engine.metrics import EpochResult
 
 if TYPE_CHECKING:
     from common.training_engine.engine import TrainingEngine
 
 
-class CheckpointManager:
-    """Writes ``Epoch_{n}.pt`` after epoch n and ``Epoch_{n}_Step_{s}.pt`` within it, after s steps of the training.
+class CheckpointManager(Callback):
+    """Writes ``Epoch_{n}.pt`` after epoch n and ``Epoch_{n}_Step_{s}.pt`` within it, after step s of the training.
 
     Parameters
     ----------
     every : steps between checkpoints within an epoch; None: none.
     keep : how many of the newest stay; None: all.
-    extra : more entries for each checkpoint; may be changed between them.
-    writes : whether this rank writes; None: rank 0 does. Every rank must call every method all the same.
+    extra : more entries for each checkpoint, as they are when it is written.
+    writes : whether this rank writes; None: rank 0 does. Every rank calls every hook all the same.
     copy_to : a file that always holds the newest checkpoint too; rank 0 writes it.
-    off : nothing is ever saved.
     """
 
     def __init__(
@@ -40,63 +39,56 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         writes: bool | None = None,
         copy_to: Path | None = None,
-        off: bool = False,
     ) -> None:
-        self._folder, self._every, self._keep, self.extra = folder, every, keep, dict(extra or {})
-        self._writes, self._copy_to, self._off = writes, copy_to, off
+        self._folder, self._every, self._keep, self._extra = folder, every, keep, extra or {}
+        self._writes, self._copy_to = writes, copy_to
         self.newest: Path | None = None
 
-    def attach(self, engine: "TrainingEngine", *, first_epoch: int) -> None:
-        """Take the engine whose state is saved, before its first step of ``first_epoch``."""
+    def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
+        """Take the engine whose state is saved."""
         self._engine, self._epoch = engine, first_epoch
 
-    def after_step(self, step_in_epoch: int) -> None:
+    def on_step_end(self, step_in_epoch: int) -> None:
         """Save within the epoch where it is time, or where the ranks have agreed to stop. Collective then."""
         due = self._every is not None and self._engine.step % self._every == 0
-        if not self._off and (self._engine.stopping or due):
+        if self._engine.stopping or due:
             self._engine.agree_on_buffers()
             entries = self._engine.state(
                 epoch=self._epoch - 1, loss=math.nan, step_in_epoch=step_in_epoch
             )
             self._save(checkpoint_path(self._folder, self._epoch, self._engine.step), entries)
 
-    def save_epoch(self, epoch: int, result: EpochResult) -> Path | None:
-        """Save after an epoch, unless a stop has cut it short and saved; return the newest checkpoint. Collective."""
-        if not self._off and (result.complete or self.newest is None):
-            self._save(
-                checkpoint_path(self._folder, epoch),
-                self._engine.state(epoch=epoch, loss=result.loss),
-            )
-            self._epoch = epoch + 1
-        return self.newest
-
-    def save_best(self, epoch: int, loss: float) -> None:
-        """Write ``best.pt`` beside the others. Collective."""
-        entries = self._engine.state(epoch=epoch, loss=loss) | self.extra
-
-        def write() -> None:
-            if self._is_writer():
-                save_checkpoint(self._folder / "best.pt", entries)
-
-        run_on_all_ranks(self._engine.world, write)
-
-    def _is_writer(self) -> bool:
-        return self._engine.world.is_rank0 if self._writes is None else self._writes
+    def on_epoch_end(self, end: EpochEnd) -> None:
+        """Save after an epoch, unless a stop has cut it short and saved. Collective."""
+        if end.is_best:
+            assert end.report is not None  # the Validator found it
+            best = self._engine.state(epoch=end.epoch, loss=end.report.train_loss)
+            self._write(self._folder / "best.pt", best)
+        if end.result.complete or self.newest is None:
+            entries = self._engine.state(epoch=end.epoch, loss=end.result.loss)
+            self._save(checkpoint_path(self._folder, end.epoch), entries)
+            self._epoch = end.epoch + 1
 
     def _save(self, path: Path, entries: Mapping[str, Any]) -> None:
-        entries = {**entries, **self.extra}
+        self._write(path, entries, copy_to=self._copy_to)
+        self.newest = path
+
+    def _write(
+        self, path: Path, entries: Mapping[str, Any], *, copy_to: Path | None = None
+    ) -> None:
+        entries = {**entries, **self._extra}
+        rank0 = self._engine.world.is_rank0
 
         def write() -> None:
-            if self._is_writer():
+            if rank0 if self._writes is None else self._writes:
                 save_checkpoint(path, entries)
                 if self._keep is not None:
                     for old in checkpoints_by_age(self._folder)[self._keep :]:
                         old.unlink(missing_ok=True)
-            if self._copy_to is not None and self._engine.world.is_rank0:
-                save_checkpoint(self._copy_to, entries)
+            if copy_to is not None and rank0:
+                save_checkpoint(copy_to, entries)
 
         run_on_all_ranks(self._engine.world, write)
-        self.newest = path
 
 
 def state(

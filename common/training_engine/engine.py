@@ -1,12 +1,13 @@
 """TrainingEngine: the training step, the same for every strategy, device, part and recipe.
 
-Order of the calls: ``TrainingEngine(...)``, then ``train``, which does the rest; or, from another loop, ``prepare`` once,
-``train_epoch`` for each epoch or ``epochs`` for several, ``close``. The step is here, the loops around it are in epochs.py.
+``TrainingEngine(...).train(...)`` does everything. From another loop, call ``prepare`` once, then
+``fit`` for several epochs or ``train_epoch`` for one, then ``close``. The step is here, in
+``train_step``; the loops around it are in epochs.py.
 """
 
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,9 +35,10 @@ from common.training_engine import batchnorm
 from common.training_engine.amp import choose_amp
 from common.training_engine.checkpoint_manager import load_state, state
 from common.training_engine.ema import build_ema
-from common.training_engine.epochs import MicroBatch, epochs, train, train_epoch
+from common.training_engine.epochs import MicroBatch, fit, train_epoch
 from common.training_engine.evaluation_loop import unwrap
 from common.training_engine.metrics import StepOutcome
+from common.training_engine.train import train
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -64,6 +66,7 @@ class TrainingEngine:
     sync : a strategy or its name, see common/sync; used where ``distributed``.
     clip_norm : largest norm of all gradients together.
     experiment_name, output_dir : ``train`` writes to ``output_dir/experiment_name/``.
+    world : the group that is open, where the caller has it at hand.
 
     Set ``timeline`` (common/profiling/comm_trace.py) to record the messages of some steps, ``emulation``
     (common/emulation/emulated_model.py) where the model sleeps in place of computing: then weights stay, and no loss is
@@ -89,15 +92,16 @@ class TrainingEngine:
         clip_norm: float | None = None,
         experiment_name: str = "experiment",
         output_dir: str | Path = "reports",
+        world: World | None = None,
     ) -> None:
         self.device = own_device(device, local_rank, distributed=distributed)
         self.sync: GradientSync = NoSync()
         if distributed:
             self.sync = build_sync(sync) if isinstance(sync, str) else sync
-        self.world = World(device=self.device)
-        if distributed and not isinstance(self.sync, NoSync):
+        alone = isinstance(self.sync, NoSync)
+        if not alone:
             check_open(world_size, backend)
-            self.world = current_world(self.device)
+        self.world = World(device=self.device) if alone else world or current_world(self.device)
         for name, value in (("accumulation_steps", accumulation_steps), ("clip_norm", clip_norm)):
             if value is not None and value <= 0:
                 raise UserError(f"{name}: got {value}, give a number above 0")
@@ -126,7 +130,7 @@ class TrainingEngine:
     setup_distributed = staticmethod(setup_distributed)
     cleanup_distributed = staticmethod(cleanup_distributed)
     train = train
-    epochs = epochs
+    fit = fit
     train_epoch = train_epoch
     state = state
     load_state = load_state
@@ -200,72 +204,84 @@ class TrainingEngine:
         global_samples: int,
         seeds: Sequence[int] | None = None,
     ) -> StepOutcome:
-        """One optimiser step on this rank's micro-batches of a global batch of ``global_samples``.
+        """Do one optimiser step on this rank's micro-batches of a global batch.
 
-        Each micro-batch's mean loss is weighted by its samples x ranks / global samples, so that the plain mean of the ranks'
-        gradients is the gradient of the mean loss over the global batch, also where shares differ. Ranks communicate
-        once. ``seeds``, one a micro-batch, set torch's generator before its forward pass.
+        The mean loss of a micro-batch is weighted by its samples x ranks / ``global_samples``. So the
+        plain mean of the ranks' gradients is the gradient of the mean loss over the global batch, also
+        where shares differ. Ranks communicate once. ``seeds``, one for each micro-batch, set torch's
+        generator before its forward pass.
         """
-        timer, losses, corrects = self.timer, [], []
-        samples = sum(len(labels) for _, labels in micro_batches)
-        per_shard = max(1, len(micro_batches) // max(1, len(self.shards)))
+        timer = self.timer
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        correct = torch.zeros((), dtype=torch.int64, device=self.device)
         self.optimizer.zero_grad(set_to_none=True)
         for index, (inputs, labels) in enumerate(micro_batches):
             if seeds is not None:
-                torch.manual_seed(seeds[index])
-            last = index == len(micro_batches) - 1
-            shard = min(index // per_shard, len(self.shards) - 1)
-            with (
-                nullcontext() if last else self.sync.no_sync(),
-                self.shards.of(shard, len(labels)),
-            ):
-                with timer.section("forward"):
-                    outputs, loss = self._forward(inputs, labels)
-                    weighted = loss * (len(labels) * self.world.size / global_samples)
+                torch.manual_seed(seeds[index])  # dropout and the like, the same on a resume
+            weight = len(labels) * self.world.size / global_samples
+            with self._micro_batch(index, len(micro_batches), len(labels)):
+                with timer.section("forward"), self._autocast():
+                    outputs = self.model(inputs)  # (samples, classes)
+                    loss = self._mean_loss(outputs, labels)
                 with timer.section("backward"):
-                    self.scaler.scale(weighted).backward()
-            losses.append(loss.detach())
-            corrects.append(_count_correct(outputs, labels))
+                    self.scaler.scale(loss * weight).backward()  # adds to p.grad
+            loss_sum += loss.detach() * len(labels)
+            correct += (outputs.argmax(dim=1) == labels).sum()
         with timer.section("sync"):
-            self.sync.synchronize(self.model)
+            self.sync.synchronize(self.model)  # p.grad becomes the mean over all ranks
         with timer.section("update"):
-            norm = self._update()
+            gradient_norm = self._unscale_and_clip()
+            self._optimizer_step()
         with timer.section("sync"):
-            self.sync.after_step(self.model)
+            self.sync.after_step(self.model)  # local SGD averages weights here
         with timer.section("update"):
             self._after_update()
         self.step += 1
         if self.emulation is not None:
             return StepOutcome.of_no_training()
-        shares = [len(labels) / max(1, samples) for _, labels in micro_batches]
-        return StepOutcome(_weighted_mean(losses, shares), _sum(corrects), norm)
+        samples = sum(len(labels) for _, labels in micro_batches)
+        return StepOutcome(loss_sum / max(1, samples), correct, gradient_norm)
 
-    def _forward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(
+    @contextmanager
+    def _micro_batch(self, index: int, count: int, samples: int) -> Iterator[None]:
+        """Run micro-batch ``index`` of ``count`` inside: without communication unless it is the last,
+        with its own shard's BatchNorm statistics, which a micro-batch without samples leaves alone."""
+        shard = index * len(self.shards) // count
+        with ExitStack() as stack:
+            if index < count - 1:
+                stack.enter_context(self.sync.no_sync())
+            stack.enter_context(self.shards.of(shard, samples))
+            if samples == 0:
+                stack.enter_context(batchnorm.without_samples(self.model))
+            yield
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(
             self.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None
-        ):
-            if len(labels):
-                outputs = self.model(inputs)
-                return outputs, self.criterion(outputs, labels)
-            with batchnorm.without_samples(self.model):  # take part, with zero gradients
-                outputs = self.model(inputs)
-            return outputs, outputs.sum() * 0
+        )
 
-    def _update(self) -> Tensor:
-        """Unscale, clip and step; return the norm of the gradients before clipping."""
+    def _mean_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss; without samples 0 with zero gradients, so that the rank takes part."""
+        return self.criterion(outputs, labels) if len(labels) else outputs.sum() * 0
+
+    def _unscale_and_clip(self) -> Tensor:
+        """Return the norm of all gradients together, before clipping."""
         if self.emulation is not None:
-            self.emulation.update()
             return torch.zeros(())
         self.scaler.unscale_(self.optimizer)
         if self._clip_norm is not None:
-            norm = clip_grad_norm_(self._trained, self._clip_norm)
-        else:
-            norm = get_total_norm([p.grad for p in self._trained if p.grad is not None])
-        self.scaler.step(self.optimizer)
+            return clip_grad_norm_(self._trained, self._clip_norm)
+        return get_total_norm([p.grad for p in self._trained if p.grad is not None])
+
+    def _optimizer_step(self) -> None:
+        if self.emulation is not None:
+            self.emulation.update()
+            return
+        self.scaler.step(self.optimizer)  # leaves out a step whose fp16 gradients overflowed
         self.scaler.update()
-        return norm
 
     def _after_update(self) -> None:
+        """Step the scheduler and the moving average of the weights."""
         if self.emulation is not None:
             return
         if self.scheduler is not None and not self._scheduler_by_epoch:
@@ -316,20 +332,3 @@ def _check_strategy(sync: GradientSync, *, scales: bool, use_ema: bool) -> None:
             f"{type(sync).__name__} lets the ranks' weights differ between averages, so that each would keep a "
             "moving average of its own: leave out --ema, or take another strategy"
         )
-
-
-@torch.no_grad()
-def _count_correct(outputs: Tensor, labels: Tensor) -> Tensor:
-    if len(labels) == 0:
-        return torch.zeros((), device=outputs.device)
-    return (outputs.argmax(dim=1) == labels).sum()
-
-
-def _weighted_mean(losses: list[Tensor], weights: list[float]) -> Tensor:
-    if len(losses) == 1:
-        return losses[0]
-    return _sum([loss.double() * weight for loss, weight in zip(losses, weights, strict=True)])
-
-
-def _sum(numbers: list[Tensor]) -> Tensor:
-    return sum(numbers[1:], start=numbers[0]) if numbers else torch.zeros(())

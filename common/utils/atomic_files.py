@@ -48,6 +48,17 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
             Path(temporary).unlink(missing_ok=True)
 
 
+def append_text(path: Path, text: str, *, name: str, advice: str = "") -> None:
+    """Append to a file, in a folder made where it is missing; UserError, with ``name``, where it fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{name} could not be written ({reason}){advice}") from error
+
+
 def remove_unfinished(folder: Path) -> None:
     """Remove from ``folder`` the unfinished files whose writers have ended; where files cannot be locked, none."""
     for path in Path(folder).glob(f".*{_UNFINISHED}"):

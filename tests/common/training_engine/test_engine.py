@@ -29,7 +29,14 @@ from common.errors import UserError
 from common.profiling.comm_trace import MessageRecorder
 from common.sync import STRATEGIES
 from common.training import train_model
-from common.training_engine import EarlyStop, TrainingEngine, batchnorm, validate
+from common.training_engine import (
+    Callback,
+    EarlyStop,
+    EpochEnd,
+    TrainingEngine,
+    batchnorm,
+    validate,
+)
 from common.training_engine.ema import build_ema, warmed_up_decay
 from common.utils import registry
 from common.utils.hashing import digest
@@ -979,6 +986,16 @@ def refusal(action: Callable[[], Any]) -> str:
     return "no error"
 
 
+class EpochsThatEnded(Callback):
+    """Notes the number of each epoch and whether it was complete."""
+
+    def __init__(self) -> None:
+        self.epochs: list[tuple[int, bool]] = []
+
+    def on_epoch_end(self, end: EpochEnd) -> None:
+        self.epochs.append((end.epoch, end.result.complete))
+
+
 def in_an_open_group(rank: int, port: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "world_size": refusal(lambda: build(distributed=True, world_size=4)),
@@ -995,8 +1012,9 @@ def in_an_open_group(rank: int, port: int) -> dict[str, Any]:
     loader, model = Asking(rank), small_model()
     loader.engine = engine = TrainingEngine(model, "cpu", distributed=True)
     engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
-    epochs = [(epoch, result.complete) for epoch, result in engine.epochs(loader, 1, 3)]
-    found["stop"] = (engine.step, engine.stopping, epochs, digest(model.state_dict()))
+    ended = EpochsThatEnded()
+    engine.fit(loader, 1, 3, callbacks=[ended])
+    found["stop"] = (engine.step, engine.stopping, ended.epochs, digest(model.state_dict()))
 
     engine.cleanup_distributed()
     engine.cleanup_distributed()

@@ -1,0 +1,177 @@
+"""What happens beside the training steps: the ``Callback`` protocol, and the validation after each epoch.
+
+``TrainingEngine.fit`` calls the hooks. Other callbacks are CheckpointManager, RunLogger, and those
+of ``train_model`` and ``TrainingEngine.train``.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.errors import UserError
+from common.training_engine.evaluation_loop import validate
+from common.training_engine.metrics import EpochReport, EpochResult, StepRecord
+
+if TYPE_CHECKING:
+    from common.training_engine.engine import TrainingEngine
+
+
+@dataclass
+class EpochEnd:
+    """One epoch, handed from callback to callback.
+
+    result : this rank's numbers; ``result.complete`` is False after a request to stop.
+    report, is_best, stop_reason : set by ``Validator``. A reason to stop, a sentence, ends the
+        training after this epoch.
+    """
+
+    epoch: int
+    result: EpochResult
+    report: EpochReport | None = None
+    is_best: bool = False
+    stop_reason: str = ""
+
+
+class Callback:
+    """Base class of defaults: override the hooks that you need.
+
+    Every rank calls every hook, in the order of the list of callbacks, so a hook may communicate.
+    """
+
+    def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
+        """Prepare, before the first step; the engine is prepared."""
+
+    def on_step_end(self, step_in_epoch: int) -> None:
+        """Act after each optimiser step; ``step_in_epoch`` counts from 1."""
+
+    def on_steps(self, records: list[StepRecord]) -> None:
+        """Take the records of the last steps, in which all ranks' numbers are put together."""
+
+    def on_epoch_end(self, end: EpochEnd) -> None:
+        """Act after each epoch, once all ranks hold the same weights and buffers."""
+
+    def on_train_end(self) -> None:
+        """Act after the last epoch."""
+
+
+class AfterEachStep(Callback):
+    """Calls ``action`` after every optimiser step."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self._action = action
+
+    def on_step_end(self, step_in_epoch: int) -> None:
+        """Call the action."""
+        self._action()
+
+
+class EarlyStop:
+    """Tells when ``target_accuracy`` (0 to 1) is reached in ``patience`` epochs in a row.
+
+    Without a target it is never reached. All ranks must give it the same accuracies, as
+    ``report_epoch`` returns them.
+    """
+
+    def __init__(self, target_accuracy: float | None, patience: int) -> None:
+        if target_accuracy is not None and not 0 < target_accuracy <= 1:
+            raise UserError(
+                f"target_accuracy: got {target_accuracy}, give a fraction above 0 and of at most 1, "
+                "e.g. 0.85"
+            )
+        if patience < 1:
+            raise UserError(
+                f"patience: got {patience}, give the number of epochs in a row, at least 1"
+            )
+        self._target, self._patience = target_accuracy, patience
+        self.in_a_row = 0
+
+    def reached(self, accuracy: float) -> bool:
+        """Count one more epoch and return whether the training may end."""
+        good = self._target is not None and accuracy >= self._target
+        self.in_a_row = self.in_a_row + 1 if good else 0
+        return self.in_a_row >= self._patience
+
+    def __str__(self) -> str:
+        return f"Target accuracy reached: {self._target:g} in {self._patience} epochs in a row"
+
+
+class Validator(Callback):
+    """Puts each epoch's numbers together over the ranks, finds the best epoch, and stops at the target.
+
+    Parameters
+    ----------
+    loader : this rank's share of the validation set; None: no validation.
+    progress : best accuracy and epochs in a row of an earlier part of the training. The attribute
+        ``progress`` holds them as they are now, for the checkpoints.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[tuple[Tensor, Tensor]] | None,
+        criterion: nn.Module,
+        stop: EarlyStop,
+        progress: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._loader, self._criterion, self._stop = loader, criterion, stop
+        self.progress = {"best_accuracy": -1.0, "in_a_row": 0} | dict(progress or {})
+        self._stop.in_a_row = self.progress["in_a_row"]
+
+    def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
+        """Take the engine whose model is validated."""
+        self._engine = engine
+
+    def on_epoch_end(self, end: EpochEnd) -> None:
+        """Validate, unless the epoch was cut short, and set the epoch's report. Collective."""
+        loader = self._loader if end.result.complete else None
+        end.report = report_epoch(self._engine, end.epoch, end.result, loader, self._criterion)
+        if not end.result.complete:
+            return
+        accuracy = end.report.deciding_accuracy
+        end.is_best = accuracy > self.progress["best_accuracy"]  # NaN is not
+        if end.is_best:
+            self.progress["best_accuracy"] = accuracy
+        if self._stop.reached(accuracy):
+            end.stop_reason = str(self._stop)
+        self.progress["in_a_row"] = self._stop.in_a_row
+
+
+def report_epoch(
+    engine: "TrainingEngine",
+    epoch: int,
+    result: EpochResult,
+    val_loader: Iterable[tuple[Tensor, Tensor]] | None,
+    criterion: nn.Module,
+) -> EpochReport:
+    """Return the epoch's numbers over all ranks, with a validation where there is a loader. Collective.
+
+    The weights are validated, and their moving average if there is one. ``result`` is this rank's;
+    call ``agree_on_buffers`` before.
+    """
+    totals = torch.tensor(
+        [result.loss_sum, result.correct, result.samples], dtype=torch.float64, device=engine.device
+    )
+    if engine.world.size > 1:
+        dist.all_reduce(totals)
+    loss_sum, correct, samples = totals.tolist()
+    scores = [(math.nan, math.nan), (math.nan, math.nan)]  # loss, accuracy: weights, average
+    models = [engine.model, *([engine.ema.module] if engine.ema is not None else [])]
+    if val_loader is not None:
+        for index, model in enumerate(models):
+            scores[index] = validate(
+                model, engine.world, criterion, val_loader, amp_dtype=engine.amp_dtype
+            )
+    return EpochReport(
+        epoch,
+        loss_sum / max(1, samples),
+        correct / max(1, samples),
+        *scores[0],
+        *scores[1],
+        engine.optimizer.param_groups[0]["lr"],
+        samples / max(result.seconds, 1e-9),
+        result.seconds,
+    )

@@ -1,0 +1,134 @@
+"""``TrainingEngine.train``: train, validate and save in one call, for scripts and notebooks."""
+
+import time
+from collections.abc import Iterable, Sized
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from common.checkpoint import save_checkpoint
+from common.distributed.collectives import check_same_on_all_ranks, run_on_all_ranks
+from common.errors import UserError
+from common.training_engine.callbacks import Callback, EarlyStop, EpochEnd, Validator
+from common.training_engine.metrics import EpochReport
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from common.training_engine.engine import TrainingEngine
+
+
+def train(
+    engine: "TrainingEngine",
+    train_loader: Iterable[tuple[Tensor, Tensor]],
+    val_loader: Iterable[tuple[Tensor, Tensor]] | None,
+    optimizer: "Optimizer",
+    criterion: nn.Module,
+    *,
+    num_epochs: int,
+    scheduler: LRScheduler | None = None,
+    scheduler_by_epoch: bool | None = None,
+    save_best: bool = True,
+    save_last: bool = True,
+    target_accuracy: float | None = None,
+    patience: int = 2,
+    seed: int | None = None,
+) -> dict[str, list[float]]:
+    """Train epochs 1 to ``num_epochs``, validate each, and return the numbers of every epoch, by name.
+
+    ``best.pt``, of the best validation accuracy so far, and ``last.pt`` go to
+    ``output_dir/experiment_name/``, with the average of the weights in them where it is kept; rank 0
+    writes, and prints a line an epoch.
+
+    Parameters
+    ----------
+    train_loader, val_loader : yield (inputs, labels) of this rank's share; every rank needs as many
+        training batches. In a group, give them a DistributedSampler. Without ``val_loader`` there
+        is no ``best.pt``.
+    scheduler : stepped after every epoch, or after every optimiser step where it counts these:
+        OneCycleLR and CyclicLR. ``scheduler_by_epoch`` says it for others. ReduceLROnPlateau gets
+        the validation loss.
+    target_accuracy : stop once validation accuracy (0 to 1) has reached it in ``patience`` epochs in
+        a row.
+    seed : torch's generator is set from it before each micro-batch.
+
+    Returns lists of equal length: ``epoch``, ``train_loss``, ``train_accuracy``, ``val_loss``,
+    ``val_accuracy``, ``ema_val_loss``, ``ema_val_accuracy``, ``learning_rate``,
+    ``samples_per_second``, ``seconds``. Raises UserError on settings that do not fit, GroupError
+    where the loss is not finite.
+    """
+    if num_epochs < 1:
+        raise UserError(f"num_epochs: got {num_epochs}, give at least 1")
+    if target_accuracy is not None and val_loader is None:
+        raise UserError("target_accuracy needs a val_loader: give one, or leave it out")
+    batches = len(train_loader) if isinstance(train_loader, Sized) else -1
+    check_same_on_all_ranks(
+        engine.world,
+        {"number of batches in train_loader": batches, "num_epochs": num_epochs},
+        what="how much they train",
+    )
+    by_epoch = steps_by_epoch(scheduler) if scheduler_by_epoch is None else scheduler_by_epoch
+    validator = Validator(val_loader, criterion, EarlyStop(target_accuracy, patience))
+    after_epoch = _AfterEpoch(scheduler if by_epoch else None, best=save_best, last=save_last)
+    began = time.perf_counter()
+    try:
+        engine.prepare(optimizer, criterion, scheduler, scheduler_by_epoch=by_epoch)
+        engine.fit(train_loader, 1, num_epochs, callbacks=[validator, after_epoch], seed=seed)
+        history = after_epoch.history
+        samples = sum(
+            rate * seconds
+            for rate, seconds in zip(history["samples_per_second"], history["seconds"], strict=True)
+        )
+        total = time.perf_counter() - began
+        rate = f"{samples / total:,.0f} samples/s over all ranks"
+        after_epoch.print_on_rank0(f"Total time {total:.1f} s, {rate}, validation included")
+    finally:
+        engine.close()
+    return history
+
+
+def steps_by_epoch(scheduler: LRScheduler | None) -> bool:
+    """Whether torch's scheduler counts epochs, as most do; OneCycleLR and CyclicLR count steps."""
+    return scheduler is not None and not isinstance(scheduler, OneCycleLR | CyclicLR)
+
+
+class _AfterEpoch(Callback):
+    """Steps the scheduler, keeps the history, writes ``best.pt`` and ``last.pt``, prints a line."""
+
+    def __init__(self, scheduler: LRScheduler | None, *, best: bool, last: bool) -> None:
+        self._scheduler, self._best, self._last = scheduler, best, last
+        self.history: dict[str, list[float]] = {field.name: [] for field in fields(EpochReport)}
+
+    def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
+        self._engine = engine
+
+    def on_epoch_end(self, end: EpochEnd) -> None:
+        assert end.report is not None  # Validator comes first
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(end.report.val_loss)
+        elif self._scheduler is not None:
+            self._scheduler.step()
+        for name, value in asdict(end.report).items():
+            self.history[name].append(value)
+        self._save(end, end.report)
+        self.print_on_rank0(end.report.line() + (", best so far" if end.is_best else ""))
+        if end.stop_reason:
+            self.print_on_rank0(end.stop_reason)
+
+    def _save(self, end: EpochEnd, report: EpochReport) -> None:
+        entries = self._engine.state(epoch=end.epoch, loss=report.train_loss)
+        entries["val_accuracy"] = report.val_accuracy
+
+        def write() -> None:
+            wanted = {"best.pt": self._best and end.is_best, "last.pt": self._last}
+            for name in [name for name, wanted in wanted.items() if wanted]:
+                if self._engine.world.is_rank0:
+                    save_checkpoint(self._engine.output_folder / name, entries)
+
+        run_on_all_ranks(self._engine.world, write)
+
+    def print_on_rank0(self, text: str) -> None:
+        if self._engine.world.is_rank0:
+            print(text, flush=True)
