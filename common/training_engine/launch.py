@@ -7,10 +7,8 @@ so that lambdas and functions of a notebook work, and the caller's script is not
 import contextlib
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +23,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from common.distributed.process_group import current_world
+from common.distributed.spawn import RankExits, run_local_ranks
 from common.errors import UserError
 from common.training_engine.engine import TrainingEngine
 from common.utils.paths import REPOSITORY
 
-_POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
 OUTCOME_FILE = "outcome{}.pkl"
 
@@ -78,12 +76,20 @@ def distributed_train_worker(
     device = torch.device(
         "cuda" if torch.cuda.is_available() and world.backend != "gloo" else "cpu"
     )
-    train_loader = _loader(train_dataset, rank, world_size, batch_size, num_workers, train=True)
-    val_loader = (
-        None
-        if val_dataset is None
-        else _loader(val_dataset, rank, world_size, batch_size, num_workers, train=False)
-    )
+
+    def loader(dataset: Dataset, *, train: bool) -> DataLoader:
+        sampler: DistributedSampler = DistributedSampler(
+            dataset, num_replicas=world_size, rank=rank, shuffle=train
+        )
+        return DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            num_workers=num_workers,
+            pin_memory=torch.cuda.is_available(),
+            persistent_workers=num_workers > 0,
+        )
+
     engine = TrainingEngine(
         model_fn(),
         device,
@@ -92,30 +98,13 @@ def distributed_train_worker(
         **engine_kwargs or {},
     )
     optimizer = optimizer_fn([p for p in engine.model.parameters() if p.requires_grad])
-    scheduler = scheduler_fn(optimizer) if scheduler_fn is not None else None
     return engine.train(
-        train_loader,
-        val_loader,
+        loader(train_dataset, train=True),
+        loader(val_dataset, train=False) if val_dataset is not None else None,
         optimizer,
         criterion_fn(),
-        scheduler=scheduler,
+        scheduler=scheduler_fn(optimizer) if scheduler_fn is not None else None,
         **train_kwargs or {},
-    )
-
-
-def _loader(
-    dataset: Dataset, rank: int, world_size: int, batch_size: int, num_workers: int, *, train: bool
-) -> DataLoader:
-    sampler: DistributedSampler = DistributedSampler(
-        dataset, num_replicas=world_size, rank=rank, shuffle=train
-    )
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        num_workers=num_workers,
-        pin_memory=torch.cuda.is_available(),
-        persistent_workers=num_workers > 0,
     )
 
 
@@ -180,91 +169,48 @@ def _in_processes(
 ) -> Any:
     with tempfile.TemporaryDirectory(prefix="data-parallel-") as name:
         folder = Path(name)
-        workers: list[subprocess.Popen] = []
-        (folder / "call.pkl").write_bytes(
-            cloudpickle.dumps((train_fn, world_size, backend, config))
-        )
-        # This repository first, for `-m`, then the caller's path, for modules pickled by name. -P: the current folder
-        # is not put before them, since a `common` there would be taken for ours.
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *(p or os.getcwd() for p in sys.path)])
-        }
+        call = cloudpickle.dumps((train_fn, world_size, backend, config))
+        (folder / "call.pkl").write_bytes(call)
+        # This repository first, for `-m`, then the caller's path, for modules pickled by name. -P: not
+        # the current folder before them, where a `common` would be taken for ours.
+        path = [str(REPOSITORY), *(entry or os.getcwd() for entry in sys.path)]
         worker = [sys.executable, "-P", "-m", "common.training_engine.worker", name]
-        try:
-            for rank in range(world_size):
-                # A worker ends when this pipe closes, i.e. also when the caller is killed.
-                workers.append(
-                    subprocess.Popen([*worker, str(rank)], env=environment, stdin=subprocess.PIPE)
-                )
-            return _wait(workers, folder)
-        finally:
-            _end(workers)
+        exits = run_local_ranks(
+            [[*worker, str(rank)] for rank in range(world_size)],
+            environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+            grace_seconds=_GRACE_SECONDS,
+        )
+        return _result(_read_outcomes(folder, world_size), exits)
 
 
-def _wait(workers: list[subprocess.Popen], folder: Path) -> Any:
-    """Return rank 0's result once all have ended well; raise for the first that has not."""
-    statuses = [worker.poll() for worker in workers]
-    while None in statuses and not any(statuses):
-        time.sleep(_POLL_SECONDS)
-        statuses = [worker.poll() for worker in workers]
-    if any(statuses):  # the other ranks notice within moments, and know less of the reason
-        _let_end(workers)
-    outcomes = _read_outcomes(folder, len(workers))
-    failed = [
-        rank for rank, worker in enumerate(workers) if worker.returncode or rank not in outcomes
-    ]
+def _result(outcomes: dict[int, dict[str, Any]], exits: RankExits) -> Any:
+    """Return rank 0's result where all ranks ended well; else raise the error of the first that failed."""
+    failed = [rank for rank, status in enumerate(exits.statuses) if status or rank not in outcomes]
     if not failed:
         return outcomes[0]["result"]
-    explained = [rank for rank in failed if rank in outcomes]
-    without_group = [rank for rank in explained if outcomes[rank]["stage"] == "group"]
-    if without_group and without_group == explained:
-        raise _NoGroupError("; ".join(outcomes[rank]["error"] for rank in explained))
-    # Those without a group broke because another rank failed.
-    explained = [rank for rank in explained if rank not in without_group]
+    errors = {rank: outcomes[rank] for rank in failed if "error" in outcomes.get(rank, {})}
+    in_training = {rank: error for rank, error in errors.items() if error["stage"] != "group"}
+    if errors and not in_training:
+        raise _NoGroupError("; ".join(error["error"] for error in errors.values()))
+    # Not the ranks that were killed here because another one failed.
     silent = [
         rank
         for rank in failed
-        if "error" not in outcomes.get(rank, {}) and workers[rank].returncode is not None
+        if rank not in errors and (rank in exits.failed or exits.statuses[rank] == 0)
     ]
-    own_errors = [
-        rank
-        for rank in explained
-        if "error" in outcomes[rank] and not outcomes[rank]["consequence"]
-    ]
-    culprits = own_errors or silent or explained
-    first = min(culprits, key=lambda rank: 0.0 if rank in silent else outcomes[rank]["time"])
-    if first in silent:
-        status = workers[first].returncode
+    own_errors = [rank for rank, error in in_training.items() if not error["consequence"]]
+    if not own_errors and silent:
+        status = exits.statuses[silent[0]]
         text = f"its process ended with status {status} and left no word (killed, or out of memory)"
-    else:
-        text = outcomes[first]["traceback"]
-    raise WorkerError(first, text)
-
-
-def _let_end(workers: list[subprocess.Popen]) -> None:
-    """Wait a few seconds for workers that are about to end."""
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+        raise WorkerError(silent[0], text)
+    first = min(own_errors or in_training, key=lambda rank: in_training[rank]["time"])
+    raise WorkerError(first, in_training[first]["traceback"])
 
 
 def _read_outcomes(folder: Path, ranks: int) -> dict[int, dict[str, Any]]:
-    """Return what the workers have left, by rank; nothing of a rank that was killed before or while it wrote."""
+    """Return what the workers have written, by rank; nothing of a rank that was killed before that."""
     outcomes = {}
     for rank in range(ranks):
         with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
             outcomes[rank] = cloudpickle.loads((folder / OUTCOME_FILE.format(rank)).read_bytes())
     return outcomes
-
-
-def _end(workers: list[subprocess.Popen]) -> None:
-    for worker in workers:
-        assert worker.stdin is not None  # a pipe, see _in_processes
-        worker.stdin.close()
-        if worker.poll() is None:
-            worker.terminate()
-    _let_end(workers)
-    for worker in workers:
-        if worker.poll() is None:
-            worker.kill()
-        worker.wait()

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from common.distributed import spawn
 from common.errors import UserError
 from common.training_engine import (
     WorkerError,
@@ -78,21 +79,19 @@ def assert_all_ended(numbers: Iterable[int], *, count: int) -> None:
 
 
 class Forked:
-    """A worker with what launch.py uses of subprocess.Popen, forked from the server that has torch imported."""
+    """A worker with what spawn.py uses of subprocess.Popen, forked from the server that has torch imported."""
 
-    def __init__(self, command: list[str], *, env: dict[str, str], stdin: int) -> None:
-        reader, self.stdin = ranks.context().Pipe(duplex=False)
-        assert (command[:3], stdin) == ([sys.executable, "-P", "-m"], subprocess.PIPE)
+    def __init__(self, command: list[str], *, env: dict[str, str], **_streams: object) -> None:
+        ready, child = ranks.context().Pipe(duplex=False)
+        assert command[:3] == [sys.executable, "-P", "-m"]
         self._process = ranks.context().Process(
-            target=_work, args=(reader, command[3:], env), daemon=True
+            target=_work, args=(child, command[3:], env), daemon=True
         )
         self._process.start()
-        reader.close()
-        self.terminate, self.kill, self.wait = (
-            self._process.terminate,
-            self._process.kill,
-            self._process.join,
-        )
+        ready.recv()  # it leads a process group now, as Popen's start_new_session promises
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.terminate, self.wait = self._process.terminate, self._process.join
 
     @property
     def returncode(self) -> int | None:
@@ -102,11 +101,10 @@ class Forked:
         return self.returncode
 
 
-def _work(reader: Connection, command: list[str], environment: dict[str, str]) -> None:
-    """Become the worker: its input is the pipe, which closes when the caller ends."""
-    os.dup2(reader.fileno(), 0)
-    reader.close()
-    sys.stdin = os.fdopen(0, closefd=False)
+def _work(ready: Connection, command: list[str], environment: dict[str, str]) -> None:
+    """Become the worker."""
+    os.setsid()
+    ready.send(None)
     os.environ.clear()
     os.environ.update(environment)
     PythonProgram(command[0], tuple(command[1:]), module=True).run()
@@ -116,9 +114,8 @@ def _work(reader: Connection, command: list[str], environment: dict[str, str]) -
 def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How the workers start; anew, as users start them, also in the tests of scripts below."""
     if request.param == "forked":
-        monkeypatch.setattr(
-            launch, "subprocess", SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)
-        )
+        fake = SimpleNamespace(Popen=Forked, DEVNULL=None, STDOUT=None)
+        monkeypatch.setattr(spawn, "subprocess", fake)
 
 
 # --- What comes back ---
@@ -360,9 +357,9 @@ def test_a_failure_in_training_counts_more_than_a_group_that_breaks_of_it(tmp_pa
         ]
     ):
         (tmp_path / f"outcome{rank}.pkl").write_bytes(cloudpickle.dumps(outcome | {"result": None}))
-    workers = [SimpleNamespace(returncode=1, poll=lambda: 1) for _ in range(2)]
+    exits = spawn.RankExits(statuses=(1, 1), failed=(0, 1), timed_out=False)
     with pytest.raises(WorkerError, match="boom") as caught:
-        launch._wait(workers, tmp_path)
+        launch._result(launch._read_outcomes(tmp_path, 2), exits)
     assert caught.value.rank == 1
 
 
