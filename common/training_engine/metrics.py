@@ -1,12 +1,14 @@
-"""The numbers of steps and epochs: their records, and the buffer that turns a rank's numbers into the group's.
+"""The numbers of steps and epochs, and the buffer that turns one rank's numbers into the group's.
 
-Call ``MetricsBuffer.add`` after every step, and ``flush`` where it is ``due``: one small all_reduce for all steps since the
-last one.
+Call ``MetricsBuffer.add`` after every step, and ``flush`` when it is ``due``: one small all_reduce for
+all steps since the last one.
 """
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,16 +18,20 @@ from common.distributed.clock_offset import clock_offset
 from common.distributed.collectives import gather_objects
 from common.distributed.process_group import World
 from common.errors import GroupError
-from common.profiling.step_timer import StepTimer
+from common.profiling.step_timer import RawSpans, StepTimer
 
 _FLUSH_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step: ``loss`` and ``accuracy`` over the global batch, ``local_loss`` over this rank's share, seconds by
-    section, the learning rate it used. ``wait_seconds`` is the part of "sync" in which the slowest rank still computed; the
-    rest is the wire. Steps count from 1 over the whole training. Losses and accuracy are NaN where compute was emulated."""
+    """One step, counted from 1 over the whole training.
+
+    samples, local_loss : this rank's. loss, accuracy : over the global batch.
+    learning_rate : the one that the step used. seconds : by section of the step.
+    wait_seconds : the part of "sync" in which the slowest rank still computed; the rest is the network.
+    Losses and accuracy are NaN where compute was emulated.
+    """
 
     epoch: int
     step: int
@@ -40,8 +46,12 @@ class StepRecord:
 
 @dataclass
 class EpochResult:
-    """What this rank did in one epoch: ``samples``, their summed loss, how many it predicted right, the seconds of each
-    step and of the whole epoch; ``complete`` is False where a request to stop ended it."""
+    """What this rank did in one epoch.
+
+    samples : how many it trained on. loss_sum, correct : their summed loss, and how many it predicted
+    right. step_seconds, seconds : of each step, and of the whole epoch. complete : False where a
+    request to stop ended the epoch.
+    """
 
     samples: int = 0
     loss_sum: float = 0.0
@@ -49,13 +59,6 @@ class EpochResult:
     step_seconds: list[float] = field(default_factory=list)
     seconds: float = 0.0
     complete: bool = True
-
-    def add(self, *, loss_sum: float, correct: float, samples: int, step_seconds: float) -> None:
-        """Count one step."""
-        self.samples += samples
-        self.loss_sum += loss_sum
-        self.correct += correct
-        self.step_seconds.append(step_seconds)
 
     @property
     def loss(self) -> float:
@@ -69,16 +72,18 @@ class EpochResult:
 
     @property
     def mean_step_seconds(self) -> float:
-        """Mean over the steps but the first, which warms up."""
-        warm = self.step_seconds[1:] or self.step_seconds
-        return sum(warm) / len(warm) if warm else math.nan
+        """Mean over all steps but the first, which warms up."""
+        return statistics.fmean(self.step_seconds[1:] or self.step_seconds or [math.nan])
 
 
 @dataclass(frozen=True)
 class EpochReport:
-    """One epoch over all ranks: losses are means over samples, accuracies from 0 to 1, ``samples_per_second`` those of
-    training over all ranks, ``ema_*`` of the averaged weights. NaN where there was no validation or no average, and all of
-    them where compute was emulated."""
+    """One epoch over all ranks.
+
+    Losses are means over samples, accuracies lie between 0 and 1; ``ema_*`` are those of the weights'
+    moving average. NaN: no validation, no average, or emulated compute. ``samples_per_second`` is the
+    training throughput of all ranks together.
+    """
 
     epoch: int
     train_loss: float
@@ -93,11 +98,11 @@ class EpochReport:
 
     @property
     def deciding_accuracy(self) -> float:
-        """The one that chooses the best epoch and reaches the target: of the averaged weights where they are kept."""
+        """The validation accuracy that decides: of the moving average where it is kept."""
         return self.val_accuracy if math.isnan(self.ema_val_accuracy) else self.ema_val_accuracy
 
     def line(self) -> str:
-        """The numbers for a person."""
+        """Return the numbers for a person."""
         learned = f"train loss {self.train_loss:.4f}, accuracy {self.train_accuracy:.4f}"
         parts = [f"Epoch {self.epoch}: {'EMULATED' if math.isnan(self.train_loss) else learned}"]
         if not math.isnan(self.val_accuracy):
@@ -112,8 +117,12 @@ class EpochReport:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A step's numbers, which may still be on the GPU: mean loss over this rank's samples, right predictions, norm of
-    the synchronised gradients; ``trained`` False where compute was emulated, so that loss and predictions are NaN."""
+    """A step's numbers, which may still be on the GPU.
+
+    loss, correct : mean loss over this rank's samples, and how many it predicted right.
+    gradient_norm : of the synchronised gradients. trained : False where compute was emulated, so that
+    loss and predictions are NaN.
+    """
 
     loss: Tensor
     correct: Tensor
@@ -125,6 +134,11 @@ class StepOutcome:
         """Return the outcome of a step that computed nothing."""
         return cls(torch.tensor(math.nan), torch.tensor(math.nan), torch.zeros(()), trained=False)
 
+    def is_finite(self, *, overflow_is_normal: bool) -> bool:
+        """Whether loss and gradients are; an overflow is normal where a GradScaler skips the step."""
+        good_loss = math.isfinite(float(self.loss)) or not self.trained
+        return good_loss and (overflow_is_normal or math.isfinite(float(self.gradient_norm)))
+
 
 @dataclass(frozen=True)
 class _Pending:
@@ -132,7 +146,7 @@ class _Pending:
     outcome: StepOutcome
     samples: int
     learning_rate: float
-    times: dict[str, list[tuple]]
+    times: RawSpans
 
 
 class MetricsBuffer:
@@ -140,10 +154,10 @@ class MetricsBuffer:
 
     Parameters
     ----------
-    log_every : most steps between two flushes; slow steps are flushed sooner, about every two seconds, so that a request
-        to stop is soon agreed on.
-    overflow_is_normal : gradients that are not finite are no error, since a GradScaler skips such steps.
-    equal_gradients : all ranks hold the same gradients after the exchange.
+    log_every : most steps between two flushes. Slow steps are flushed sooner, about every two seconds,
+        so that the ranks soon agree on a request to stop.
+    overflow_is_normal : infinite gradients are no error, since a GradScaler skips such steps.
+    equal_gradients : all ranks hold the same gradients after ``synchronize``.
     """
 
     def __init__(
@@ -159,7 +173,7 @@ class MetricsBuffer:
     ) -> None:
         self._world, self._timer, self._epoch, self._log_every = world, timer, epoch, log_every
         self._overflow_is_normal, self._equal_gradients = overflow_is_normal, equal_gradients
-        self._on_steps = on_steps
+        self._on_steps = on_steps or (lambda _records: None)
         self._pending: list[_Pending] = []
         self._interval = 1
         self._clock_offset = clock_offset(world)
@@ -172,7 +186,7 @@ class MetricsBuffer:
         *,
         samples: int,
         learning_rate: float,
-        times: dict[str, list[tuple]],
+        times: RawSpans,
     ) -> None:
         """Keep a step that was just done, with what ``StepTimer.take`` returned after it."""
         self._pending.append(_Pending(step, outcome, samples, learning_rate, times))
@@ -180,7 +194,7 @@ class MetricsBuffer:
     @property
     def due(self) -> bool:
         """Whether to flush now; the same on every rank."""
-        # Where all ranks hold the same gradients, all of them see here that they are not finite.
+        # Ranks with equal gradients all see here that they are not finite. On a GPU, looking waits.
         sees_alike = self._equal_gradients and self._world.device.type == "cpu"
         return (
             len(self._pending) >= self._interval
@@ -189,59 +203,62 @@ class MetricsBuffer:
         )
 
     def flush(self, *, stop: bool) -> bool:
-        """Record the steps since the last flush and return whether any rank asks to ``stop``; collective.
+        """Record the steps since the last flush and return whether any rank asks to ``stop``. Collective.
 
         Raises GroupError on every rank where loss or gradients are not finite on one.
         """
-        # A row a step: loss sum, right predictions, samples, not finite; and one of requests to stop and seconds.
-        table = torch.zeros(len(self._pending) + 1, 4, dtype=torch.float64)
-        seconds = [sum(self._timer.seconds(step.times).values()) for step in self._pending]
-        for row, step in zip(table, self._pending, strict=False):
-            loss, correct = float(step.outcome.loss), float(step.outcome.correct)
-            bad_loss = step.outcome.trained and not math.isfinite(loss)
-            bad_norm = not math.isfinite(float(step.outcome.gradient_norm))
-            bad = bad_loss or (bad_norm and not self._overflow_is_normal)
-            loss_sum = loss * step.samples if step.samples else 0.0
-            row[:] = torch.tensor([loss_sum, correct, step.samples, bad], dtype=torch.float64)
-        table[-1, 0], table[-1, 1] = float(stop), sum(seconds)
-        mine = table.tolist()
-        total = table.to(self._world.device)
+        pending = self._pending
+        seconds = [sum(self._timer.seconds(step.times).values()) for step in pending]
+        # (steps, 4): loss sum, right predictions, samples, not finite; last row: requests to stop, seconds
+        rows = [
+            [
+                float(one.outcome.loss) * one.samples if one.samples else 0.0,
+                float(one.outcome.correct),
+                one.samples,
+                not one.outcome.is_finite(overflow_is_normal=self._overflow_is_normal),
+            ]
+            for one in pending
+        ]
+        table = torch.tensor([*rows, [stop, sum(seconds), 0, 0]], dtype=torch.float64)
+        table = table.to(self._world.device)
         if self._world.size > 1:
-            dist.all_reduce(total)
-        rows = total.tolist()
-        waits = self._wait_seconds()
-        good = [step for step, row in zip(self._pending, rows, strict=False) if row[3] == 0]
-        for step, own, own_seconds in zip(good, mine, seconds, strict=False):
-            self.result.add(
-                loss_sum=own[0], correct=own[1], samples=step.samples, step_seconds=own_seconds
-            )
-        if self._on_steps is not None and good:
-            self._on_steps(
-                [
-                    self._record(step, loss=row[0] / row[2], accuracy=row[1] / row[2], wait=wait)
-                    for step, row, wait in zip(good, rows, waits, strict=False)
-                ]
-            )
-        bad_steps = self._pending[len(good) :]
-        if self._pending:
-            mean_seconds = rows[-1][1] / self._world.size / len(self._pending)
+            dist.all_reduce(table)
+        *totals, (stops, all_seconds, _, _) = table.tolist()
+        waits = self._wait_seconds(pending)
+        self._pending = []  # only now: a rank that is lost breaks the calls above
+        records: list[StepRecord] = []
+        failed = None
+        for one, own, total, own_seconds, wait in zip(
+            pending, rows, totals, seconds, waits, strict=True
+        ):
+            loss_sum, correct, samples, not_finite = total
+            if not_finite:
+                failed = one
+                break
+            self.result.loss_sum += own[0]
+            self.result.correct += own[1]
+            self.result.samples += one.samples
+            self.result.step_seconds.append(own_seconds)
+            records.append(self._record(one, loss_sum / samples, correct / samples, wait))
+        if records:
+            self._on_steps(records)
+        if failed is not None:
+            self._raise_not_finite(failed)
+        if pending:
+            mean_seconds = all_seconds / self._world.size / len(pending)
             steps = int(_FLUSH_SECONDS / max(mean_seconds, 1e-6))
             self._interval = max(1, min(self._log_every, steps))
-        self._pending = []
-        if bad_steps:
-            self._raise_not_finite(bad_steps[0])
-        return rows[-1][0] > 0
+        return stops > 0
 
-    def _wait_seconds(self) -> list[float]:
-        """Return how long each pending step's "sync" waited for the slowest rank: until that rank began it, too. Collective."""
+    def _wait_seconds(self, pending: list[_Pending]) -> list[float]:
+        """Return how long each step's "sync" waited until the slowest rank began it, too. Collective."""
         if self._world.size == 1:
-            return [0.0] * len(self._pending)
-        parts = [self._timer.spans(step.times)["sync"] for step in self._pending]
-        begins = torch.full((len(parts), 2), -math.inf, dtype=torch.float64)
+            return [0.0] * len(pending)
+        parts = [self._timer.spans(step.times)["sync"] for step in pending]
+        begins = torch.full((len(parts), 2), -math.inf, dtype=torch.float64)  # "sync" has two parts
         for row, spans in zip(begins, parts, strict=True):
-            row[: len(spans)] = torch.tensor(
-                [begin - self._clock_offset for begin, _ in spans], dtype=torch.float64
-            )
+            own = [begin - self._clock_offset for begin, _ in spans]
+            row[: len(spans)] = torch.tensor(own, dtype=torch.float64)
         latest = begins.to(self._world.device)
         dist.all_reduce(latest, op=dist.ReduceOp.MAX)
         return [
@@ -254,14 +271,10 @@ class MetricsBuffer:
 
     def flush_local(self) -> None:
         """Record what was trained before an error, as far as this rank knows it."""
-        if self._on_steps is not None and self._pending:
-            self._on_steps(
-                [self._record(step, loss=math.nan, accuracy=math.nan) for step in self._pending]
-            )
+        if self._pending:
+            self._on_steps([self._record(step, math.nan, math.nan, 0.0) for step in self._pending])
 
-    def _record(
-        self, step: _Pending, *, loss: float, accuracy: float, wait: float = 0.0
-    ) -> StepRecord:
+    def _record(self, step: _Pending, loss: float, accuracy: float, wait: float) -> StepRecord:
         return StepRecord(
             self._epoch,
             step.step,
@@ -274,7 +287,7 @@ class MetricsBuffer:
             wait,
         )
 
-    def _raise_not_finite(self, step: _Pending) -> None:
+    def _raise_not_finite(self, step: _Pending) -> NoReturn:
         losses = gather_objects(self._world, float(step.outcome.loss))
         culprits = [
             f"loss {loss} on rank {rank}"
