@@ -1,4 +1,4 @@
-"""Which number type the forward pass uses: automatic mixed precision where the device is fast at it."""
+"""The number type of the forward pass: automatic mixed precision where the device is fast at it."""
 
 import torch
 
@@ -6,13 +6,13 @@ import torch
 def choose_amp(
     requested: bool | None, dtype: str, *, default: bool, device: torch.device
 ) -> tuple[torch.dtype | None, str]:
-    """Return the type for autocast (None: float32) and a sentence for the user (empty: nothing to say).
+    """Return the type for autocast (None: float32) and a notice for the user (may be empty).
 
     Parameters
     ----------
-    requested : the flag; None takes ``default`` on a GPU and float32 on a CPU.
-    dtype : "fp16" or "bf16". A CPU takes bf16 in any case, and only with instructions for it: without them bf16
-        convolutions are 30 to 100 times slower than float32.
+    requested : the flag; None means ``default`` on a GPU and float32 on a CPU.
+    dtype : "fp16" or "bf16". A CPU always uses bf16, and only with instructions for it: without
+        them bf16 convolutions are 30 to 100 times slower than float32.
     """
     if device.type == "cuda":
         wanted = default if requested is None else requested
@@ -24,14 +24,12 @@ def choose_amp(
     if not requested:
         return None, ""
     if not cpu_has_fast_bf16():
-        return (
-            None,
-            "this CPU has no instructions for bf16 (AVX512-BF16 or AMX): AMP is off, training runs in fp32",
+        return None, (
+            "this CPU has no instructions for bf16 (AVX512-BF16 or AMX): AMP is off, training "
+            "runs in fp32"
         )
-    return (
-        torch.bfloat16,
-        "" if dtype == "bf16" else "on a CPU AMP uses bf16, which needs no GradScaler",
-    )
+    notice = "" if dtype == "bf16" else "on a CPU AMP uses bf16, which needs no GradScaler"
+    return torch.bfloat16, notice
 
 
 def cpu_has_fast_bf16() -> bool:

@@ -1,9 +1,9 @@
 """BatchNorm over the ranks: one policy for all strategies.
 
-During an epoch each rank's BatchNorm sees its own shards, as in published data-parallel training. Before
-evaluation and before a checkpoint the running means and variances are averaged over the shards, weighted
-by the samples that each has seen; every other buffer is rank 0's. From then on all ranks hold the same
-buffers, bit for bit.
+During an epoch each rank's BatchNorm sees its own shards, as in published data-parallel training.
+Before evaluation and before a checkpoint the running means and variances are averaged over the
+shards, weighted by the samples that each has seen; every other buffer is rank 0's. From then on all
+ranks hold the same buffers, bit for bit.
 
 ``synchronise_batchnorm`` replaces this by statistics over all ranks in every step, on GPUs.
 ``ShardStatistics`` is for a rank that computes several shards in turn.
@@ -33,8 +33,8 @@ def statistics(model: nn.Module) -> list[Tensor]:
 class ShardStatistics:
     """Running statistics of each of the ``shards`` that this rank computes one after the other.
 
-    A shard's BatchNorm must move as if a rank of its own computed it. So each shard has its own copy,
-    which lies in the model only while that shard is computed. One shard needs no copy.
+    A shard's BatchNorm must move as if a rank of its own computed it. So each shard has its own
+    copy, which lies in the model only while that shard is computed. One shard needs no copy.
     """
 
     def __init__(self, model: nn.Module, shards: int) -> None:

@@ -80,8 +80,8 @@ class EarlyStop:
     def __init__(self, target_accuracy: float | None, patience: int) -> None:
         if target_accuracy is not None and not 0 < target_accuracy <= 1:
             raise UserError(
-                f"target_accuracy: got {target_accuracy}, give a fraction above 0 and of at most 1, "
-                "e.g. 0.85"
+                f"target_accuracy: got {target_accuracy}, give a fraction above 0 and of at most "
+                f"1, e.g. 0.85"
             )
         if patience < 1:
             raise UserError(

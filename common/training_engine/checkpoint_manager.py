@@ -1,7 +1,7 @@
-"""When and where a training's checkpoints are written: after every epoch, every so many steps, and on a request to stop.
+"""Write checkpoints after every epoch, every so many steps, and on a request to stop.
 
-``CheckpointManager`` is a callback of the training; common/checkpoint.py writes and verifies the files.
-``state`` and ``load_state`` are methods of ``TrainingEngine``.
+``CheckpointManager`` is a callback of the training; common/checkpoint.py writes and verifies the
+files. ``state`` and ``load_state`` are methods of ``TrainingEngine``.
 """
 
 import math
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointManager(Callback):
-    """Writes ``Epoch_{n}.pt`` after epoch n and ``Epoch_{n}_Step_{s}.pt`` within it, after step s of the training.
+    """Writes ``Epoch_{n}.pt`` after epoch n, and ``Epoch_{n}_Step_{s}.pt`` after step s within it.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class CheckpointManager(Callback):
         self._engine, self._epoch = engine, first_epoch
 
     def on_step_end(self, step_in_epoch: int) -> None:
-        """Save within the epoch where it is time, or where the ranks have agreed to stop. Collective then."""
+        """Save within the epoch when it is time, or when the ranks have agreed to stop. Collective then."""
         due = self._every is not None and self._engine.step % self._every == 0
         if self._engine.stopping or due:
             self._engine.agree_on_buffers()
@@ -59,7 +59,7 @@ class CheckpointManager(Callback):
             self._save(checkpoint_path(self._folder, self._epoch, self._engine.step), entries)
 
     def on_epoch_end(self, end: EpochEnd) -> None:
-        """Save after an epoch, unless a stop has cut it short and saved. Collective."""
+        """Save after an epoch, unless a stop has cut it short and saved already. Collective."""
         if end.is_best:
             assert end.report is not None  # the Validator found it
             best = self._engine.state(epoch=end.epoch, loss=end.report.train_loss)
@@ -94,7 +94,7 @@ class CheckpointManager(Callback):
 def state(
     engine: "TrainingEngine", *, epoch: int, loss: float, step_in_epoch: int = 0
 ) -> dict[str, Any]:
-    """Return a checkpoint's entries. Collective; call ``agree_on_buffers`` before.
+    """Return a checkpoint's entries. Collective. Call ``agree_on_buffers`` before.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ def state(
 
 
 def load_state(engine: "TrainingEngine", entries: Mapping[str, Any]) -> None:
-    """Resume from a checkpoint whose weights and optimiser state are loaded already; after ``prepare``."""
+    """Resume from a checkpoint whose weights and optimiser state are loaded already. Call ``prepare`` before."""
     if engine.scheduler is not None and entries.get("scheduler_state_dict") is not None:
         engine.scheduler.load_state_dict(entries["scheduler_state_dict"])
         # Again, since making the scheduler has changed the rates.

@@ -1,10 +1,12 @@
-"""Runs that repeat bit for bit on a GPU: ``choose_algorithms`` before the first CUDA call, ``cost`` to see what that takes.
+"""Runs that repeat bit for bit on a GPU, by torch's deterministic algorithms (docs: Reproducibility).
 
-A CPU run repeats as it is, with the same number of threads. Algorithms are by torch (docs: Reproducibility).
+Call ``choose_algorithms`` before the first CUDA call; ``cost`` measures how much slower they are. A
+CPU run repeats as it is, with the same number of threads.
 """
 
 import copy
 import os
+import statistics
 import time
 
 import torch
@@ -14,7 +16,7 @@ _REPEATS = 8
 
 
 def choose_algorithms(device: torch.device, *, deterministic: bool) -> None:
-    """Let cuDNN search the fastest algorithms, or make torch use deterministic ones and warn where it has none."""
+    """Let cuDNN search for the fastest algorithms, or make torch use deterministic ones where it has them."""
     if device.type != "cuda":
         return
     if deterministic:
@@ -27,8 +29,11 @@ def choose_algorithms(device: torch.device, *, deterministic: bool) -> None:
 def cost(
     model: nn.Module, images: Tensor, labels: Tensor, *, amp_dtype: torch.dtype | None
 ) -> float:
-    """Return how many times as long forward and backward take deterministically: medians, measured in turns on a copy of
-    the model, so that the training is not touched. GPU only; leaves the algorithms deterministic."""
+    """Return how many times as long forward and backward take with deterministic algorithms.
+
+    The medians of both are measured in turns on a copy of the model, so the training is not
+    affected. GPU only. The algorithms are deterministic afterwards.
+    """
     trial = copy.deepcopy(model).train()
     state = torch.get_rng_state()
     seconds: dict[bool, list[float]] = {True: [], False: []}
@@ -44,5 +49,4 @@ def cost(
             if repeat >= 2:
                 seconds[deterministic].append(time.perf_counter() - began)
     torch.set_rng_state(state)
-    medians = {key: sorted(values)[len(values) // 2] for key, values in seconds.items()}
-    return medians[True] / medians[False]
+    return statistics.median(seconds[True]) / statistics.median(seconds[False])

@@ -1,6 +1,6 @@
 """The exponential moving average of a model's weights, by torch.optim.swa_utils.
 
-Order of the calls: ``build_ema`` once, ``update_parameters`` after every optimiser step; evaluate ``.module``.
+Call ``build_ema`` once and ``update_parameters`` after every optimiser step; evaluate ``.module``.
 """
 
 import torch
@@ -11,16 +11,18 @@ Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 def warmed_up_decay(decay: float, updates: int) -> float:
-    """Return min(decay, (1 + n) / (10 + n)) after n updates, as in TensorFlow's ExponentialMovingAverage: a constant
-    0.9999 would keep a tenth of the initial weights for 23,000 steps."""
+    """Return min(decay, (1 + n) / (10 + n)) after n updates, as TensorFlow's ExponentialMovingAverage does.
+
+    A constant 0.9999 would keep a tenth of the initial weights for 23,000 steps.
+    """
     return min(decay, (1 + updates) / (10 + updates))
 
 
 def build_ema(model: nn.Module, decay: float) -> AveragedModel:
-    """Return the average of ``model`` (the bare module, never a wrapper), beginning with the weights of the first update.
+    """Return the moving average of ``model`` (never a wrapper); it starts with the first update's weights.
 
-    Buffers of floating point, BatchNorm's running statistics, are averaged alike, since they must fit the averaged
-    weights; the other buffers are copied.
+    BatchNorm's running statistics are averaged, too, since they must fit the averaged weights.
+    Buffers that are not floating-point are copied.
     """
 
     def average(averages: Tensors, values: Tensors, _updates: Tensor | int) -> None:

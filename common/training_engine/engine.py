@@ -56,21 +56,25 @@ class TrainingEngine:
     ----------
     model : moved to ``device`` here; may be wrapped in DistributedDataParallel.
     device : "cuda" in a group means the GPU of ``local_rank``.
-    distributed : average gradients over the group that is open (``setup_distributed``, ``launch_distributed_training``).
+    distributed : average gradients over the group that is open (``setup_distributed``,
+        ``launch_distributed_training``).
     world_size, backend : what the caller believes the group to be; a contradiction is an error.
-    use_amp : mixed precision: fp16 with a GradScaler on a GPU, bf16 on a CPU that is fast at it. ``amp_dtype``
-        (torch.float16, torch.bfloat16) chooses the type by itself.
-    use_ema : keep an exponential moving average of the weights (common/training_engine/ema.py), evaluated and saved beside them.
-    sync_batchnorm : in a group on GPUs, BatchNorm layers that train normalise over all ranks; else by rank.
-    accumulation_steps : micro-batches (the loader's batches) of one optimiser step; communicated once.
+    use_amp : mixed precision: fp16 with a GradScaler on a GPU, bf16 on a CPU that is fast at it.
+        ``amp_dtype`` (torch.float16, torch.bfloat16) chooses the type instead.
+    use_ema : keep an exponential moving average of the weights (ema.py), evaluated and saved with
+        them.
+    sync_batchnorm : in a group on GPUs, BatchNorm layers that train normalise over all ranks; else
+        each rank by itself.
+    accumulation_steps : micro-batches (the loader's batches) of one optimiser step; ranks
+        communicate once for all of them.
     sync : a strategy or its name, see common/sync; used where ``distributed``.
     clip_norm : largest norm of all gradients together.
     experiment_name, output_dir : ``train`` writes to ``output_dir/experiment_name/``.
     world : the group that is open, where the caller has it at hand.
 
-    Set ``timeline`` (common/profiling/comm_trace.py) to record the messages of some steps, ``emulation``
-    (common/emulation/emulated_model.py) where the model sleeps in place of computing: then weights stay, and no loss is
-    recorded.
+    Set ``timeline`` (common/profiling/comm_trace.py) to record the messages of some steps. Set
+    ``emulation`` (common/emulation/emulated_model.py) where the model sleeps in place of computing:
+    then the weights stay, and no loss is recorded.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class TrainingEngine:
     load_state = load_state
 
     def notice(self, text: str) -> None:
-        """Warn on rank 0 of what is done in another way than asked for; nothing where ``text`` is empty."""
+        """Warn on rank 0 that something is done in another way than asked for, unless ``text`` is empty."""
         if text and self.world.is_rank0:
             warnings.warn(text, stacklevel=3)
 
@@ -145,7 +149,8 @@ class TrainingEngine:
             return model
         if self.device.type != "cuda":
             self.notice(
-                "BatchNorm uses each rank's own batch: SyncBatchNorm needs GPUs, torch has none for Gloo on CPUs"
+                "BatchNorm uses each rank's own batch: SyncBatchNorm needs GPUs, torch has none "
+                "for Gloo on CPUs"
             )
             return model
         if isinstance(model, DistributedDataParallel):
@@ -160,14 +165,16 @@ class TrainingEngine:
         *,
         scheduler_by_epoch: bool = False,
     ) -> None:
-        """Hand over what trains, give all ranks rank 0's weights, and check that they train the same model.
+        """Check that all ranks train the same model, and give them rank 0's weights. Collective.
 
-        ``scheduler`` is stepped after every optimiser step, or by the caller after every epoch. Raises UserError where the
-        ranks' parameters differ in name, shape or type, and where ``criterion`` is not a mean over the batch.
+        ``scheduler`` is stepped after every optimiser step, or by the caller after every epoch.
+        Raises UserError where the ranks' parameters differ in name, shape or type, and where
+        ``criterion`` is not a mean over the batch.
         """
         if getattr(criterion, "reduction", "mean") != "mean":
             raise UserError(
-                f"the criterion has reduction={criterion.reduction!r}: use 'mean', since the ranks' losses "
+                f"the criterion has reduction={criterion.reduction!r}: use 'mean', since the "
+                f"ranks' losses "
                 "are weighted as means"
             )
         self.optimizer, self.criterion, self.scheduler = optimizer, criterion, scheduler
@@ -194,7 +201,7 @@ class TrainingEngine:
         self.sync.close()
 
     def request_stop(self) -> None:
-        """Ask all ranks to end the epoch at the next step on which they agree; may be called from a signal handler."""
+        """Ask all ranks to stop at the next step on which they agree; safe in a signal handler."""
         self.stop_requested = True
 
     def train_step(
@@ -206,10 +213,10 @@ class TrainingEngine:
     ) -> StepOutcome:
         """Do one optimiser step on this rank's micro-batches of a global batch.
 
-        The mean loss of a micro-batch is weighted by its samples x ranks / ``global_samples``. So the
-        plain mean of the ranks' gradients is the gradient of the mean loss over the global batch, also
-        where shares differ. Ranks communicate once. ``seeds``, one for each micro-batch, set torch's
-        generator before its forward pass.
+        The mean loss of a micro-batch is weighted by its samples x ranks / ``global_samples``. So
+        the plain mean of the ranks' gradients is the gradient of the mean loss over the global
+        batch, also where shares differ. Ranks communicate once. ``seeds``, one for each
+        micro-batch, set torch's generator before its forward pass.
         """
         timer = self.timer
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -245,7 +252,8 @@ class TrainingEngine:
     @contextmanager
     def _micro_batch(self, index: int, count: int, samples: int) -> Iterator[None]:
         """Run micro-batch ``index`` of ``count`` inside: without communication unless it is the last,
-        with its own shard's BatchNorm statistics, which a micro-batch without samples leaves alone."""
+        with its own shard's BatchNorm statistics, which a micro-batch without samples leaves alone.
+        """
         shard = index * len(self.shards) // count
         with ExitStack() as stack:
             if index < count - 1:
@@ -291,8 +299,11 @@ class TrainingEngine:
             self.ema.update_parameters(unwrap(self.model))
 
     def agree_on_buffers(self) -> None:
-        """Make the buffers equal on all ranks, as common/training_engine/batchnorm.py says, and with a periodic strategy the
-        weights first; before evaluation and before a checkpoint. Collective."""
+        """Make the buffers equal on all ranks, and with a periodic strategy the weights first. Collective.
+
+        Call it before an evaluation and before a checkpoint; batchnorm.py says what becomes of
+        BatchNorm.
+        """
         self.sync.sync_replicas(self.model)
         statistics = self.shards.take()
         if self.world.size > 1 or len(statistics) > 1:
@@ -324,11 +335,13 @@ class TrainingEngine:
 def _check_strategy(sync: GradientSync, *, scales: bool, use_ema: bool) -> None:
     if scales and not sync.exact:
         raise UserError(
-            f"{type(sync).__name__} does not keep every step's exact gradient, which fp16's loss scaling needs: "
+            f"{type(sync).__name__} does not keep every step's exact gradient, which fp16's loss "
+            f"scaling needs: "
             "got both, give --amp-dtype bf16 (torch.bfloat16) or an exact strategy"
         )
     if use_ema and not sync.equal_gradients:
         raise UserError(
-            f"{type(sync).__name__} lets the ranks' weights differ between averages, so that each would keep a "
+            f"{type(sync).__name__} lets the ranks' weights differ between averages, so that each "
+            f"would keep a "
             "moving average of its own: leave out --ema, or take another strategy"
         )

@@ -44,8 +44,8 @@ def fit(
 ) -> None:
     """Train epochs ``first_epoch`` to ``last_epoch``, both included, and call the callbacks' hooks.
 
-    Stops early after ``max_steps``, when a callback gives a reason to, or when the ranks have agreed
-    to stop. Call ``prepare`` before.
+    Stops early after ``max_steps``, when a callback gives a reason to, or when the ranks have
+    agreed to stop. Call ``prepare`` before.
 
     Parameters
     ----------
@@ -99,8 +99,8 @@ def train_epoch(
 
     Parameters
     ----------
-    loader : yields (inputs, labels). If it has ``global_batch_sizes`` (samples of each step over all
-        ranks), these weight the loss; else each step costs an 8-byte all_reduce. If it has
+    loader : yields (inputs, labels). If it has ``global_batch_sizes`` (samples of each step over
+        all ranks), these weight the loss; else each step costs an 8-byte all_reduce. If it has
         ``micro_batches``, these are the numbers of its micro-batches within each global batch; else
         ``accumulation_steps`` of its batches make a step.
     seed : torch's generator is set before each micro-batch from (seed, epoch, step, micro-batch).
@@ -158,7 +158,8 @@ def _skip_steps(loader: Iterable[MicroBatch], epoch: int, start_step: int) -> No
     if not isinstance(loader, ResumableLoader):
         raise UserError(
             f"resuming within epoch {epoch}, after step {start_step}, needs a loader with a method "
-            f"start_at(step), and {type(loader).__name__} has none: resume from the checkpoint of an epoch"
+            f"start_at(step), and {type(loader).__name__} has none: resume from the checkpoint of "
+            f"an epoch"
         )
     loader.start_at(start_step)
 

@@ -1,5 +1,4 @@
-"""The prediction loop: ``predict`` runs a model over a loader, in this process, without a message; ``validate`` puts the
-ranks' shares together."""
+"""The prediction loop: ``predict`` runs in this process alone, ``validate`` puts the ranks' shares together."""
 
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from common.distributed.process_group import World
 
 @dataclass(frozen=True)
 class Predictions:
-    """labels, predicted : int64 arrays of shape (n,), in the loader's order; loss_sum : the loss summed over them."""
+    """labels, predicted : int64 arrays of shape (n,), in the loader's order; loss_sum : the sum of their losses."""
 
     labels: np.ndarray
     predicted: np.ndarray
@@ -50,19 +49,19 @@ def predict(
 ) -> Predictions:
     """Predict every batch of ``loader`` in evaluation mode and return labels, predictions and summed loss.
 
-    The model is unwrapped and only runs here, so one rank may evaluate alone; its training mode is given back after.
+    The model is unwrapped and runs only here, so one rank may evaluate alone. Its mode is restored.
 
     Parameters
     ----------
     criterion : returns a batch's mean loss.
-    limit : only the first so many samples count.
-    amp_dtype : mixed precision in this type.
+    limit : how many samples count, from the first; None: all.
+    amp_dtype : type of mixed precision; None: float32.
     """
     model = unwrap(model)
     was_training = model.training
     model.eval()
-    labels_seen: list[Tensor] = []
-    predicted: list[Tensor] = []
+    labels_seen = [torch.zeros(0, dtype=torch.int64)]
+    predicted = [torch.zeros(0, dtype=torch.int64)]
     loss_sum = 0.0
     try:
         for images, labels in loader:
@@ -80,8 +79,6 @@ def predict(
             predicted.append(outputs.argmax(dim=1).cpu())
     finally:
         model.train(was_training)
-    if not labels_seen:
-        return Predictions(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), 0.0)
     return Predictions(torch.cat(labels_seen).numpy(), torch.cat(predicted).numpy(), loss_sum)
 
 
@@ -93,9 +90,9 @@ def validate(
     *,
     amp_dtype: torch.dtype | None = None,
 ) -> tuple[float, float]:
-    """Return (mean loss, accuracy) over the samples of all ranks' loaders, each weighing the same. Collective.
+    """Return (mean loss, accuracy) over the samples of all ranks' loaders. Collective.
 
-    The samples that a DistributedSampler repeats, to give all ranks as many, are left out.
+    Samples that a DistributedSampler repeats, to give all ranks equally many, count once.
     """
     mine = predict(
         model, world.device, criterion, loader, limit=_own_samples(loader), amp_dtype=amp_dtype
@@ -112,8 +109,11 @@ def validate(
 
 
 def _own_samples(loader: Iterable[tuple[Tensor, Tensor]]) -> int | None:
-    """How many of the loader's samples are no repetition; None: all. The repeated ones come last in the order of all ranks,
-    of which this rank has every ``num_replicas``-th."""
+    """Return how many of the loader's samples are no repetition; None: all.
+
+    The repeated ones come last in the order of all ranks, of which this rank has every
+    ``num_replicas``-th.
+    """
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return None
@@ -122,7 +122,7 @@ def _own_samples(loader: Iterable[tuple[Tensor, Tensor]]) -> int | None:
 
 
 def to_device(images: Tensor, device: torch.device | str) -> Tensor:
-    """Move a batch to ``device``; images (4-d) take channels_last strides, in which convolutions are faster."""
+    """Move a batch to ``device``; images (4-d) get channels_last strides, which make convolutions faster."""
     if images.dim() == 4:
         return images.to(device, non_blocking=True, memory_format=torch.channels_last)
     return images.to(device, non_blocking=True)

@@ -1,7 +1,8 @@
 """One process a rank on this machine: ``launch_distributed_training`` starts them from a script or a notebook.
 
-Each rank is a fresh interpreter (worker.py) that reads the function and its arguments from a file, pickled by cloudpickle,
-so that lambdas and functions of a notebook work, and the caller's script is not run again.
+Each rank is a fresh interpreter (worker.py) that reads the function and its arguments from a file,
+pickled by cloudpickle, so that lambdas and functions of a notebook work, and the caller's script is
+not run again.
 """
 
 import contextlib
@@ -63,12 +64,14 @@ def distributed_train_worker(
 
     Parameters
     ----------
-    model_fn, criterion_fn : return a new model and criterion. Ranks may draw other weights: rank 0's go to all.
+    model_fn, criterion_fn : return a new model and criterion. Ranks may draw other weights: rank
+        0's go to all.
     train_dataset, val_dataset : of (input, label); shared out by a DistributedSampler.
     batch_size : PER PROCESS: the global batch is this x ``world_size`` x ``accumulation_steps``.
     num_workers : of each loader, a process.
     optimizer_fn, scheduler_fn : called with the model's parameters that train; with the optimiser.
-    engine_kwargs, train_kwargs : further arguments of ``TrainingEngine`` and ``TrainingEngine.train`` (``num_epochs``, ...).
+    engine_kwargs, train_kwargs : further arguments of ``TrainingEngine`` and
+        ``TrainingEngine.train`` (``num_epochs``, ...).
     """
     if world_size > 1:
         TrainingEngine.setup_distributed(rank, world_size)
@@ -115,13 +118,16 @@ def launch_distributed_training(
 
     Parameters
     ----------
-    train_fn : e.g. ``distributed_train_worker``. The process group is open when it is called. Lambdas and functions of a
-        notebook are fine, as in ``config``.
-    world_size : ranks, one process each; 0 (``torch.cuda.device_count()`` without a GPU) or 1 is one process, this one.
-    backend : "nccl" needs a GPU for each rank; where they are missing a warning says so, and Gloo on the CPU serves.
+    train_fn : e.g. ``distributed_train_worker``. The process group is open when it is called.
+        Lambdas and functions of a notebook are fine, as in ``config``.
+    world_size : ranks, one process each; 0 (``torch.cuda.device_count()`` without a GPU) or 1 is
+        one process, this one.
+    backend : "nccl" needs a GPU for each rank; where they are missing a warning says so, and Gloo
+        on the CPU serves.
 
-    Where the group cannot be set up, a warning says why, and one device trains. Raises WorkerError with rank and traceback
-    where a rank fails in training, which is never tried again; UserError on other values. No process is left behind.
+    Where the group cannot be set up, a warning says why, and one device trains. Raises WorkerError
+    with rank and traceback where a rank fails in training, which is never tried again; UserError on
+    other values. No process is left behind.
     """
     if backend not in ("nccl", "gloo"):
         raise UserError(f"backend: got {backend!r}, choose nccl or gloo")
@@ -171,8 +177,8 @@ def _in_processes(
         folder = Path(name)
         call = cloudpickle.dumps((train_fn, world_size, backend, config))
         (folder / "call.pkl").write_bytes(call)
-        # This repository first, for `-m`, then the caller's path, for modules pickled by name. -P: not
-        # the current folder before them, where a `common` would be taken for ours.
+        # This repository first, for `-m`, then the caller's path, for modules pickled by name. -P:
+        # not the current folder before them, where a `common` would be taken for ours.
         path = [str(REPOSITORY), *(entry or os.getcwd() for entry in sys.path)]
         worker = [sys.executable, "-P", "-m", "common.training_engine.worker", name]
         exits = run_local_ranks(

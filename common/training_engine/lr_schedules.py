@@ -1,4 +1,4 @@
-"""How the learning rate moves over the steps: torch's own schedulers, stepped once per optimiser step."""
+"""Learning-rate schedules: torch's own schedulers, stepped once per optimiser step."""
 
 from collections.abc import Sequence
 
@@ -27,29 +27,31 @@ def build_schedule(
     milestones: Sequence[float] = (0.5, 0.75),
     step_factor: float = 0.1,
 ) -> LRScheduler:
-    """Return a scheduler of ``total_steps`` steps that moves the rate the optimiser was made with.
+    """Return a scheduler of ``total_steps`` steps; its peak is the rate that the optimiser was made with.
 
     Parameters
     ----------
-    name : "onecycle" rises over the warm-up (default: 20 % of the steps) and falls along a cosine to almost zero
-        (Smith & Topin, arXiv:1708.07120); "constant" stays; "cosine" falls to zero (Loshchilov & Hutter,
-        arXiv:1608.03983); "step" multiplies by ``step_factor`` at each of ``milestones``.
+    name : "onecycle" rises over the warm-up (default: 20 % of the steps) and falls along a cosine
+        to almost zero (Smith & Topin, arXiv:1708.07120); "constant" stays; "cosine" falls to zero
+        (Loshchilov & Hutter, arXiv:1608.03983); "step" multiplies by ``step_factor`` at each of
+        ``milestones``.
     total_steps : optimiser steps of the whole training.
-    warmup_steps : optimiser steps of linear rise before the others begin (default: none).
+    warmup_steps : optimiser steps of linear rise (default: none).
     milestones : shares of the steps after the warm-up.
 
     Raises UserError where the warm-up leaves no step for the rest.
     """
     if warmup_steps is not None and warmup_steps >= total_steps and name != "constant":
         raise UserError(
-            f"the warm-up of {warmup_steps} steps is not shorter than the training of {total_steps} steps: "
+            f"the warm-up of {warmup_steps} steps is not shorter than the training of "
+            f"{total_steps} steps: "
             "shorten the one or lengthen the other"
         )
     if name == "onecycle" and warmup_steps is None:
         warmup_steps = round(_ONECYCLE_WARMUP_SHARE * total_steps)
     if name == "onecycle" and warmup_steps:
-        # torch puts the peak at step pct_start * total_steps - 1, counted from 0, and uses one rate more than there are
-        # steps here, the one after the last.
+        # torch puts the peak at step pct_start * total_steps - 1, counted from 0. It also needs one
+        # rate more than there are steps: the one after the last.
         return OneCycleLR(
             optimizer,
             max_lr=[group["lr"] for group in optimizer.param_groups],

@@ -1,7 +1,7 @@
 """The numbers of steps and epochs, and the buffer that turns one rank's numbers into the group's.
 
-Call ``MetricsBuffer.add`` after every step, and ``flush`` when it is ``due``: one small all_reduce for
-all steps since the last one.
+Call ``MetricsBuffer.add`` after every step, and ``flush`` when it is ``due``: one small all_reduce
+for all steps since the last one.
 """
 
 import math
@@ -29,8 +29,8 @@ class StepRecord:
 
     samples, local_loss : this rank's. loss, accuracy : over the global batch.
     learning_rate : the one that the step used. seconds : by section of the step.
-    wait_seconds : the part of "sync" in which the slowest rank still computed; the rest is the network.
-    Losses and accuracy are NaN where compute was emulated.
+    wait_seconds : the part of "sync" in which the slowest rank still computed; the rest is the
+    network. Losses and accuracy are NaN where compute was emulated.
     """
 
     epoch: int
@@ -48,9 +48,9 @@ class StepRecord:
 class EpochResult:
     """What this rank did in one epoch.
 
-    samples : how many it trained on. loss_sum, correct : their summed loss, and how many it predicted
-    right. step_seconds, seconds : of each step, and of the whole epoch. complete : False where a
-    request to stop ended the epoch.
+    samples : how many it trained on. loss_sum, correct : their summed loss, and how many it
+    predicted right. step_seconds, seconds : of each step, and of the whole epoch. complete : False
+    where a request to stop ended the epoch.
     """
 
     samples: int = 0
@@ -80,9 +80,9 @@ class EpochResult:
 class EpochReport:
     """One epoch over all ranks.
 
-    Losses are means over samples, accuracies lie between 0 and 1; ``ema_*`` are those of the weights'
-    moving average. NaN: no validation, no average, or emulated compute. ``samples_per_second`` is the
-    training throughput of all ranks together.
+    Losses are means over samples, accuracies lie between 0 and 1; ``ema_*`` are those of the
+    weights' moving average. NaN: no validation, no average, or emulated compute.
+    ``samples_per_second`` is the training throughput of all ranks together.
     """
 
     epoch: int
@@ -120,8 +120,8 @@ class StepOutcome:
     """A step's numbers, which may still be on the GPU.
 
     loss, correct : mean loss over this rank's samples, and how many it predicted right.
-    gradient_norm : of the synchronised gradients. trained : False where compute was emulated, so that
-    loss and predictions are NaN.
+    gradient_norm : of the synchronised gradients. trained : False where compute was emulated, so
+    that loss and predictions are NaN.
     """
 
     loss: Tensor
@@ -154,8 +154,8 @@ class MetricsBuffer:
 
     Parameters
     ----------
-    log_every : most steps between two flushes. Slow steps are flushed sooner, about every two seconds,
-        so that the ranks soon agree on a request to stop.
+    log_every : most steps between two flushes. Slow steps are flushed sooner, about every two
+        seconds, so that the ranks soon agree on a request to stop.
     overflow_is_normal : infinite gradients are no error, since a GradScaler skips such steps.
     equal_gradients : all ranks hold the same gradients after ``synchronize``.
     """
@@ -209,7 +209,8 @@ class MetricsBuffer:
         """
         pending = self._pending
         seconds = [sum(self._timer.seconds(step.times).values()) for step in pending]
-        # (steps, 4): loss sum, right predictions, samples, not finite; last row: requests to stop, seconds
+        # (steps, 4): loss sum, right predictions, samples, not finite; last row: requests to stop,
+        # seconds
         rows = [
             [
                 float(one.outcome.loss) * one.samples if one.samples else 0.0,

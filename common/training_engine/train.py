@@ -39,8 +39,8 @@ def train(
     """Train epochs 1 to ``num_epochs``, validate each, and return the numbers of every epoch, by name.
 
     ``best.pt``, of the best validation accuracy so far, and ``last.pt`` go to
-    ``output_dir/experiment_name/``, with the average of the weights in them where it is kept; rank 0
-    writes, and prints a line an epoch.
+    ``output_dir/experiment_name/``, with the average of the weights in them where it is kept; rank
+    0 writes, and prints a line an epoch.
 
     Parameters
     ----------
@@ -50,8 +50,8 @@ def train(
     scheduler : stepped after every epoch, or after every optimiser step where it counts these:
         OneCycleLR and CyclicLR. ``scheduler_by_epoch`` says it for others. ReduceLROnPlateau gets
         the validation loss.
-    target_accuracy : stop once validation accuracy (0 to 1) has reached it in ``patience`` epochs in
-        a row.
+    target_accuracy : stop once validation accuracy (0 to 1) has reached it in ``patience`` epochs
+        in a row.
     seed : torch's generator is set from it before each micro-batch.
 
     Returns lists of equal length: ``epoch``, ``train_loss``, ``train_accuracy``, ``val_loss``,

@@ -1,7 +1,7 @@
 """One rank of ``launch_distributed_training``: ``python -m common.training_engine.worker FOLDER RANK``.
 
-Opens the group, calls the function that lies in FOLDER, and leaves its outcome there: the result, or the stage at which it
-failed ("arguments", "group" or "training") with the traceback.
+Opens the group, calls the function that lies in FOLDER, and leaves its outcome there: the result,
+or the stage at which it failed ("arguments", "group" or "training") with the traceback.
 """
 
 import os
