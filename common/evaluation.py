@@ -1,6 +1,7 @@
 """The assignment's evaluation functions: predictions, and scikit-learn's report of them.
 
-Order of the calls: ``prepare_model_for_evaluation``, then ``evaluate_model``, which calls ``generate_eval_report``.
+Call ``prepare_model_for_evaluation``, then ``evaluate_model``, which calls
+``generate_eval_report``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,9 +23,9 @@ from common.utils.atomic_files import append_text
 def prepare_model_for_evaluation(
     model: nn.Module, device: torch.device | str, checkpoint_path: str | Path
 ) -> nn.Module:
-    """Load the checkpoint's weights and buffers into ``model`` and return it on ``device``, in evaluation mode.
+    """Load a checkpoint into ``model`` and return it on ``device``, in evaluation mode.
 
-    A model in DistributedDataParallel is returned without it. Raises UserError on a checkpoint that cannot be used.
+    DistributedDataParallel is removed. Raises UserError on a checkpoint that cannot be used.
     """
     model = unwrap(model)
     load_model_state(model, load_checkpoint(Path(checkpoint_path)), name=str(checkpoint_path))
@@ -41,10 +42,10 @@ def evaluate_model(
     *,
     class_names: Sequence[str] | None = None,
 ) -> Predictions:
-    """Predict the whole of ``test_loader`` in this process, write the report and return the predictions.
+    """Predict all of ``test_loader`` in this process, write the report, return the predictions.
 
-    It never communicates, so one rank may call it alone; in a group only rank 0 writes the file. ``checkpoint_path`` is
-    only named in the report.
+    It never communicates, so one rank may call it alone; in a group only rank 0 writes the file.
+    ``checkpoint_path`` is only named in the report.
     """
     predictions = predict(model, device, criterion, test_loader)
     if current_world().is_rank0:
@@ -68,25 +69,27 @@ def generate_eval_report(
     *,
     class_names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Append to ``report_path``: checkpoint, test loss, accuracy, classification report, confusion matrix.
+    """Append the report to the file ``report_path`` and return its numbers.
+
+    The report holds checkpoint, test loss, accuracy, classification report and confusion matrix.
 
     Parameters
     ----------
     ground_truth, prediction : class numbers, of shape (n,).
     test_loss : mean over samples.
-    class_names : by class number; without them the numbers that occur are named.
+    class_names : by class number; without them the report shows the numbers that occur.
 
-    Returns the same as plain values: ``test_loss``, ``accuracy``, ``classification_report`` (by class) and
-    ``confusion_matrix`` (rows: true class, columns: predicted). Raises UserError where there is nothing to report, the
-    lengths differ, or the file cannot be written.
+    Returns ``test_loss``, ``accuracy``, ``classification_report`` (by class) and
+    ``confusion_matrix`` (rows: true class, columns: predicted). Raises UserError if there is
+    nothing to report, the lengths differ, or the file cannot be written.
     """
     from sklearn.metrics import accuracy_score, classification_report, confusion_matrix
 
     truth, predicted = np.asarray(ground_truth), np.asarray(prediction)
     if truth.shape != predicted.shape or truth.ndim != 1 or len(truth) == 0:
         raise UserError(
-            f"a report needs as many predictions as labels, and at least one: got shapes {predicted.shape} "
-            f"and {truth.shape}"
+            "a report needs as many predictions as labels, and at least one: got shapes "
+            f"{predicted.shape} and {truth.shape}"
         )
     labels = (
         np.arange(len(class_names))
@@ -109,9 +112,10 @@ def generate_eval_report(
     }
     text = (
         f"Checkpoint: {checkpoint_path}\nTest loss (mean over samples): {test_loss:.4f}\n"
-        f"Test accuracy: {result['accuracy']:.4f} ({int((truth == predicted).sum())} of {len(truth)})\n\n"
-        f"{classification_report(truth, predicted, digits=4, **arguments)}\n"
-        f"Confusion matrix (rows: true class, columns: predicted class)\n{_matrix_text(matrix, names)}\n"
+        f"Test accuracy: {result['accuracy']:.4f} ({int((truth == predicted).sum())} of "
+        f"{len(truth)})\n\n{classification_report(truth, predicted, digits=4, **arguments)}\n"
+        "Confusion matrix (rows: true class, columns: predicted "
+        f"class)\n{_matrix_text(matrix, names)}\n"
     )
     path = Path(report_path)
     separator = "\n" if path.exists() and path.stat().st_size else ""

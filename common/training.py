@@ -1,6 +1,6 @@
-"""The assignment's training functions: they work alone, from a notebook, with any model and loader, and inside ``run``.
+"""The assignment's training functions, for ``run`` and for scripts and notebooks of your own.
 
-Order of the calls: ``prepare_model_for_training``, then ``train_model``.
+Call ``prepare_model_for_training``, then ``train_model``, with any model and any loader.
 """
 
 import warnings
@@ -48,18 +48,20 @@ def prepare_model_for_training(
 ) -> tuple[nn.Module, nn.Module, Optimizer]:
     """Return (model, criterion, optimizer), ready for ``train_model``.
 
-    The model is moved to ``device``, its convolutions in channels_last strides; the criterion is CrossEntropyLoss.
+    The model moves to ``device``, its convolutions in channels_last strides. The criterion is
+    CrossEntropyLoss.
 
     Parameters
     ----------
-    continue_flag : load model and optimizer from ``continue_checkpoint_path``. In a process group every rank calls
-        this, rank 0 reads the file and sends it to the others. The optimizer settings in the checkpoint win over
-        ``learning_rate``, ``momentum`` and ``weight_decay``; a warning names those that differ.
+    continue_flag : load model and optimizer from ``continue_checkpoint_path``. In a process group
+        every rank calls this; rank 0 reads the file and sends it to the others. The checkpoint's
+        optimizer settings win over ``learning_rate``, ``momentum`` and ``weight_decay``; a warning
+        names those that differ.
     distribute_flag : wrap the model in DistributedDataParallel; needs an open process group.
     opt : "sgd" or "adamw".
-    nesterov : sgd's momentum in Nesterov's form.
+    nesterov : use Nesterov's momentum with sgd.
     label_smoothing : share of each label that is spread over all classes, 0 to 1.
-    checkpoint : entries already loaded, in place of the file.
+    checkpoint : its entries, if they are loaded already.
 
     Raises UserError on a checkpoint that cannot be used.
     """
@@ -92,7 +94,7 @@ def prepare_model_for_training(
 
 
 def _read_checkpoint(world: World, path: str) -> dict[str, Any]:
-    """Return the checkpoint's entries on every rank; only rank 0 needs the file. Collective; UserError on all ranks."""
+    """Return the checkpoint's entries on every rank; only rank 0 needs the file. Collective."""
 
     def read() -> bytes:
         load_checkpoint(Path(path))  # a damaged file is an error before it is sent
@@ -107,8 +109,8 @@ def _load_optimizer(optimizer: Optimizer, entries: Mapping[str, Any], name: str)
         optimizer.load_state_dict(entries["optimizer_state_dict"])
     except (ValueError, KeyError) as error:
         raise UserError(
-            f"checkpoint {name} holds another optimizer's state ({error}): give the --opt and --model that "
-            "it was trained with"
+            f"checkpoint {name} holds another optimizer's state ({error}): give the --opt and "
+            "--model that it was trained with"
         ) from error
     kept = [
         f"{key} {group.get(saved, group[key])} (not {asked[key]})"
@@ -152,22 +154,23 @@ def train_model(
 ) -> nn.Module:
     """Train epochs ``start_epoch`` to ``end_epoch``, both included, and return the trained model.
 
-    After each epoch a line is appended to the file ``logs_path``: this rank's own loss, accuracy and
-    times; the average batch duration leaves out the first batch. Rank 0 writes ``Epoch_{n}.pt`` to
-    ``checkpoint_dir``.
+    After each epoch a line is appended to the file ``logs_path``: this rank's own loss, accuracy
+    and times; the average batch duration leaves out the first batch. Rank 0 writes ``Epoch_{n}.pt``
+    to ``checkpoint_dir``.
 
     Parameters
     ----------
     train_loader : yields (inputs, labels) of this rank's share. If it has a ``sampler`` with
         ``set_epoch``, that is called; in a group all ranks need the same number of batches.
     distribute_flag : average gradients by DistributedDataParallel (a wrapped model stays as it is).
-    task_flag : else the strategy that averages, by its name in ``common.sync.STRATEGIES``, or as the
-        assignment numbers the tasks of its Part Two: "PartOne" is gather_scatter, "PartTwo" is
+    task_flag : else the strategy that averages, by its name in ``common.sync.STRATEGIES``, or as
+        the assignment numbers the tasks of its Part Two: "PartOne" is gather_scatter, "PartTwo" is
         all_reduce; "" averages nothing.
     rank : for the log line; in a group the group's rank if empty.
     engine : made by the caller from ``model``, in place of what the two flags choose.
     scheduler : stepped after each step.
-    seed : torch's generator is set from (seed, epoch, step, rank) before each step, for an exact resume.
+    seed : torch's generator is set from (seed, epoch, step, rank) before each step, for an exact
+        resume.
     max_steps : stop within the epoch once so many steps of the whole training are done.
     resume : a checkpoint's entries, from which scheduler, GradScaler, averages, step count and
         position in the epoch resume.
@@ -240,7 +243,7 @@ class _EpochLog(Callback):
 
 
 def _steps(loader: Iterable[tuple[Tensor, Tensor]]) -> int:
-    """Return the steps of an epoch where the loader has them, else its batches; -1 where it has no length."""
+    """Return the steps of an epoch, or the loader's batches if it has no steps; -1: no length."""
     steps = getattr(loader, "global_batch_sizes", loader)
     return len(steps) if isinstance(steps, Sized) else -1
 
@@ -249,14 +252,15 @@ def _strategy(distribute_flag: bool, task_flag: str) -> str:
     strategy = _STRATEGY_OF_TASK.get(task_flag, task_flag)
     if strategy not in STRATEGIES:
         raise UserError(
-            f"task_flag: got {task_flag!r}, give a strategy's name ({', '.join(STRATEGIES)}), 'PartOne' "
-            "(gather_scatter), 'PartTwo' (all_reduce) or ''"
+            f"task_flag: got {task_flag!r}, give a strategy's name ({', '.join(STRATEGIES)}), "
+            "'PartOne' (gather_scatter), 'PartTwo' (all_reduce) or ''"
         )
     strategy = "ddp" if distribute_flag else strategy
     size = current_world().size
     if strategy == "none" and size > 1:
         warnings.warn(
-            f"{size} ranks train without averaging their gradients: set distribute_flag or task_flag",
+            f"{size} ranks train without averaging their gradients: set distribute_flag or "
+            "task_flag",
             stacklevel=3,
         )
     if strategy != "none" and current_world().backend is None:

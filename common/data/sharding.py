@@ -84,7 +84,7 @@ class GlobalBatchSampler:
         if samples < _MIN_SAMPLES_PER_MICRO_BATCH * count:
             raise UserError(
                 f"the training set has {samples} images, too few for {shards} ranks: BatchNorm needs "
-                f"two samples a rank"
+                "two samples a rank"
             )
         self.samples, self.seed, self.epoch = samples, seed, 1
         self._bounds = global_batch_bounds(samples, batch_size, count)

@@ -45,7 +45,7 @@ def explain_collective_failure(error: BaseException) -> str | None:
         )
     return (
         f"{collective} broke: another rank has ended, or did not answer in time. Its own output says why; where "
-        f"it has none, its process was killed or its node lost. Finished checkpoints are kept. "
+        "it has none, its process was killed or its node lost. Finished checkpoints are kept. "
         f"(torch says: {first_line(error)})"
     )
 

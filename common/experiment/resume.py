@@ -1,7 +1,7 @@
-"""Which folder a run writes to, and from which checkpoint it resumes; also when torchrun has started its workers again.
+"""Choose the folder that a run writes to, then the checkpoint that it resumes from.
 
-Order of the calls: ``open_job``, then ``find_checkpoint``. A job started again finds its folder by the agent (torchrun's
-process on each node), which outlives the workers; the newest checkpoint among the nodes counts, and is sent to all.
+When torchrun starts its workers again, they find the folder by their agent: torchrun's process on
+each node, which outlives the workers. The newest checkpoint of all nodes counts, and goes to all.
 """
 
 import secrets
@@ -31,8 +31,12 @@ _AGENTS = ".agents"
 
 @dataclass(frozen=True)
 class Job:
-    """folder : this node's; resuming : whether it holds an earlier part of the same run; writes : whether this rank writes
-    checkpoints (rank 0, and under torchrun with restarts one rank a node that has a disk of its own)."""
+    """A run and its folder on this node.
+
+    resuming : whether the folder holds an earlier part of the same run. writes : whether this rank
+    writes checkpoints: rank 0, and under torchrun with restarts one rank of each node that has a
+    disk of its own.
+    """
 
     folder: RunFolder
     resuming: bool
@@ -48,9 +52,9 @@ class ResumePoint:
 
 
 def open_job(config: Config, launch: LaunchSpec, world: World) -> Job:
-    """Choose and make the run's folder, the same name on every node. Collective.
+    """Choose and make the run's folder, with the same name on every node. Collective.
 
-    Raises UserError where it cannot be written, and where --run-name exists already and --resume is not given.
+    Raises UserError if it cannot be written, or --run-name exists already and --resume is missing.
     """
     parent = config.reports_folder / config.experiment
     # The same on every rank: it decides on collectives below.
@@ -78,14 +82,14 @@ def _new_name(config: Config, parent: Path) -> str:
         return new_run_name(parent)
     if (parent / config.run_name / "config.json").exists() and config.resume is None:
         raise UserError(
-            f"--run-name: {parent / config.run_name} holds a run already: add --resume auto to go on with it, or "
-            "give another name"
+            f"--run-name: {parent / config.run_name} holds a run already: add --resume auto to go "
+            "on with it, or give another name"
         )
     return config.run_name
 
 
 def _own_disk(folder: Path, world: World) -> bool:
-    """Whether this rank is the first of its node and sees another disk than rank 0. Collective."""
+    """Whether this rank is its node's first and sees another disk than rank 0. Collective."""
     token = run_on_rank0(world, lambda: secrets.token_hex(8))
     marker = folder / f".seen-by-rank0-{token}"
     if world.is_rank0:
@@ -101,10 +105,11 @@ def _own_disk(folder: Path, world: World) -> bool:
 
 
 def find_checkpoint(config: Config, job: Job, world: World) -> ResumePoint | None:
-    """Return the checkpoint to resume from, the same on every rank; None for a fresh start. Collective.
+    """Return the checkpoint to resume from, on every rank; None: a fresh start. Collective.
 
-    A path is rank 0's; "auto", and a job that was started again, look on every node: in the run's own folder if it is resumed,
-    else in --checkpoint and, unless the run has a name of its own, in the earlier runs of the experiment.
+    A path is rank 0's. "auto", and a job that was started again, look on every node: in the run's
+    own folder if that is resumed; else in --checkpoint and, for a run without --run-name, in the
+    earlier runs of the experiment.
     """
     wanted = "auto" if job.resuming else run_on_rank0(world, lambda: config.resume)
     if wanted is None:
@@ -121,7 +126,8 @@ def find_checkpoint(config: Config, job: Job, world: World) -> ResumePoint | Non
             say(
                 f"going on from {path}{where}, step {steps[source]}"
                 if path
-                else f"no checkpoint in {job.folder.path if own else job.folder.path.parent}; starting anew"
+                else f"no checkpoint in {job.folder.path if own else job.folder.path.parent}; "
+                "starting anew"
             )
         if not path:
             return None

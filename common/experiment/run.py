@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def run(config: "Config", launch: "LaunchSpec") -> None:
     """Train, evaluate and report as ``config`` says; ``launch`` says which rank this is.
 
-    Raises UserError, GroupError, Stopped after a signal, torch's RuntimeError where a collective breaks.
+    Raises UserError, GroupError, Stopped after a signal, RuntimeError where a collective breaks.
     """
     if config.debug:
         set_debug()

@@ -150,7 +150,7 @@ def load_run_dataset(config: Config, world: World) -> tuple[Dataset, str]:
 
 
 def load_compute_profile(config: Config, world: World, dataset: Dataset) -> Profile | None:
-    """Return the durations of emulated compute, the same on every rank; None where it is real. Collective."""
+    """Return the durations of emulated compute; None if compute is real. Collective."""
     if not config.emulated:
         return None
     image = (dataset.train.images.shape[1], dataset.train.images.shape[2])
@@ -174,7 +174,7 @@ def write_settings(setup: Setup) -> None:
 
 
 def build_network(setup: Setup) -> nn.Module:
-    """Return the model; rank 0's has its pretrained weights, which all ranks get before the first step. Collective."""
+    """Return the model, on rank 0 with its pretrained weights; ``prepare`` sends them to all."""
     config, classes = setup.config, len(setup.dataset.class_names)
     if config.model not in PRETRAINED:
         return build_model(config.model, classes)
@@ -195,7 +195,7 @@ def build_network(setup: Setup) -> nn.Module:
 def prepare_model(
     setup: Setup, model: nn.Module
 ) -> tuple[nn.Module, nn.Module, Optimizer, LRScheduler]:
-    """Return (model, criterion, optimizer, scheduler), with the checkpoint's state where the run resumes."""
+    """Return (model, criterion, optimizer, scheduler), with the checkpoint's state if any."""
     config, plan = setup.config, setup.plan
     model, criterion, optimizer = prepare_model_for_training(
         model,
@@ -222,20 +222,21 @@ def prepare_model(
 
 
 def price_of_determinism(setup: Setup, model: nn.Module, loader: TrainLoader) -> dict[str, float]:
-    """Measure how much slower deterministic algorithms are, for the summary; only with --deterministic on a GPU."""
+    """Measure how much slower --deterministic is, for the summary; nothing without a GPU."""
     if not setup.config.deterministic or setup.world.device.type != "cuda":
         return {}
     images, labels = next(iter(loader))
     times = determinism.cost(model, images, labels, amp_dtype=setup.amp[0])
     if setup.world.is_rank0:
         say(
-            f"deterministic: forward and backward take {times:.2f} times as long as with the fastest algorithms"
+            f"deterministic: forward and backward take {times:.2f} times as long as with the "
+            "fastest algorithms"
         )
     return {"deterministic_cost": times}
 
 
 def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
-    """Return the engine; with emulated compute, and a record of the last steps, where the settings ask for them."""
+    """Return the engine, with emulated compute and a record of messages if the settings say so."""
     config, world = setup.config, setup.world
     engine = TrainingEngine(
         model,
@@ -259,7 +260,7 @@ def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
 
 
 def build_validator(setup: Setup) -> Validator:
-    """Return what validates each epoch, if the settings ask for it, and stops at --target-accuracy."""
+    """Return what validates each epoch, if asked for, and stops at --target-accuracy."""
     config = setup.config
     return Validator(
         evaluation_loader(setup.dataset, setup.world) if config.validates else None,
@@ -323,7 +324,7 @@ def open_logger(setup: Setup) -> Iterator[RunLogger]:
 
 @contextmanager
 def open_profiler(setup: Setup) -> Iterator[Callback]:
-    """Yield a callback that traces a few steps to profile_rank<r>.json, where --profile asks for it."""
+    """Yield a callback that writes profile_rank<r>.json, if --profile asks for it."""
     trace = None
     if setup.config.profile:
         trace = setup.folder.path / f"profile_rank{setup.world.rank}.json"
@@ -331,5 +332,6 @@ def open_profiler(setup: Setup) -> Iterator[Callback]:
         yield AfterEachStep(after_step)
     if trace is not None and not trace.exists() and setup.world.is_rank0:
         say(
-            "warning: --profile: the training was too short for a trace; give it three steps or more"
+            "warning: --profile: the training was too short for a trace; give it three steps or "
+            "more"
         )

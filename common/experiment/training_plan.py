@@ -1,7 +1,7 @@
 """What a training is: its global batches, shards, steps and schedule, whichever ranks compute them.
 
-``make_plan`` makes the plan and this rank's loader; ``refuse_other_training`` compares the plan with
-that of a checkpoint.
+``make_plan`` makes the plan and this rank's loader; ``refuse_other_training`` compares the plan
+with that of a checkpoint.
 """
 
 from collections.abc import Mapping
@@ -96,8 +96,8 @@ def refuse_other_training(path: str, entries: Mapping[str, Any], plan: TrainingP
     saved = entries.get("plan")
     if saved is None:
         raise UserError(
-            f"checkpoint {path} was written by train_model alone and does not tell its schedule: go on with "
-            "prepare_model_for_training(continue_flag=True) and train_model"
+            f"checkpoint {path} was written by train_model alone and does not tell its schedule: "
+            "go on with prepare_model_for_training(continue_flag=True) and train_model"
         )
     here = asdict(plan)
     contents = here.pop("dataset_sha256")
@@ -108,11 +108,11 @@ def refuse_other_training(path: str, entries: Mapping[str, Any], plan: TrainingP
     ]
     if differing:
         raise UserError(
-            f"checkpoint {path} belongs to another training: {'; '.join(differing)}. Give the same flags, and "
-            "stop early with --stop-after-epoch, not by a shorter training"
+            f"checkpoint {path} belongs to another training: {'; '.join(differing)}. Give the "
+            "same flags, and stop early with --stop-after-epoch, not by a shorter training"
         )
     if saved.get("dataset_sha256", contents) != contents:
         raise UserError(
-            f"the images or labels of {plan.dataset} have changed since checkpoint {path} was written: bring "
-            "back the same ones, or start anew without --resume"
+            f"the images or labels of {plan.dataset} have changed since checkpoint {path} was "
+            "written: bring back the same ones, or start anew without --resume"
         )

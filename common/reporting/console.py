@@ -1,6 +1,6 @@
-"""What a person sees: rank 0 speaks, with a progress bar on a terminal and plain lines elsewhere.
+"""Print for a person: a progress bar on a terminal, plain lines elsewhere.
 
-Order of the calls: ``say`` at any time, ``Progress`` around the training, ``card`` at the end.
+Only rank 0 prints: ``say`` at any time, ``Progress`` around the training, ``card`` at the end.
 """
 
 import time
@@ -25,14 +25,14 @@ def say(text: str) -> None:
 
 
 class Progress:
-    """Shows loss, samples a second and time left while ``total_steps`` steps run; a context manager.
+    """Shows loss, samples per second and time left of ``total_steps`` steps; a context manager.
 
     Parameters
     ----------
-    global_batch_size : samples of a step over all ranks, for the samples a second.
+    global_batch_size : samples of a step over all ranks.
     visible : False on all ranks but 0.
     log_every : steps between plain lines.
-    emulated : compute is, so that there are no losses to show.
+    emulated : compute is emulated, so there are no losses to show.
     """
 
     def __init__(

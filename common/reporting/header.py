@@ -22,8 +22,8 @@ def log_header(setup: "Setup", model: nn.Module) -> None:
     amp_dtype, _ = setup.amp
     sync = "gradients stay here" if world.size == 1 else f"sync {config.sync}"
     say(
-        f"{config.recipe or config.part}: {config.model} ({get_model_parameters(model):,} parameters) on "
-        f"{config.dataset} ({plan.training_images:,} training images), {sync}, "
+        f"{config.recipe or config.part}: {config.model} ({get_model_parameters(model):,} "
+        f"parameters) on {config.dataset} ({plan.training_images:,} training images), {sync}, "
         f"{world.backend or 'one process'} on {world.device.type}, "
         f"{'fp32' if amp_dtype is None else str(amp_dtype).removeprefix('torch.')}, "
         f"{torch.get_num_threads()} threads a rank"
@@ -36,7 +36,8 @@ def log_header(setup: "Setup", model: nn.Module) -> None:
         ranks = f"{plan.shards} shards on {world.size} rank{'s' if world.size > 1 else ''}"
     say(
         f"batch: {parts} x {ranks} = {plan.batch_size} global; {plan.total_steps} steps, "
-        f"{plan.steps_per_epoch} an epoch; {config.opt}, {plan.schedule}, rate {setup.learning_rate:g}"
+        f"{plan.steps_per_epoch} an epoch; {config.opt}, {plan.schedule}, rate "
+        f"{setup.learning_rate:g}"
     )
     if profile is not None:
         say(

@@ -41,7 +41,10 @@ def draw_loss(path: Path, *, steps: Sequence[int], losses: Sequence[float], titl
 def draw_confusion_matrix(
     path: Path, *, matrix: Sequence[Sequence[int]], class_names: Sequence[str], title: str
 ) -> None:
-    """Draw the share of each true class (row) that was predicted as each class (column); numbers up to 20 classes."""
+    """Draw which share of each true class (row) was predicted as each class (column).
+
+    Up to 20 classes the cells hold the numbers.
+    """
     counts = np.asarray(matrix, dtype=float)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     count = len(class_names)

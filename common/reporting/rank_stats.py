@@ -1,6 +1,6 @@
-"""What every rank measured: ``ranks.json``, a row a rank, and ``timeline.json``, one step of all ranks.
+"""What every rank measured: ``ranks.json``, one row per rank, and ``timeline.json``, one step.
 
-``timed`` chooses the steps that count; ``gather_measurements`` puts the ranks' numbers together, for rank 0 to write.
+``timed`` chooses the steps that count; ``gather_measurements`` collects the ranks' numbers.
 """
 
 import socket
@@ -25,8 +25,10 @@ FORMAT = 1
 def timed(
     history: Sequence[StepRecord], untimed_steps: int, timeline: Timeline | None = None
 ) -> list[StepRecord]:
-    """Return the steps whose times count: not the first ``untimed_steps``, which warm up, nor those of the timeline; all of them
-    where none would be left."""
+    """Return the steps whose times count; all of them where none would be left.
+
+    The first ``untimed_steps`` warm up, and recording slows the steps of the timeline.
+    """
     steps = [
         step for step in history[untimed_steps:] if timeline is None or step.step not in timeline
     ]
@@ -34,10 +36,10 @@ def timed(
 
 
 def median_seconds(steps: Sequence[StepRecord], period: int = 1) -> dict[str, float] | None:
-    """Return the median seconds of each section, of the whole "step", and of the two parts of "sync": "wait", in which the
-    slowest rank still computed, and "wire". None without steps.
+    """Return the median seconds of each section, of the "step", and of "wait" and "wire"; or None.
 
-    ``period`` : of a strategy that sends in every so many steps only; the median is over means of so many steps in a row.
+    "sync" has two parts: "wait", in which the slowest rank still computed, and "wire". A strategy
+    that communicates once in ``period`` steps gets the median over means of ``period`` steps.
     """
     if not steps:
         return None
@@ -61,7 +63,7 @@ def median_seconds(steps: Sequence[StepRecord], period: int = 1) -> dict[str, fl
 def gather_measurements(
     setup: "Setup", engine: TrainingEngine, own_steps: Sequence[StepRecord]
 ) -> None:
-    """Have rank 0 write ``ranks.json``, and ``timeline.json`` where steps were recorded. Collective."""
+    """Have rank 0 write ``ranks.json`` and, if steps were recorded, ``timeline.json``."""
     world, timeline = setup.world, engine.timeline
     steps = timed(own_steps, setup.config.untimed_steps, timeline)
     lane = timeline.busiest_step(clock_offset(world)) if timeline else None
@@ -95,7 +97,7 @@ def gather_measurements(
 
 
 def _from_zero(lanes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return every rank's step with times counted from the first moment of any."""
+    """Return every rank's step; times count from the earliest moment of any rank."""
     zero = min(begin for lane in lanes for spans in lane["sections"].values() for begin, _ in spans)
     return [
         {

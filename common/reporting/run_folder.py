@@ -1,6 +1,7 @@
-"""A run's folder: ``<reports>/<part>-<sync>/<time>/`` with settings, environment, metrics, logs, checkpoints, report.
+"""A run's folder, ``<reports>/<part>-<sync>/<time>/``: settings, metrics, checkpoints, report.
 
-``RunFolder`` owns the paths and writes the files. Rank 0 writes all of them but ``logs_rank{r}.txt``, one a rank of the first 64.
+``RunFolder`` owns the paths and writes the files. Rank 0 writes all of them, except that each of
+the first 64 ranks writes its ``logs_rank{r}.txt``.
 """
 
 import json
@@ -20,9 +21,9 @@ _LOGGED_RANKS = 64
 
 
 def new_run_name(parent: Path) -> str:
-    """Create a folder named by the time in ``parent`` and return its name; two runs never share one.
+    """Create a folder named after the time in ``parent`` and return its name.
 
-    Raises OSError where ``parent`` cannot be written.
+    Two runs never share one. Raises OSError if ``parent`` cannot be written.
     """
     parent.mkdir(parents=True, exist_ok=True)
     time = datetime.now().strftime("%Y-%m-%dT%H-%M-%S")
@@ -36,7 +37,7 @@ def new_run_name(parent: Path) -> str:
 
 
 class RunFolder:
-    """The folder ``path`` of one run, made where it is missing, and what lies where in it."""
+    """The folder ``path`` of one run, created if it is missing."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -46,17 +47,22 @@ class RunFolder:
         self._metrics, self._epochs = path / "metrics.jsonl", path / "epochs.jsonl"
 
     def log(self, rank: int) -> Path:
-        """The log of one rank: a line an epoch. Nowhere for those beyond the first 64: a thousand ranks that write to one shared
-        folder keep its server busy."""
+        """Return the path of one rank's log: a line per epoch.
+
+        Ranks beyond the first 64 log nothing: a thousand writers would slow a shared folder down.
+        """
         return self.path / f"logs_rank{rank}.txt" if rank < _LOGGED_RANKS else Path(os.devnull)
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write a JSON file, whole or not at all; what is not finite becomes null. UserError where it cannot be written."""
+        """Write a JSON file, whole or not at all; NaN and infinity become null.
+
+        Raises UserError if it cannot be written.
+        """
         text = json.dumps(_finite(content), indent=2, ensure_ascii=False) + "\n"
         write_atomically(self.path / name, text.encode())
 
     def append_metrics(self, records: Iterable[StepRecord]) -> None:
-        """Append a line a step to ``metrics.jsonl``: loss and accuracy over the global batch, seconds by section."""
+        """Append a line for each step to ``metrics.jsonl``."""
         lines = []
         for record in records:
             fields = {
@@ -74,11 +80,11 @@ class RunFolder:
         _append(self._metrics, "".join(lines))
 
     def append_epoch(self, report: EpochReport) -> None:
-        """Append a line to ``epochs.jsonl``: losses and accuracies over all ranks, samples a second."""
+        """Append a line to ``epochs.jsonl``."""
         _append(self._epochs, json.dumps(_finite(asdict(report))) + "\n")
 
     def earlier_steps(self, last: int) -> list[StepRecord]:
-        """Return the steps of the run so far up to ``last``; lines of later ones, which are trained again, are dropped."""
+        """Return the recorded steps up to ``last``; remove later ones, which train again."""
         if not self._metrics.exists():
             return []
         lines = self._metrics.read_text(encoding="utf-8").splitlines()
@@ -109,7 +115,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def _entry(line: str) -> dict[str, Any] | None:
-    """A line of metrics; None where a full disk or a crash has cut it."""
+    """Return a line of metrics; None if a full disk or a crash has cut it."""
     try:
         return json.loads(line)
     except ValueError:

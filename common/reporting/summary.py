@@ -1,4 +1,4 @@
-"""The end of a run: evaluation report, figures, ``summary.json`` and the card, written by rank 0."""
+"""The end of a run: evaluation report, figures, ``summary.json`` and the card, on rank 0."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from common.experiment.setup import Setup
 
 _REPORTS = (("", ""), ("_ema", " (averaged weights)"))
-"""For the weights and for their moving average: end of the file's stem, and of the name in the report."""
+"""For the weights and their moving average: end of the file's stem and of the checkpoint's name."""
 
 
 def report(

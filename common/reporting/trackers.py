@@ -1,6 +1,7 @@
-"""Dashboards: Weights & Biases and TensorBoard, each an extra of the package, written by rank 0 alone.
+"""Dashboards: Weights & Biases and TensorBoard, each an extra of the package; rank 0 writes.
 
-``Trackers`` takes the numbers of every step and epoch; docs/dashboards.md says what each field means.
+``Trackers`` takes the numbers of every step and epoch; docs/dashboards.md says what each field
+means.
 """
 
 import os
@@ -15,13 +16,14 @@ _WANDB_HOST = "api.wandb.ai"
 
 
 class Trackers:
-    """What is asked for and nothing else; without any, every method does nothing.
+    """The dashboards that the settings ask for; without any, every method does nothing.
 
     Parameters
     ----------
-    folder : the run's; both write there, Weights & Biases also to its server where the user has an account.
+    folder : the run's, where both write. Weights & Biases also writes to its server if the user has
+        an account.
 
-    Raises UserError where a package is missing.
+    Raises UserError if a package is missing.
     """
 
     def __init__(
@@ -49,8 +51,8 @@ class Trackers:
                 )
             except library.Error as error:
                 raise UserError(
-                    f"--log-wandb: {' '.join(str(error).split())}: set WANDB_MODE=offline, or leave "
-                    "the flag out"
+                    f"--log-wandb: {' '.join(str(error).split())}: set WANDB_MODE=offline, or "
+                    "leave the flag out"
                 ) from error
         if tensorboard:
             try:
@@ -60,7 +62,7 @@ class Trackers:
             self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
 
     def log(self, numbers: Mapping[str, float], *, step: int) -> None:
-        """Write numbers by name, e.g. "train/loss", as of that optimiser step."""
+        """Write numbers by name, e.g. "train/loss", for that optimiser step."""
         if self._wandb is not None:
             self._wandb.log(dict(numbers), step=step)
         if self._tensorboard is not None:
@@ -82,7 +84,7 @@ def _missing(flag: str, package: str) -> UserError:
 
 
 def _wandb_mode() -> Literal["offline"] | None:
-    """None where wandb's own rules decide: with an account or a WANDB_MODE; else offline, in place of its prompt."""
+    """Return None to let wandb decide; without an account or WANDB_MODE "offline": it would ask."""
     if os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The only training step, epoch loop and prediction loop of the project; and processes to run them in."""
+"""The project's one training step, epoch loop and prediction loop, and processes to run them in."""
 
 from common.training_engine.callbacks import (
     AfterEachStep,

@@ -25,7 +25,7 @@ def _layers(model: nn.Module) -> list[_BatchNorm]:
 
 
 def statistics(model: nn.Module) -> list[Tensor]:
-    """Return running mean and variance of each BatchNorm layer, in the order of the model's layers."""
+    """Return running mean and variance of each BatchNorm layer, in the model's order."""
     pairs = [(layer.running_mean, layer.running_var) for layer in _layers(model)]
     return [tensor for pair in pairs for tensor in pair if tensor is not None]
 
@@ -93,12 +93,12 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 @torch.no_grad()
 def agree_on_buffers(model: nn.Module, shards: Sequence[tuple[int, Sequence[Tensor]]]) -> None:
-    """Average running statistics over all shards, in float64; take the other buffers from rank 0. Collective.
+    """Average running statistics over all shards; take other buffers from rank 0. Collective.
 
     Parameters
     ----------
     shards : for each shard of this rank, the training samples since the last call, which weight its
-        statistics, and those statistics, in the order of the model's layers.
+        statistics, and those statistics, in the order of the model's layers. Sums are float64.
     """
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if size == 1 and len(shards) == 1:
@@ -162,7 +162,7 @@ def _trains(layer: _BatchNorm) -> bool:
 
 @contextmanager
 def without_samples(model: nn.Module) -> Iterator[None]:
-    """Keep BatchNorm from learning from an empty batch; SyncBatchNorm still takes part in its messages."""
+    """Keep BatchNorm from learning from an empty batch; SyncBatchNorm still communicates."""
     learning = [
         layer
         for layer in _layers(model)

@@ -1,4 +1,4 @@
-"""What happens beside the training steps: the ``Callback`` protocol, and the validation after each epoch.
+"""What happens beside the training steps: the ``Callback`` protocol and the validation.
 
 ``TrainingEngine.fit`` calls the hooks. Other callbacks are CheckpointManager, RunLogger, and those
 of ``train_model`` and ``TrainingEngine.train``.
@@ -81,7 +81,7 @@ class EarlyStop:
         if target_accuracy is not None and not 0 < target_accuracy <= 1:
             raise UserError(
                 f"target_accuracy: got {target_accuracy}, give a fraction above 0 and of at most "
-                f"1, e.g. 0.85"
+                "1, e.g. 0.85"
             )
         if patience < 1:
             raise UserError(
@@ -101,7 +101,7 @@ class EarlyStop:
 
 
 class Validator(Callback):
-    """Puts each epoch's numbers together over the ranks, finds the best epoch, and stops at the target.
+    """Validates after each epoch, finds the best epoch, and stops at the target.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ def report_epoch(
     val_loader: Iterable[tuple[Tensor, Tensor]] | None,
     criterion: nn.Module,
 ) -> EpochReport:
-    """Return the epoch's numbers over all ranks, with a validation where there is a loader. Collective.
+    """Return the epoch's numbers over all ranks; validate if there is a loader. Collective.
 
     The weights are validated, and their moving average if there is one. ``result`` is this rank's;
     call ``agree_on_buffers`` before.

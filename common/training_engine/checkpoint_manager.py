@@ -49,7 +49,7 @@ class CheckpointManager(Callback):
         self._engine, self._epoch = engine, first_epoch
 
     def on_step_end(self, step_in_epoch: int) -> None:
-        """Save within the epoch when it is time, or when the ranks have agreed to stop. Collective then."""
+        """Save when it is time, or when the ranks have agreed to stop. Collective then."""
         due = self._every is not None and self._engine.step % self._every == 0
         if self._engine.stopping or due:
             self._engine.agree_on_buffers()
@@ -123,7 +123,10 @@ def state(
 
 
 def load_state(engine: "TrainingEngine", entries: Mapping[str, Any]) -> None:
-    """Resume from a checkpoint whose weights and optimiser state are loaded already. Call ``prepare`` before."""
+    """Resume from a checkpoint; weights and optimiser state are loaded already.
+
+    Call ``prepare`` before.
+    """
     if engine.scheduler is not None and entries.get("scheduler_state_dict") is not None:
         engine.scheduler.load_state_dict(entries["scheduler_state_dict"])
         # Again, since making the scheduler has changed the rates.

@@ -1,4 +1,4 @@
-"""Runs that repeat bit for bit on a GPU, by torch's deterministic algorithms (docs: Reproducibility).
+"""Runs that repeat bit for bit on a GPU (torch's documentation: Reproducibility).
 
 Call ``choose_algorithms`` before the first CUDA call; ``cost`` measures how much slower they are. A
 CPU run repeats as it is, with the same number of threads.
@@ -16,7 +16,7 @@ _REPEATS = 8
 
 
 def choose_algorithms(device: torch.device, *, deterministic: bool) -> None:
-    """Let cuDNN search for the fastest algorithms, or make torch use deterministic ones where it has them."""
+    """Let cuDNN search for the fastest algorithms, or have torch use deterministic ones."""
     if device.type != "cuda":
         return
     if deterministic:

@@ -11,18 +11,19 @@ Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 def warmed_up_decay(decay: float, updates: int) -> float:
-    """Return min(decay, (1 + n) / (10 + n)) after n updates, as TensorFlow's ExponentialMovingAverage does.
+    """Return min(decay, (1 + n) / (10 + n)) after n updates.
 
-    A constant 0.9999 would keep a tenth of the initial weights for 23,000 steps.
+    TensorFlow's ExponentialMovingAverage does the same. A constant 0.9999 would keep a tenth of the
+    initial weights for 23,000 steps.
     """
     return min(decay, (1 + updates) / (10 + updates))
 
 
 def build_ema(model: nn.Module, decay: float) -> AveragedModel:
-    """Return the moving average of ``model`` (never a wrapper); it starts with the first update's weights.
+    """Return the moving average of ``model`` (never a wrapper).
 
-    BatchNorm's running statistics are averaged, too, since they must fit the averaged weights.
-    Buffers that are not floating-point are copied.
+    It starts with the weights of the first update. BatchNorm's running statistics are averaged,
+    too, since they must fit the averaged weights. Buffers that are not floating-point are copied.
     """
 
     def average(averages: Tensors, values: Tensors, _updates: Tensor | int) -> None:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class TrainingEngine:
-    """Trains any ``nn.Module`` on any loader of (inputs, labels), on one device or in the open process group.
+    """Trains any ``nn.Module`` on any loader of (inputs, labels), alone or in a process group.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ class TrainingEngine:
     load_state = load_state
 
     def notice(self, text: str) -> None:
-        """Warn on rank 0 that something is done in another way than asked for, unless ``text`` is empty."""
+        """Warn on rank 0 of what is done in another way than asked for; skip an empty ``text``."""
         if text and self.world.is_rank0:
             warnings.warn(text, stacklevel=3)
 
@@ -174,7 +174,7 @@ class TrainingEngine:
         if getattr(criterion, "reduction", "mean") != "mean":
             raise UserError(
                 f"the criterion has reduction={criterion.reduction!r}: use 'mean', since the "
-                f"ranks' losses "
+                "ranks' losses "
                 "are weighted as means"
             )
         self.optimizer, self.criterion, self.scheduler = optimizer, criterion, scheduler
@@ -251,8 +251,10 @@ class TrainingEngine:
 
     @contextmanager
     def _micro_batch(self, index: int, count: int, samples: int) -> Iterator[None]:
-        """Run micro-batch ``index`` of ``count`` inside: without communication unless it is the last,
-        with its own shard's BatchNorm statistics, which a micro-batch without samples leaves alone.
+        """Run micro-batch ``index`` of ``count`` inside.
+
+        Only the last one communicates. BatchNorm uses the statistics of the micro-batch's own
+        shard, and learns nothing from one without samples.
         """
         shard = index * len(self.shards) // count
         with ExitStack() as stack:
@@ -269,7 +271,7 @@ class TrainingEngine:
         )
 
     def _mean_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss; without samples 0 with zero gradients, so that the rank takes part."""
+        """Return the mean loss; without samples 0, with zero gradients for the exchange."""
         return self.criterion(outputs, labels) if len(labels) else outputs.sum() * 0
 
     def _unscale_and_clip(self) -> Tensor:
@@ -299,7 +301,7 @@ class TrainingEngine:
             self.ema.update_parameters(unwrap(self.model))
 
     def agree_on_buffers(self) -> None:
-        """Make the buffers equal on all ranks, and with a periodic strategy the weights first. Collective.
+        """Make buffers equal on all ranks, and a periodic strategy's weights first. Collective.
 
         Call it before an evaluation and before a checkpoint; batchnorm.py says what becomes of
         BatchNorm.
@@ -336,12 +338,12 @@ def _check_strategy(sync: GradientSync, *, scales: bool, use_ema: bool) -> None:
     if scales and not sync.exact:
         raise UserError(
             f"{type(sync).__name__} does not keep every step's exact gradient, which fp16's loss "
-            f"scaling needs: "
+            "scaling needs: "
             "got both, give --amp-dtype bf16 (torch.bfloat16) or an exact strategy"
         )
     if use_ema and not sync.equal_gradients:
         raise UserError(
             f"{type(sync).__name__} lets the ranks' weights differ between averages, so that each "
-            f"would keep a "
+            "would keep a "
             "moving average of its own: leave out --ema, or take another strategy"
         )

@@ -1,4 +1,4 @@
-"""The loops around the training step, both methods of ``TrainingEngine``: ``fit`` over ``train_epoch``."""
+"""The loops around the training step: ``fit`` and ``train_epoch``, TrainingEngine's methods."""
 
 import itertools
 import time
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from common.training_engine.engine import TrainingEngine
 
 MicroBatch = tuple[Tensor, Tensor]
-"""Inputs of shape (samples, ...) and labels of shape (samples,) of one forward and backward pass."""
+"""Inputs of shape (samples, ...) and labels of shape (samples,) for one forward pass."""
 
 
 @runtime_checkable
 class ResumableLoader(Protocol):
-    """A loader that can begin an epoch after its first steps, as common.data.loaders.TrainLoader."""
+    """A loader that can begin within an epoch, such as common.data.loaders.TrainLoader."""
 
     def start_at(self, step: int) -> None:
         """Leave out the first ``step`` global batches of the next epoch."""
@@ -159,7 +159,7 @@ def _skip_steps(loader: Iterable[MicroBatch], epoch: int, start_step: int) -> No
         raise UserError(
             f"resuming within epoch {epoch}, after step {start_step}, needs a loader with a method "
             f"start_at(step), and {type(loader).__name__} has none: resume from the checkpoint of "
-            f"an epoch"
+            "an epoch"
         )
     loader.start_at(start_step)
 

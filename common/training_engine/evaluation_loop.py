@@ -1,4 +1,4 @@
-"""The prediction loop: ``predict`` runs in this process alone, ``validate`` puts the ranks' shares together."""
+"""The prediction loop: ``predict`` in this process alone, ``validate`` over all ranks."""
 
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from common.distributed.process_group import World
 
 @dataclass(frozen=True)
 class Predictions:
-    """labels, predicted : int64 arrays of shape (n,), in the loader's order; loss_sum : the sum of their losses."""
+    """labels, predicted : int64 arrays of shape (n,), in the loader's order; loss_sum : total."""
 
     labels: np.ndarray
     predicted: np.ndarray
@@ -47,7 +47,7 @@ def predict(
     limit: int | None = None,
     amp_dtype: torch.dtype | None = None,
 ) -> Predictions:
-    """Predict every batch of ``loader`` in evaluation mode and return labels, predictions and summed loss.
+    """Predict every batch of ``loader`` in evaluation mode.
 
     The model is unwrapped and runs only here, so one rank may evaluate alone. Its mode is restored.
 
@@ -122,7 +122,7 @@ def _own_samples(loader: Iterable[tuple[Tensor, Tensor]]) -> int | None:
 
 
 def to_device(images: Tensor, device: torch.device | str) -> Tensor:
-    """Move a batch to ``device``; images (4-d) get channels_last strides, which make convolutions faster."""
+    """Move a batch to ``device``; images (4-d) get channels_last strides: faster convolutions."""
     if images.dim() == 4:
         return images.to(device, non_blocking=True, memory_format=torch.channels_last)
     return images.to(device, non_blocking=True)

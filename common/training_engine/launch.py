@@ -1,7 +1,7 @@
-"""One process a rank on this machine: ``launch_distributed_training`` starts them from a script or a notebook.
+"""``launch_distributed_training``: start a process for each rank from a script or a notebook.
 
-Each rank is a fresh interpreter (worker.py) that reads the function and its arguments from a file,
-pickled by cloudpickle, so that lambdas and functions of a notebook work, and the caller's script is
+Each rank is a fresh interpreter (worker.py). It reads the function and its arguments from a file,
+pickled by cloudpickle. So lambdas and functions of a notebook work, and the caller's script does
 not run again.
 """
 
@@ -60,15 +60,14 @@ def distributed_train_worker(
     engine_kwargs: dict[str, Any] | None = None,
     train_kwargs: dict[str, Any] | None = None,
 ) -> dict[str, list[float]]:
-    """Build model, loaders, optimiser and engine on this rank, train, and return the history of ``TrainingEngine.train``.
+    """Build all that this rank needs, train, and return the history of ``TrainingEngine.train``.
 
     Parameters
     ----------
-    model_fn, criterion_fn : return a new model and criterion. Ranks may draw other weights: rank
-        0's go to all.
+    model_fn, criterion_fn : return a new model and criterion. All ranks get rank 0's weights.
     train_dataset, val_dataset : of (input, label); shared out by a DistributedSampler.
     batch_size : PER PROCESS: the global batch is this x ``world_size`` x ``accumulation_steps``.
-    num_workers : of each loader, a process.
+    num_workers : processes of each loader.
     optimizer_fn, scheduler_fn : called with the model's parameters that train; with the optimiser.
     engine_kwargs, train_kwargs : further arguments of ``TrainingEngine`` and
         ``TrainingEngine.train`` (``num_epochs``, ...).
@@ -114,20 +113,19 @@ def distributed_train_worker(
 def launch_distributed_training(
     train_fn: Callable[..., Any], world_size: int, backend: str = "nccl", **config: Any
 ) -> Any:
-    """Call ``train_fn(rank, world_size, **config)`` on ``world_size`` processes of this machine; return rank 0's result.
+    """Call ``train_fn(rank, world_size, **config)`` on every rank and return rank 0's result.
 
     Parameters
     ----------
     train_fn : e.g. ``distributed_train_worker``. The process group is open when it is called.
-        Lambdas and functions of a notebook are fine, as in ``config``.
-    world_size : ranks, one process each; 0 (``torch.cuda.device_count()`` without a GPU) or 1 is
-        one process, this one.
-    backend : "nccl" needs a GPU for each rank; where they are missing a warning says so, and Gloo
-        on the CPU serves.
+        It and ``config`` may hold lambdas and functions of a notebook.
+    world_size : ranks, one process each. 0 (``torch.cuda.device_count()`` without a GPU) or 1 means
+        this process.
+    backend : "nccl" needs a GPU for each rank. Without them Gloo trains on the CPU, with a warning.
 
-    Where the group cannot be set up, a warning says why, and one device trains. Raises WorkerError
-    with rank and traceback where a rank fails in training, which is never tried again; UserError on
-    other values. No process is left behind.
+    If the group cannot be set up, a warning says why, and this process trains alone. Raises
+    WorkerError, with rank and traceback, when a rank fails in training, which is never tried again;
+    UserError on other values. No process is left behind.
     """
     if backend not in ("nccl", "gloo"):
         raise UserError(f"backend: got {backend!r}, choose nccl or gloo")
@@ -190,7 +188,7 @@ def _in_processes(
 
 
 def _result(outcomes: dict[int, dict[str, Any]], exits: RankExits) -> Any:
-    """Return rank 0's result where all ranks ended well; else raise the error of the first that failed."""
+    """Return rank 0's result; if a rank failed, raise the error of the first that did."""
     failed = [rank for rank, status in enumerate(exits.statuses) if status or rank not in outcomes]
     if not failed:
         return outcomes[0]["result"]
@@ -214,7 +212,7 @@ def _result(outcomes: dict[int, dict[str, Any]], exits: RankExits) -> Any:
 
 
 def _read_outcomes(folder: Path, ranks: int) -> dict[int, dict[str, Any]]:
-    """Return what the workers have written, by rank; nothing of a rank that was killed before that."""
+    """Return what the workers have written, by rank; a rank that was killed wrote nothing."""
     outcomes = {}
     for rank in range(ranks):
         with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):

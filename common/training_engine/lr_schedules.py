@@ -27,7 +27,7 @@ def build_schedule(
     milestones: Sequence[float] = (0.5, 0.75),
     step_factor: float = 0.1,
 ) -> LRScheduler:
-    """Return a scheduler of ``total_steps`` steps; its peak is the rate that the optimiser was made with.
+    """Return a scheduler of ``total_steps`` steps whose peak is the optimiser's present rate.
 
     Parameters
     ----------

@@ -135,7 +135,7 @@ class StepOutcome:
         return cls(torch.tensor(math.nan), torch.tensor(math.nan), torch.zeros(()), trained=False)
 
     def is_finite(self, *, overflow_is_normal: bool) -> bool:
-        """Whether loss and gradients are; an overflow is normal where a GradScaler skips the step."""
+        """Whether loss and gradients are; a GradScaler skips a step that overflows."""
         good_loss = math.isfinite(float(self.loss)) or not self.trained
         return good_loss and (overflow_is_normal or math.isfinite(float(self.gradient_norm)))
 
@@ -203,7 +203,7 @@ class MetricsBuffer:
         )
 
     def flush(self, *, stop: bool) -> bool:
-        """Record the steps since the last flush and return whether any rank asks to ``stop``. Collective.
+        """Record the steps since the last flush; return whether any rank asks to stop. Collective.
 
         Raises GroupError on every rank where loss or gradients are not finite on one.
         """
@@ -252,7 +252,7 @@ class MetricsBuffer:
         return stops > 0
 
     def _wait_seconds(self, pending: list[_Pending]) -> list[float]:
-        """Return how long each step's "sync" waited until the slowest rank began it, too. Collective."""
+        """Return how long each step's "sync" waited for the slowest rank. Collective."""
         if self._world.size == 1:
             return [0.0] * len(pending)
         parts = [self._timer.spans(step.times)["sync"] for step in pending]

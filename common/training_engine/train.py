@@ -36,7 +36,7 @@ def train(
     patience: int = 2,
     seed: int | None = None,
 ) -> dict[str, list[float]]:
-    """Train epochs 1 to ``num_epochs``, validate each, and return the numbers of every epoch, by name.
+    """Train epochs 1 to ``num_epochs``, validate each, and return every epoch's numbers by name.
 
     ``best.pt``, of the best validation accuracy so far, and ``last.pt`` go to
     ``output_dir/experiment_name/``, with the average of the weights in them where it is kept; rank

@@ -1,7 +1,7 @@
-"""One rank of ``launch_distributed_training``: ``python -m common.training_engine.worker FOLDER RANK``.
+"""One rank of ``launch_distributed_training``, started with a folder and its rank.
 
-Opens the group, calls the function that lies in FOLDER, and leaves its outcome there: the result,
-or the stage at which it failed ("arguments", "group" or "training") with the traceback.
+It opens the group, calls the function in the folder's call.pkl, and writes the outcome there: the
+result, or the traceback and the stage that failed ("arguments", "group" or "training").
 """
 
 import os
@@ -58,8 +58,11 @@ def main(folder: Path, rank: int) -> int:
 
 
 def _open_group(folder: Path, rank: int, world_size: int, backend: str) -> dist.ProcessGroup:
-    """Form the group by a file: no port can be taken. The ranks of one machine talk over loopback unless the user says otherwise.
-    Returns a second group, whose members wait long for each other."""
+    """Form the group and return a second one, whose members wait for hours for each other.
+
+    The ranks meet in a file, so no port can be taken. They use loopback unless the user has chosen
+    another interface.
+    """
     if backend == "nccl":
         torch.cuda.set_device(rank)
     else:
@@ -79,7 +82,7 @@ def _open_group(folder: Path, rank: int, world_size: int, backend: str) -> dist.
 
 
 def _end_with_caller() -> None:
-    """End this process once the caller's has ended; on Linux the kernel sees to it, too."""
+    """End this process once the caller's has ended. On Linux the kernel kills it sooner."""
     caller = os.getppid()
     while os.getppid() == caller:
         time.sleep(1.0)
