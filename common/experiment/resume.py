@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from common.checkpoint import load_checkpoint, newest_checkpoint
 from common.config.schema import Config
 from common.distributed.collectives import (
@@ -60,9 +58,7 @@ def open_job(config: Config, launch: LaunchSpec, world: World) -> Job:
     # The same on every rank: it decides on collectives below.
     grows = launch.largest_size is not None and launch.largest_size > launch.size
     may_start_again = launch.agent is not None and (launch.restarts > 0 or grows)
-    record = None
-    if launch.agent is not None and may_start_again:
-        record = parent / _AGENTS / launch.agent
+    record = parent / _AGENTS / launch.agent if launch.agent and may_start_again else None
     mine = record.read_text(encoding="utf-8") if record is not None and record.is_file() else ""
     names = [name for name in gather_objects(world, mine) if name]
     resuming = bool(names)
@@ -90,18 +86,17 @@ def _new_name(config: Config, parent: Path) -> str:
 
 def _own_disk(folder: Path, world: World) -> bool:
     """Whether this rank is its node's first and sees another disk than rank 0. Collective."""
-    token = run_on_rank0(world, lambda: secrets.token_hex(8))
-    marker = folder / f".seen-by-rank0-{token}"
-    if world.is_rank0:
+
+    def mark() -> Path:
+        marker = folder / f".seen-by-rank0-{secrets.token_hex(8)}"
         marker.touch()
-    if world.size > 1:
-        dist.barrier()
-    alone = not marker.exists() and world.local_rank == 0
-    if world.size > 1:
-        dist.barrier()
-    if world.is_rank0:
+        return marker
+
+    marker = run_on_rank0(world, mark)
+    seen = gather_objects(world, marker.exists())
+    if world.is_rank0:  # every rank has looked
         marker.unlink()
-    return alone
+    return world.local_rank == 0 and not seen[world.rank]
 
 
 def find_checkpoint(config: Config, job: Job, world: World) -> ResumePoint | None:

@@ -122,9 +122,8 @@ class _AfterEpoch(Callback):
         entries["val_accuracy"] = report.val_accuracy
 
         def write() -> None:
-            wanted = {"best.pt": self._best and end.is_best, "last.pt": self._last}
-            for name in [name for name, wanted in wanted.items() if wanted]:
-                if self._engine.world.is_rank0:
+            for name, wanted in (("best.pt", self._best and end.is_best), ("last.pt", self._last)):
+                if wanted and self._engine.world.is_rank0:
                     save_checkpoint(self._engine.output_folder / name, entries)
 
         run_on_all_ranks(self._engine.world, write)
