@@ -1,4 +1,7 @@
-"""The flags of ``lab cluster``. Nothing else is imported before one of its commands is called."""
+"""The flags of ``lab cluster``.
+
+The handlers import what they need when they are called, so that ``lab --help`` answers at once.
+"""
 
 import argparse
 from pathlib import Path
@@ -8,7 +11,7 @@ from lab.flags import add_command
 
 
 def add_flags(commands: argparse._SubParsersAction) -> None:
-    """Add ``cluster run``, ``cluster shell`` and ``cluster fault`` to the subcommands of ``lab``."""
+    """Add ``cluster run``, ``cluster shell`` and ``cluster fault`` to the commands of ``lab``."""
     about = "nodes with addresses of their own on this machine, joined by links of a chosen speed"
     cluster = commands.add_parser("cluster", help=about, description=about, allow_abbrev=False)
     actions = cluster.add_subparsers(required=True, metavar="ACTION", parser_class=type(cluster))
@@ -22,9 +25,9 @@ def _add_run(actions: argparse._SubParsersAction) -> None:
         actions,
         "run",
         run=_run,
-        help="start the command behind -- on every node of a new cluster; {master}, {nodes}, {rank} and {port} "
-        "in it become the first node's address, the number of nodes, the node's own, and a port that is "
-        "free there",
+        help="start the command behind -- on every node of a new cluster; {master}, {nodes}, "
+        "{rank} and {port} in it become the first node's address, the number of nodes, the node's "
+        "own, and a port that is free there",
     )
     parser.set_defaults(passes_flags=True)
     parser.add_argument("--nodes", type=int, default=4, help="number of nodes")
@@ -82,18 +85,18 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from lab.cluster.commands import run
+    from lab.cluster.run_command import run
 
     return run(args)
 
 
 def _shell(args: argparse.Namespace) -> int:
-    from lab.cluster.commands import shell
+    from lab.cluster.control import shell
 
     return shell(args)
 
 
 def _fault(args: argparse.Namespace) -> int:
-    from lab.cluster.commands import fault
+    from lab.cluster.control import fault
 
     return fault(args)

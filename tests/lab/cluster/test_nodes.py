@@ -304,7 +304,7 @@ def test_a_user_namespace_does_where_root_is_not_at_hand(
     ("lacking", "words"),
     [
         (
-            {"missing": lambda: [tools.MissingTool("tc", "iproute2")]},
+            {"missing": lambda: {"tc": "iproute2"}},
             "tc is not installed: install the package iproute2",
         ),
         (
