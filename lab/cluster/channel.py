@@ -50,8 +50,7 @@ class Channel:
         self._on_event, self._loopback = on_event, loopback
         self._lock, self._number = threading.Lock(), 0
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (``close`` closes it)
-        unshare = () if loopback else tools.unshare_command()
-        assert unshare is not None  # ``Cluster`` has called ``namespaces_refused``
+        unshare = () if loopback else tools.unshare_command() or ()
         self._requests, requests = Pipe()
         self._events, events = Pipe(duplex=False)
         with requests, events:
@@ -73,7 +72,7 @@ class Channel:
         failed = "the cluster did not start"
         late = f"{failed}: not ready within {_READY_SECONDS:g} s"
         try:
-            self._networks = self._call(
+            self._networks = self.ask(
                 "build", nodes, link, preload, limit_seconds=_READY_SECONDS, ended=failed, late=late
             )
         except UserError as error:
@@ -89,21 +88,19 @@ class Channel:
         """Return the process ids of what runs on a node, as seen from outside."""
         return pids_in(self._networks[node], descendants(self._process.pid))
 
-    def ask(self, name: str, *arguments: Any) -> Any:
+    def ask(
+        self,
+        name: str,
+        *arguments: Any,
+        limit_seconds: float = _ANSWER_SECONDS,
+        ended: str = "the cluster has ended",
+        late: str = f"the cluster has not answered within {_ANSWER_SECONDS:g} s",
+    ) -> Any:
         """Call a method of the supervisor and return its result.
 
-        Raises UserError if the supervisor refuses, GroupError if the cluster has ended.
+        Raises UserError if the supervisor refuses, GroupError with ``ended`` and the reason if it
+        has ended, or with ``late`` after ``limit_seconds``.
         """
-        late = f"the cluster has not answered within {_ANSWER_SECONDS:g} s"
-        return self._call(
-            name,
-            *arguments,
-            limit_seconds=_ANSWER_SECONDS,
-            ended="the cluster has ended",
-            late=late,
-        )
-
-    def _call(self, name: str, *arguments: Any, limit_seconds: float, ended: str, late: str) -> Any:
         with self._lock:
             self._number += 1
             number = None
@@ -126,8 +123,8 @@ class Channel:
             while True:
                 self._on_event(*self._events.recv())
         self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-        last = lines[-1] if lines else "its first process is gone"
+        errors = self._stderr.read().decode(errors="replace").strip().splitlines()
+        last = ["its first process is gone", *errors][-1]
         self.failure = re.sub(r"^unshare: ", "unshare says: ", last)
 
     def close(self) -> None:

@@ -49,14 +49,6 @@ class Traffic:
     received_packets: int
 
 
-@dataclass(frozen=True)
-class _Running:
-    """A program that runs on a node: when it started, and the file for its output."""
-
-    began: float
-    log: IO[str]
-
-
 class Cluster:
     """A number of nodes on this machine.
 
@@ -94,7 +86,7 @@ class Cluster:
         self._preload = not fresh and sys.platform == "linux"  # elsewhere forks of torch may hang
         self._check(rate, latency)
         self._program_ended = threading.Event()
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, tuple[float, IO[str]]] = {}  # start, and file for the output
         self._ends: list[End] = []
         self._output: dict[int, list[str]] = {node: [] for node in range(nodes)}
         self._port = _PORT
@@ -140,8 +132,8 @@ class Cluster:
     def close(self) -> None:
         """End every process, namespace and link of the cluster."""
         self._channel.close()
-        for program in self._running.values():
-            program.log.close()
+        for _, log in self._running.values():
+            log.close()
 
     def address(self, node: int) -> str:
         """Return a node's address."""
@@ -185,8 +177,7 @@ class Cluster:
                 raise UserError(
                     f"node {node} still runs what was started on it before: wait for it, or kill it"
                 )
-            log = _open_log(self.log(node, logs))
-            self._running[node] = _Running(time.monotonic(), log)
+            self._running[node] = time.monotonic(), _open_log(self.log(node, logs))
             self._channel.ask("start", node, filled, node_variables, str(cwd or Path.cwd()))
 
     def log(self, node: int, folder: Path | None = None) -> Path:
@@ -271,16 +262,16 @@ class Cluster:
 
     def _take_event(self, node: int, event: str | int) -> None:
         """Record a line that a node has written, or the exit status of its program."""
-        program = self._running[node]
+        began, log = self._running[node]
         if isinstance(event, str):
             self._output[node].append(event)
             with contextlib.suppress(OSError):  # a full disk: the run itself reports it
-                program.log.write(event + "\n")
+                log.write(event + "\n")
             self._on_line(node, event)
         else:
             with contextlib.suppress(OSError):
-                program.log.close()
-            self._ends.append(End(node, event, time.monotonic() - program.began))
+                log.close()
+            self._ends.append(End(node, event, time.monotonic() - began))
             del self._running[node]  # after the end is recorded: ``wait`` reads both
             self._program_ended.set()
 

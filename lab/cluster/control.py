@@ -1,10 +1,10 @@
-"""``lab cluster shell`` and ``fault``: reach a running cluster from another terminal.
+"""Reach a running cluster from another terminal: disturb a node, or run a command in it.
 
-``lab cluster run`` answers requests while it is in ``served``. The sockets are abstract Unix
+``lab cluster run`` answers requests while it is in ``served``; ``find`` and ``ask`` reach it, and
+``enter`` runs a command in a node. The sockets are abstract Unix
 sockets: they have no file, and the kernel removes them with their process.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -17,57 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from common.errors import UserError
 from lab.cluster import network
-from lab.cluster.cluster import FAULTS, Cluster
-from lab.cluster.program import node_environment
+from lab.cluster.cluster import Cluster
+from lab.cluster.program import NOT_FOUND
 
 _MOST_BYTES = 65536
 _ANSWER_SECONDS = 70.0
-_NOT_FOUND = 127
-# In the order in which they can be entered.
-_NAMESPACES = ("user", "mnt", "pid")
-
-console = Console(highlight=False)
-
-
-def shell(args: argparse.Namespace) -> int:
-    """Open a shell in a node of a running cluster, or run a command; return its exit status."""
-    pid, cluster = _find_node(args)
-    if cluster["loopback"]:
-        raise UserError(
-            "a cluster on loopback has no nodes to enter: they are this machine's own processes"
-        )
-    if not args.flags:
-        console.print(
-            f"a shell in node {args.node} of the cluster of process {pid}; exit leaves it",
-            soft_wrap=True,
-        )
-    command = args.flags or [os.environ.get("SHELL", "/bin/sh")]
-    environment = node_environment(os.environ, nodes=cluster["nodes"], interface="eth0")
-    return enter(cluster["host"], args.node, command, environment=environment)
-
-
-def fault(args: argparse.Namespace) -> int:
-    """Disturb a node of a running cluster, or undo that."""
-    what = next(name for name in FAULTS if getattr(args, name))
-    pid, _ = _find_node(args)
-    _ask(pid, node=args.node, what=what, rate=args.slow)
-    console.print(f"node {args.node}: {what}{f' {args.slow}' if args.slow else ''}", markup=False)
-    return 0
-
-
-def _find_node(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Return the process id of the cluster that the flags choose, and its answer to ``_ask``."""
-    pid = _find(args.cluster)
-    cluster = _ask(pid)
-    if not 0 <= args.node < cluster["nodes"]:
-        raise UserError(
-            f"--node: got {args.node}, the cluster has nodes 0 to {cluster['nodes'] - 1}"
-        )
-    return pid, cluster
 
 
 def _name(pid: int | str) -> str:
@@ -113,7 +69,7 @@ def _answer(cluster: Cluster, fault: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": str(error)}
 
 
-def _find(pid: int | None) -> int:
+def find(pid: int | None) -> int:
     """Return the process id of this user's only ``lab cluster run``, or ``pid`` if that is one.
 
     Raises UserError if none runs, or several and ``pid`` is none of them.
@@ -141,7 +97,7 @@ def _find(pid: int | None) -> int:
     return pid
 
 
-def _ask(pid: int, **fault: Any) -> dict[str, Any]:
+def ask(pid: int, **fault: Any) -> dict[str, Any]:
     """Cause a fault (arguments of ``Cluster.fault``), or none; return nodes, loopback and host.
 
     Raises UserError if the ``lab cluster run`` with this process id refuses or does not answer.
@@ -170,17 +126,11 @@ def enter(host: int, node: int, command: Sequence[str], *, environment: Mapping[
     """
     folder = os.getcwd()
     try:
-        with contextlib.ExitStack() as stack:
-            files = [
-                stack.enter_context(Path(f"/proc/{host}/ns/{name}").open())
-                for name in _NAMESPACES
-                if not os.path.samefile(f"/proc/{host}/ns/{name}", f"/proc/self/ns/{name}")
-            ]
-            for file in files:
-                network.enter_namespace(file.fileno())
-            # Only here, in the cluster's mount namespace, has the node's network a name.
-            node_network = stack.enter_context(network.namespace_file(node).open())
-            network.enter_namespace(node_network.fileno())
+        for kind in ("user", "pid", "mnt"):  # mnt hides this /proc, and shows the nodes' networks
+            namespace = Path(f"/proc/{host}/ns/{kind}")
+            if not namespace.samefile(f"/proc/self/ns/{kind}"):
+                network.enter_namespace(namespace)
+        network.enter_namespace(network.namespace_file(node))
     except OSError as error:
         raise UserError(
             f"the node cannot be entered ({error.strerror}): "
@@ -190,6 +140,6 @@ def enter(host: int, node: int, command: Sequence[str], *, environment: Mapping[
         process = subprocess.Popen(command, cwd=folder, env=environment)
     except OSError as error:
         print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
-        return _NOT_FOUND
+        return NOT_FOUND
     status = process.wait()
     return status if status >= 0 else 128 - status

@@ -60,14 +60,14 @@ def pids_in(network_id: str, pids: Iterable[int]) -> list[int]:
     return found
 
 
-def enter_namespace(file: int) -> None:
-    """Move this process into the namespace of an open file of ``/proc/PID/ns`` or ``ip netns``.
+def enter_namespace(path: Path) -> None:
+    """Move this process into a namespace: a file of ``/proc/PID/ns`` or of ``ip netns``.
 
     Raises OSError if the kernel refuses. (Python has ``os.setns`` since 3.12 only.)
     """
-    if ctypes.CDLL(None, use_errno=True).setns(file, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    with path.open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def build(nodes: int, link: Link) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NoReturn
@@ -23,10 +24,9 @@ from common.utils.processes import adopt_orphans, descendants, kill_on_parent_ex
 from common.utils.system import open_descriptors
 from lab.cluster import network
 from lab.cluster.network import Link
-from lab.cluster.program import parse_python, preload_modules, reset_forked_state
+from lab.cluster.program import NOT_FOUND, parse_python, preload_modules, reset_forked_state
 
 _READ_BYTES = 65536
-_NOT_FOUND = 127
 _MOST_DESCRIPTORS = 256
 _ERRORS = (RuntimeError, OSError, subprocess.TimeoutExpired)
 
@@ -35,26 +35,26 @@ _ERRORS = (RuntimeError, OSError, subprocess.TimeoutExpired)
 class _Program:
     """What runs on a node.
 
-    output : descriptor of the pipe that the program writes to; None once its other end is closed.
+    output : the pipe that the program writes to, closed here once its other end is closed.
     partial_line : what it has written after its last whole line.
     """
 
     pid: int
-    output: int | None
+    output: FileIO
     partial_line: bytes = b""
 
 
 class NodeSupervisor:
     """The nodes of one cluster.
 
-    Parameters
-    ----------
-    requests : receives (number, method, arguments), sends (number, result or error to be raised).
-    events : sends (node, line that it wrote) and (node, exit status of its program).
+    A request is (number, method, arguments), its answer (number, result or error to be raised).
+    An event is (node, line that it wrote) or (node, exit status of its program).
     """
 
-    def __init__(self, requests: Connection, events: Connection) -> None:
-        self._requests, self._events = requests, events
+    def __init__(self) -> None:
+        self._requests = Connection(os.dup(0))
+        self._events = Connection(os.dup(1), readable=False)
+        os.dup2(2, 1)  # what this process prints must not mix with the events
         self._link: Link | None = None
         self._programs: dict[int, _Program] = {}
         self._child_ended, wakeup = os.pipe()
@@ -79,8 +79,9 @@ class NodeSupervisor:
     def serve(self) -> None:
         """Answer requests and report events until the other end of ``requests`` is closed."""
         while True:
-            outputs = [program.output for program in self._programs.values() if program.output]
-            ready = wait([self._requests, self._child_ended, *outputs])
+            outputs = [program.output for program in self._programs.values()]
+            open_outputs = [output for output in outputs if not output.closed]
+            ready = wait([self._requests, self._child_ended, *open_outputs])
             for node, program in self._programs.items():
                 if program.output in ready:
                     self._forward_output(node)
@@ -162,7 +163,7 @@ class NodeSupervisor:
         if pid == 0:
             self._become(node, writer, command, environment, folder)
         os.close(writer)
-        self._programs[node] = _Program(pid, reader)
+        self._programs[node] = _Program(pid, FileIO(reader))
 
     def _become(
         self,
@@ -173,7 +174,6 @@ class NodeSupervisor:
         folder: str,
     ) -> NoReturn:
         """Turn this fork into the node's program."""
-        what = folder
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -182,36 +182,34 @@ class NodeSupervisor:
             os.dup2(output, 1)
             os.dup2(output, 2)
             if self._link is not None:
-                with network.namespace_file(node).open() as file:
-                    network.enter_namespace(file.fileno())
+                network.enter_namespace(network.namespace_file(node))
             elif die_with_parent := kill_on_parent_exit():
                 die_with_parent()
             os.closerange(3, max(open_descriptors(), default=_MOST_DESCRIPTORS) + 1)
             os.environ.clear()
             os.environ.update(environment)
             os.chdir(folder)
-            what = command[0]
             program = parse_python(command) if "torch" in sys.modules else None
             if program is None:
                 os.execvpe(command[0], list(command), environment)
             reset_forked_state(environment, Path(folder if program.module else program.target))
             program.run()
         except OSError as error:
+            what = folder if error.filename == folder else command[0]
             os.write(2, f"error: {what}: {error.strerror}\n".encode())
         finally:  # a fork must never return to ``serve``
-            os._exit(_NOT_FOUND)
+            os._exit(NOT_FOUND)
 
     def _forward_output(self, node: int) -> None:
         """Send what a node's program has written: its whole lines."""
         program = self._programs[node]
-        while program.output is not None and wait([program.output], timeout=0):
-            text = os.read(program.output, _READ_BYTES)
+        while not program.output.closed and wait([program.output], timeout=0):
+            text = program.output.read(_READ_BYTES)
             *lines, program.partial_line = (program.partial_line + text).split(b"\n")
             for line in lines:
                 self._send(node, line.decode(errors="replace"))
             if not text:
-                os.close(program.output)
-                program.output = None
+                program.output.close()
 
     def _reap(self) -> None:
         """Collect every ended process, and report those that were a node's program.
@@ -228,8 +226,7 @@ class NodeSupervisor:
     def _report_end(self, node: int, status: int) -> None:
         self._forward_output(node)
         program = self._programs.pop(node)
-        if program.output is not None:  # held open by a process that the program has left behind
-            os.close(program.output)
+        program.output.close()  # a process that the program has left behind may hold the other end
         if program.partial_line:
             self._send(node, program.partial_line.decode(errors="replace"))
         self._send(node, status)
@@ -246,9 +243,7 @@ def _send_signal(pid: int, number: int) -> None:
 
 def main() -> None:
     """Serve until the process that has started this one closes the socket, or ends."""
-    requests, events = Connection(os.dup(0)), Connection(os.dup(1), readable=False)
-    os.dup2(2, 1)  # what this process prints must not mix with the events
-    supervisor = NodeSupervisor(requests, events)
+    supervisor = NodeSupervisor()
     try:
         supervisor.serve()
     finally:

@@ -23,8 +23,10 @@ from common.utils.paths import REPOSITORY
 from common.utils.processes import end_process
 from common.utils.system import usable_cores
 
-_PLACEHOLDERS = ("master", "nodes", "rank", "port")
-_PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+NOT_FOUND = 127
+"""Exit status of a command that does not exist, as in a shell."""
+_PLACEHOLDERS = ("{master}", "{nodes}", "{rank}", "{port}")
+_PLACEHOLDER = re.compile(r"\{[a-z_]+\}")
 _INTERPRETERS = ("python", "python3")
 _OWN_PACKAGES = ("common", "lab")
 _PRELOADED = ("common.experiment.run", "common.models.vgg", "sklearn.datasets", "torch._dynamo")
@@ -129,16 +131,15 @@ def fill_in(command: Sequence[str], *, master: str, nodes: int, rank: int, port:
     Raises UserError for another name in braces.
     """
     check_placeholders(command)
-    values = {"master": master, "nodes": nodes, "rank": rank, "port": port}
-    return [_PLACEHOLDER.sub(lambda match: str(values[match[1]]), word) for word in command]
+    values = dict(zip(_PLACEHOLDERS, (master, nodes, rank, port), strict=True))
+    return [_PLACEHOLDER.sub(lambda match: str(values[match[0]]), word) for word in command]
 
 
 def check_placeholders(command: Sequence[str]) -> None:
     """Raise UserError for a name in braces that is no placeholder."""
     for name in _PLACEHOLDER.findall(" ".join(command)):
         if name not in _PLACEHOLDERS:
-            choices = ", ".join(f"{{{one}}}" for one in _PLACEHOLDERS)
-            raise UserError(f"{{{name}}} in the command: choose from {choices}")
+            raise UserError(f"{name} in the command: choose from {', '.join(_PLACEHOLDERS)}")
 
 
 def node_environment(

@@ -14,7 +14,6 @@ _PROBE_SECONDS = 10.0
 _PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}
 _SBIN = "/usr/sbin:/sbin"  # where ip and tc are; not in every user's PATH
 _NAMESPACES = ("--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-_IN_USER_NAMESPACE = ("--user", "--map-root-user")
 _MOST_NAMESPACES = Path("/proc/sys/user/max_user_namespaces")
 _SWITCHES = {
     "/proc/sys/kernel/unprivileged_userns_clone": ("0", "kernel.unprivileged_userns_clone=1"),
@@ -48,7 +47,7 @@ def unshare_command() -> tuple[str, ...] | None:
     if sys.platform != "linux" or (unshare := shutil.which("unshare", path=search_path())) is None:
         return None
     as_root = [(unshare, *_NAMESPACES)] if os.geteuid() == 0 else []
-    commands = [*as_root, (unshare, *_IN_USER_NAMESPACE, *_NAMESPACES)]
+    commands = [*as_root, (unshare, "--user", "--map-root-user", *_NAMESPACES)]
     return next((command for command in commands if _runs([*command, "true"])), None)
 
 
