@@ -81,7 +81,7 @@ class Channel:
     @property
     def host_pid(self) -> int:
         """The first process in the namespaces, as seen from outside; ``unshare`` has started it."""
-        started = [] if self._loopback else descendants(self._process.pid)
+        started = [] if self._loopback else descendants(self._process.pid)  # parents come first
         return [*started, self._process.pid][0]
 
     def pids(self, node: int) -> list[int]:

@@ -142,8 +142,8 @@ def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) ->
     if not cluster.loopback:
         first, last = cluster.address(0), cluster.address(cluster.nodes - 1)
         rate = f"{args.rate} both ways" if args.rate else "links as fast as this machine"
-        added = cluster.latency_seconds is not None
-        latency = f", {args.latency} from node to node" if added else ""
+        delayed = cluster.latency_seconds is not None
+        latency = f", {args.latency} from node to node" if delayed else ""
         links = f"{first} to {last}, {rate}{latency}"
     return f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''}, {links}; up in {seconds:.1f} s"
 

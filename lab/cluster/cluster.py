@@ -26,7 +26,6 @@ from lab.units import parse_latency, parse_rate
 
 FAULTS = ("cut", "slow", "pause", "kill", "restore")
 _POLL_SECONDS = 0.2
-_LOOPBACK = "127.0.0.1"
 _PORT = 29500
 
 
@@ -62,7 +61,8 @@ class Cluster:
     on_line : called in a thread with a node's number and each line that it writes.
 
     ``warnings`` says what the kernel cannot do. ``latency_seconds`` is what each link adds; None if
-    the kernel cannot.
+    the kernel cannot. ``host_pid`` is the first process in the cluster's namespaces, as seen from
+    outside.
     Raises UserError if the machine allows no namespaces, with the setting to change.
     """
 
@@ -121,6 +121,7 @@ class Cluster:
         link = None if self.loopback else Link(self._rate_bits, self.latency_seconds)
         try:
             self._channel.build(self.nodes, link, preload=self._preload)
+            self.host_pid = self._channel.host_pid
         except BaseException:
             self.close()
             raise
@@ -137,12 +138,7 @@ class Cluster:
 
     def address(self, node: int) -> str:
         """Return a node's address."""
-        return _LOOPBACK if self.loopback else network.address(node)
-
-    @property
-    def host_pid(self) -> int:
-        """The process, as seen from outside, whose namespaces are the cluster's."""
-        return self._channel.host_pid
+        return "127.0.0.1" if self.loopback else network.address(node)
 
     def start(
         self,

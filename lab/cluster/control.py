@@ -41,8 +41,7 @@ def served(cluster: Cluster) -> Iterator[None]:
         listener.listen()
         threading.Thread(target=_serve, args=[listener, cluster], daemon=True).start()
         yield
-        with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
 
 
 def _serve(listener: socket.socket, cluster: Cluster) -> None:

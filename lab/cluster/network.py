@@ -13,13 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-SUBNET = "10.9.0"
 MOST_NODES = 250
 _BRIDGE = "lab0"
 _COMMAND_SECONDS = 30.0
 _HOSTS = Path("/etc/hosts")
 _OWN_HOSTS = Path("/run/hosts")
-_FAST_BITS = 500e6
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Link:
 
 def address(node: int) -> str:
     """Return a node's IP address."""
-    return f"{SUBNET}.{node + 1}"
+    return f"10.9.0.{node + 1}"
 
 
 def namespace(node: int) -> str:
@@ -110,7 +108,7 @@ def shape(node: int, link: Link) -> None:
     bridge's end what it receives. Every packet passes one sender, so the latency counts once.
     """
     # tbf hands over packets of up to 64 KB: with a smaller burst a third of the rate is lost.
-    rate, burst = link.rate_bits, "256kb" if (link.rate_bits or 0) >= _FAST_BITS else "128kb"
+    rate, burst = link.rate_bits, "256kb" if (link.rate_bits or 0) >= 500e6 else "128kb"
     limit = [] if rate is None else [f"tbf rate {rate:.0f}bit burst {burst} limit 2mb"]
     latency = link.latency_seconds
     delay = [] if latency is None else [f"netem delay {latency * 1e6:.0f}us limit 100000"]

@@ -1,8 +1,8 @@
-"""The supervisor of an emulated cluster: it makes the network, and starts and watches what nodes run.
+"""The supervisor of an emulated cluster: it makes the network, and starts programs on the nodes.
 
-It is the first process of its namespaces, so that the kernel ends all others with it. It answers
-requests that come through its stdin, a socket (a public method of ``NodeSupervisor`` each), and
-reports lines and ends of programs through its stdout. It ends when the socket closes, so with ``lab``.
+``lab`` starts it as the first process of new namespaces (see channel.py). It answers requests on
+its stdin, a socket, and reports what the programs do on its stdout. It ends when ``lab`` closes the
+socket or ends; then the kernel ends every other process in the namespaces.
 """
 
 import contextlib
@@ -27,7 +27,6 @@ from lab.cluster.network import Link
 from lab.cluster.program import NOT_FOUND, parse_python, preload_modules, reset_forked_state
 
 _READ_BYTES = 65536
-_MOST_DESCRIPTORS = 256
 _ERRORS = (RuntimeError, OSError, subprocess.TimeoutExpired)
 
 
@@ -35,8 +34,8 @@ _ERRORS = (RuntimeError, OSError, subprocess.TimeoutExpired)
 class _Program:
     """What runs on a node.
 
-    output : the pipe that the program writes to, closed here once its other end is closed.
-    partial_line : what it has written after its last whole line.
+    output : end of the pipe that the program writes to; closed when no process can write to it.
+    partial_line : what the program has written after its last whole line.
     """
 
     pid: int
@@ -47,8 +46,8 @@ class _Program:
 class NodeSupervisor:
     """The nodes of one cluster.
 
-    A request is (number, method, arguments), its answer (number, result or error to be raised).
-    An event is (node, line that it wrote) or (node, exit status of its program).
+    A request is (number, name of a method, arguments), its answer (number, result or error).
+    An event is (node, line that its program wrote) or (node, exit status of its program).
     """
 
     def __init__(self) -> None:
@@ -77,13 +76,16 @@ class NodeSupervisor:
         return [] if link is None else [network.namespace_id(node) for node in range(nodes)]
 
     def serve(self) -> None:
-        """Answer requests and report events until the other end of ``requests`` is closed."""
+        """Answer requests and report events until the socket of the requests is closed."""
         while True:
-            outputs = [program.output for program in self._programs.values()]
-            open_outputs = [output for output in outputs if not output.closed]
-            ready = wait([self._requests, self._child_ended, *open_outputs])
-            for node, program in self._programs.items():
-                if program.output in ready:
+            outputs = {
+                program.output.fileno(): node
+                for node, program in self._programs.items()
+                if not program.output.closed
+            }
+            ready = wait([self._requests, self._child_ended, *outputs])
+            for output, node in outputs.items():
+                if output in ready:
                     self._forward_output(node)
             if self._child_ended in ready:
                 os.read(self._child_ended, _READ_BYTES)
@@ -91,7 +93,7 @@ class NodeSupervisor:
             if self._requests in ready:
                 try:
                     number, name, arguments = self._requests.recv()
-                except EOFError:
+                except (EOFError, OSError):
                     return
                 try:
                     answer = getattr(self, name)(*arguments)
@@ -185,7 +187,7 @@ class NodeSupervisor:
                 network.enter_namespace(network.namespace_file(node))
             elif die_with_parent := kill_on_parent_exit():
                 die_with_parent()
-            os.closerange(3, max(open_descriptors(), default=_MOST_DESCRIPTORS) + 1)
+            os.closerange(3, max(open_descriptors(), default=255) + 1)
             os.environ.clear()
             os.environ.update(environment)
             os.chdir(folder)
@@ -194,16 +196,16 @@ class NodeSupervisor:
                 os.execvpe(command[0], list(command), environment)
             reset_forked_state(environment, Path(folder if program.module else program.target))
             program.run()
-        except OSError as error:
-            what = folder if error.filename == folder else command[0]
-            os.write(2, f"error: {what}: {error.strerror}\n".encode())
+        except Exception as error:
+            what = folder if getattr(error, "filename", None) == folder else command[0]
+            os.write(2, f"error: {what}: {getattr(error, 'strerror', error)}\n".encode())
         finally:  # a fork must never return to ``serve``
             os._exit(NOT_FOUND)
 
     def _forward_output(self, node: int) -> None:
         """Send what a node's program has written: its whole lines."""
         program = self._programs[node]
-        while not program.output.closed and wait([program.output], timeout=0):
+        while not program.output.closed and wait([program.output.fileno()], timeout=0):
             text = program.output.read(_READ_BYTES)
             *lines, program.partial_line = (program.partial_line + text).split(b"\n")
             for line in lines:

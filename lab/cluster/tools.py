@@ -12,7 +12,6 @@ from pathlib import Path
 
 _PROBE_SECONDS = 10.0
 _PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}
-_SBIN = "/usr/sbin:/sbin"  # where ip and tc are; not in every user's PATH
 _NAMESPACES = ("--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 _MOST_NAMESPACES = Path("/proc/sys/user/max_user_namespaces")
 _SWITCHES = {
@@ -25,8 +24,8 @@ _SWITCHES = {
 
 
 def search_path() -> str:
-    """Return PATH with the folders of ``ip`` and ``tc`` added."""
-    return f"{os.environ.get('PATH', os.defpath)}:{_SBIN}"
+    """Return PATH with the folders of ``ip`` and ``tc``, which not every user's PATH has."""
+    return f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
 
 def missing() -> dict[str, str]:
