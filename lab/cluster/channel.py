@@ -1,4 +1,4 @@
-"""Start the supervisor process of a cluster, send it requests, and receive what happens on its nodes.
+"""Start the supervisor process of a cluster, send it requests, and receive what nodes do.
 
 Order: ``Channel`` starts it, then ``build``, ``ask`` and ``close``.
 """
@@ -37,7 +37,7 @@ class Channel:
 
     Parameters
     ----------
-    loopback : without namespaces.
+    loopback : start it without namespaces.
     on_event : called in a thread with a node's number and a line that it wrote, or the exit status
         of its program.
 

@@ -1,4 +1,4 @@
-"""``lab cluster``: run a command on every node of a new cluster, open a shell in a node, disturb one."""
+"""``lab cluster``: run a command on emulated nodes, open a shell in a node, disturb a node."""
 
 import argparse
 import contextlib
@@ -197,7 +197,7 @@ def fault(args: argparse.Namespace) -> int:
 
 
 def _find_node(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Return the process id of the cluster that the flags choose, and what ``control.ask`` returns."""
+    """Return the process id of the chosen cluster, and what ``control.ask`` returns."""
     pid = control.find(args.cluster)
     cluster = control.ask(pid)
     if not 0 <= args.node < cluster["nodes"]:

@@ -1,8 +1,8 @@
 """``Cluster``: nodes with their own addresses on this machine, for a ``with`` statement.
 
-Order: enter the ``with``, ``start`` a command on nodes, perhaps ``fault``, ``wait``, read ``output``
-and ``traffic``. The ``with`` ends all processes and links. channel.py starts the process that does
-the work.
+Order: enter the ``with``, ``start`` a command on nodes, perhaps ``fault``, ``wait``, and read
+``output`` and ``traffic``. All processes and links end with the ``with``. channel.py starts the
+process that does the work.
 """
 
 import contextlib
@@ -200,14 +200,17 @@ class Cluster:
         self._channel.ask("send_signal", number)
 
     def traffic(self) -> dict[int, Traffic]:
-        """Return what has passed each node's link. Raises UserError on loopback: it has no links."""
+        """Return what has passed each node's link. Raises UserError on loopback."""
         if self.loopback:
             raise UserError("a cluster on loopback has no links to read")
         rows = self._channel.ask("traffic", self.nodes)
         return {node: Traffic(*row) for node, row in enumerate(rows)}
 
     def pids(self, node: int) -> list[int]:
-        """Return the process ids, seen from outside, of what runs on a node. UserError on loopback."""
+        """Return the process ids of what runs on a node, as seen from outside.
+
+        Raises UserError on loopback.
+        """
         self._check_node(node)
         if self.loopback:
             raise UserError("processes on loopback are not told apart by node")

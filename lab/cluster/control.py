@@ -1,8 +1,8 @@
 """Reach a running cluster from another terminal: disturb a node, or run a command in it.
 
 ``lab cluster run`` answers requests while it is in ``served``; ``find`` and ``ask`` reach it, and
-``enter`` runs a command in a node. The sockets are abstract Unix
-sockets: they have no file, and the kernel removes them with their process.
+``enter`` runs a command in a node. The sockets are abstract Unix sockets: they have no file, and
+the kernel removes them with their process.
 """
 
 import contextlib

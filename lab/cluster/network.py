@@ -1,7 +1,7 @@
-"""The network of an emulated cluster: a bridge, and for each node a network namespace with one link to it.
+"""The network of an emulated cluster: a bridge, and a namespace with one link to it for each node.
 
-The supervisor (node_supervisor.py) calls ``build`` once, then ``shape``, ``set_link`` and ``traffic``.
-All of them run the system's ``ip`` and ``tc``.
+The supervisor (node_supervisor.py) calls ``build`` once, then ``shape``, ``set_link`` and
+``traffic``. All of them run the system's ``ip`` and ``tc``.
 """
 
 import contextlib

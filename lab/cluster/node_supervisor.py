@@ -102,7 +102,7 @@ class NodeSupervisor:
                 self._requests.send((number, answer))
 
     def end(self) -> None:
-        """Kill what runs on the nodes; in namespaces the kernel does that when this process ends."""
+        """Kill what runs on the nodes. In namespaces the kernel does that."""
         while self._link is None and (pids := descendants(os.getpid())):
             for pid in pids:
                 _send_signal(pid, signal.SIGKILL)

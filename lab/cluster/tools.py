@@ -1,4 +1,4 @@
-"""What an emulated cluster needs from the machine: programs, permission for namespaces, kernel modules.
+"""What an emulated cluster needs: programs, permission for namespaces, kernel modules.
 
 ``namespaces_refused`` says what to change; ``unshare_command`` is the prefix that makes namespaces.
 """
