@@ -1,4 +1,4 @@
-"""``lab cluster`` as a user starts it: output, exit status, reaching a running cluster, leftovers."""
+"""``lab cluster`` as a user starts it: output, exit status, other terminals, leftovers."""
 
 import os
 import re

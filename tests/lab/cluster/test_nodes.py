@@ -415,7 +415,7 @@ FEW, MANY = (
 
 
 def sent_bytes(cluster: Cluster, sync: str, steps: int, folder: Path) -> list[int]:
-    """Train VGG-11 for ``steps`` steps; return the bytes that each node has sent in the whole run."""
+    """Train VGG-11 for ``steps`` steps; return the bytes that each node has sent in all."""
     before = cluster.traffic()
     cluster.start(
         [
