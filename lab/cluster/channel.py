@@ -1,11 +1,9 @@
-"""The supervisor process of a cluster, from outside: it has its own namespaces, answers lines of JSON, and ends with its input.
+"""Start the supervisor process of a cluster, send it requests, and receive what nodes do.
 
-Order: ``Channel`` starts it, ``wait_until_ready``, ``ask``, ``close``. A thread of the channel calls two functions with what the
-nodes write and how they end.
+Order: ``Channel`` starts it, then ``build``, ``ask`` and ``close``.
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -13,16 +11,21 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from multiprocessing import Pipe
 from typing import Any
-
-import psutil
 
 from common.errors import GroupError, UserError
 from common.utils.paths import REPOSITORY
 from common.utils.processes import descendants, kill_on_parent_exit
 from lab.cluster import tools
-from lab.cluster.node_supervisor import SUPERVISOR_CODE
+from lab.cluster.network import Link, pids_in
+
+SUPERVISOR_CODE = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from lab.cluster.node_supervisor import main; main()"
+)
+"""For ``python -P -c``, with the repository as argument, so that it need not be installed."""
 
 _READY_SECONDS = 180.0
 _ANSWER_SECONDS = 60.0
@@ -34,149 +37,106 @@ class Channel:
 
     Parameters
     ----------
-    spec : of the cluster, see ``lab.cluster.node_supervisor.main``.
-    on_line : called with a node's number and a line that it wrote.
-    on_end : called with a node's number and its exit status, when its program has ended.
+    loopback : start it without namespaces.
+    on_event : called in a thread with a node's number and a line that it wrote, or the exit status
+        of its program.
+
+    ``failure`` is None until the supervisor has ended, then the reason.
     """
 
-    def __init__(
-        self,
-        spec: Mapping[str, Any],
-        *,
-        on_line: Callable[[int, str], None],
-        on_end: Callable[[int, int], None],
-    ) -> None:
-        self.networks: list[str] = []
+    def __init__(self, *, loopback: bool, on_event: Callable[[int, str | int], None]) -> None:
         self.failure: str | None = None
-        self._on_line, self._on_end = on_line, on_end
-        self._changed = threading.Condition()
-        self._answers: dict[int, Mapping[str, Any]] = {}
-        self._requests = 0
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
-        # On loopback the supervisor must outlive this process for a moment, to end the nodes; elsewhere the kernel does.
-        prefix: tuple[str, ...] = ()
-        before_exec = None
-        if not spec["loopback"]:
-            unshare = tools.unshare_command()
-            assert unshare is not None  # ``Cluster`` has asked ``namespaces_refused``
-            prefix, before_exec = unshare, kill_on_parent_exit()
-        self._in_namespaces = bool(prefix)
-        self._process = subprocess.Popen(
-            [
-                *prefix,
-                sys.executable,
-                "-P",
-                "-c",
-                SUPERVISOR_CODE,
-                str(REPOSITORY),
-                json.dumps(spec),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            start_new_session=True,
-            preexec_fn=before_exec,
-            env=os.environ | {"PATH": tools.search_path(), "OMP_NUM_THREADS": "1"},
-        )
-        assert self._process.stdin is not None  # both are pipes
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._networks: list[str] = []
+        self._on_event, self._loopback = on_event, loopback
+        self._lock, self._number = threading.Lock(), 0
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (``close`` closes it)
+        unshare = () if loopback else tools.unshare_command() or ()
+        self._requests, requests = Pipe()
+        self._events, events = Pipe(duplex=False)
+        with requests, events:
+            self._process = subprocess.Popen(
+                [*unshare, sys.executable, "-P", "-c", SUPERVISOR_CODE, str(REPOSITORY)],
+                stdin=requests.fileno(),
+                stdout=events.fileno(),
+                stderr=self._stderr,
+                start_new_session=True,
+                # On loopback the supervisor outlives this process for a moment, to end the nodes.
+                preexec_fn=None if loopback else kill_on_parent_exit(),
+                env=os.environ | {"PATH": tools.search_path(), "OMP_NUM_THREADS": "1"},
+            )
+        self._reader = threading.Thread(target=self._read_events, daemon=True)
         self._reader.start()
 
-    def wait_until_ready(self) -> None:
-        """Wait for network and interpreter; GroupError where they do not come."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: bool(self.networks) or self.failure is not None, _READY_SECONDS
+    def build(self, nodes: int, link: Link | None, *, preload: bool) -> None:
+        """Make the network, see ``NodeSupervisor.build``. Raises GroupError if that fails."""
+        failed = "the cluster did not start"
+        late = f"{failed}: not ready within {_READY_SECONDS:g} s"
+        try:
+            self._networks = self.ask(
+                "build", nodes, link, preload, limit_seconds=_READY_SECONDS, ended=failed, late=late
             )
-        if not self.networks:
-            raise GroupError(
-                f"the cluster did not start: {self.failure or f'not ready within {_READY_SECONDS:g} s'}"
-            )
+        except UserError as error:
+            raise GroupError(f"{failed}: {error}") from error
 
     @property
     def host_pid(self) -> int:
-        """The first process within the namespaces, as seen from outside; ``unshare`` has started it where there are any."""
-        children = psutil.Process(self._process.pid).children()
-        return children[0].pid if self._in_namespaces and children else self._process.pid
+        """The first process in the namespaces, as seen from outside; ``unshare`` has started it."""
+        started = [] if self._loopback else descendants(self._process.pid)  # parents come first
+        return [*started, self._process.pid][0]
 
-    def processes(self) -> list[int]:
-        """Return the process ids, as seen from outside, of all that runs within."""
-        return descendants(self._process.pid)
+    def pids(self, node: int) -> list[int]:
+        """Return the process ids of what runs on a node, as seen from outside."""
+        return pids_in(self._networks[node], descendants(self._process.pid))
 
-    def ask(self, what: str, **more: Any) -> Any:
-        """Send a request and return its answer. UserError where it is refused, GroupError where the cluster has ended."""
-        with self._changed:
-            number = self._send(what, **more)
-            self._changed.wait_for(
-                lambda: number in self._answers or self.failure is not None, _ANSWER_SECONDS
-            )
-            answer = self._answers.pop(number, None)
-        if answer is None:
-            raise GroupError(
-                self._ended()
-                if self.failure
-                else f"the cluster has not answered within {_ANSWER_SECONDS:g} s"
-            )
-        if "error" in answer:
-            raise UserError(answer["error"])
-        return answer["result"]
+    def ask(
+        self,
+        name: str,
+        *arguments: Any,
+        limit_seconds: float = _ANSWER_SECONDS,
+        ended: str = "the cluster has ended",
+        late: str = f"the cluster has not answered within {_ANSWER_SECONDS:g} s",
+    ) -> Any:
+        """Call a method of the supervisor and return its result.
 
-    def _send(self, what: str, **more: Any) -> int:
-        self._requests += 1
-        request = {"do": what, "id": self._requests, **more}
-        try:
-            self._stdin.write(json.dumps(request).encode() + b"\n")
-            self._stdin.flush()
-        except (OSError, ValueError) as error:
-            raise GroupError(self._ended()) from error
-        return self._requests
+        Raises UserError if the supervisor refuses, GroupError with ``ended`` and the reason if it
+        has ended, or with ``late`` after ``limit_seconds``.
+        """
+        with self._lock:
+            self._number += 1
+            number = None
+            try:
+                self._requests.send((self._number, name, arguments))
+                while number != self._number:  # skip the answer to a call that was interrupted
+                    if not self._requests.poll(limit_seconds):
+                        raise GroupError(late)
+                    number, answer = self._requests.recv()
+            except (EOFError, OSError) as error:
+                self._reader.join(_CLOSE_SECONDS)  # it sets ``failure``
+                raise GroupError(f"{ended}: {self.failure}") from error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    def _ended(self) -> str:
-        return f"the cluster has ended: {self.failure or 'it was closed'}"
-
-    def _read(self) -> None:
-        """Read the supervisor's messages until it ends; runs in a thread."""
-        for line in self._stdout:
-            message = json.loads(line)
-            if "line" in message:
-                self._on_line(message["node"], message["line"])
-                continue
-            if "ended" in message:
-                self._on_end(message["node"], message["ended"])
-                continue
-            with self._changed:
-                if "ready" in message:
-                    self.networks = message["ready"]
-                elif "failed" in message:
-                    self.failure = message["failed"]
-                else:
-                    self._answers[message["reply"]] = message
-                self._changed.notify_all()
-        with self._changed:
-            self.failure = self.failure or self._last_error()
-            self._changed.notify_all()
-
-    def _last_error(self) -> str:
+    def _read_events(self) -> None:
+        """Pass events on until the supervisor ends, then set ``failure``; runs in a thread."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._on_event(*self._events.recv())
         self._stderr.seek(0)
-        text = self._stderr.read().decode(errors="replace")
-        lines = [line for line in text.splitlines() if line.strip()]
-        if not lines:
-            return "its first process is gone"
-        return re.sub(r"^unshare: ", "unshare says: ", lines[-1])
+        errors = self._stderr.read().decode(errors="replace").strip().splitlines()
+        last = ["its first process is gone", *errors][-1]
+        self.failure = re.sub(r"^unshare: ", "unshare says: ", last)
 
     def close(self) -> None:
-        """End the supervisor, and with it everything within; return when it is gone."""
-        with contextlib.suppress(OSError):
-            self._stdin.close()  # the supervisor ends when its input does, and the kernel ends all others
+        """End the supervisor, and with it everything in the cluster; return when all is gone."""
+        self._requests.close()
         try:
             self._process.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
-            for pid in [*self.processes(), self._process.pid]:
+            for pid in [*descendants(self._process.pid), self._process.pid]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._process.wait(_CLOSE_SECONDS)
         self._reader.join(_CLOSE_SECONDS)
-        self._stdout.close()
+        self._events.close()
         self._stderr.close()

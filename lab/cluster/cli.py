@@ -1,14 +1,33 @@
-"""The flags of ``lab cluster``. Nothing else is imported before one of its commands is called."""
+"""``lab cluster``: run a command on emulated nodes, open a shell in a node, disturb a node."""
 
 import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from common.utils.paths import REPORTS
+from rich.console import Console
+
+from common.errors import INTERRUPTED, UserError
+from common.utils.paths import REPORTS, new_folder
+from common.utils.processes import find_root_failure
+from lab.cluster import control
+from lab.cluster.cluster import FAULTS, Cluster, End
+from lab.cluster.program import check_placeholders, node_environment, parse_python
 from lab.flags import add_command
+from lab.processes.prefixed_output import PrefixedOutput
+
+_INTERRUPT_SECONDS = 5.0
+
+console = Console(highlight=False)
 
 
 def add_flags(commands: argparse._SubParsersAction) -> None:
-    """Add ``cluster run``, ``cluster shell`` and ``cluster fault`` to the subcommands of ``lab``."""
+    """Add ``cluster run``, ``cluster shell`` and ``cluster fault`` to the commands of ``lab``."""
     about = "nodes with addresses of their own on this machine, joined by links of a chosen speed"
     cluster = commands.add_parser("cluster", help=about, description=about, allow_abbrev=False)
     actions = cluster.add_subparsers(required=True, metavar="ACTION", parser_class=type(cluster))
@@ -21,10 +40,10 @@ def _add_run(actions: argparse._SubParsersAction) -> None:
     parser = add_command(
         actions,
         "run",
-        run=_run,
-        help="start the command behind -- on every node of a new cluster; {master}, {nodes}, {rank} and {port} "
-        "in it become the first node's address, the number of nodes, the node's own, and a port that is "
-        "free there",
+        run=run,
+        help="start the command behind -- on every node of a new cluster; {master}, {nodes}, "
+        "{rank} and {port} in it become the first node's address, the number of nodes, the node's "
+        "own, and a port that is free there",
     )
     parser.set_defaults(passes_flags=True)
     parser.add_argument("--nodes", type=int, default=4, help="number of nodes")
@@ -53,7 +72,7 @@ def _add_shell(actions: argparse._SubParsersAction) -> None:
     parser = add_command(
         actions,
         "shell",
-        run=_shell,
+        run=shell,
         help="a shell in a node of a running cluster, or the command behind --",
     )
     parser.set_defaults(passes_flags=True)
@@ -61,7 +80,7 @@ def _add_shell(actions: argparse._SubParsersAction) -> None:
 
 
 def _add_fault(actions: argparse._SubParsersAction) -> None:
-    parser = add_command(actions, "fault", run=_fault, help="hurt a node of a running cluster")
+    parser = add_command(actions, "fault", run=fault, help="hurt a node of a running cluster")
     _add_node(parser)
     one = parser.add_mutually_exclusive_group(required=True)
     one.add_argument("--cut", action="store_true", help="take its link down")
@@ -81,19 +100,108 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(args: argparse.Namespace) -> int:
-    from lab.cluster.commands import run
+def run(args: argparse.Namespace) -> int:
+    """Run the command on every node, and show and keep what the nodes write.
 
-    return run(args)
+    Returns 0, or the exit status of the node that failed first.
+    """
+    command = args.flags
+    if not command:
+        raise UserError(
+            "no command: give it behind --, for example lab cluster run --nodes 2 -- "
+            "python PartTwo/main.py --master-ip {master} --num-nodes {nodes} --rank {rank}"
+        )
+    check_placeholders(command)
+    cluster = Cluster(
+        args.nodes,
+        rate=args.rate,
+        latency=args.latency,
+        loopback=args.loopback,
+        fresh=args.fresh or parse_python(command) is None,
+        on_line=PrefixedOutput(console, args.nodes),
+    )
+    for warning in cluster.warnings:
+        _show(f"warning: {warning}")
+    logs, began = args.logs or new_folder(args.output_dir, "cluster"), time.monotonic()
+    with cluster, control.served(cluster):
+        _show(_introduction(cluster, args, time.monotonic() - began))
+        try:
+            cluster.start(command, logs=logs)
+            ends = cluster.wait(stop_at_failure=True)
+        except KeyboardInterrupt:
+            return _interrupted(cluster, logs)
+        return _conclusion(cluster, ends, time.monotonic() - began, logs)
 
 
-def _shell(args: argparse.Namespace) -> int:
-    from lab.cluster.commands import shell
-
-    return shell(args)
+def _show(text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)
 
 
-def _fault(args: argparse.Namespace) -> int:
-    from lab.cluster.commands import fault
+def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) -> str:
+    links = "on loopback, unshaped"
+    if not cluster.loopback:
+        first, last = cluster.address(0), cluster.address(cluster.nodes - 1)
+        rate = f"{args.rate} both ways" if args.rate else "links as fast as this machine"
+        delayed = cluster.latency_seconds is not None
+        latency = f", {args.latency} from node to node" if delayed else ""
+        links = f"{first} to {last}, {rate}{latency}"
+    return f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''}, {links}; up in {seconds:.1f} s"
 
-    return fault(args)
+
+def _interrupted(cluster: Cluster, logs: Path) -> int:
+    """Let the nodes print why they end; a second Ctrl-C does not wait for that."""
+    with contextlib.suppress(KeyboardInterrupt, TimeoutError):
+        cluster.send_signal(signal.SIGINT)
+        cluster.wait(limit_seconds=_INTERRUPT_SECONDS)
+    _show(f"interrupted: every process of every node is ended; their output is in {logs}")
+    return INTERRUPTED
+
+
+def _conclusion(cluster: Cluster, ends: Sequence[End], seconds: float, logs: Path) -> int:
+    """Report how the run ended, and return its exit status."""
+    failed = {end.node: end.status for end in ends if end.status}
+    if not failed:
+        _show(f"all nodes ended well after {seconds:.1f} s; their output: {logs}")
+        return 0
+    outputs = {node: cluster.output(node) for node in failed}
+    culprit, message = find_root_failure(list(failed), failed, outputs, name="node")
+    print(f"error: {message} (its output: {cluster.log(culprit, logs)})", file=sys.stderr)
+    status = failed[culprit]
+    return status if status > 0 else 128 - status
+
+
+def shell(args: argparse.Namespace) -> int:
+    """Open a shell in a node of a running cluster, or run a command; return its exit status."""
+    pid, cluster = _find_node(args)
+    if cluster["loopback"]:
+        raise UserError(
+            "a cluster on loopback has no nodes to enter: they are this machine's own processes"
+        )
+    if not args.flags:
+        console.print(
+            f"a shell in node {args.node} of the cluster of process {pid}; exit leaves it",
+            soft_wrap=True,
+        )
+    command = args.flags or [os.environ.get("SHELL", "/bin/sh")]
+    environment = node_environment(os.environ, nodes=cluster["nodes"], interface="eth0")
+    return control.enter(cluster["host"], args.node, command, environment=environment)
+
+
+def fault(args: argparse.Namespace) -> int:
+    """Disturb a node of a running cluster, or undo that."""
+    what = next(name for name in FAULTS if getattr(args, name))
+    pid, _ = _find_node(args)
+    control.ask(pid, node=args.node, what=what, rate=args.slow)
+    console.print(f"node {args.node}: {what}{f' {args.slow}' if args.slow else ''}", markup=False)
+    return 0
+
+
+def _find_node(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Return the process id of the chosen cluster, and what ``control.ask`` returns."""
+    pid = control.find(args.cluster)
+    cluster = control.ask(pid)
+    if not 0 <= args.node < cluster["nodes"]:
+        raise UserError(
+            f"--node: got {args.node}, the cluster has nodes 0 to {cluster['nodes'] - 1}"
+        )
+    return pid, cluster

@@ -1,156 +1,168 @@
-"""The network inside: a bridge, and for each node a namespace with one link to it, shaped at both ends.
+"""The network of an emulated cluster: a bridge, and a namespace with one link to it for each node.
 
-Order: the process that owns the namespaces (node_supervisor.py) calls ``build`` once, then ``shape``, ``cut``, ``join`` and
-``traffic``. Uses the system's ``ip`` and ``tc``.
+The supervisor (node_supervisor.py) calls ``build`` once, then ``shape``, ``set_link`` and
+``traffic``. All of them run the system's ``ip`` and ``tc``.
 """
 
+import contextlib
+import ctypes
 import json
+import os
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-SUBNET = "10.9.0"
 MOST_NODES = 250
 _BRIDGE = "lab0"
 _COMMAND_SECONDS = 30.0
-_NAMES = Path("/etc/hosts")
-_NAMES_HERE = Path("/run/hosts")
+_HOSTS = Path("/etc/hosts")
+_OWN_HOSTS = Path("/run/hosts")
 
 
 @dataclass(frozen=True)
 class Link:
-    """Of every node: bits a second and seconds from one node to another; None is without a limit, without a delay."""
+    """Rate in bits a second and one-way latency in seconds of a node's link; None: not limited."""
 
     rate_bits: float | None = None
     latency_seconds: float | None = None
 
 
 def address(node: int) -> str:
-    """Return a node's address."""
-    return f"{SUBNET}.{node + 1}"
+    """Return a node's IP address."""
+    return f"10.9.0.{node + 1}"
 
 
 def namespace(node: int) -> str:
-    """Return the name of a node's network namespace, and where ``ip netns`` keeps it."""
+    """Return the name of a node's network namespace, which is the node's host name, too."""
     return f"node{node}"
 
 
 def namespace_file(node: int) -> Path:
-    """Return the file that stands for a node's network namespace, inside the cluster."""
+    """Return the file of a node's network namespace; it exists inside the cluster only."""
     return Path("/run/netns", namespace(node))
 
 
-def build(nodes: int, link: Link) -> None:
-    """Make bridge, namespaces and links, and give each node its name (``node0``, ...) beside its address.
+def namespace_id(node: int) -> str:
+    """Return what ``/proc/PID/ns/net`` links to for a process on this node, inside and outside."""
+    return f"net:[{namespace_file(node).stat().st_ino}]"
 
-    Needs a network and a mount namespace of its own. The kernel takes all of it away with the last process inside.
+
+def pids_in(network_id: str, pids: Iterable[int]) -> list[int]:
+    """Return those of the processes that are in the network namespace with this id."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):  # the process has just ended
+            if os.readlink(f"/proc/{pid}/ns/net") == network_id:
+                found.append(pid)
+    return found
+
+
+def enter_namespace(path: Path) -> None:
+    """Move this process into a namespace: a file of ``/proc/PID/ns`` or of ``ip netns``.
+
+    Raises OSError if the kernel refuses. (Python has ``os.setns`` since 3.12 only.)
+    """
+    with path.open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def build(nodes: int, link: Link) -> None:
+    """Make the bridge, the namespaces and the links, and add the nodes' names to ``/etc/hosts``.
+
+    The caller must be in its own network and mount namespaces. The kernel removes everything with
+    the last process in them.
     """
     _run("mount", "-t", "tmpfs", "tmpfs", "/run")
     _ip(
-        [
-            f"link add {_BRIDGE} type bridge",
-            f"link set {_BRIDGE} addrgenmode none",
-            f"link set {_BRIDGE} up",
-            "link set lo up",
-        ]
+        f"link add {_BRIDGE} type bridge",
+        f"link set {_BRIDGE} addrgenmode none",
+        f"link set {_BRIDGE} up",
+        "link set lo up",
     )
     for node in range(nodes):
         _run("ip", "netns", "add", namespace(node))
-    _ip(
-        line
-        for node in range(nodes)
-        for line in (
-            f"link add {_end(node)} type veth peer name eth0 netns {namespace(node)}",
-            f"link set {_end(node)} addrgenmode none",
-            f"link set {_end(node)} master {_BRIDGE} up",
-        )
-    )
-    for node in range(nodes):
         _ip(
-            [
-                "link set lo up",
-                "link set eth0 addrgenmode none",
-                f"address add {address(node)}/24 dev eth0",
-                "link set eth0 up",
-            ],
+            f"link add {_bridge_end(node)} type veth peer name eth0 netns {namespace(node)}",
+            f"link set {_bridge_end(node)} addrgenmode none",
+            f"link set {_bridge_end(node)} master {_BRIDGE} up",
+        )
+        _ip(
+            "link set lo up",
+            "link set eth0 addrgenmode none",
+            f"address add {address(node)}/24 dev eth0",
+            "link set eth0 up",
             node=node,
         )
         shape(node, link)
-    _NAMES_HERE.write_text(
-        _NAMES.read_text()
-        + "".join(f"{address(node)} {namespace(node)}\n" for node in range(nodes))
-    )
-    _run("mount", "--bind", str(_NAMES_HERE), str(_NAMES))
+    names = "".join(f"{address(node)} {namespace(node)}\n" for node in range(nodes))
+    _OWN_HOSTS.write_text(_HOSTS.read_text() + names)
+    _run("mount", "--bind", str(_OWN_HOSTS), str(_HOSTS))
 
 
 def shape(node: int, link: Link) -> None:
-    """Limit a node's link both ways: what it sends at its own end, what it receives at the bridge's. The delay is added where it
-    sends, so once on each way."""
-    ends = (
-        (["tc", "-netns", namespace(node), "qdisc"], "eth0", link.latency_seconds),
-        (["tc", "qdisc"], _end(node), None),
-    )
-    for tc, device, latency in ends:
-        _run(*tc, "delete", "dev", device, "root", may_fail=True)
-        parent = ["root"]
-        if link.rate_bits is not None:
-            limit = f"tbf rate {link.rate_bits:.0f}bit burst {_burst(link.rate_bits)} limit 2mb"
-            _run(*tc, "add", "dev", device, *parent, "handle", "1:", *limit.split())
-            parent = ["parent", "1:"]
-        if latency is not None:
-            delay = f"netem delay {latency * 1e6:.0f}us limit 100000"
-            _run(*tc, "add", "dev", device, *parent, "handle", "2:", *delay.split())
+    """Give a node's link this rate both ways, and this latency where the node sends.
+
+    The kernel shapes only what a device sends: the node's end limits what the node sends, and the
+    bridge's end what it receives. Every packet passes one sender, so the latency counts once.
+    """
+    # tbf hands over packets of up to 64 KB: with a smaller burst a third of the rate is lost.
+    rate, burst = link.rate_bits, "256kb" if (link.rate_bits or 0) >= 500e6 else "128kb"
+    limit = [] if rate is None else [f"tbf rate {rate:.0f}bit burst {burst} limit 2mb"]
+    latency = link.latency_seconds
+    delay = [] if latency is None else [f"netem delay {latency * 1e6:.0f}us limit 100000"]
+    for tc, device, disciplines in (
+        (f"tc -netns {namespace(node)} qdisc", "eth0", limit + delay),
+        ("tc qdisc", _bridge_end(node), limit),
+    ):
+        _run(*f"{tc} delete dev {device} root".split(), may_fail=True)
+        places = ("root handle 1:", "parent 1: handle 2:")
+        for discipline, place in zip(disciplines, places, strict=False):
+            _run(*f"{tc} add dev {device} {place} {discipline}".split())
 
 
-def _burst(rate_bits: float) -> str:
-    """More than one packet of 64 KB as the kernel hands it over; less costs a third of the rate (measured)."""
-    return "256kb" if rate_bits >= 500e6 else "128kb"
-
-
-def cut(node: int) -> None:
-    """Take a node's link down at the bridge: no process is notified, packets are lost."""
-    _ip([f"link set {_end(node)} down"])
-
-
-def join(node: int) -> None:
-    """Bring a node's link up again."""
-    _ip([f"link set {_end(node)} up"])
+def set_link(node: int, state: str) -> None:
+    """Turn a node's link "up" or "down" at the bridge: down, it loses packets and tells nobody."""
+    _ip(f"link set {_bridge_end(node)} {state}")
 
 
 def traffic(nodes: int) -> list[list[int]]:
-    """Return for each node the bytes and packets that it sent, then those that it received, headers of Ethernet included.
+    """Return for each node bytes and packets sent, then bytes and packets received.
 
-    Packets as the kernel hands them over, up to 64 KB each: what a network card would cut into frames.
+    Bytes include Ethernet headers. Packets are the kernel's, of up to 64 KB; a network card would
+    cut them into frames.
     """
     links = {
         link["ifname"]: link["stats64"]
         for link in json.loads(_run("ip", "-json", "-statistics", "link", "show"))
     }
+    # The bridge's end receives (rx) what the node sends.
     return [
-        [links[_end(node)][way][what] for way in ("rx", "tx") for what in ("bytes", "packets")]
+        [
+            links[_bridge_end(node)][way][unit]
+            for way in ("rx", "tx")
+            for unit in ("bytes", "packets")
+        ]
         for node in range(nodes)
     ]
 
 
-def _end(node: int) -> str:
-    """The bridge's end of a node's link."""
+def _bridge_end(node: int) -> str:
     return f"veth{node}"
 
 
-def _ip(lines: Iterable[str], *, node: int | None = None) -> None:
+def _ip(*lines: str, node: int | None = None) -> None:
+    """Run lines of ``ip`` commands, in a node's namespace where ``node`` is given."""
     inside = [] if node is None else ["-netns", namespace(node)]
-    _run("ip", *inside, "-batch", "-", words="\n".join(lines))
+    _run("ip", *inside, "-batch", "-", stdin="\n".join(lines))
 
 
-def _run(*command: str, words: str = "", may_fail: bool = False) -> str:
+def _run(*command: str, stdin: str = "", may_fail: bool = False) -> str:
+    """Run a command and return its output. Raises RuntimeError with its error output."""
     done = subprocess.run(
-        command, input=words, capture_output=True, text=True, timeout=_COMMAND_SECONDS
+        command, input=stdin, capture_output=True, text=True, timeout=_COMMAND_SECONDS
     )
     if done.returncode and not may_fail:
-        raise RuntimeError(f"`{_shown(command)}` says: {done.stderr.strip() or done.returncode}")
+        raise RuntimeError(f"`{' '.join(command)}` says: {done.stderr.strip() or done.returncode}")
     return done.stdout
-
-
-def _shown(command: Sequence[str]) -> str:
-    return " ".join(command)

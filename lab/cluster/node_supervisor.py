@@ -1,304 +1,252 @@
-"""The supervisor of an emulated cluster: the first process of its namespaces. The kernel ends all others with it.
+"""The supervisor of an emulated cluster: it makes the network, and starts programs on the nodes.
 
-``main`` builds the network, imports torch once, then serves requests, a line of JSON each: start, fault, signal, traffic. It ends
-when its input does: with the process that started it, however that ended. In a forked node ``serve`` returns the program that
-the node runs.
+``lab`` starts it as the first process of new namespaces (see channel.py). It answers requests on
+its stdin, a socket, and reports what the programs do on its stdout. It ends when ``lab`` closes the
+socket or ends; then the kernel ends every other process in the namespaces.
 """
 
 import contextlib
-import ctypes
-import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
+import psutil
+
+from common.errors import UserError
 from common.utils.processes import adopt_orphans, descendants, kill_on_parent_exit
+from common.utils.system import open_descriptors
 from lab.cluster import network
 from lab.cluster.network import Link
-from lab.cluster.program import PythonProgram, parse_python, preload_modules, reset_forked_state
+from lab.cluster.program import NOT_FOUND, parse_python, preload_modules, reset_forked_state
 
-_NETWORK_NAMESPACE = 0x40000000
 _READ_BYTES = 65536
-_NOT_FOUND = 127
+_ERRORS = (RuntimeError, OSError, subprocess.TimeoutExpired)
+
+
+@dataclass
+class _Program:
+    """What runs on a node.
+
+    output : end of the pipe that the program writes to; closed when no process can write to it.
+    partial_line : what the program has written after its last whole line.
+    """
+
+    pid: int
+    output: FileIO
+    partial_line: bytes = b""
 
 
 class NodeSupervisor:
-    """The nodes of one cluster, their processes and links.
+    """The nodes of one cluster.
 
-    Parameters
-    ----------
-    nodes : their number.
-    link : of each of them; None: no network of its own, all nodes are processes on loopback.
+    A request is (number, name of a method, arguments), its answer (number, result or error).
+    An event is (node, line that its program wrote) or (node, exit status of its program).
     """
 
-    def __init__(self, nodes: int, link: Link | None) -> None:
-        self._nodes, self._link = nodes, link
+    def __init__(self) -> None:
+        self._requests = Connection(os.dup(0))
+        self._events = Connection(os.dup(1), readable=False)
+        os.dup2(2, 1)  # what this process prints must not mix with the events
+        self._link: Link | None = None
         self._programs: dict[int, _Program] = {}
-        self._selector = selectors.DefaultSelector()
-        self._channel = os.dup(1)
-        os.dup2(2, 1)  # output printed in this process must not mix with the answers
-        self._requests = b""
+        self._child_ended, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
 
-    def serve(self, *, preload: bool) -> PythonProgram | None:
-        """Build the network, report that it is ready, and serve until the input ends; in a forked node, return its program."""
-        try:
-            if self._link is not None:
-                network.build(self._nodes, self._link)
-            else:
-                adopt_orphans()
-        except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-            self._send({"failed": str(error)})
-            return None
+    def build(self, nodes: int, link: Link | None, preload: bool) -> list[str]:
+        """Make the network and import torch; return the ids of the nodes' network namespaces.
+
+        link : of each node; None on loopback, where nodes are processes without their own network.
+        """
+        self._link = link
+        if link is None:
+            adopt_orphans()
+        else:
+            network.build(nodes, link)
         if preload:
             preload_modules()
-        self._watch_children()
-        self._selector.register(0, selectors.EVENT_READ, self._take_requests)
-        nodes = range(self._nodes)
-        networks = ["" if self._link is None else _name_of_network(node) for node in nodes]
-        self._send({"ready": networks})
+        return [] if link is None else [network.namespace_id(node) for node in range(nodes)]
+
+    def serve(self) -> None:
+        """Answer requests and report events until the socket of the requests is closed."""
         while True:
-            for key, _ in self._selector.select():
-                done, program = key.data(key.fd)
-                if done or program is not None:
-                    return program
-            self._reap()
+            outputs = {
+                program.output.fileno(): node
+                for node, program in self._programs.items()
+                if not program.output.closed
+            }
+            ready = wait([self._requests, self._child_ended, *outputs])
+            for output, node in outputs.items():
+                if output in ready:
+                    self._forward_output(node)
+            if self._child_ended in ready:
+                os.read(self._child_ended, _READ_BYTES)
+                self._reap()
+            if self._requests in ready:
+                try:
+                    number, name, arguments = self._requests.recv()
+                except (EOFError, OSError):
+                    return
+                try:
+                    answer = getattr(self, name)(*arguments)
+                except _ERRORS as error:
+                    answer = UserError(str(error))
+                self._requests.send((number, answer))
 
     def end(self) -> None:
-        """End every process of every node; with namespaces of its own, the kernel does."""
-        if self._link is None:
-            while left := descendants(os.getpid()):
-                for pid in left:
-                    _signal(pid, signal.SIGKILL)
-                self._reap()
+        """Kill what runs on the nodes. In namespaces the kernel does that."""
+        while self._link is None and (pids := descendants(os.getpid())):
+            for pid in pids:
+                _send_signal(pid, signal.SIGKILL)
+            self._reap()
 
-    def _watch_children(self) -> None:
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        os.set_blocking(writer, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    def traffic(self, nodes: int) -> list[list[int]]:
+        """Return what has passed each link, see ``network.traffic``."""
+        return network.traffic(nodes)
 
-        def wake(fd: int) -> tuple[bool, None]:
-            os.read(fd, _READ_BYTES)
-            return False, None
+    def send_signal(self, number: int) -> None:
+        """Send a signal to each program's process group, as a terminal does for Ctrl-C."""
+        for program in self._programs.values():
+            _send_signal(-program.pid, number)
 
-        self._selector.register(reader, selectors.EVENT_READ, wake)
-
-    def _take_requests(self, fd: int) -> tuple[bool, PythonProgram | None]:
-        text = os.read(fd, _READ_BYTES)
-        if not text:
-            return True, None
-        *requests, self._requests = (self._requests + text).split(b"\n")
-        for line in requests:
-            request = json.loads(line)
-            try:
-                if request["do"] == "start":
-                    program = self._start(
-                        request["node"],
-                        request["command"],
-                        request["environment"],
-                        request["folder"],
-                    )
-                    if program is not None:
-                        return False, program
-                    result = None
-                else:
-                    result = self._do(request)
-                self._send({"reply": request["id"], "result": result})
-            except (ValueError, RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-                self._send({"reply": request["id"], "error": str(error)})
-        return False, None
-
-    def _do(self, request: Mapping[str, Any]) -> Any:
-        if request["do"] == "traffic":
-            return network.traffic(self._nodes)
-        if request["do"] == "signal":
-            for program in self._programs.values():
-                _signal(-program.pid, request["signal"])  # to its group, as a terminal does
-        else:
-            self._fault(request["node"], request["fault"], request["rate_bits"])
-        return None
-
-    def _fault(self, node: int, fault: str, rate_bits: float | None) -> None:
-        if fault in ("cut", "slow") and self._link is None:
-            raise ValueError(
-                f"a node on loopback has no link of its own to {fault}: start the cluster without --loopback"
-            )
+    def fault(self, node: int, fault: str, rate_bits: float | None) -> None:
+        """Disturb a node, see ``Cluster.fault``."""
+        link = self._link
         match fault:
-            case "cut":
-                network.cut(node)
-            case "slow":
-                assert self._link is not None  # checked above
-                network.shape(node, Link(rate_bits, self._link.latency_seconds))
+            case "cut" if link is not None:
+                network.set_link(node, "down")
+            case "slow" if link is not None:
+                network.shape(node, Link(rate_bits, link.latency_seconds))
+            case "cut" | "slow":
+                raise RuntimeError(
+                    f"a node on loopback has no link of its own to {fault}: start the cluster "
+                    "without --loopback"
+                )
             case "pause":
                 self._signal_all(node, signal.SIGSTOP)
             case "kill":
                 self._signal_all(node, signal.SIGKILL)
             case "restore":
-                if self._link is not None:
-                    network.join(node)
-                    network.shape(node, self._link)
+                if link is not None:
+                    network.set_link(node, "up")
+                    network.shape(node, link)
                 self._signal_all(node, signal.SIGCONT)
 
     def _signal_all(self, node: int, number: int) -> None:
-        """Also to what the node's program has started, and until nothing new is found."""
-        known: set[int] = set()
+        """Signal every process of a node, until no new ones appear."""
         program = self._programs.get(node)
-        while new := set(self._processes(node)) - known:
+        known: set[int] = set()
+        while new := set(self._pids(node)) - known:
             known |= new
-            # The node's own program first: killed after its children, it might see them end and end by itself.
+            # The node's program first: it might see a killed child end, and then end by itself.
             for pid in sorted(new, key=lambda pid: program is None or pid != program.pid):
-                _signal(pid, number)
+                _send_signal(pid, number)
 
-    def _processes(self, node: int) -> list[int]:
-        if self._link is None:
-            program = self._programs.get(node)
-            return [program.pid, *descendants(program.pid)] if program is not None else []
-        name, found = _name_of_network(node), []
-        for entry in os.listdir("/proc"):
-            if entry.isdecimal():
-                try:
-                    if os.readlink(f"/proc/{entry}/ns/net") == name:
-                        found.append(int(entry))
-                except OSError:  # it has just ended
-                    continue
-        return found
+    def _pids(self, node: int) -> list[int]:
+        if self._link is not None:
+            return network.pids_in(network.namespace_id(node), psutil.pids())
+        program = self._programs.get(node)
+        return [] if program is None else [program.pid, *descendants(program.pid)]
 
-    def _start(
-        self, node: int, command: list[str], environment: dict[str, str], folder: str
-    ) -> PythonProgram | None:
-        """Start a command on a node; return None in this process, and in a forked node its program."""
-        if node in self._programs:
-            raise ValueError(f"node {node} still runs {self._programs[node].name}")
+    def start(
+        self, node: int, command: Sequence[str], environment: Mapping[str, str], folder: str
+    ) -> None:
+        """Start a command on a node on which nothing runs."""
         reader, writer = os.pipe()
         pid = os.fork()
-        if pid:
-            os.close(writer)
-            os.set_blocking(reader, False)
-            self._programs[node] = _Program(pid, reader, command[0])
-            self._selector.register(
-                reader, selectors.EVENT_READ, lambda _: (self._take_output(node), None)
-            )
-            return None
-        return self._become(node, writer, command, environment, folder)
+        if pid == 0:
+            self._become(node, writer, command, environment, folder)
+        os.close(writer)
+        self._programs[node] = _Program(pid, FileIO(reader))
 
     def _become(
-        self, node: int, writer: int, command: list[str], environment: dict[str, str], folder: str
-    ) -> PythonProgram:
-        """In the child: close everything that is the supervisor's, enter the node, and return its program."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()
-        if self._link is None:
-            (kill_on_parent_exit() or (lambda: None))()
-        else:
-            _enter_network(node)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(writer, 1)
-        os.dup2(writer, 2)
-        self._selector.close()
-        open_files = "/proc/self/fd"
-        end = max(map(int, os.listdir(open_files))) + 1 if os.path.isdir(open_files) else 256
-        os.closerange(3, end)
-        os.environ.clear()
-        os.environ.update(environment)
-        what = folder
+        self,
+        node: int,
+        output: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: str,
+    ) -> NoReturn:
+        """Turn this fork into the node's program."""
         try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            if self._link is not None:
+                network.enter_namespace(network.namespace_file(node))
+            elif die_with_parent := kill_on_parent_exit():
+                die_with_parent()
+            os.closerange(3, max(open_descriptors(), default=255) + 1)
+            os.environ.clear()
+            os.environ.update(environment)
             os.chdir(folder)
-            program, what = parse_python(command) if "torch" in sys.modules else None, command[0]
+            program = parse_python(command) if "torch" in sys.modules else None
             if program is None:
-                os.execvpe(command[0], command, environment)
-        except OSError as error:
-            os.write(2, f"error: {what}: {error.strerror}\n".encode())
-            os._exit(_NOT_FOUND)
-        reset_forked_state(environment, Path(folder if program.module else program.target))
-        return program
+                os.execvpe(command[0], list(command), environment)
+            reset_forked_state(environment, Path(folder if program.module else program.target))
+            program.run()
+        except Exception as error:
+            what = folder if getattr(error, "filename", None) == folder else command[0]
+            os.write(2, f"error: {what}: {getattr(error, 'strerror', error)}\n".encode())
+        finally:  # a fork must never return to ``serve``
+            os._exit(NOT_FOUND)
 
-    def _take_output(self, node: int) -> bool:
-        """Send the whole lines that a node wrote; return False, so that ``serve`` continues."""
+    def _forward_output(self, node: int) -> None:
+        """Send what a node's program has written: its whole lines."""
         program = self._programs[node]
-        try:
-            while text := os.read(program.reader, _READ_BYTES):
-                *lines, program.rest = (program.rest + text).split(b"\n")
-                for line in lines:
-                    self._send({"node": node, "line": line.decode(errors="replace")})
-            self._selector.unregister(program.reader)  # closed at the other end
-            program.closed = True
-        except BlockingIOError:
-            pass
-        return False
+        while not program.output.closed and wait([program.output.fileno()], timeout=0):
+            text = program.output.read(_READ_BYTES)
+            *lines, program.partial_line = (program.partial_line + text).split(b"\n")
+            for line in lines:
+                self._send(node, line.decode(errors="replace"))
+            if not text:
+                program.output.close()
 
     def _reap(self) -> None:
-        """Collect the exit status of ended processes: nodes, and orphans, which the first process of a namespace inherits."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            node = next(
-                (node for node, program in self._programs.items() if program.pid == pid), None
-            )
-            if node is None:
-                continue
-            program = self._programs[node]
-            if not program.closed:
-                self._take_output(node)
-            if not program.closed:
-                self._selector.unregister(program.reader)
-            os.close(program.reader)
-            del self._programs[node]
-            if program.rest:
-                self._send({"node": node, "line": program.rest.decode(errors="replace")})
-            self._send({"node": node, "ended": os.waitstatus_to_exitcode(status)})
+        """Collect every ended process, and report those that were a node's program.
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        text = json.dumps(message).encode() + b"\n"
-        while text:
-            text = text[os.write(self._channel, text) :]
+        The others are orphans, whose parent is now the first process of the namespaces.
+        """
+        nodes = {program.pid: node for node, program in self._programs.items()}
+        with contextlib.suppress(ChildProcessError):  # there is no child left
+            while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                pid, status = ended
+                if pid in nodes:
+                    self._report_end(nodes[pid], os.waitstatus_to_exitcode(status))
+
+    def _report_end(self, node: int, status: int) -> None:
+        self._forward_output(node)
+        program = self._programs.pop(node)
+        program.output.close()  # a process that the program has left behind may hold the other end
+        if program.partial_line:
+            self._send(node, program.partial_line.decode(errors="replace"))
+        self._send(node, status)
+
+    def _send(self, node: int, event: str | int) -> None:
+        with contextlib.suppress(BrokenPipeError):  # lab has ended; so will ``serve``
+            self._events.send((node, event))
 
 
-class _Program:
-    """What runs on a node: the process, and the pipe that its output comes through."""
-
-    def __init__(self, pid: int, reader: int, name: str) -> None:
-        self.pid, self.reader, self.name = pid, reader, name
-        self.rest, self.closed = b"", False
-
-
-def _name_of_network(node: int) -> str:
-    """Return a node's network namespace as /proc names it, inside and outside."""
-    return f"net:[{network.namespace_file(node).stat().st_ino}]"
-
-
-def _enter_network(node: int) -> None:
-    with network.namespace_file(node).open() as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NETWORK_NAMESPACE) != 0:
-            raise OSError(ctypes.get_errno(), "setns")
-
-
-def _signal(pid: int, number: int) -> None:
+def _send_signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has just ended
         os.kill(pid, number)
 
 
 def main() -> None:
-    """Supervise the cluster that the last argument describes."""
-    spec = json.loads(sys.argv[-1])
-    link = None if spec["loopback"] else Link(spec["rate_bits"], spec["latency_seconds"])
-    supervisor = NodeSupervisor(spec["nodes"], link)
-    program = supervisor.serve(preload=spec["preload"])
-    if program is not None:
-        program.run()
-    else:
+    """Serve until the process that has started this one closes the socket, or ends."""
+    supervisor = NodeSupervisor()
+    try:
+        supervisor.serve()
+    finally:
         supervisor.end()
-
-
-SUPERVISOR_CODE = "import sys; sys.path.insert(0, sys.argv[1]); from lab.cluster.node_supervisor import main; main()"
-"""Of ``python -P -c``, with the repository's folder and the spec as arguments, so that no installation is needed."""

@@ -1,7 +1,7 @@
-"""What a node runs: a command with its placeholders filled in, in a fork of an interpreter that has torch, or started anew.
+"""What a node runs: a command with its placeholders filled in.
 
-``fill_in`` fills the placeholders, ``parse_python`` tells whether a command can be forked, ``preload_modules`` imports what all
-forks share, ``reset_forked_state`` undoes in a fork what a fresh interpreter would not have, ``PythonProgram.run`` runs it.
+A Python command runs in a fork of the supervisor, which has imported torch already: that saves
+seconds and memory for each node. ``parse_python`` tells which commands can do so.
 """
 
 import gc
@@ -16,34 +16,34 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
-from common.errors import UserError
+from common.errors import INTERRUPTED, UserError
 from common.utils.paths import REPOSITORY
 from common.utils.processes import end_process
 from common.utils.system import usable_cores
 
-PLACEHOLDERS = ("master", "nodes", "rank", "port")
-_PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+NOT_FOUND = 127
+"""Exit status of a command that does not exist, as in a shell."""
+_PLACEHOLDERS = ("{master}", "{nodes}", "{rank}", "{port}")
+_PLACEHOLDER = re.compile(r"\{[a-z_]+\}")
 _INTERPRETERS = ("python", "python3")
-_INTERRUPTED = 130
 _OWN_PACKAGES = ("common", "lab")
 _PRELOADED = ("common.experiment.run", "common.models.vgg", "sklearn.datasets", "torch._dynamo")
 
 
 @dataclass(frozen=True)
 class PythonProgram:
-    """A python command: a file, or a ``module``, and its arguments."""
+    """A Python command: a file or a ``module``, and its arguments."""
 
     target: str
     arguments: tuple[str, ...]
     module: bool
 
     def run(self) -> NoReturn:
-        """Become this program, as if the interpreter had been started with it, and end the process with its status."""
+        """Run the program as a new interpreter would, and end this process with its exit status."""
         for stream in (sys.stdout, sys.stderr):
-            assert isinstance(stream, io.TextIOWrapper)  # nothing replaces them in a fork
-            stream.reconfigure(line_buffering=True)
+            cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True)
         sys.argv = [self.target, *self.arguments]
         sys.path.insert(0, os.getcwd() if self.module else str(Path(self.target).resolve().parent))
         status = 0
@@ -53,14 +53,15 @@ class PythonProgram:
             else:
                 runpy.run_path(self.target, run_name="__main__")
         except BaseException as error:
-            status = _status(error)
-        # As at an interpreter's end, but without clearing all modules: with memory shared since a fork that takes seconds.
-        threading._shutdown()  # type: ignore[attr-defined]  # private: joins all threads, and there is no public call
+            status = _report(error)
+        # An interpreter would also clear all modules, which takes seconds for memory that is shared
+        # since the fork. There is no public function that joins all threads.
+        threading._shutdown()  # type: ignore[attr-defined]
         end_process(status)
 
 
-def _status(error: BaseException) -> int:
-    """Print what an interpreter prints when this error ends its program, and return the interpreter's exit status."""
+def _report(error: BaseException) -> int:
+    """Print an error that ended the program as an interpreter does; return the exit status."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF
@@ -68,28 +69,29 @@ def _status(error: BaseException) -> int:
         return 1
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
-        frames = frames.tb_next  # those above the program's own
+        frames = frames.tb_next  # leave out the frames above the program's own
     traceback.print_exception(type(error), error, frames or error.__traceback__)
-    return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
 def parse_python(command: Sequence[str]) -> PythonProgram | None:
-    """Return the command as a program that a forked interpreter can become; None where it is another interpreter's, or has
-    options of the interpreter's own."""
+    """Return the command as a program that a fork can run; None if no fork can.
+
+    That is a command of another interpreter, or one with options for the interpreter (except -u).
+    """
     if not _is_this_interpreter(command[0]):
         return None
-    arguments = list(command[1:])
-    if arguments[:1] == ["-u"]:
-        arguments = arguments[1:]
-    if arguments[:1] == ["-m"] and len(arguments) > 1:
-        return PythonProgram(arguments[1], tuple(arguments[2:]), module=True)
-    if arguments and not arguments[0].startswith("-") and Path(arguments[0]).is_file():
-        return PythonProgram(arguments[0], tuple(arguments[1:]), module=False)
+    match command[2:] if command[1:2] == ["-u"] else command[1:]:
+        case ["-m", module, *arguments]:
+            return PythonProgram(module, tuple(arguments), module=True)
+        case [script, *arguments] if not script.startswith("-") and Path(script).is_file():
+            return PythonProgram(script, tuple(arguments), module=False)
     return None
 
 
 def _is_this_interpreter(word: str) -> bool:
-    """Not by resolving links: an environment's python is a link to another interpreter that has none of its packages."""
+    """Compare folders, not resolved links: a virtual environment's python is often a link to an
+    interpreter without the environment's packages."""
     return word in _INTERPRETERS or (
         os.path.basename(word).startswith("python")
         and os.path.dirname(os.path.abspath(word)) == os.path.dirname(sys.executable)
@@ -97,20 +99,23 @@ def _is_this_interpreter(word: str) -> bool:
 
 
 def preload_modules() -> None:
-    """Import what every node of a python command would; nothing may compute here, since threads do not survive a fork."""
+    """Import what the parts import. Nothing may compute here: threads do not survive a fork."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in common/cli.py, before torch
     for module in _PRELOADED:
         importlib.import_module(module)
-    gc.freeze()  # so that no node's collector touches, and thereby copies, memory that all share
+    gc.freeze()  # a node's garbage collector would write to, and so copy, the shared memory
 
 
 def reset_forked_state(environment: Mapping[str, str], target: Path) -> None:
-    """Set what a new interpreter would take from its environment or draw at random. A program outside this repository must not
-    find the repository's modules: it may have others of the same name."""
+    """Set in a fork what a new interpreter takes from its environment or draws at random.
+
+    A target outside this repository must not find the repository's modules, since it may have
+    others with the same names.
+    """
     import numpy as np
     import torch
 
-    np.random.seed(None)  # forks of one process would all draw the same
+    np.random.seed(None)  # all forks of one process would draw the same numbers
     torch.seed()
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     if str(REPOSITORY) in sys.path:
@@ -121,28 +126,31 @@ def reset_forked_state(environment: Mapping[str, str], target: Path) -> None:
 
 
 def fill_in(command: Sequence[str], *, master: str, nodes: int, rank: int, port: int) -> list[str]:
-    """Return the command with {master}, {nodes}, {rank} and {port} filled in. UserError on another word in braces."""
+    """Return the command with {master}, {nodes}, {rank} and {port} replaced by their values.
+
+    Raises UserError for another name in braces.
+    """
     check_placeholders(command)
-    values = {"master": master, "nodes": nodes, "rank": rank, "port": port}
-    return [_PLACEHOLDER.sub(lambda match: str(values[match[1]]), word) for word in command]
+    values = dict(zip(_PLACEHOLDERS, (master, nodes, rank, port), strict=True))
+    return [_PLACEHOLDER.sub(lambda match: str(values[match[0]]), word) for word in command]
 
 
 def check_placeholders(command: Sequence[str]) -> None:
-    """UserError on a word in braces that nothing can be filled in for."""
-    for name in (name for word in command for name in _PLACEHOLDER.findall(word)):
-        if name not in PLACEHOLDERS:
-            raise UserError(
-                f"{{{name}}} in the command: choose from {', '.join(f'{{{one}}}' for one in PLACEHOLDERS)}"
-            )
+    """Raise UserError for a name in braces that is no placeholder."""
+    for name in _PLACEHOLDER.findall(" ".join(command)):
+        if name not in _PLACEHOLDERS:
+            raise UserError(f"{name} in the command: choose from {', '.join(_PLACEHOLDERS)}")
 
 
 def node_environment(
-    environment: dict[str, str], *, nodes: int, interface: str | None
+    environment: Mapping[str, str], *, nodes: int, interface: str | None
 ) -> dict[str, str]:
-    """Return what a node's program finds: the interpreter's own programs first in PATH, output at once, threads that don't fight
-    for the cores, and for Gloo the interface of the cluster, unless the user has said otherwise."""
+    """Return the environment of a node's program.
+
+    The folder of this interpreter comes first in PATH. What ``environment`` does not set gets a
+    default: unbuffered output, the node's share of the cores, and ``interface`` for Gloo.
+    """
     defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(max(1, usable_cores() // nodes))}
-    if interface is not None:
-        defaults["GLOO_SOCKET_IFNAME"] = interface
+    gloo = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
     path = f"{os.path.dirname(sys.executable)}:{environment.get('PATH', os.defpath)}"
-    return defaults | environment | {"PATH": path}
+    return {**defaults, **gloo, **environment, "PATH": path}

@@ -1,4 +1,4 @@
-"""The output of several nodes on one terminal: each line behind its node's number."""
+"""Show the output of several nodes on one terminal, each line with its node's number."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,9 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 class PrefixedOutput:
-    """Shows each line behind its node's number, on a terminal in a colour of the node; nothing more once the reader is gone.
+    """Shows lines with their node's number, on a terminal in the node's colour.
 
-    shown : whether a node's lines are shown.
+    shown : whether the lines of a node are shown; ``show`` shows lines of any node.
     """
 
     def __init__(
@@ -24,10 +24,11 @@ class PrefixedOutput:
             self.show(node, line)
 
     def show(self, node: int, line: str) -> None:
-        """Show a line of any node, also of one that is not ``shown``."""
+        """Show a line of any node."""
         text = Text(f"node {node:>{self._width}} | ", style=_COLOURS[node % len(_COLOURS)])
         try:
             self._console.print(text.append(line, style="default"), soft_wrap=True)
         except (OSError, SystemExit):
-            # The pipe is closed. rich would end this thread, which must go on reading from the nodes.
+            # Nobody reads the terminal's pipe any more, and rich exits. This thread must go on: it
+            # also reads what the nodes write.
             self._shown = lambda node: False

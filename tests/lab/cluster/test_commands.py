@@ -1,4 +1,4 @@
-"""``lab cluster`` as a user starts it: output, exit status, reaching a running cluster, and that nothing is left behind."""
+"""``lab cluster`` as a user starts it: output, exit status, other terminals, leftovers."""
 
 import os
 import re
@@ -166,7 +166,8 @@ FAST = [
     ],
 )
 def test_nothing_is_left_behind(lab: Lab, place: str, end: str) -> None:
-    """Counted: processes, also in sessions of their own, network namespaces, links, sockets of Unix, temporary files."""
+    """Counts processes (also in their own sessions), network namespaces, links, Unix sockets and
+    temporary files."""
     mark, links, last = (
         word(),
         sorted(os.listdir("/sys/class/net")),
@@ -214,7 +215,7 @@ def test_nothing_is_left_behind(lab: Lab, place: str, end: str) -> None:
         ), output
         wait_until(lambda: with_word(mark) == [], "every process of every node is gone")
 
-        # Who kills lab leaves nobody who waits: then the cluster's first process ends a moment after its nodes.
+        # Once lab is killed, nobody waits: the cluster's first process ends after its nodes.
         def left() -> tuple:
             in_them = (made - networks([os.getpid()])) & networks(psutil.pids())
             return (
@@ -330,7 +331,7 @@ def test_a_running_cluster_is_reached_from_another_terminal(
 
 @needs_namespaces
 def test_a_shell_on_a_terminal(lab: Lab) -> None:
-    """With a terminal of its own, as a person has it: commands typed are answered from within the node."""
+    """Commands typed on the shell's own terminal run in the node."""
     lab.start(
         "run", "--nodes", "2", "--logs", str(lab.folder), "--", "sh", "-c", "echo up; sleep 100"
     )

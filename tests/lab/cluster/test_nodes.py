@@ -1,7 +1,6 @@
-"""Nodes of an emulated cluster: addresses, links, what a program finds there and how its end is told, and what passes the links
-in training.
+"""Nodes of an emulated cluster: addresses, links, programs and their ends, and traffic of training.
 
-The tests of forked programs and of training share one cluster, since each imports torch once.
+The tests of forked programs and of training share one cluster, which imports torch once.
 """
 
 import contextlib
@@ -112,7 +111,7 @@ def test_every_node_has_an_address_and_reaches_every_other(tmp_path: Path) -> No
 def test_links_are_limited_where_they_send_and_where_they_receive(
     tmp_path: Path, senders: int, nbytes: int
 ) -> None:
-    """Two senders at full rate share what the one receiver's link lets through: so that end must be shaped, too."""
+    """Two senders at full rate share the receiver's link, so its receiving end must be shaped."""
     with Cluster(3, rate="20mbit", logs=tmp_path, fresh=True) as cluster:
         cluster.start(
             [sys.executable, script(tmp_path, MOVE), "{rank}", str(senders), str(nbytes)],
@@ -130,7 +129,7 @@ def test_links_are_limited_where_they_send_and_where_they_receive(
 
 @pytest.fixture(scope="module")
 def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The one cluster of this module that forks its programs; on loopback where there are no namespaces."""
+    """The one cluster of this module that forks its programs; on loopback without namespaces."""
     with Cluster(
         NODES, logs=tmp_path_factory.mktemp("forking"), loopback=REFUSED is not None
     ) as cluster:
@@ -304,7 +303,7 @@ def test_a_user_namespace_does_where_root_is_not_at_hand(
     ("lacking", "words"),
     [
         (
-            {"missing": lambda: [tools.MissingTool("tc", "iproute2")]},
+            {"missing": lambda: {"tc": "iproute2"}},
             "tc is not installed: install the package iproute2",
         ),
         (
@@ -416,7 +415,7 @@ FEW, MANY = (
 
 
 def sent_bytes(cluster: Cluster, sync: str, steps: int, folder: Path) -> list[int]:
-    """Train VGG-11 for ``steps`` steps; return the bytes that each node has sent, those of start and end included."""
+    """Train VGG-11 for ``steps`` steps; return the bytes that each node has sent in all."""
     before = cluster.traffic()
     cluster.start(
         [
@@ -464,7 +463,7 @@ def sent_bytes(cluster: Cluster, sync: str, steps: int, folder: Path) -> list[in
 def test_bytes_on_the_links_are_those_of_the_formula(
     forking: Cluster, sync: str, tmp_path: Path
 ) -> None:
-    """What passes is what the strategies' formulas say, plus a tenth for headers and control at most."""
+    """The strategies' formulas give the bytes, plus at most a tenth for headers and control."""
     few, many = (sent_bytes(forking, sync, steps, tmp_path) for steps in (FEW, MANY))
     sizes = GradientSize.of([p for p in build_model("vgg11", 10).parameters() if p.requires_grad])
     for node in range(NODES):
