@@ -43,8 +43,11 @@ def doctor_passes(
     failed = [str(one.host) for one in connections.by_rank if one.status or one.running]
     connections.ended.clear()
     if failed:
-        hosts = first_of(failed, _MOST_HOSTS)
-        print(f"error: lab doctor found failures on {hosts}: nothing was started", file=sys.stderr)
+        print(
+            f"error: lab doctor found failures on {first_of(failed, _MOST_HOSTS)}: nothing was "
+            "started",
+            file=sys.stderr,
+        )
     return not failed
 
 

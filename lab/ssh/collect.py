@@ -228,8 +228,8 @@ def _write(path: Path, content: bytes, outcome: Outcome) -> None:
 def _report(request: CollectRequest, outcome: Outcome, output_dir: Path) -> int:
     """Print what has become of the files; return the exit status."""
     for run, nodes in sorted(outcome.runs.items()):
-        names = [request.hosts[node].name for node in nodes]
-        say(f"{output_dir / run}: from {first_of(names, _MOST_NAMED)}")
+        hosts = first_of([request.hosts[node].name for node in nodes], _MOST_NAMED)
+        say(f"{output_dir / run}: from {hosts}")
     folders = " ".join(str(output_dir / run) for run in sorted(outcome.runs))
     say(f"{outcome.written} files brought, {outcome.same} were here; next: lab report {folders}")
     if outcome.kept:

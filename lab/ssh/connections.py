@@ -181,5 +181,6 @@ class HostConnections:
             connection.answers[message["answer"]] = message
 
     def _note_end(self, connection: HostConnection, status: int) -> None:
-        connection.running, connection.status = False, status
+        connection.status = status
         self.ended.append(connection.host.rank)
+        connection.running = False  # last: then the main thread reads the others

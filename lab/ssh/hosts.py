@@ -14,7 +14,6 @@ from pathlib import Path
 from common.errors import UserError
 
 CONNECT_SECONDS = 10
-_HERE = Path(__file__).resolve().parent
 _REMOTE = ("remote_handlers.py", "remote_agent.py")
 # Reads the program, whose length is in the first line, and not a byte more: what follows is for the
 # program itself. It has double quotes only and no newline, so that every login shell passes it on
@@ -100,7 +99,7 @@ def program(token: str, silence_seconds: float) -> bytes:
 
     token : begins each of its messages. silence_seconds : after which it ends everything.
     """
-    files = "".join((_HERE / name).read_text(encoding="utf-8") for name in _REMOTE)
+    files = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _REMOTE)
     text = f"{files}main(HANDLERS, {token!r}, {silence_seconds!r})\n".encode()
     return b"%d\n" % len(text) + text
 

@@ -31,7 +31,6 @@ _SAVE_SECONDS = 120.0
 _KILL_SECONDS = 12.0
 _FAILURE_LINES = 20
 _FILES_A_HOST = 4  # input, output and errors of ssh, and a log
-_TERMINATED = 128 + signal.SIGTERM
 
 
 class _Terminated(BaseException):
@@ -50,7 +49,7 @@ def launch(args: argparse.Namespace) -> int:
     shares_a_port = args.master_port is not None
     hosts, options = parse_hosts(args.hosts, shares_a_port=shares_a_port), read_ssh_options(args)
     commands = NodeCommands.of(args.flags, nodes=len(hosts), port=args.master_port)
-    _allow_open_files(_FILES_A_HOST * len(hosts))
+    _allow_open_files(64 + _FILES_A_HOST * len(hosts))
     with HostConnections(hosts, options) as connections:
         facts = ask_facts(connections, options, script=commands.script)
         refuse(problems_of(hosts, facts, commands, shares_a_port=shares_a_port), of=len(hosts))
@@ -90,17 +89,15 @@ def read_ssh_options(args: argparse.Namespace) -> SSHOptions:
 
 def _allow_open_files(wanted: int) -> None:
     """Raise the limit of open files where it is too low; the usual 1,024 suffice for 240 hosts."""
-    wanted += 64
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except ValueError:
-        raise UserError(
-            f"so many hosts need {wanted} open files, and this machine allows {hard} a process: "
-            "ulimit -Hn"
-        ) from None
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except ValueError:
+            raise UserError(
+                f"so many hosts need {wanted} open files, and this machine allows {hard} a "
+                "process: ulimit -Hn"
+            ) from None
 
 
 def _introduction(
@@ -137,7 +134,7 @@ def _run(
         interrupted = INTERRUPTED
         _let_end(connections, signal.SIGINT, _FAREWELL_SECONDS)
     except _Terminated:
-        interrupted = _TERMINATED
+        interrupted = 128 + signal.SIGTERM
         say("SIGTERM: passed on to every node, which may save first; Ctrl-C ends them at once")
         _let_end(connections, signal.SIGTERM, _SAVE_SECONDS)
     if connections.running:

@@ -51,10 +51,10 @@ def unreached_hosts(connections: HostConnections) -> dict[Host, str]:
 
 
 def _why_unreached(connection: HostConnection) -> str:
-    host = connection.host
+    given = connection.host.given
     if not connection.closed:
-        return f"no answer within {_READY_SECONDS:g} s: try ssh {shlex.quote(host.given)} true"
-    return explain(connection.error_lines, name=host.name, given=host.given)
+        return f"no answer within {_READY_SECONDS:g} s: try ssh {shlex.quote(given)} true"
+    return explain(connection.error_lines, name=connection.host.name, given=given)
 
 
 def refuse_errors(hosts: Sequence[Host], answers: Mapping[int, Mapping[str, Any]]) -> None:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 1 << 19
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
-_CHECKPOINTS = "checkpoints"
 
 
 def beat() -> None:
@@ -177,7 +176,7 @@ def _files(run: Path, checkpoints: bool) -> "dict[str, os.stat_result]":
         if not path.is_symlink()
         and path.is_file()
         and not path.name.startswith(".")
-        and (checkpoints or path.relative_to(run).parts[0] != _CHECKPOINTS)
+        and (checkpoints or path.relative_to(run).parts[0] != "checkpoints")
     }
 
 

@@ -1,4 +1,7 @@
-"""The remote agent as a process here, and launch and collect through a stand-in for ``ssh`` that runs its command here."""
+"""The remote agent as a process here; launch and collect through a stand-in for ``ssh``.
+
+The stand-in runs its command here.
+"""
 
 import base64
 import contextlib
@@ -57,7 +60,7 @@ class RemoteAgent:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether a process still does anything; a dead one may be there for a while, until its new parent asks for its status."""
+    """Whether a process still does anything; a dead one may wait for a while to be reaped."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -137,7 +140,7 @@ def test_a_beat_is_answered_and_keeps_it_alive_and_an_end_is_told_when_all_is_go
 
 @pytest.fixture
 def ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program called ssh that runs on this machine what it should run on another, behind the noise of a login shell."""
+    """Put a program called ssh in PATH that runs its command here, after a login shell's noise."""
     fake = tmp_path / "bin" / "ssh"
     fake.parent.mkdir()
     fake.write_text(
@@ -151,7 +154,7 @@ def ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_two_ranks_here_and_their_runs_brought_back(
     ssh_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without sshd: what a host has made since the launch is found, merged, and never written over another file."""
+    """What a host has made since the launch is found, merged, and replaces no other file."""
     there, here = ssh_here / "there", ssh_here / "here"
 
     def lab(*arguments: object) -> tuple[int, str]:
