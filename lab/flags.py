@@ -2,6 +2,8 @@
 
 import argparse
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -17,12 +19,23 @@ def add_command(
     commands: argparse._SubParsersAction,
     name: str,
     *,
-    run: Callable[[argparse.Namespace], int],
+    run: Callable[[argparse.Namespace], int] | str,
     help: str,
+    passes_flags: bool = False,
 ) -> argparse.ArgumentParser:
-    """Add a subcommand that calls ``run`` with its flags, and return its parser."""
+    """Add a subcommand that calls ``run`` with its flags, and return its parser.
+
+    run : a function, or "module:function", which is imported when the command is called.
+    passes_flags : whether it takes what follows ``--``.
+    """
     parser = commands.add_parser(
         name, help=help, description=help, allow_abbrev=False, formatter_class=_Help
     )
-    parser.set_defaults(run=run)
+    function = partial(_run_imported, run) if isinstance(run, str) else run
+    parser.set_defaults(run=function, passes_flags=passes_flags)
     return parser
+
+
+def _run_imported(target: str, args: argparse.Namespace) -> int:
+    module, name = target.split(":")
+    return getattr(import_module(module), name)(args)

@@ -1,7 +1,8 @@
-"""``lab launch`` and ``lab collect``: run one command on several hosts by the system's ``ssh``, and copy their run folders here.
+"""``lab launch`` runs one command on several hosts by the system's ``ssh``; ``lab collect`` copies
+their run folders here.
 
-Reading order: ``launch`` (the whole of ``lab launch``), ``hosts`` (the ssh commands), ``command`` (the command of each rank),
-``connection`` and ``connections``, ``probe`` and ``master_address`` (questions before the start), ``refusals`` (ssh's errors and
-their remedies), ``check`` (lab doctor on all), ``record`` (logs), ``collect``. ``remote_agent``, ``remote_handlers`` run on the
-hosts.
+Reading order: ``launch`` (the whole of ``lab launch``), ``hosts`` (the ssh commands), ``command``
+(the command of each rank), ``connection`` and ``connections``, ``probe`` and ``master_address``
+(questions before the start), ``refusals`` (ssh's errors and their remedies), ``check`` (lab doctor
+on all), ``record`` (logs), ``collect``. ``remote_agent`` and ``remote_handlers`` run on the hosts.
 """

@@ -1,13 +1,15 @@
-"""``lab launch --check``: ``lab doctor`` on every host at once, over the connections that the launch will use."""
+"""``lab launch --check``: ``lab doctor`` on all hosts, over the connections of the launch."""
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from common.config.recipes import find_recipe, read_recipe
 from common.errors import UserError
 from lab.processes.prefixed_output import PrefixedOutput
 from lab.ssh.command import NodeCommands
 from lab.ssh.connections import HostConnections
+from lab.ssh.hosts import first_of
 from lab.ssh.probe import Facts
 
 _LIMIT_SECONDS = 600.0
@@ -38,59 +40,49 @@ def doctor_passes(
         )
     connections.wait(lambda: not connections.running, limit_seconds=_LIMIT_SECONDS)
     _show_others(connections, prefixed)
-    failed = [
-        str(connection.host)
-        for connection in connections.by_rank
-        if connection.status or connection.running
-    ]
+    failed = [str(one.host) for one in connections.by_rank if one.status or one.running]
     connections.ended.clear()
     if failed:
-        more = f" and {len(failed) - _MOST_HOSTS} more" if len(failed) > _MOST_HOSTS else ""
         print(
-            f"error: lab doctor found failures on {', '.join(failed[:_MOST_HOSTS])}{more}: nothing was started",
+            f"error: lab doctor found failures on {first_of(failed, _MOST_HOSTS)}: nothing was "
+            "started",
             file=sys.stderr,
         )
     return not failed
 
 
 def _show_others(connections: HostConnections, prefixed: PrefixedOutput) -> None:
-    """Show the failures of the other hosts that rank 0 does not have, since most findings are the same on all nodes."""
+    """Show the other hosts' failures that rank 0 does not have: most are the same on all nodes."""
     known, shown_hosts = set(_failures(connections.by_rank[0].lines)), 0
     for connection in connections.by_rank[1:]:
         failures = _failures(connection.lines)
         own = [line for line in failures if line not in known]
-        if not failures and (
-            connection.status or connection.running
-        ):  # the doctor itself broke off
+        if not failures and (connection.status or connection.running):  # the doctor itself failed
             own = list(connection.lines)[-1:] or ["lab doctor ended without a word"]
         shown_hosts += bool(own)
         for line in own if shown_hosts <= _MOST_HOSTS else []:
             prefixed.show(connection.host.rank, line)
 
 
-def _failures(lines: Sequence[str]) -> list[str]:
-    """The lines of failures, each with its remedy."""
-    found, before = [], ""
-    for line in lines:
-        is_remedy = line.lstrip().startswith("->") and before.startswith("failure ")
-        if line.startswith("failure ") or is_remedy:
-            found.append(line)
-        before = line
-    return found
+def _failures(lines: Collection[str]) -> list[str]:
+    """Return the lines of failures, each with its remedy."""
+    return [
+        line
+        for before, line in zip(["", *lines], lines, strict=False)
+        if line.startswith("failure ")
+        or (line.lstrip().startswith("->") and before.startswith("failure "))
+    ]
 
 
 def _passed_flags(commands: NodeCommands) -> list[str]:
-    """What the doctor has to know of the command: dataset and folders, as flags or recipe give them."""
+    """Return the command's dataset, folders and timeout as flags of the doctor."""
     given = {name: commands.value(name) for name in _PASSED_ON}
     recipe = commands.value("--recipe")
     if recipe is not None:
-        try:
-            settings = read_recipe(find_recipe(recipe))
-        except (
-            UserError
-        ):  # a recipe that only the hosts have: the doctor there reports what is wrong
-            settings = {}
-        given["--dataset"] = given["--dataset"] or settings.get("dataset")
+        # Only the hosts may have the recipe: the doctor there reports what is wrong.
+        with contextlib.suppress(UserError):
+            dataset = read_recipe(find_recipe(recipe)).get("dataset")
+            given["--dataset"] = given["--dataset"] or dataset
     return [
         word for name, value in given.items() if value is not None for word in (name, str(value))
     ]

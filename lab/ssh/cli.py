@@ -1,4 +1,4 @@
-"""The flags of ``lab launch`` and ``lab collect``. Nothing else is imported before one of them is called."""
+"""The flags of ``lab launch`` and ``lab collect``; each imports the rest when it is called."""
 
 import argparse
 from pathlib import Path
@@ -18,11 +18,12 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
     parser = add_command(
         commands,
         "launch",
-        run=_launch,
-        help="start the command behind -- on each host by ssh, with --master-ip, --num-nodes and --rank filled "
-        "in; torchrun gets its own flags, and {master}, {nodes}, {rank} and {port} are filled in anywhere",
+        run="lab.ssh.launch:launch",
+        passes_flags=True,
+        help="start the command behind -- on each host by ssh, with --master-ip, --num-nodes and "
+        "--rank filled in; torchrun gets its own flags, and {master}, {nodes}, {rank} and {port} "
+        "are filled in anywhere",
     )
-    parser.set_defaults(passes_flags=True)
     _add_ssh_flags(parser, hosts_required=True)
     parser.add_argument(
         "--master-ip", help="address of the first host for the others (default: found by trying)"
@@ -47,9 +48,9 @@ def _add_collect(commands: argparse._SubParsersAction) -> None:
     parser = add_command(
         commands,
         "collect",
-        run=_collect,
-        help="bring the run folders of lab launch back from its hosts, merged as lab report reads them; or "
-        "with --hosts those that are named",
+        run="lab.ssh.collect:collect",
+        help="bring the run folders of lab launch back from its hosts, merged as lab report reads "
+        "them; or with --hosts those that are named",
     )
     parser.add_argument(
         "things",
@@ -76,8 +77,8 @@ def _add_ssh_flags(parser: argparse.ArgumentParser, *, hosts_required: bool) -> 
     parser.add_argument("--user", help="on hosts that are given without one")
     parser.add_argument(
         "--workdir",
-        help="the project's folder on the hosts, from the home folder unless absolute (default: the "
-        "path that it has here)",
+        help="the project's folder on the hosts, from the home folder unless absolute (default: "
+        "the path that it has here)",
     )
     parser.add_argument(
         "--python",
@@ -100,15 +101,3 @@ def _add_ssh_flags(parser: argparse.ArgumentParser, *, hosts_required: bool) -> 
         help="seconds after which a connection without a sign of life "
         "counts as broken, here and there",
     )
-
-
-def _launch(args: argparse.Namespace) -> int:
-    from lab.ssh.launch import launch
-
-    return launch(args)
-
-
-def _collect(args: argparse.Namespace) -> int:
-    from lab.ssh.collect import collect
-
-    return collect(args)

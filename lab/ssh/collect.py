@@ -1,42 +1,37 @@
-"""``lab collect``: the run folders of several hosts merged into one on this machine, as ``lab report`` reads them.
+"""``lab collect``: copy the run folders of several hosts into one folder here.
 
-A run's folder has one name on all hosts. Rank 0's is copied whole; of the others come the files that it lacks, above all logs.
-A file of this machine is never replaced by a different one, except by one that has grown since (a run collected while it ran).
+A run's folder has one name on all hosts. Rank 0's is copied whole; of the others come the files
+that it lacks, above all logs. A file that is here already is never replaced by a different one,
+except by one that has grown since (a run that was collected while it ran).
 """
 
 import argparse
 import base64
 import hashlib
-import tarfile
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
-
-from rich.console import Console
+from typing import Any
 
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
 from lab.ssh.connections import HostConnections
-from lab.ssh.hosts import Host, SSHOptions, parse_hosts
+from lab.ssh.hosts import Host, SSHOptions, first_of, parse_hosts
 from lab.ssh.launch import read_ssh_options
 from lab.ssh.probe import refuse, unreached_hosts
-from lab.ssh.record import read_launch
+from lab.ssh.record import read_launch, say
 
-_LIST_SECONDS = 600.0
-_PACK_SECONDS = 3600.0
+_ANSWER_SECONDS = 600.0
 _MOST_NAMED = 8
-
-console = Console(highlight=False)
 
 
 @dataclass(frozen=True)
 class CollectRequest:
     """Which hosts are asked for which runs.
 
-    clocks : each host's own time at the launch, from which on its runs count; zeros where runs are named.
-    folders, reports : the project there, and the runs' place in it. names : of runs or experiments; none: all of the launch.
+    clocks : of each host at the launch; its runs since then count. Zeros where runs are named.
+    folders, reports : the project on each host, and the folder of runs in it.
+    names : of runs or experiments; none: all runs of the launch.
     """
 
     hosts: Sequence[Host]
@@ -49,7 +44,10 @@ class CollectRequest:
 
 @dataclass
 class Outcome:
-    """What has become of the files: how many were written, were here already, and are kept because they differ."""
+    """How many files were written, and were here already; which are kept because they differ.
+
+    runs : the nodes that have each run. unreached : why a host was not reached.
+    """
 
     written: int = 0
     same: int = 0
@@ -59,8 +57,11 @@ class Outcome:
 
 
 def collect(args: argparse.Namespace) -> int:
-    """Copy the runs here and print where they are; return 0, or 1 where a host was not reached, or a different file here was
-    left alone. UserError where no host is reached or has any of them."""
+    """Copy the runs here and print where they are.
+
+    Returns 1 where a host was not reached or a different file here was left alone, else 0.
+    UserError where no host is reached or has any of the runs.
+    """
     request = _collect_request(args)
     with HostConnections(request.hosts, request.options) as connections:
         unreached = unreached_hosts(connections)
@@ -68,16 +69,9 @@ def collect(args: argparse.Namespace) -> int:
             refuse(
                 unreached, of=len(connections.hosts), what="cannot be reached; nothing was brought"
             )
-        outcome, wanted = Outcome(unreached=unreached), set()
+        outcome = Outcome(unreached=unreached)
         listings = _listings(connections, request, args.checkpoints, leave_out=unreached)
-        for node, listing in listings.items():
-            for run, files in listing["runs"].items():
-                outcome.runs.setdefault(run, []).append(node)
-                digests = {f"{run}/{name}": digest for name, (_, digest) in files.items()}
-                new = [path for path in digests if _is_safe(path) and path not in wanted]
-                wanted |= set(new)
-                paths = _differing(new, digests, args.output_dir, outcome)
-                _fetch(connections, node, listing["reports"], paths, args.output_dir, outcome)
+        _copy_runs(connections, listings, args.output_dir, outcome)
     return _report(request, outcome, args.output_dir)
 
 
@@ -86,8 +80,8 @@ def _collect_request(args: argparse.Namespace) -> CollectRequest:
     if args.hosts is not None:
         if not names:
             raise UserError(
-                "--hosts without runs: name them, <part>-<sync>/<time> or <part>-<sync>, or give the folder of a "
-                "launch in place of --hosts"
+                "--hosts without runs: name them, <part>-<sync>/<time> or <part>-<sync>, or give "
+                "the folder of a launch in place of --hosts"
             )
         hosts, options = parse_hosts(args.hosts, shares_a_port=False), read_ssh_options(args)
         return CollectRequest(
@@ -103,21 +97,14 @@ def _collect_request(args: argparse.Namespace) -> CollectRequest:
             raise UserError(
                 f"--{flag.replace('_', '-')} goes with --hosts; a launch remembers its own"
             )
-    folder = Path(names[0]) if names else _newest_launch(args.output_dir)
-    launch = read_launch(folder)
-    hosts = [Host(rank, host["given"]) for rank, host in enumerate(launch["hosts"])]
+    launch = read_launch(Path(names[0]) if names else _newest_launch(args.output_dir))
     config = args.ssh_config or (Path(launch["ssh_config"]) if launch["ssh_config"] else None)
-    options = SSHOptions(
-        launch["workdir"],
-        launch["user"],
-        launch["python"],
-        config,
-        (*args.ssh_option, *launch["ssh_options"]),
-        args.silence,
-    )
+    ssh_options = (*args.ssh_option, *launch["ssh_options"])
     return CollectRequest(
-        hosts,
-        options,
+        [Host(rank, host["given"]) for rank, host in enumerate(launch["hosts"])],
+        SSHOptions(
+            launch["workdir"], launch["user"], launch["python"], config, ssh_options, args.silence
+        ),
         clocks=[host["clock"] for host in launch["hosts"]],
         folders=[host["folder"] for host in launch["hosts"]],
         reports=launch["reports"],
@@ -135,7 +122,7 @@ def _newest_launch(reports: Path) -> Path:
 
 
 def _run_name(name: str) -> str:
-    """The last two parts of reports/PartTwo-ring/2026-…, as a shell completes it."""
+    """Return the last two parts of reports/PartTwo-ring/2026-…, as a shell completes it."""
     return "/".join(part for part in PurePosixPath(name).parts[-2:] if part != "reports")
 
 
@@ -146,36 +133,61 @@ def _listings(
     *,
     leave_out: Collection[Host],
 ) -> dict[int, Mapping[str, Any]]:
-    """The runs of each host that is reached; UserError where one does not answer, and where no host has any of them."""
+    """Return the runs of each host that is reached, by node.
+
+    UserError where a host does not answer, and where none has any of the runs.
+    """
     listings = {}
-    for node, (folder, clock) in enumerate(zip(request.folders, request.clocks, strict=True)):
-        if connections.hosts[node] in leave_out:
+    for host, folder, clock in zip(request.hosts, request.folders, request.clocks, strict=True):
+        if host in leave_out:
             continue
         answer = connections.ask(
             "runs",
-            nodes=[node],
-            limit_seconds=_LIST_SECONDS,
+            nodes=[host.rank],
+            limit_seconds=_ANSWER_SECONDS,
             folder=folder,
             reports=request.reports,
             names=request.names,
             since=clock,
             checkpoints=checkpoints,
-        )[node]
+        )[host.rank]
         if "error" in answer:
             refuse(
-                {connections.hosts[node]: answer["error"]},
-                of=len(connections.hosts),
+                {host: answer["error"]},
+                of=len(request.hosts),
                 what="did not list its runs; nothing was brought",
             )
-        listings[node] = answer["result"]
+        listings[host.rank] = answer["result"]
     if not any(listing["runs"] for listing in listings.values()):
         which = f"run {', '.join(request.names)}" if request.names else "run of that launch"
-        places = ", ".join(dict.fromkeys(f"{listing['reports']}" for listing in listings.values()))
+        places = ", ".join(dict.fromkeys(listing["reports"] for listing in listings.values()))
         raise UserError(
-            f"no {which} on any of {len(listings)} hosts in {places}: name others, or give --hosts, --workdir and "
-            "--remote-reports"
+            f"no {which} on any of {len(listings)} hosts in {places}: name others, or give "
+            "--hosts, --workdir and --remote-reports"
         )
     return listings
+
+
+def _copy_runs(
+    connections: HostConnections,
+    listings: Mapping[int, Mapping[str, Any]],
+    output_dir: Path,
+    outcome: Outcome,
+) -> None:
+    """Copy each file from the first host that lists it, unless the same file is here already."""
+    found: set[str] = set()
+    for node, listing in listings.items():
+        for run, files in listing["runs"].items():
+            outcome.runs.setdefault(run, []).append(node)
+            new = {f"{run}/{name}": facts for name, facts in files.items()}
+            for path in filter(_is_safe, sorted(new.keys() - found)):
+                size, digest = new[path]
+                here = output_dir / path
+                if here.is_file() and hashlib.sha256(here.read_bytes()).hexdigest() == digest:
+                    outcome.same += 1
+                else:
+                    _write(here, _fetch(connections, node, listing["reports"], path, size), outcome)
+            found |= new.keys()
 
 
 def _is_safe(path: str) -> bool:
@@ -184,65 +196,25 @@ def _is_safe(path: str) -> bool:
     return not path.startswith("/") and ".." not in parts and len(parts) >= 3
 
 
-def _differing(
-    paths: Sequence[str], digests: Mapping[str, str], output_dir: Path, outcome: Outcome
-) -> list[str]:
-    """Those that are not here already."""
-    differing = []
-    for path in paths:
-        here = output_dir / path
-        if here.is_file() and hashlib.sha256(here.read_bytes()).hexdigest() == digests[path]:
-            outcome.same += 1
-        else:
-            differing.append(path)
-    return differing
-
-
-def _fetch(
-    connections: HostConnections,
-    node: int,
-    reports: str,
-    paths: Sequence[str],
-    output_dir: Path,
-    outcome: Outcome,
-) -> None:
-    """Copy these files of one host here."""
-    if not paths:
-        return
-    with tempfile.TemporaryFile() as file:
-        failures: list[OSError | ValueError] = []
-
-        def write(piece: str) -> None:
-            try:
-                file.write(base64.b64decode(piece))
-            except (OSError, ValueError) as error:
-                failures.append(error)  # a full disk must not end the thread that reads from hosts
-
-        connections.on_piece = write
+def _fetch(connections: HostConnections, node: int, reports: str, path: str, size: int) -> bytes:
+    """Return a file of one host. UserError where it does not come whole."""
+    content = b""
+    while len(content) < size:
         answer = connections.ask(
-            "pack", nodes=[node], limit_seconds=_PACK_SECONDS, reports=reports, files=list(paths)
+            "read",
+            nodes=[node],
+            limit_seconds=_ANSWER_SECONDS,
+            reports=reports,
+            path=path,
+            offset=len(content),
         )[node]
-        why = answer.get("error") or (str(failures[0]) if failures else "")
-        file.seek(0)
-        try:
-            if not why:
-                _unpack(file, set(paths), output_dir, outcome)
-        except tarfile.TarError as error:
-            why = str(error)
-        if why:
+        if not answer.get("result"):
             raise UserError(
-                f"{connections.hosts[node]}: its files did not come whole ({why}): collect again"
+                f"{connections.hosts[node]}: its files did not come whole "
+                f"({answer.get('error', f'{path} has become shorter')}): collect again"
             )
-
-
-def _unpack(file: IO[bytes], paths: Collection[str], output_dir: Path, outcome: Outcome) -> None:
-    """Write the regular files of an archive that were asked for; whatever else a host sends is ignored."""
-    with tarfile.open(fileobj=file, mode="r:") as archive:
-        for member in archive:
-            if member.isreg() and member.name in paths:
-                content = archive.extractfile(member)
-                assert content is not None  # a regular file
-                _write(output_dir / member.name, content.read(), outcome)
+        content += base64.b64decode(answer["result"])
+    return content
 
 
 def _write(path: Path, content: bytes, outcome: Outcome) -> None:
@@ -256,22 +228,18 @@ def _write(path: Path, content: bytes, outcome: Outcome) -> None:
 def _report(request: CollectRequest, outcome: Outcome, output_dir: Path) -> int:
     """Print what has become of the files; return the exit status."""
     for run, nodes in sorted(outcome.runs.items()):
-        names = ", ".join(request.hosts[node].name for node in nodes[:_MOST_NAMED])
-        more = f" and {len(nodes) - _MOST_NAMED} more" if len(nodes) > _MOST_NAMED else ""
-        _say(f"{output_dir / run}: from {names}{more}")
+        hosts = first_of([request.hosts[node].name for node in nodes], _MOST_NAMED)
+        say(f"{output_dir / run}: from {hosts}")
     folders = " ".join(str(output_dir / run) for run in sorted(outcome.runs))
-    _say(f"{outcome.written} files brought, {outcome.same} were here; next: lab report {folders}")
+    say(f"{outcome.written} files brought, {outcome.same} were here; next: lab report {folders}")
     if outcome.kept:
         files = ", ".join(map(str, outcome.kept[:_MOST_NAMED]))
         more = " …" if len(outcome.kept) > _MOST_NAMED else ""
-        _say(
-            f"warning: other files of the same names are here, and were left alone ({len(outcome.kept)}): {files}{more}; give "
-            "another --output-dir to have those of the hosts"
+        say(
+            "warning: other files of the same names are here, and were left alone "
+            f"({len(outcome.kept)}): {files}{more}; give another --output-dir to have those of the "
+            "hosts"
         )
     for host, why in list(outcome.unreached.items())[:_MOST_NAMED]:
-        _say(f"warning: nothing came from {host}: {why}")
+        say(f"warning: nothing came from {host}: {why}")
     return 1 if outcome.kept or outcome.unreached else 0
-
-
-def _say(text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)

@@ -1,11 +1,13 @@
-"""The command of each node: with the parts' flags, torchrun's flags or placeholders, whichever it takes, for its rank.
+"""The command of each node, with the rank in the parts' flags, torchrun's flags or placeholders.
 
-``NodeCommands.of`` reads the command and refuses what contradicts the hosts; ``NodeCommands.fill`` returns one node's.
+``NodeCommands.of`` reads the command and refuses what contradicts the hosts;
+``NodeCommands.fill`` returns the command of one node.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.errors import UserError
 from common.utils.environment import DEFAULT_MASTER_PORT
@@ -25,9 +27,10 @@ _RANK_FLAGS = {
     "-R": "",
     "--rank": "",
     "--local-rank": "",
-    "--distributed": "for several ranks on each host: -- torchrun --nproc-per-node 2 PartThree/main.py",
+    "--distributed": "for several ranks on each host: "
+    "-- torchrun --nproc-per-node 2 PartThree/main.py",
 }
-"""Flags of the parts that lab launch sets itself, and what to do instead."""
+"""The parts' flags that lab launch sets itself, and what to do instead."""
 
 _EXAMPLE = "lab launch --hosts node0,node1 -- python PartTwo/main.py --sync all_reduce"
 
@@ -36,8 +39,9 @@ _EXAMPLE = "lab launch --hosts node0,node1 -- python PartTwo/main.py --sync all_
 class NodeCommands:
     """One command, and how each node learns its rank from it.
 
-    kind : "part" (the part's flags are appended), "torchrun" (its flags that are absent are inserted), "filled" (placeholders),
-    "plain" (not at all). part : name of the part that it runs; script : its file, as given.
+    kind : "part" (the part's flags are appended), "torchrun" (its flags that are absent are
+    inserted), "filled" (placeholders), "plain" (not at all).
+    part : name of the part that it runs. script : the part's file, as given.
     """
 
     words: tuple[str, ...]
@@ -46,11 +50,13 @@ class NodeCommands:
     part: str | None = None
     script: str | None = None
     port: int | None = None
-    _added: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, words: Sequence[str], *, nodes: int, port: int | None) -> "NodeCommands":
-        """Read a command for ``nodes`` hosts. UserError where it sets a rank itself, or cannot run on so many."""
+        """Read a command for ``nodes`` hosts.
+
+        UserError where it sets a rank itself, or cannot run on so many.
+        """
         if not words:
             raise UserError(f"no command: give it behind --, for example {_EXAMPLE}")
         check_placeholders(words)
@@ -58,17 +64,19 @@ class NodeCommands:
         part, script = (main[1], main.string) if main is not None else (None, None)
         if part == "PartOne" and nodes > 1:
             raise UserError(
-                f"PartOne trains on one process, and --hosts names {nodes}: give one host, or PartTwo or PartThree"
+                f"PartOne trains on one process, and --hosts names {nodes}: give one host, or "
+                "PartTwo or PartThree"
             )
+        kind = "plain"
         if any(re.search(r"\{(master|nodes|rank|port)\}", word) for word in words):
-            return cls(tuple(words), nodes, "filled", part, script, port)
-        if _launcher_words(words):
-            added = _check_torchrun(words, nodes)
-            return cls(tuple(words), nodes, "torchrun", part, script, port, added)
-        if part is None or part == "PartOne":
-            return cls(tuple(words), nodes, "plain", part, script, port)
-        _refuse_rank_flags(words)
-        return cls(tuple(words), nodes, "part", part, script, port)
+            kind = "filled"
+        elif _launcher_words(words):
+            kind = "torchrun"
+            _torchrun_flags_to_add(words, nodes)  # refuses what contradicts the hosts
+        elif part in ("PartTwo", "PartThree"):
+            kind = "part"
+            _refuse_rank_flags(words)
+        return cls(tuple(words), nodes, kind, part, script, port)
 
     @property
     def needs_master(self) -> bool:
@@ -82,39 +90,37 @@ class NodeCommands:
         return self.port or (int(own) if own.isdecimal() else DEFAULT_MASTER_PORT)
 
     def fill(self, *, master: str, rank: int, python: str) -> list[str]:
-        """Return the command of one host. ``python`` : its interpreter, which stands for the word python."""
+        """Return the command of one host.
+
+        python : the host's interpreter, which stands for the word python.
+        """
         words = [python, *self.words[1:]] if self.words[0] in _PYTHON else list(self.words)
         if self.kind == "part":
             flags = ["--master-ip", master, "--num-nodes", str(self.nodes), "--rank", str(rank)]
             port_flag = ["--master-port", str(self.port)] if self.port is not None else []
             return [*words, *flags, *port_flag]
         if self.kind == "torchrun":
-            start = _launcher_words(self.words)
             given = {
                 "--nnodes": self.nodes,
                 "--node-rank": rank,
                 "--master-addr": master,
                 "--master-port": self.master_port,
             }
+            start = _launcher_words(self.words)
             launcher = words[:start]
             if self.words[0] == "torchrun":  # as a module: no program torchrun need be in PATH
                 launcher = [python, "-m", "torch.distributed.run"]
-            return [*launcher, *(f"{name}={given[name]}" for name in self._added), *words[start:]]
+            added = _torchrun_flags_to_add(self.words, self.nodes)
+            return [*launcher, *(f"{name}={given[name]}" for name in added), *words[start:]]
         return fill_in(words, master=master, nodes=self.nodes, rank=rank, port=self.master_port)
 
     def value(self, flag: str) -> str | None:
-        """Return what the command gives for a flag of the parts, the last one counts; None where it does not."""
-        found, words = None, list(self.words)
-        for index, word in enumerate(words):
-            name, equals, value = word.partition("=")
-            if name.replace("_", "-") == flag:
-                following = words[index + 1] if index + 1 < len(words) else None
-                found = value if equals else following
-        return found
+        """Return what the command gives for a flag of the parts; None where it does not."""
+        return _flags(self.words).get(flag)
 
 
 def _launcher_words(words: Sequence[str]) -> int:
-    """How many words at the beginning start torchrun; 0 where they start something else."""
+    """Return how many words at the beginning start torchrun; 0 where they start something else."""
     program = words[0].rpartition("/")[2]
     if program == "torchrun":
         return 1
@@ -122,26 +128,27 @@ def _launcher_words(words: Sequence[str]) -> int:
     return 3 if program.startswith("python") and as_module else 0
 
 
-def _own_flags(words: Sequence[str]) -> dict[str, str | None]:
-    """The flags of torchrun itself, which stand before the file that it runs, dashes as it takes them."""
-    flags: dict[str, str | None] = {}
-    rest = list(words[_launcher_words(words) :])
-    for index, word in enumerate(rest):
-        if word.endswith(".py"):
-            break
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            following = rest[index + 1] if index + 1 < len(rest) else None
+def _flags(words: Sequence[str]) -> dict[str, str | None]:
+    """Return the value of each flag, written with dashes; of several the last one counts.
+
+    The value of a flag that takes none is the word after it, None at the end.
+    """
+    flags = {}
+    for word, following in itertools.zip_longest(words, words[1:]):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
             flags[name.replace("_", "-")] = value if equals else following
     return flags
 
 
-def _check_torchrun(words: Sequence[str], nodes: int) -> tuple[str, ...]:
-    """Return the names of torchrun's flags that are to be added. UserError on a contradiction."""
-    given = _own_flags(words)
+def _torchrun_flags_to_add(words: Sequence[str], nodes: int) -> list[str]:
+    """Return the names of torchrun's flags to add. UserError on a contradiction."""
+    own = itertools.takewhile(lambda word: not word.endswith(".py"), words)
+    given = _flags(list(own))
     if "--standalone" in given:
         raise UserError(
-            "--standalone is for one machine: leave it out, and lab launch gives torchrun the master's address"
+            "--standalone is for one machine: leave it out, and lab launch gives torchrun the "
+            "master's address"
         )
     if "--node-rank" in given:
         raise UserError(f"--node-rank {given['--node-rank']}: each host gets its own; leave it out")
@@ -150,22 +157,20 @@ def _check_torchrun(words: Sequence[str], nodes: int) -> tuple[str, ...]:
         numbers = least.isdecimal() and (most or least).isdecimal()
         if not numbers or not int(least) <= nodes <= int(most or least):
             raise UserError(
-                f"--nnodes {given['--nnodes']} in the command, but --hosts names {nodes}: leave it out, or make them "
-                "agree"
+                f"--nnodes {given['--nnodes']} in the command, but --hosts names {nodes}: leave it "
+                "out, or make them agree"
             )
     wanted = ["--nnodes", "--node-rank"]
     if not {"--rdzv-endpoint", "--rdzv-backend"} & given.keys():
         wanted += ["--master-addr", "--master-port"]
-    return tuple(name for name in wanted if name not in given)
+    return [name for name in wanted if name not in given]
 
 
 def _refuse_rank_flags(words: Sequence[str]) -> None:
-    for word in words:
-        name = word.partition("=")[0]
-        name = name.replace("_", "-") if name.startswith("--") else name
-        if name in _RANK_FLAGS:
-            instead = f"; {_RANK_FLAGS[name]}" if _RANK_FLAGS[name] else ""
+    for name in (word.partition("=")[0] for word in words):
+        instead = _RANK_FLAGS.get(name.replace("_", "-"))
+        if instead is not None:
             raise UserError(
-                f"{word.partition('=')[0]} in the command: lab launch gives each host its --master-ip, --num-nodes "
-                f"and --rank; leave it out{instead}"
+                f"{name} in the command: lab launch gives each host its --master-ip, --num-nodes "
+                f"and --rank; leave it out{f'; {instead}' if instead else ''}"
             )

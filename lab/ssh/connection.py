@@ -1,15 +1,16 @@
-"""``HostConnection``: the connection to one host, a process of the system's ``ssh``, and what arrived over it."""
+"""``HostConnection``: the connection to one host, a process of the system's ``ssh``."""
 
 import contextlib
 import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from common.errors import UserError
 from common.utils.processes import kill_on_parent_exit
@@ -19,43 +20,42 @@ LOST = 255
 """The status of a host whose connection broke; ssh's own exit status then."""
 
 _KEPT_LINES = 1000
-_KEPT_BYTES = 1 << 14
 
 
 @dataclass
 class HostConnection:
     """One host.
 
-    ready : its remote agent has answered. closed : nothing more will come. running : a command is; status : how the last one
-    ended. heard, hung_up : when the last message arrived, and when one of ssh's output streams last ended.
+    errors : the file that receives what ssh and the login shell print. ready : the remote agent has
+    answered. closed : nothing more will come. running : a command is; status : how the last one
+    ended. heard : when the last message arrived.
     """
 
     host: Host
     ssh: subprocess.Popen[bytes]
     stdin: IO[bytes]
     stdout: IO[bytes]
-    stderr: IO[bytes]
+    errors: IO[bytes]
     ready: bool = False
     closed: bool = False
     running: bool = False
     status: int | None = None
     heard: float = field(default_factory=time.monotonic)
-    hung_up: float = 0.0
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
-    answers: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    rest: bytes = b""
-    errors: bytes = b""
+    answers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, host: Host, options: SSHOptions, first: bytes) -> "HostConnection":
-        """Start ``ssh``, and have it send ``first``. UserError where there is no ssh."""
+    def open(cls, host: Host, options: SSHOptions, program: bytes) -> "HostConnection":
+        """Start ``ssh`` and send it ``program``. UserError where there is no ssh."""
+        errors = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - HostConnections closes it
         try:
-            # A session of its own: Ctrl-C at the terminal is for lab alone, which lets the hosts end by themselves.
+            # In its own session: Ctrl-C at the terminal goes to lab alone, which lets the hosts
+            # end by themselves.
             ssh = subprocess.Popen(
                 ssh_command(host, options),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=errors,
                 start_new_session=True,
                 preexec_fn=kill_on_parent_exit(),
             )
@@ -63,32 +63,39 @@ class HostConnection:
             raise UserError(
                 "there is no ssh on this machine: install it (package openssh-client)"
             ) from None
-        assert ssh.stdin is not None  # these are pipes, all three
-        assert ssh.stdout is not None
-        assert ssh.stderr is not None
-        with contextlib.suppress(OSError):  # it has ended already: its errors say why
-            ssh.stdin.write(first)
-            ssh.stdin.flush()
-        return cls(host, ssh, ssh.stdin, ssh.stdout, ssh.stderr)
+        connection = cls(host, ssh, cast(IO[bytes], ssh.stdin), cast(IO[bytes], ssh.stdout), errors)
+        connection.write(program)
+        return connection
+
+    def write(self, content: bytes) -> None:
+        """Send bytes to the remote program."""
+        with contextlib.suppress(OSError, ValueError):  # it has ended: the reading thread finds out
+            self.stdin.write(content)
+            self.stdin.flush()
 
     def send(self, **request: Any) -> None:
         """Send a request to the remote agent."""
-        with contextlib.suppress(OSError, ValueError):  # it has ended: the reader finds out
-            self.stdin.write(json.dumps(request).encode() + b"\n")
-            self.stdin.flush()
+        self.write(json.dumps(request).encode() + b"\n")
 
-    def add_error(self, text: bytes) -> None:
-        """Keep text that is no message of the remote agent: of ssh, or of the login shell."""
-        self.errors = (self.errors + text)[-_KEPT_BYTES:]
+    @property
+    def connecting(self) -> bool:
+        """Whether the remote agent may still answer for the first time."""
+        return not self.ready and not self.closed
 
     @property
     def error_lines(self) -> list[str]:
         """The lines that ssh and the login shell printed, without empty ones."""
-        lines = self.errors.decode(errors="replace").splitlines()
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").splitlines()
         return [line.strip() for line in lines if line.strip()]
 
+    def end_input(self) -> None:
+        """Close the remote agent's input, whereupon it ends everything."""
+        with contextlib.suppress(OSError):
+            self.stdin.close()
+
     def kill(self) -> None:
-        """Kill ssh with its ProxyCommand. Where ssh has ended already, a shared master connection that it left lives on."""
+        """Kill ssh with its ProxyCommand; a shared master connection that ssh left lives on."""
         if self.ssh.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.ssh.pid, signal.SIGKILL)

@@ -1,7 +1,8 @@
-"""The hosts of a launch, and the ``ssh`` command that reaches each: the system's own, so that ~/.ssh/config, agents and jump
-hosts work as at the prompt.
+"""The hosts of a launch, and the command that reaches each.
 
-``parse_hosts`` reads ``--hosts``, ``ssh_command`` makes the command, ``program`` is the text that runs there (remote_agent.py).
+``ssh`` is the system's own, so that ~/.ssh/config, agents and jump hosts work as at the prompt.
+``parse_hosts`` reads ``--hosts``, ``ssh_command`` makes the command, ``program`` is the text that
+runs on the hosts (remote_agent.py).
 """
 
 import re
@@ -13,25 +14,30 @@ from pathlib import Path
 from common.errors import UserError
 
 CONNECT_SECONDS = 10
-_HERE = Path(__file__).resolve().parent
 _REMOTE = ("remote_handlers.py", "remote_agent.py")
-_ENTRY = "main(HANDLERS)\n"
-# Reads the program, whose length stands in the first line, and no byte more: what follows is for the program itself. Contains
-# double quotes only and no newline, so that every login shell passes it on unchanged.
+# Reads the program, whose length is in the first line, and not a byte more: what follows is for the
+# program itself. It has double quotes only and no newline, so that every login shell passes it on
+# unchanged.
 _BOOTSTRAP = (
-    'import os, sys; sys.path[:] = [p for p in sys.path if p]; f = os.fdopen(0, "rb", 0, closefd=False); '
+    "import os, sys; sys.path[:] = [p for p in sys.path if p]; "
+    'f = os.fdopen(0, "rb", 0, closefd=False); '
     "n = int(f.readline()); t = bytearray(); "
     '[t.extend(f.read(n - len(t)) or sys.exit("cut")) for _ in iter(lambda: len(t) < n, False)]; '
     'exec(compile(bytes(t), "lab/ssh/remote_agent.py", "exec"), {"__name__": "lab_remote_agent"})'
 )
-_OWN_PYTHON = 'cd -- "$0" 2>/dev/null && test -x .venv/bin/python && exec .venv/bin/python -c "$1"; exec python3 -c "$1"'
+_OWN_PYTHON = (
+    'cd -- "$0" 2>/dev/null && test -x .venv/bin/python && exec .venv/bin/python -c "$1"; '
+    'exec python3 -c "$1"'
+)
 _GIVEN_PYTHON = 'cd -- "$0" 2>/dev/null; exec "$2" -c "$1"'
 
 
 @dataclass(frozen=True)
 class Host:
-    """``given`` as ssh gets it (a name, an alias of ~/.ssh/config, user@name, ssh://user@name:port); ``name`` without user and
-    port; ``rank`` of its node."""
+    """One host.
+
+    given : as ssh gets it: a name, an alias of ~/.ssh/config, user@name, ssh://user@name:port.
+    """
 
     rank: int
     given: str
@@ -47,44 +53,65 @@ class Host:
 
 
 def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
-    """Return the hosts of ``--hosts``, rank 0 first. UserError on none, on an empty or impossible name, and on a host that is
-    named twice unless ``shares_a_port``: the user has given the port that all ranks share."""
+    """Return the hosts of ``--hosts``, rank 0 first.
+
+    UserError on none, on an empty or impossible name, and on a host that is named twice, unless
+    ``shares_a_port``: the user has given the port that all ranks share.
+    """
     names = [name.strip() for name in text.split(",")]
     if names == [""]:
         raise UserError(
-            "--hosts: no hosts; give their names, as ssh knows them, with commas between: --hosts node0,node1"
+            "--hosts: no hosts; give their names, as ssh knows them, with commas between: "
+            "--hosts node0,node1"
         )
     for name in names:
         if not name:
             raise UserError(
-                f"--hosts: got {text!r}, which has an empty name: leave out the comma before or after it"
+                f"--hosts: got {text!r}, which has an empty name: leave out the comma before or "
+                "after it"
             )
         if name.startswith("-") or re.search(r"\s", name):
             raise UserError(
-                f"--hosts: {name!r} is no name of a host: give names as ssh knows them, with commas between"
+                f"--hosts: {name!r} is no name of a host: give names as ssh knows them, with "
+                "commas between"
             )
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None and not shares_a_port:
-        raise UserError(
-            f"--hosts: {twice} stands there twice, so that two ranks would share one host: give --master-port, the "
-            "port that they share, if you mean it; or name each host once and let torchrun start several ranks on "
-            "each: -- torchrun --nproc-per-node 2 PartThree/main.py"
-        )
+        if names.count(name) > 1 and not shares_a_port:
+            raise UserError(
+                f"--hosts: {name} stands there twice, so that two ranks would share one host: give "
+                "--master-port, the port that they share, if you mean it; or name each host once "
+                "and let torchrun start several ranks on each: "
+                "-- torchrun --nproc-per-node 2 PartThree/main.py"
+            )
     return [Host(rank, name) for rank, name in enumerate(names)]
 
 
-def program() -> bytes:
-    """Return what is sent to each host first: a line with the length, then the remote agent and its handlers as one text."""
-    text = "".join((_HERE / name).read_text(encoding="utf-8") for name in _REMOTE) + _ENTRY
-    return b"%d\n" % len(text.encode()) + text.encode()
+def first_of(names: Sequence[str], most: int, *, noun: str = "") -> str:
+    """Return at most ``most`` names with commas between, and how many more there are.
+
+    noun : what there are more of, with a space before it.
+    """
+    more = f" and {len(names) - most} more{noun}" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def program(token: str, silence_seconds: float) -> bytes:
+    """Return what is sent to each host first: its length as a line, then the remote agent's text.
+
+    token : begins each of its messages. silence_seconds : after which it ends everything.
+    """
+    files = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _REMOTE)
+    text = f"{files}main(HANDLERS, {token!r}, {silence_seconds!r})\n".encode()
+    return b"%d\n" % len(text) + text
 
 
 @dataclass(frozen=True)
 class SSHOptions:
     """How hosts are reached, the same for all of them.
 
-    user : of hosts given without one; workdir : there, relative to the home folder unless absolute; python : the interpreter
-    there, None: WORKDIR/.venv/bin/python where there is one, else python3; config, options : of ssh (-F, -o).
+    workdir : the project's folder there, relative to the home folder unless absolute.
+    user : on hosts that are given without one.
+    python : the interpreter there; None: WORKDIR/.venv/bin/python where there is one, else python3.
+    config, options : of ssh (-F, -o).
     """
 
     workdir: str
@@ -96,7 +123,10 @@ class SSHOptions:
 
 
 def ssh_command(host: Host, options: SSHOptions) -> list[str]:
-    """Return the command that starts the remote agent on a host. It never asks for a password: many cannot be typed at once."""
+    """Return the command that starts the remote agent on a host.
+
+    It never asks for a password: nobody can type many at once.
+    """
     alive = max(1, round(options.silence_seconds / 3))
     defaults = [
         "BatchMode=yes",
@@ -108,11 +138,9 @@ def ssh_command(host: Host, options: SSHOptions) -> list[str]:
         "RemoteCommand=none",
         "EscapeChar=none",
     ]
-    shell = ["exec", "sh", "-c"]
-    if options.python is None:
-        remote = shlex.join([*shell, _OWN_PYTHON, options.workdir, _BOOTSTRAP])
-    else:
-        remote = shlex.join([*shell, _GIVEN_PYTHON, options.workdir, _BOOTSTRAP, options.python])
+    given = () if options.python is None else (options.python,)
+    script = _GIVEN_PYTHON if given else _OWN_PYTHON
+    remote = shlex.join(["exec", "sh", "-c", script, options.workdir, _BOOTSTRAP, *given])
     config = ["-F", str(options.config)] if options.config is not None else []
     user = ["-l", options.user] if options.user is not None and "@" not in host.given else []
     # The user's options stand first: of options that are given twice, ssh takes the first.
@@ -121,7 +149,10 @@ def ssh_command(host: Host, options: SSHOptions) -> list[str]:
 
 
 def remote_folder(text: str) -> str:
-    """Return ``--workdir`` as the hosts understand it: relative to the home folder unless absolute. UserError where empty."""
+    """Return ``--workdir`` as the hosts understand it: relative to the home folder unless absolute.
+
+    UserError where it is empty.
+    """
     if not text:
         raise UserError("--workdir: got '', give the folder of the project on the hosts")
     return re.sub(r"^~/?", "", text) or "."

@@ -1,7 +1,8 @@
-"""Find the address of the first host that all others reach, by trying: a name may mean something else on each host.
+"""Find, by trying, an address of the first host that all others reach.
 
-A name may be known to the terminal alone, or stand for 127.0.1.1 on the host itself; a host may have several networks. So the
-others resolve the first host's names, and connect to each of its addresses at the port of the run.
+A name may be known to the terminal alone, or stand for 127.0.1.1 on the host itself; a host may
+have several networks. So the others resolve the first host's names, and connect to each of its
+addresses at the port of the run.
 """
 
 import ipaddress
@@ -19,8 +20,10 @@ _CONNECT_SECONDS = 4.0
 
 
 def find_master(connections: HostConnections, facts: Sequence[Facts], *, port: int) -> str:
-    """Return the address at which rank 0 waits for the others. UserError where its port is taken, or where no address is reached
-    by all."""
+    """Return the address at which rank 0 waits for the others.
+
+    UserError where its port is taken, or where no address is reached by all.
+    """
     others = range(1, len(connections.hosts))
     candidates = _candidates(connections, facts, others)
     token = secrets.token_hex(16)
@@ -28,9 +31,10 @@ def find_master(connections: HostConnections, facts: Sequence[Facts], *, port: i
         "listen", nodes=[0], limit_seconds=_RESOLVE_SECONDS, port=port, token=token
     )[0]
     if "error" in listening:
+        why = listening["error"].rpartition("] ")[2].lower()  # without [Errno 98]
         raise UserError(
-            f"{connections.hosts[0]}: its port {port} cannot be used ({listening['error'].lower()}): end what listens there, "
-            "or give another --master-port"
+            f"{connections.hosts[0]}: its port {port} cannot be used ({why}): end what listens "
+            "there, or give another --master-port"
         )
     answers = connections.ask(
         "connect",
@@ -46,8 +50,8 @@ def find_master(connections: HostConnections, facts: Sequence[Facts], *, port: i
         return candidates[0] if candidates else "127.0.0.1"
     if not candidates:
         raise UserError(
-            f"{connections.hosts[0]} has no IPv4 address but loopback: give --master-ip, the address at which the others "
-            "reach it"
+            f"{connections.hosts[0]} has no IPv4 address but loopback: give --master-ip, the "
+            "address at which the others reach it"
         )
     refuse_errors(connections.hosts, answers)
     return _reached_by_all(connections.hosts, candidates, answers, port)
@@ -56,8 +60,12 @@ def find_master(connections: HostConnections, facts: Sequence[Facts], *, port: i
 def _candidates(
     connections: HostConnections, facts: Sequence[Facts], others: Sequence[int]
 ) -> list[str]:
-    """Addresses to try, the likeliest first: those of the first host that its names resolve to on the others; its other ones,
-    private networks before public ones; the names' other addresses (perhaps translated by a router)."""
+    """Return the addresses to try, the likeliest first.
+
+    First those of the first host that its names resolve to on the others; then its other ones,
+    private networks before public ones; then the names' other addresses (perhaps translated by a
+    router).
+    """
     names = [connections.hosts[0].name, facts[0]["name"]]
     answers = connections.ask("resolve", nodes=others, limit_seconds=_RESOLVE_SECONDS, names=names)
     named = [address for node in sorted(answers) for address in answers[node].get("result", [])]
@@ -80,8 +88,9 @@ def _reached_by_all(
     best = min(candidates, key=lambda address: len(failures[address]))  # of equal ones the first
     problems = {
         hosts[node]: (
-            f"does not reach {hosts[0]} at {best}:{port} ({answers[node]['result'][best]}): open the port "
-            "there, or give --master-ip, another address of that host, or another --master-port"
+            f"does not reach {hosts[0]} at {best}:{port} ({answers[node]['result'][best]}): open "
+            "the port there, or give --master-ip, another address of that host, or another "
+            "--master-port"
         )
         for node in failures[best]
     }

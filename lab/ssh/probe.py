@@ -1,6 +1,7 @@
-"""Facts about every host before anything starts there, and the problem of each host that cannot take part.
+"""Facts about every host before anything starts, and the problem of each that cannot take part.
 
-``ask_facts`` asks all hosts at once; ``problems_of`` compares their answers. A launch starts only if no host has a problem.
+``ask_facts`` asks all hosts at once; ``problems_of`` compares their answers. A launch starts only
+if no host has a problem.
 """
 
 import shlex
@@ -11,7 +12,7 @@ from common.errors import UserError
 from lab.ssh.command import NodeCommands
 from lab.ssh.connection import HostConnection
 from lab.ssh.connections import HostConnections
-from lab.ssh.hosts import CONNECT_SECONDS, Host, SSHOptions
+from lab.ssh.hosts import CONNECT_SECONDS, Host, SSHOptions, first_of
 from lab.ssh.refusals import explain
 
 OLDEST_PYTHON = (3, 11)
@@ -24,7 +25,10 @@ Facts = Mapping[str, Any]
 def ask_facts(
     connections: HostConnections, options: SSHOptions, *, script: str | None
 ) -> list[Facts]:
-    """Return the facts about each host, see remote_handlers.facts. UserError, with a line for each, where some do not answer."""
+    """Return the facts about each host, see remote_handlers.facts.
+
+    UserError, with a line for each, where some do not answer.
+    """
     refuse(unreached_hosts(connections), of=len(connections.hosts))
     answers = connections.ask(
         "facts",
@@ -39,19 +43,22 @@ def ask_facts(
 
 def unreached_hosts(connections: HostConnections) -> dict[Host, str]:
     """Wait for all hosts; return why some cannot be reached."""
-    connections.wait_until_ready(_READY_SECONDS)
+    connections.wait(
+        lambda: not any(one.connecting for one in connections.by_rank),
+        limit_seconds=_READY_SECONDS,
+    )
     return {one.host: _why_unreached(one) for one in connections.by_rank if not one.ready}
 
 
 def _why_unreached(connection: HostConnection) -> str:
-    host = connection.host
+    given = connection.host.given
     if not connection.closed:
-        return f"no answer within {_READY_SECONDS:g} s: try ssh {shlex.quote(host.given)} true"
-    return explain(connection.error_lines, name=host.name, given=host.given)
+        return f"no answer within {_READY_SECONDS:g} s: try ssh {shlex.quote(given)} true"
+    return explain(connection.error_lines, name=connection.host.name, given=given)
 
 
 def refuse_errors(hosts: Sequence[Host], answers: Mapping[int, Mapping[str, Any]]) -> None:
-    """UserError with the error of each host that answered with one."""
+    """Raise UserError with the error of each host that answered with one."""
     errors = {hosts[node]: one["error"] for node, one in answers.items() if "error" in one}
     refuse(errors, of=len(hosts))
 
@@ -59,7 +66,7 @@ def refuse_errors(hosts: Sequence[Host], answers: Mapping[int, Mapping[str, Any]
 def refuse(
     problems: Mapping[Host, str], *, of: int, what: str = "cannot take part; nothing was started"
 ) -> None:
-    """UserError with a line for each host that has a problem; nothing where none has."""
+    """Raise UserError with a line for each host that has a problem, if any has."""
     if not problems:
         return
     lines = [f"  {host}: {problem}" for host, problem in list(problems.items())[:_MOST_NAMED]]
@@ -76,7 +83,7 @@ def problems_of(
     for host, mine in zip(hosts, facts, strict=True):
         problem = _own_problem(mine, commands) or _difference(hosts[0], facts[0], mine, commands)
         if problem is None and not shares_a_port:
-            problem = _same_machine(host, mine, hosts, facts)
+            problem = _same_machine(mine, hosts[: host.rank], facts)
         if problem is not None:
             found[host] = problem
     return found
@@ -84,55 +91,68 @@ def problems_of(
 
 def _own_problem(mine: Facts, commands: NodeCommands) -> str | None:
     if not mine["folder_there"]:
-        return f"there is no folder {mine['folder']}: clone the project to it, or give --workdir, its folder on the hosts"
+        return (
+            f"there is no folder {mine['folder']}: clone the project to it, or give --workdir, its "
+            "folder on the hosts"
+        )
     if not mine["script_there"]:
-        return f"{mine['folder']} has no {commands.script}: give --workdir, the project's folder on the hosts"
+        return (
+            f"{mine['folder']} has no {commands.script}: give --workdir, the project's folder on "
+            "the hosts"
+        )
     if commands.part is None:
         return None
     if _numbers(mine["version"]) < OLDEST_PYTHON:
         return (
-            f"{mine['python']} is Python {mine['version']}, and the parts need {'.'.join(map(str, OLDEST_PYTHON))}: "
-            "make setup there, or give --python"
+            f"{mine['python']} is Python {mine['version']}, and the parts need "
+            f"{'.'.join(map(str, OLDEST_PYTHON))}: make setup there, or give --python"
         )
     if mine["torch"] is None:
-        return f"{mine['python']} has no torch: make setup in {mine['folder']}, or give --python, an interpreter that has it"
+        return (
+            f"{mine['python']} has no torch: make setup in {mine['folder']}, or give --python, an "
+            "interpreter that has it"
+        )
     return None
 
 
 def _difference(first_host: Host, first: Facts, mine: Facts, commands: NodeCommands) -> str | None:
-    """The difference from rank 0's host in what must be the same on all: Python, torch, code."""
+    """Return the difference from rank 0's host in Python, torch or code, if the ranks need them."""
     if commands.part is None:
         return None
     if _numbers(mine["version"]) != _numbers(first["version"]):
         return (
-            f"Python {mine['version']} ({mine['python']}), but {first_host} has {first['version']}: use the same on all "
-            "hosts, make setup with it, or --python"
+            f"Python {mine['version']} ({mine['python']}), but {first_host} has "
+            f"{first['version']}: use the same on all hosts, make setup with it, or --python"
         )
     if first["torch"] and mine["torch"].split("+")[0] != first["torch"].split("+")[0]:
-        return f"torch {mine['torch']}, but {first_host} has {first['torch']}: make setup on both, from one checkout"
-    ours, theirs = mine["code"] or {}, first["code"] or {}
-    others = sorted(
-        name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
-    )
-    if others:
-        more = f" and {len(others) - 3} more files" if len(others) > 3 else ""
-        return f"other code than {first_host}: {', '.join(others[:3])}{more}: check out the same commit on all hosts (git pull)"
+        return (
+            f"torch {mine['torch']}, but {first_host} has {first['torch']}: make setup on both, "
+            "from one checkout"
+        )
+    ours, theirs = ((one["code"] or {}).items() for one in (mine, first))
+    files = sorted({name for name, _ in ours ^ theirs})
+    if files:
+        return (
+            f"other code than {first_host}: {first_of(files, 3, noun=' files')}: check out the "
+            "same commit on all hosts (git pull)"
+        )
     return None
 
 
-def _same_machine(
-    host: Host, mine: Facts, hosts: Sequence[Host], facts: Sequence[Facts]
-) -> str | None:
-    """The problem where two names stand for one host: no two machines have all their addresses in common."""
-    for other, theirs in zip(hosts[: host.rank], facts[: host.rank], strict=True):
+def _same_machine(mine: Facts, others: Sequence[Host], facts: Sequence[Facts]) -> str | None:
+    """Return the problem of a host that another name stands for, too.
+
+    No two machines have all their addresses in common.
+    """
+    for other, theirs in zip(others, facts, strict=False):
         if mine["addresses"] and sorted(mine["addresses"]) == sorted(theirs["addresses"]):
             return (
-                f"the same machine as {other}, so that two ranks would share it: give --master-port, if you mean it, or name "
-                "it once"
+                f"the same machine as {other}, so that two ranks would share it: give "
+                "--master-port, if you mean it, or name it once"
             )
     return None
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(3, 11) for "3.11.7"."""
+    """Return (3, 11) for "3.11.7"."""
     return tuple(int(number) for number in version.split(".")[:2])

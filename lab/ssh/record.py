@@ -1,7 +1,8 @@
-"""What a launch leaves on this machine: a log a node, and launch.json, by which ``lab collect`` finds the hosts again.
+"""What a launch leaves here: a log for each node, and launch.json, from which ``lab collect`` reads
+the hosts.
 
-``Record`` is created when every host is ready; ``begin``, then ``line`` for each line that a node writes, ``ended`` last.
-``read_launch`` reads launch.json.
+``Record`` is created when every host is ready; then ``line`` for each line that a node writes,
+``ended`` last. ``read_launch`` reads launch.json, ``say`` prints a message.
 """
 
 import contextlib
@@ -10,7 +11,9 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from rich.console import Console
 
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
@@ -21,27 +24,33 @@ from lab.ssh.probe import Facts
 
 FORMAT = 1
 SHOWN_HOSTS = 8
-"""With more hosts than this the terminal shows only rank 0 and the first failure, so that its output does not grow with them."""
+"""With more hosts the terminal shows only rank 0 and the first failure."""
 
 _FILE = "launch.json"
 
+console = Console(highlight=False)
+
+
+def say(text: str) -> None:
+    """Print a message as it stands."""
+    console.print(text, markup=False, soft_wrap=True)
+
 
 class Record:
-    """The folder of one launch.
+    """The folder of one launch; launch.json and empty logs are there once it is made.
 
     Parameters
     ----------
     prefixed : shows a node's line on the terminal.
+    master : the address of rank 0, if the command needs one.
+
+    UserError where the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, prefixed: PrefixedOutput) -> None:
-        self.folder, self._prefixed = folder, prefixed
-        self._files: dict[int, IO[str]] = {}
-        self._content: dict[str, Any] = {}
-        self._began = time.monotonic()
-
-    def begin(
+    def __init__(
         self,
+        folder: Path,
+        prefixed: PrefixedOutput,
         hosts: Sequence[Host],
         facts: Sequence[Facts],
         options: SSHOptions,
@@ -49,8 +58,8 @@ class Record:
         *,
         master: str | None,
     ) -> None:
-        """Write launch.json and open the logs. UserError where the folder cannot be written."""
-        self._content = {
+        self.folder, self._prefixed, self._began = folder, prefixed, time.monotonic()
+        self._content: dict[str, Any] = {
             "format": FORMAT,
             "what": "lab launch",
             "command": list(commands.words),
@@ -71,14 +80,13 @@ class Record:
             "seconds": None,
         }
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for host in hosts:
-                self._files[host.rank] = self.log(host.rank).open(
-                    "a", encoding="utf-8", buffering=1
-                )
+            folder.mkdir(parents=True, exist_ok=True)
+            self._files = [
+                self.log(host.rank).open("a", encoding="utf-8", buffering=1) for host in hosts
+            ]
         except OSError as error:
             raise UserError(
-                f"{self.folder} cannot be written ({error.strerror}): give another --logs"
+                f"{folder} cannot be written ({error.strerror}): give another --logs"
             ) from error
         self._write()
 
@@ -100,7 +108,7 @@ class Record:
     def ended(self, status: int) -> None:
         """Write how it ended, and close the logs."""
         self._content |= {"status": status, "seconds": round(time.monotonic() - self._began, 1)}
-        for file in self._files.values():
+        for file in self._files:
             with contextlib.suppress(OSError):
                 file.close()
         self._write()
@@ -111,14 +119,11 @@ class Record:
 
 def read_launch(folder: Path) -> dict[str, Any]:
     """Return launch.json of a folder. UserError where there is none, or none of this format."""
-    path = folder / _FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        content = json.loads((folder / _FILE).read_text(encoding="utf-8"))
         if content["format"] == FORMAT and content["what"] == "lab launch":
             return content
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
     raise UserError(
-        f"{folder} is no folder of lab launch (no {_FILE} of format {FORMAT}): give one, reports/launch-<time>, or "
-        "--hosts and the runs' names"
+        f"{folder} is no folder of lab launch (no {_FILE} of format {FORMAT}): give one, "
+        "reports/launch-<time>, or --hosts and the runs' names"
     )

@@ -1,6 +1,6 @@
-"""The errors of the system's ``ssh`` when a host cannot be reached, each as one line with what to do.
+"""Turn the errors of the system's ``ssh`` into one line that says what to do.
 
-For another refusal add an entry to REFUSALS: a pattern of OpenSSH's text, what is wrong, and the remedy.
+For another error add an entry to REFUSALS: a pattern of OpenSSH's text, what is wrong, the remedy.
 """
 
 import re
@@ -43,8 +43,8 @@ REFUSALS: tuple[tuple[str, str, str], ...] = (
         "check that it is on, and reached from here: ssh {given}",
     ),
     (
-        r"Bad owner or permissions|Bad configuration option|unknown option|Can't open user config|keyword .* extra arguments|"
-        "command-line line",
+        r"Bad owner or permissions|Bad configuration option|unknown option|Can't open user config|"
+        "keyword .* extra arguments|command-line line",
         "ssh does not take its settings",
         "correct the file or --ssh-option that it names",
     ),
@@ -68,7 +68,7 @@ _NO_REASON = "Permanently added|Could not chdir to home directory"
 
 
 def explain(errors: Sequence[str], *, name: str, given: str) -> str:
-    """Return why ``ssh`` failed and what to do, as one line; ssh's own last line where the error is not known."""
+    """Return why ``ssh`` failed and what to do; ssh's own last line where the error is unknown."""
     lines = [line.removeprefix("ssh: ") for line in errors if not re.search(_NO_REASON, line)]
     for pattern, what, remedy in REFUSALS:
         found = next((line for line in lines if re.search(pattern, line)), None)

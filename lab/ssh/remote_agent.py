@@ -1,18 +1,18 @@
-"""The program that runs on a host during ``lab launch``: it starts the command and ends all of it when the connection ends.
+"""The program that runs on a host during ``lab launch``: it starts the command, and ends it.
 
-Its text is sent over ssh, so it is always of the terminal's version. It runs on Python 3.6 and later (also its annotations, hence
-the quotes), so that a host with an old Python can report it. Requests arrive as lines of JSON on stdin, a heartbeat among them
-every few seconds; when stdin closes or falls silent, every process that it has started, in whatever session, is killed. Where the
-agent itself is killed, its parent does that.
+Requests arrive as lines of JSON on stdin, among them a heartbeat every few seconds. When stdin
+closes or is silent for too long, the agent kills every process that it has started, in whatever
+session. A guard, its parent process, does the same if the agent itself is killed.
 
-``lab.ssh.hosts.program`` joins this text to remote_handlers.py, and calls ``main`` with HANDLERS: the names of both share one
-namespace.
+``lab.ssh.hosts.program`` joins this text to remote_handlers.py and appends a call of ``main``; the
+names of both files share one namespace. The text is sent over ssh, so its version is always the
+terminal's. It runs on Python 3.6 (annotations too, hence the quotes), so that a host with an old
+Python can report it.
 """
 
 import contextlib
 import json
 import os
-import queue
 import select
 import signal
 import subprocess
@@ -35,88 +35,72 @@ _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class RemoteAgent:
-    """Serves requests. ``handlers`` : functions by the request's name; what they return is sent back."""
+    """Serves requests.
+
+    Parameters
+    ----------
+    token : begins each line that is sent, to tell it from what the login shell prints.
+    handlers : functions by the request's name, which take its values; their result is sent back.
+    """
 
     def __init__(self, token: str, handlers: "Handlers", silence_seconds: float) -> None:
-        self._handlers, self._silence_seconds = handlers, silence_seconds
-        self._requests: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._token, self._silence_seconds = token, silence_seconds
+        self._handlers = dict(handlers, signal=self._signal)
         self._program: subprocess.Popen[bytes] | None = None
+        self._watcher = threading.Thread()
         self._sending = threading.Lock()
-        self._send_text(token + "\n")  # what came before it was the login shell's
 
     def serve(self) -> None:
-        """Handle requests until the connection ends."""
+        """Handle requests until the connection ends.
+
+        This thread must not write for long: it notices when the network is cut. The command is
+        started here, because the kernel kills a program with the thread that started it.
+        """
         _prctl(_ADOPT_ORPHANS, 1)
         _prctl(_DIE_WITH_PARENT, signal.SIGTERM)
         for number in _ENDING_SIGNALS:
             signal.signal(number, lambda *_: self._leave())
-        threading.Thread(target=self._listen, daemon=True).start()
-        while True:
-            request = self._requests.get()
-            try:
-                self._do(request)
-            except Exception as error:  # whatever it is, the terminal must not wait for ever
-                why = f"{type(error).__name__}: {error}"
-                self.send({"answer": request.get("id"), "error": why})
-
-    def _do(self, request: "dict[str, Any]") -> None:
-        what = request["do"]
-        if what == "start":
-            self._start(request["command"], request["environment"], request["folder"])
-        elif what == "signal":
-            if self._program is not None and self._program.poll() is None:
-                os.killpg(self._program.pid, request["signal"])  # to its group, as a terminal does
-        elif what == "kill":
-            end_all(self._program)
-        else:
-            threading.Thread(target=self._answer, args=[request], daemon=True).start()
-
-    def _answer(self, request: "dict[str, Any]") -> None:
-        try:
-            result = self._handlers[request["do"]](request, self.send)
-            self.send({"answer": request["id"], "result": result})
-        except Exception as error:
-            self.send({"answer": request["id"], "error": str(error) or type(error).__name__})
-
-    def send(self, message: "dict[str, Any]") -> None:
-        self._send_text(json.dumps(message) + "\n")
-
-    def _send_text(self, text: str) -> None:
-        content = text.encode("utf-8", "replace")
-        with self._sending:
-            while content:
-                try:
-                    content = content[os.write(1, content) :]
-                except OSError:  # the connection has ended: the input will close, too
-                    return
-
-    def _listen(self) -> None:
-        """In a thread of its own, since writing waits for a reader, and the network may be cut: read requests, notice silence."""
+        self.send({"answer": "ready"})
         rest = b""
         while True:
             ready, _, _ = select.select([0], [], [], self._silence_seconds)
             text = os.read(0, 1 << 16) if ready else b""
             if not text:
                 self._leave()
-            lines = (rest + text).split(b"\n")
-            rest = lines.pop()
+            *lines, rest = (rest + text).split(b"\n")
             for line in lines:
                 request = json.loads(line.decode())
-                if request["do"] == "beat":
-                    threading.Thread(target=self.send, args=[{"beat": 1}], daemon=True).start()
+                what = request.pop("do")
+                if what == "start":
+                    self._start(**request)
                 else:
-                    self._requests.put(request)
+                    threading.Thread(target=self._answer, args=[what, request], daemon=True).start()
+
+    def _answer(self, what: str, values: "Mapping[str, Any]") -> None:
+        try:
+            self.send({"answer": what, "result": self._handlers[what](**values)})
+        except Exception as error:  # whatever it is, the terminal must not wait in vain
+            self.send({"answer": what, "error": str(error) or type(error).__name__})
+
+    def send(self, message: "Mapping[str, Any]") -> None:
+        """Send a message as one line."""
+        content = (self._token + json.dumps(message) + "\n").encode("utf-8", "replace")
+        with self._sending, contextlib.suppress(OSError):  # where the connection has ended
+            while content:
+                content = content[os.write(1, content) :]
 
     def _leave(self) -> None:
         end_all(self._program)
+        if self._watcher.is_alive():
+            self._watcher.join(_DRAIN_SECONDS)  # it reports the end
         os._exit(0)
 
     def _start(
         self, command: "Sequence[str]", environment: "Mapping[str, str]", folder: str
     ) -> None:
-        here = os.path.dirname(sys.executable)
         environment = dict(environment, **os.environ)
-        environment["PATH"] = here + os.pathsep + environment.get("PATH", os.defpath)
+        path = environment.get("PATH", os.defpath)
+        environment["PATH"] = os.path.dirname(sys.executable) + os.pathsep + path
         try:
             self._program = subprocess.Popen(
                 command,
@@ -130,92 +114,72 @@ class RemoteAgent:
             )
         except OSError as error:
             self.send({"line": f"error: {command[0]}: {error.strerror}"})
-            self.send({"ended": _NOT_FOUND, "left": 0})
-            return
-        relay = threading.Thread(target=self._relay, args=[self._program.stdout], daemon=True)
+            self.send({"ended": _NOT_FOUND})
+        else:
+            self._watcher = threading.Thread(target=self._watch, args=[self._program], daemon=True)
+            self._watcher.start()
+
+    def _signal(self, number: int) -> None:
+        """Send a signal to the command's process group, as a terminal does."""
+        if self._program is not None and self._program.poll() is None:
+            os.killpg(self._program.pid, number)
+
+    def _watch(self, program: "subprocess.Popen[bytes]") -> None:
+        """Send the command's output; when it has ended, kill what it left behind and report it."""
+        relay = threading.Thread(target=self._relay, args=[program.stdout], daemon=True)
         relay.start()
-        threading.Thread(target=self._watch, args=[self._program, relay], daemon=True).start()
+        status = program.wait()
+        end_all(program)
+        relay.join(_DRAIN_SECONDS)
+        self.send({"ended": status})
 
     def _relay(self, output: "IO[bytes]") -> None:
-        while True:
-            line = output.readline(_LONGEST_LINE)
-            if not line:
-                return
+        for line in iter(lambda: output.readline(_LONGEST_LINE), b""):
             self.send({"line": line.decode("utf-8", "replace").rstrip("\n")})
 
-    def _watch(self, program: "subprocess.Popen[bytes]", relay: threading.Thread) -> None:
-        """Wait for its end; kill what it has left behind, then report the end."""
-        status = program.wait()
-        left = end_all(program)
-        relay.join(_DRAIN_SECONDS)
-        self.send({"ended": status, "left": left})
 
+def end_all(program: "subprocess.Popen[bytes] | None") -> None:
+    """Kill and reap all processes that descend from this one.
 
-def end_all(program: "subprocess.Popen[bytes] | None") -> int:
-    """Kill all processes that descend from this one; return how many are still alive.
-
-    program : the command, whose exit status another thread waits for.
+    program : the command; not reaped here, since another thread waits for its exit status.
     """
     deadline = time.time() + _KILL_SECONDS
-    while True:
-        left = [
-            pid for pid in _descendants(os.getpid(), program) if not _signal(pid, signal.SIGKILL)
-        ]
-        if not left or time.time() > deadline:
-            return len(left)
+    while time.time() < deadline:
+        found = _descendants()
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(
+                OSError
+            ):  # it has ended, belongs to another user, or is no child
+                os.kill(pid, signal.SIGKILL)
+                if program is None or pid != program.pid:
+                    os.waitpid(pid, os.WNOHANG)
         time.sleep(0.02)
 
 
-def _descendants(root: int, program: "subprocess.Popen[bytes] | None") -> "list[int]":
-    """Living processes that descend from ``root``; reaps dead children except ``program``, which has a thread of its own."""
-    children: dict[int, list[int]] = {}
-    states: dict[int, str] = {}
-    for pid, parent, state in _processes():
-        children.setdefault(parent, []).append(pid)
-        states[pid] = state
+def _descendants() -> "list[int]":
+    """Return the processes that descend from this one, dead ones that wait to be reaped too."""
+    parents = _parents()
     found: list[int] = []
-    generation = [root]
+    generation = {os.getpid()}
     while generation:
-        generation = [pid for parent in generation for pid in children.get(parent, [])]
-        found += [pid for pid in generation if states[pid] not in "ZX"]
-    for pid in children.get(root, []):
-        if states[pid] == "Z" and (program is None or pid != program.pid):
-            with contextlib.suppress(OSError):
-                os.waitpid(pid, os.WNOHANG)
+        generation = {pid for pid, parent in parents.items() if parent in generation}
+        found += generation
     return found
 
 
-def _processes() -> "list[tuple[int, int, str]]":
-    """Process, parent and state of all that run."""
+def _parents() -> "dict[int, int]":
+    """Return the parent of every process that runs."""
     if not os.path.isdir("/proc/self"):
-        listing = subprocess.check_output(["ps", "-A", "-o", "pid=,ppid=,stat=,comm="])
-        columns = [line.split(None, 3) for line in listing.decode("utf-8", "replace").splitlines()]
-        return [
-            (int(row[0]), int(row[1]), row[2][0])
-            for row in columns
-            if len(row) == 4 and os.path.basename(row[3]) != "ps"
-        ]
-    rows = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
-            except OSError:  # it has just ended
-                continue
-            rows.append((int(entry), int(fields[1]), fields[0].decode()))
-    return rows
-
-
-def _signal(pid: int, number: int) -> bool:
-    """Return whether there is no such process any more."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return True
-    except OSError:  # of another user: nothing can be done
-        pass
-    return False
+        listing = subprocess.check_output(["ps", "-A", "-o", "pid=,ppid=,comm="])
+        rows = [row.split(None, 2) for row in listing.decode("utf-8", "replace").splitlines()]
+        return {int(row[0]): int(row[1]) for row in rows if os.path.basename(row[-1]) != "ps"}
+    found = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
+            found[int(entry)] = int(file.read().rpartition(b")")[2].split()[1])
+    return found
 
 
 def _prctl(option: int, value: int) -> None:
@@ -227,7 +191,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _guard(agent: int) -> None:
-    """Wait for the agent, the child process ``agent``; end what it has left behind, and report if it was killed."""
+    """Wait for the agent, a child process; kill what it left, and report if it was killed."""
     _prctl(_ADOPT_ORPHANS, 1)
     for number in _ENDING_SIGNALS:
         signal.signal(number, lambda *_: os.kill(agent, signal.SIGTERM))
@@ -236,20 +200,14 @@ def _guard(agent: int) -> None:
         ended, status = os.wait()
     end_all(None)
     if os.WIFSIGNALED(status):
-        os.write(1, b'\n{"killed": %d}\n' % os.WTERMSIG(status))
+        message = f"lab's own process there was killed by signal {os.WTERMSIG(status)}\n"
+        os.write(2, message.encode())
 
 
-def main(handlers: "Handlers") -> None:
-    """Serve requests; the first line of stdin gives the token to begin with and the longest silence."""
-    first = b""
-    while not first.endswith(b"\n"):
-        piece = os.read(0, 1)
-        if not piece:
-            return
-        first += piece
-    spec = json.loads(first.decode())
+def main(handlers: "Handlers", token: str, silence_seconds: float) -> None:
+    """Start the agent as a child process and wait for it."""
     agent = os.fork()
     if agent:
         _guard(agent)
     else:
-        RemoteAgent(spec["token"], handlers, spec["silence_seconds"]).serve()
+        RemoteAgent(token, handlers, silence_seconds).serve()

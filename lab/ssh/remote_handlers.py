@@ -1,49 +1,49 @@
-"""Handlers of what ``lab launch`` and ``lab collect`` ask a host. They run there; see remote_agent.py for how.
+"""Handlers of the questions that ``lab launch`` and ``lab collect`` ask a host; they run there.
 
-Each function of HANDLERS takes a request and ``send``, and returns what can be written as JSON. They use the standard library of
-Python 3.6 alone (also in annotations, hence the quotes), so that hosts with an old Python can report it.
+Each function of HANDLERS takes the values of a request, and returns what can be written as JSON;
+see remote_agent.py. They use the standard library of Python 3.6 alone (annotations too, hence the
+quotes), so that a host with an old Python can report it.
 """
 
 import base64
+import contextlib
 import hashlib
-import io
 import os
 import platform
 import runpy
 import socket
+import socketserver
 import sys
-import tarfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
-    Request = dict[str, Any]
-    Send = Callable[[dict[str, Any]], None]
-
-_PIECE_BYTES = 192 * 1024
+_PIECE_BYTES = 1 << 19
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
-_CHECKPOINTS = "checkpoints"
-_TURN_SECONDS = 0.1
-_stop_listening = threading.Event()
-_listeners: "list[threading.Thread]" = []
 
 
-def facts(request: "Request", _send: "Send") -> "dict[str, Any]":
-    """Facts about this host: the folder, the command's file in it, Python, torch, the digests of the code, addresses."""
-    folder = os.path.join(os.path.expanduser("~"), request["folder"])
-    there = os.path.isdir(folder)
-    script = request.get("script")
+def beat() -> None:
+    """Answer a heartbeat."""
+
+
+def facts(folder: str, script: "str | None" = None) -> "dict[str, Any]":
+    """Return facts about this host: folder, the command's file in it, Python, torch, the digests
+    of the code, addresses."""
+    path = os.path.join(os.path.expanduser("~"), folder)
+    there = os.path.isdir(path)
     return {
-        "folder": os.path.realpath(folder) if there else folder,
+        "folder": os.path.realpath(path) if there else path,
         "folder_there": there,
-        "script_there": script is None or os.path.isfile(os.path.join(folder, script)),
+        "script_there": script is None or os.path.isfile(os.path.join(path, script)),
         "python": sys.executable,
         "version": platform.python_version(),
         "torch": _torch(),
-        "code": _code(folder),
+        "code": _code(path),
         "name": socket.gethostname(),
         "addresses": _addresses(),
         "clock": time.time(),
@@ -60,7 +60,7 @@ def _torch() -> "str | None":
 
 
 def _code(folder: str) -> "dict[str, str] | None":
-    """The digests as the ranks compare them at a start; None where there is no such project."""
+    """Return the digests that the ranks compare at a start; None where there is no such project."""
     path = os.path.join(folder, "common", "utils", "source_hash.py")
     try:
         return runpy.run_path(path)["source_digests"]()
@@ -69,7 +69,7 @@ def _code(folder: str) -> "dict[str, str] | None":
 
 
 def _addresses() -> "list[str]":
-    """IPv4 addresses of this host's interfaces but loopback."""
+    """Return the IPv4 addresses of this host's interfaces but loopback."""
     found = []
     if sys.platform.startswith("linux"):
         import fcntl
@@ -78,172 +78,130 @@ def _addresses() -> "list[str]":
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             for _, name in socket.if_nameindex():
                 interface = struct.pack("256s", name.encode()[:15])
-                try:
+                with contextlib.suppress(OSError):  # it has none
                     answer = fcntl.ioctl(probe.fileno(), _ADDRESS_OF_INTERFACE, interface)
-                except OSError:  # it has none
-                    continue
-                found.append(socket.inet_ntoa(answer[20:24]))
+                    found.append(socket.inet_ntoa(answer[20:24]))
     reached = os.environ.get("SSH_CONNECTION", "").split()[2:3]
     addresses = dict.fromkeys(found + reached)
     return [one for one in addresses if not one.startswith("127.") and ":" not in one]
 
 
-def resolve(request: "Request", _send: "Send") -> "list[str]":
-    """IPv4 addresses of names as this host knows them, in the names' order."""
+def resolve(names: "Sequence[str]") -> "list[str]":
+    """Return the IPv4 addresses of names as this host knows them, in the names' order."""
     found: dict[str, None] = {}
-    for name in request["names"]:
-        try:
+    for name in names:
+        with contextlib.suppress(OSError, UnicodeError):  # it is unknown here
             entries = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
-        except (OSError, UnicodeError):
-            continue
-        found.update((str(address[0]), None) for *_, address in entries)
+            found.update((str(address[0]), None) for *_, address in entries)
     return list(found)
 
 
-def listen(request: "Request", _send: "Send") -> None:
-    """Send the token to everyone who connects to a port of this host, until ``stop_listening``; OSError where it is taken."""
-    server = socket.socket()
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("", request["port"]))
-        server.listen(1024)
-    except OSError as error:
-        server.close()
-        raise OSError(error.strerror) from None
-    server.settimeout(_TURN_SECONDS)
-
-    def accept() -> None:
-        with server:
-            while not _stop_listening.is_set():
-                try:
-                    client = server.accept()[0]
-                except OSError:
-                    continue
-                arguments = [client, request["token"]]
-                threading.Thread(target=_send_token, args=arguments, daemon=True).start()
-
-    _listeners.append(threading.Thread(target=accept, daemon=True))
-    _listeners[-1].start()
+class _TokenServer(socketserver.ThreadingTCPServer):
+    allow_reuse_address = daemon_threads = True
+    request_queue_size = 1024
 
 
-def stop_listening(_request: "Request", _send: "Send") -> None:
+_servers: "list[_TokenServer]" = []
+
+
+def listen(port: int, token: str) -> None:
+    """Send the token to everyone who connects to a port, until ``stop_listening``; OSError where
+    the port is taken."""
+
+    class SendToken(socketserver.StreamRequestHandler):
+        timeout = 5
+
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):
+                self.wfile.write(token.encode())
+                self.connection.recv(1)  # the client closes first, so that the port is free at once
+
+    server = _TokenServer(("", port), SendToken)
+    threading.Thread(target=server.serve_forever, args=[0.1], daemon=True).start()
+    _servers.append(server)
+
+
+def stop_listening() -> None:
     """Close the port again; it is free when this returns."""
-    _stop_listening.set()
-    for listener in _listeners:
-        listener.join()
+    for server in _servers:
+        server.shutdown()
+        server.server_close()
 
 
-def _send_token(client: socket.socket, token: str) -> None:
-    with client:
+def connect(addresses: "Sequence[str]", port: int, token: str, seconds: float) -> "dict[str, str]":
+    """Return why each address cannot be reached at the port; "" for those that send the token."""
+
+    def try_one(address: str) -> str:
         try:
-            client.settimeout(5)
-            client.sendall(token.encode())
-            client.recv(1)  # the client closes first, so that the port is free at once
-        except OSError:
-            pass
-
-
-def connect(request: "Request", _send: "Send") -> "dict[str, str]":
-    """Why each of the addresses cannot be reached at the port; "" for those that answer with the token."""
-    reasons = dict.fromkeys(request["addresses"], "no answer")
-
-    def try_one(address: str) -> None:
-        try:
-            with socket.create_connection(
-                (address, request["port"]), timeout=request["seconds"]
-            ) as client:
+            with socket.create_connection((address, port), timeout=seconds) as client:
                 answer = client.recv(256).decode("utf-8", "replace")
-            reasons[address] = "" if answer == request["token"] else "another program answers"
         except OSError as error:
             late = isinstance(error, socket.timeout)  # no TimeoutError before Python 3.10
-            reasons[address] = "no answer" if late else (error.strerror or str(error)).lower()
+            return "no answer" if late else (error.strerror or str(error)).lower()
+        return "" if answer == token else "another program answers"
 
-    threads = [
-        threading.Thread(target=try_one, args=[address], daemon=True)
-        for address in request["addresses"]
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * request["seconds"])
-    return dict(reasons)
+    with ThreadPoolExecutor(1 + len(addresses)) as pool:
+        return dict(zip(addresses, pool.map(try_one, addresses)))  # noqa: B905 - of Python 3.10
 
 
-def runs(request: "Request", _send: "Send") -> "dict[str, Any]":
-    """The run folders below a reports folder, by ``<experiment>/<name>``, each with size and SHA-256 of its files: those that
-    are named, else those that have changed since a moment of this host's own clock."""
-    reports = os.path.join(os.path.expanduser("~"), request["folder"], request["reports"])
-    names, found = request["names"], {}
-    for experiment in _folders(reports):
-        for name in _folders(os.path.join(reports, experiment)):
-            run = experiment + "/" + name
-            if names and run not in names and experiment not in names:
-                continue
-            folder = os.path.join(reports, experiment, name)
-            files = _files(folder, request["checkpoints"])
-            if not any(path == "config.json" or path.startswith("logs_rank") for path in files):
-                continue
-            if names or any(changed >= request["since"] for _, changed in files.values()):
-                found[run] = {
-                    path: [size, _digest(os.path.join(folder, path))]
-                    for path, (size, _) in files.items()
-                }
-    return {"reports": reports, "runs": found}
+def runs(
+    folder: str, reports: str, names: "Sequence[str]", since: float, checkpoints: bool
+) -> "dict[str, Any]":
+    """Return the run folders below a reports folder, by ``<experiment>/<name>``, each with size and
+    SHA-256 of its files.
 
-
-def _folders(parent: str) -> "list[str]":
-    try:
-        return sorted(
-            name
-            for name in os.listdir(parent)
-            if not name.startswith(".") and os.path.isdir(os.path.join(parent, name))
-        )
-    except OSError:
-        return []
-
-
-def _files(run: str, checkpoints: bool) -> "dict[str, tuple[int, float]]":
-    """Size and time of change of each file of a run, by its path in it; unfinished ones begin with a dot."""
+    names : of runs or experiments; where there are none, the runs that have changed since a moment
+    of this host's own clock count.
+    """
+    root = Path(os.path.expanduser("~"), folder, reports)
     found = {}
-    for folder, inner, names in os.walk(run):
-        if not checkpoints and os.path.relpath(folder, run) == ".":
-            inner[:] = [name for name in inner if name != _CHECKPOINTS]
-        for name in names:
-            path = os.path.join(folder, name)
-            if not name.startswith(".") and os.path.isfile(path) and not os.path.islink(path):
-                status = os.stat(path)
-                found[os.path.relpath(path, run)] = status.st_size, status.st_mtime
-    return found
+    for run in sorted(path for path in root.glob("[!.]*/[!.]*") if path.is_dir()):
+        name = str(run.relative_to(root))
+        if names and name not in names and run.parent.name not in names:
+            continue
+        files = _files(run, checkpoints)
+        is_run = any(path == "config.json" or path.startswith("logs_rank") for path in files)
+        if is_run and (names or any(one.st_mtime >= since for one in files.values())):
+            found[name] = {
+                path: [status.st_size, _digest(run / path)] for path, status in files.items()
+            }
+    return {"reports": str(root), "runs": found}
 
 
-def _digest(path: str) -> str:
+def _files(run: Path, checkpoints: bool) -> "dict[str, os.stat_result]":
+    """Return the status of each file of a run; the names of unfinished ones begin with a dot."""
+    return {
+        str(path.relative_to(run)): path.stat()
+        for path in run.rglob("*")
+        if not path.is_symlink()
+        and path.is_file()
+        and not path.name.startswith(".")
+        and (checkpoints or path.relative_to(run).parts[0] != "checkpoints")
+    }
+
+
+def _digest(path: Path) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         for piece in iter(lambda: file.read(1 << 20), b""):
             digest.update(piece)
     return digest.hexdigest()
 
 
-def pack(request: "Request", send: "Send") -> None:
-    """Send the files, given by their path below the reports folder, as one tar archive in pieces."""
-
-    class Pieces(io.BufferedIOBase):
-        def write(self, content: Any) -> int:
-            send({"piece": base64.b64encode(content).decode()})
-            return len(content)
-
-    kind = tarfile.PAX_FORMAT
-    with tarfile.open(fileobj=Pieces(), mode="w|", bufsize=_PIECE_BYTES, format=kind) as archive:
-        for path in request["files"]:
-            archive.add(os.path.join(request["reports"], path), arcname=path, recursive=False)
+def read(reports: str, path: str, offset: int) -> str:
+    """Return a piece of a file in base64, given by its path below the reports folder."""
+    with open(os.path.join(reports, path), "rb") as file:
+        file.seek(offset)
+        return base64.b64encode(file.read(_PIECE_BYTES)).decode()
 
 
 HANDLERS = {
+    "beat": beat,
     "facts": facts,
     "resolve": resolve,
     "listen": listen,
     "stop_listening": stop_listening,
     "connect": connect,
     "runs": runs,
-    "pack": pack,
+    "read": read,
 }

@@ -1,4 +1,4 @@
-"""``lab launch`` and ``lab collect`` on three hosts with a real sshd, each with a network and a disk of its own."""
+"""``lab launch`` and ``lab collect`` on three hosts, each with a real sshd, a network and a disk."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 @pytest.fixture(autouse=True)
 def _nothing_on_the_hosts(machines: Machines) -> Iterator[None]:
-    """After every test no host runs more than the sshd that listens, and the terminal nothing at all."""
+    """After every test no host runs more than the sshd that listens, and the terminal nothing."""
     yield
     machines.end_commands()
     wait_until(
@@ -51,7 +51,7 @@ def sleepers(machines: Machines, node: int, seconds: str) -> int:
 
 
 def test_training_is_launched_collected_and_reported(machines: Machines, tmp_path: Path) -> None:
-    """Each host writes to a disk of its own; what comes together here is one run that lab report reads."""
+    """Each host writes to its own disk; collected here they are one run that lab report reads."""
     status, output = machines.run(
         "launch",
         *ALL,
@@ -168,7 +168,7 @@ def test_a_checked_launch_passes_sigterm_on_to_the_parts_which_save(
     "end", ["failure", "interrupt", "terminate", "kill", "cut", "keeper", "connection"]
 )
 def test_nothing_is_left_on_any_host(machines: Machines, tmp_path: Path, end: str) -> None:
-    """Counted on each host, also what runs in a session of its own, after every way in which a launch can end."""
+    """Whatever ends a launch; what runs in a session of its own counts, too."""
     seconds, two = mark(), end == "failure"
     last = "test {rank} = 0 || exit 7; " if end == "failure" else ""
     process = machines.start(
@@ -283,8 +283,10 @@ def test_of_many_hosts_the_terminal_shows_rank_0_and_the_first_failure(
 def test_the_masters_address_is_one_that_the_others_reach(
     machines: Machines, tmp_path: Path
 ) -> None:
-    """Where the first host's name stands for an address that every host has, as that of a bridge of containers; and where one
-    host does not reach the first, it is named."""
+    """The first host's name may stand for an address that every host has, as a container bridge's.
+
+    A host that does not reach the first is named.
+    """
 
     def on_hosts(command: str, hosts: str = ",".join(HOSTS)) -> tuple[int, str]:
         return machines.run(

@@ -1,7 +1,7 @@
 """Hosts with a real sshd on the emulated cluster: ``Machines`` is all that tests need.
 
-Node 0 is the terminal, at which ``lab`` is typed; nodes 1 to 3 run sshd, each with keys of its own and with a checkout of its own
-at one path, as on disks of their own. Processes, networks, mounts and files go with the ``with``.
+Node 0 is the terminal, at which ``lab`` is typed; nodes 1 to 3 run sshd. Each has its own keys and
+its own checkout at one path, as on its own disk. Processes, networks, mounts and files go with the ``with``.
 """
 
 import contextlib
@@ -117,7 +117,7 @@ class Machines:
         self.config.write_text(_CLIENT.format(keys=self.keys))
 
     def own_checkout(self, node: int) -> Path:
-        """Where a host's own disk lies as seen from here; the host itself has it at ``checkout``."""
+        """Where a host's disk lies as seen from here; the host itself has it at ``checkout``."""
         return self.folder / f"disk{node}"
 
     def _make_checkout(self, disk: Path) -> None:
@@ -148,7 +148,7 @@ class Machines:
             )
 
     def start(self, *arguments: object, config: Path | None = None) -> subprocess.Popen:
-        """Start a ``lab`` subcommand at the terminal, with the flags that find the hosts, and return at once."""
+        """Start a ``lab`` subcommand at the terminal, with the flags that find the hosts."""
         words = [str(one) for one in arguments]
         ways = ["--ssh-config", str(config or self.config)]
         if "--hosts" in words and "--workdir" not in words:

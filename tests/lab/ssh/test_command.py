@@ -274,7 +274,10 @@ def test_of_many_hosts_that_fail_some_are_named() -> None:
 
 @pytest.mark.parametrize("module", [remote_agent, remote_handlers])
 def test_what_runs_on_a_host_is_python_3_6(module: ModuleType) -> None:
-    """A host with an old Python must be able to report it: also the annotations, which it evaluates unless they are quoted."""
+    """A host with an old Python must be able to report it.
+
+    The annotations count too: it evaluates them unless they are quoted.
+    """
     text = Path(module.__file__).read_text(encoding="utf-8")
     tree = ast.parse(text, feature_version=(3, 6))
     arguments = [node.annotation for node in ast.walk(tree) if isinstance(node, ast.arg)]
@@ -287,6 +290,6 @@ def test_what_runs_on_a_host_is_python_3_6(module: ModuleType) -> None:
 
 def test_the_text_for_a_host_has_each_name_once() -> None:
     """The two files become one namespace there."""
-    body = ast.parse(program().split(b"\n", 1)[1]).body
+    body = ast.parse(program("token", 30.0).split(b"\n", 1)[1]).body
     names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     assert len(names) == len(set(names)) > 20

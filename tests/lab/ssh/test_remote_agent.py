@@ -1,7 +1,11 @@
-"""The remote agent as a process here, and launch and collect through a stand-in for ``ssh`` that runs its command here."""
+"""The remote agent as a process here; launch and collect through a stand-in for ``ssh``.
 
+The stand-in runs its command here.
+"""
+
+import base64
 import contextlib
-import io
+import hashlib
 import json
 import os
 import re
@@ -9,7 +13,6 @@ import signal
 import stat
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +22,7 @@ import pytest
 
 from common.utils.source_hash import source_digests
 from lab.cli import main
-from lab.ssh.collect import Outcome, _is_safe, _unpack
+from lab.ssh.collect import Outcome, _copy_runs, _is_safe
 from lab.ssh.hosts import Host, SSHOptions, program, ssh_command
 from tests.helpers import LONG, ROOT, Started, start_lab, wait_until
 
@@ -30,18 +33,23 @@ class RemoteAgent:
     def __init__(self, silence_seconds: float = LONG) -> None:
         there = ssh_command(Host(0, "here"), SSHOptions(str(ROOT), python=sys.executable))[-1]
         self.process = subprocess.Popen(
-            ["sh", "-c", there], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            ["sh", "-c", there],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
-        self.process.stdin.write(program())
-        self.send(token="begin", silence_seconds=silence_seconds)
-        assert self.process.stdout.readline() == b"begin\n"
+        self.process.stdin.write(program("begin", silence_seconds))
+        self.process.stdin.flush()
+        assert self.answer() == {"answer": "ready"}
 
     def send(self, **request: object) -> None:
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
 
     def answer(self) -> dict:
-        return json.loads(self.process.stdout.readline())
+        before, token, message = self.process.stdout.readline().partition(b"begin")
+        assert (before, token) == (b"", b"begin")
+        return json.loads(message)
 
     def start(self, *command: str) -> None:
         self.send(do="start", command=command, environment={}, folder="/")
@@ -52,7 +60,7 @@ class RemoteAgent:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether a process still does anything; a dead one may be there for a while, until its new parent asks for its status."""
+    """Whether a process still does anything; a dead one may wait for a while to be reaped."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -68,7 +76,7 @@ def remote_agents() -> Iterator[list[RemoteAgent]]:
             for process in [*one.started(), one.process]:
                 process.kill()
         one.process.wait(LONG)
-        for stream in (one.process.stdin, one.process.stdout):
+        for stream in (one.process.stdin, one.process.stdout, one.process.stderr):
             with contextlib.suppress(OSError):
                 stream.close()
 
@@ -95,7 +103,9 @@ def test_it_ends_all_that_it_has_started_however_it_ends(
     wait_until(lambda: not any(map(lives, processes)), "all are gone")
     one.process.wait(LONG)
     if end == "agent killed":
-        assert b'{"killed": 9}' in one.process.stdout.read()
+        assert one.process.stderr.read() == b"lab's own process there was killed by signal 9\n"
+    elif end != "guard killed":
+        assert one.answer() == {"ended": -signal.SIGKILL}, "the end is told where it can be"
 
 
 def test_a_beat_is_answered_and_keeps_it_alive_and_an_end_is_told_when_all_is_gone(
@@ -105,31 +115,32 @@ def test_a_beat_is_answered_and_keeps_it_alive_and_an_end_is_told_when_all_is_go
     for _ in range(3):
         time.sleep(0.5)  # three beats are longer than the silence that it bears
         one.send(do="beat")
-        assert one.answer() == {"beat": 1}
+        assert one.answer() == {"answer": "beat", "result": None}
     one.start("sh", "-c", "(setsid sleep 1000 &); printf 'no newline'; exit 3")
-    assert [one.answer(), one.answer()] == [{"line": "no newline"}, {"ended": 3, "left": 0}]
+    assert [one.answer(), one.answer()] == [{"line": "no newline"}, {"ended": 3}]
     assert [process.name() for process in one.started() if process.name() == "sleep"] == []
     one.start("/no/such/program")
     assert [one.answer(), one.answer()] == [
         {"line": "error: /no/such/program: No such file or directory"},
-        {"ended": 127, "left": 0},
+        {"ended": 127},
     ]
-    one.send(do="facts", id=7, folder="/no/such/folder", script="x")
+    one.send(do="facts", folder="/no/such/folder", script="x")
     facts = one.answer()["result"]
     assert (facts["folder_there"], facts["script_there"], facts["code"]) == (False, False, None)
-    one.send(do="facts", id=7, folder=str(ROOT), script="lab/cli.py")
+    one.send(do="facts", folder=str(ROOT), script="lab/cli.py")
     facts = one.answer()["result"]
     assert facts["script_there"]
     assert facts["code"] == source_digests(), "of the code that the ranks compare, too"
-    one.send(do="runs", id=8)
-    assert one.answer() == {"answer": 8, "error": "'folder'"}, (
-        "a request that breaks is answered, too"
-    )
+    one.send(do="read", reports="/no/such", path="x", offset=0)
+    assert one.answer() == {
+        "answer": "read",
+        "error": "[Errno 2] No such file or directory: '/no/such/x'",
+    }, "a request that breaks is answered, too"
 
 
 @pytest.fixture
 def ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program called ssh that runs on this machine what it should run on another, behind the noise of a login shell."""
+    """Put a program called ssh in PATH that runs its command here, after a login shell's noise."""
     fake = tmp_path / "bin" / "ssh"
     fake.parent.mkdir()
     fake.write_text(
@@ -143,7 +154,7 @@ def ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_two_ranks_here_and_their_runs_brought_back(
     ssh_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without sshd: what a host has made since the launch is found, merged, and never written over another file."""
+    """What a host has made since the launch is found, merged, and replaces no other file."""
     there, here = ssh_here / "there", ssh_here / "here"
 
     def lab(*arguments: object) -> tuple[int, str]:
@@ -256,30 +267,42 @@ def test_a_host_that_is_silent_while_its_connection_stands_is_given_up(ssh_here:
     ), ended
 
 
-def test_of_an_archive_only_files_that_were_asked_for_are_kept(tmp_path: Path) -> None:
-    """Whatever a host sends: links, devices, other names."""
-    archive, wanted = io.BytesIO(), "PartTwo-ring/2026/config.json"
-    with tarfile.open(fileobj=archive, mode="w") as tar:
-        for name, kind in [
-            (wanted, tarfile.REGTYPE),
-            ("PartTwo-ring/2026/other", tarfile.REGTYPE),
-            ("../out", tarfile.REGTYPE),
-            ("PartTwo-ring/2026/link", tarfile.SYMTYPE),
-        ]:
-            member = tarfile.TarInfo(name)
-            member.type, member.size, member.linkname = (
-                kind,
-                2 * (kind == tarfile.REGTYPE),
-                "/etc/passwd",
-            )
-            tar.addfile(member, io.BytesIO(b"{}"))
-    archive.seek(0)
-    outcome = Outcome()
-    _unpack(archive, {wanted, "PartTwo-ring/2026/link"}, tmp_path / "here", outcome)
-    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == [
-        tmp_path / "here" / wanted
-    ]
-    assert outcome.written == 1
+class _SendingHost:
+    """Stands in for the connections; it has a file of any name, of two bytes."""
+
+    hosts = (Host(0, "a"),)
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def ask(self, what: str, *, path: str, **_values: object) -> dict[int, dict[str, str]]:
+        assert what == "read"
+        self.asked.append(path)
+        return {0: {"result": base64.b64encode(b"{}").decode()}}
+
+
+def test_files_come_only_under_safe_names_and_replace_no_different_one(tmp_path: Path) -> None:
+    """Whatever names a host lists."""
+    here = tmp_path / "here"
+    (here / "PartTwo-ring" / "2026").mkdir(parents=True)
+    for name, content in (("same", "{}"), ("shorter", "{"), ("other", "[]")):
+        (here / "PartTwo-ring" / "2026" / name).write_text(content)
+    new = ["same", "shorter", "other", "config.json", "a/b.txt"]
+    digest = hashlib.sha256(b"{}").hexdigest()
+    files = {name: [2, digest] for name in (*new, "../../../out")}
+    other = {"out/x": [2, digest]}
+    listing = {"reports": "/r", "runs": {"PartTwo-ring/2026": files, "..": other, "/etc": other}}
+    outcome, host = Outcome(), _SendingHost()
+    _copy_runs(host, {0: listing, 1: listing}, here, outcome)
+    run = here / "PartTwo-ring" / "2026"
+    asked = [f"PartTwo-ring/2026/{name}" for name in new[1:]]
+    assert sorted(host.asked) == sorted(asked), "each file once"
+    written = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert written == {run / name for name in new}
+    assert {path.read_text() for path in written - {run / "other"}} == {"{}"}
+    assert (run / "other").read_text() == "[]"
+    assert (outcome.written, outcome.same, outcome.kept) == (3, 1, [run / "other"])
+    assert outcome.runs["PartTwo-ring/2026"] == [0, 1]
 
 
 @pytest.mark.parametrize(
