@@ -193,3 +193,62 @@ def test_every_link_of_a_page_leads_to_a_file() -> None:
     assert [
         (page, link) for page, link in links if not (ROOT / page).parent.joinpath(link).exists()
     ] == []
+
+
+# --- docs/architecture.md and the code ---
+
+
+def defined_names(path: Path) -> set[str]:
+    """Return the functions and classes of a module, and the methods as Class.method."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+            names |= {f"{node.name}.{method.name}" for method in methods}
+    return names
+
+
+def test_the_traces_of_the_architecture_lead_through_the_code() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    places = re.findall(r"`([\w/]+\.py):([\w.]+)`", text)
+    assert len(places) > 20
+    wrong = [f"{file}:{name}" for file, name in places if name not in defined_names(ROOT / file)]
+    assert not wrong
+
+
+def test_the_architecture_names_every_package() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    for package in ("common", "lab"):
+        folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+        assert not {name for name in folders if f"`{name}/`" not in text}
+
+
+# --- functions with few parameters ---
+
+MOST_PARAMETERS = 7
+MANY_PARAMETERS = {
+    "prepare_model_for_training",  # the assignment's
+    "train_model",
+    "TrainingEngine.__init__",  # the engine's
+    "train",
+    "train_epoch",
+    "distributed_train_worker",
+}
+
+
+def test_functions_of_common_take_few_parameters() -> None:
+    found = set()
+    for path in SOURCES:
+        if path.is_relative_to(ROOT / "common"):
+            for owner in ast.walk(ast.parse(path.read_text())):
+                body = getattr(owner, "body", [])
+                for node in body if isinstance(body, list) else []:
+                    if isinstance(node, ast.FunctionDef):
+                        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                        count = len([one for one in arguments if one.arg not in ("self", "cls")])
+                        if count > MOST_PARAMETERS:
+                            prefix = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
+                            found.add(prefix + node.name)
+    assert found == MANY_PARAMETERS
