@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 def digest(value: Any) -> str:
-    """Return the SHA-256 of nested dicts, lists and plain values with tensors: of types, shapes and every byte."""
+    """Return the SHA-256 of nested dicts, lists and plain values with tensors.
+
+    It covers types, shapes and every byte.
+    """
     sha = hashlib.sha256()
     _feed(sha, value)
     return sha.hexdigest()
