@@ -1,8 +1,8 @@
 """Checkpoints: written whole or not at all, verified when read, never a way to run code.
 
-A checkpoint is one ``torch.save`` file with ``epoch``, ``model_state_dict``, ``optimizer_state_dict``,
-``loss`` and what else an exact resume needs. Its entry ``sha256`` is a digest of all the others,
-since torch does not notice flipped bits.
+A checkpoint is one ``torch.save`` file with ``epoch``, ``model_state_dict``,
+``optimizer_state_dict``, ``loss`` and what else an exact resume needs. Its entry ``sha256`` is a
+digest of all the others, since torch does not notice flipped bits.
 """
 
 import io
@@ -53,8 +53,8 @@ def save_checkpoint(path: Path, entries: Mapping[str, Any]) -> None:
 def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[str, Any]:
     """Read and verify a checkpoint, from a file or from a file's bytes; its tensors are on the CPU.
 
-    UserError if it is missing, cut, altered, hostile (anything but tensors and plain values) or not a
-    checkpoint of this kind. If DistributedDataParallel wrapped the model, its parameters' names
+    UserError if it is missing, cut, altered, hostile (anything but tensors and plain values) or not
+    a checkpoint of this kind. If DistributedDataParallel wrapped the model, its parameters' names
     lose their ``module.``.
     """
     name = name or ("(its bytes)" if isinstance(source, bytes) else str(source))

@@ -1,7 +1,7 @@
 """What ``PartX/main.py`` and the installed commands call: parse the flags, run, explain failures.
 
-Status 0: done; 1: the run failed; 2: the command cannot be run as given; 75: stopped by a signal after
-saving a checkpoint, resume with ``--resume auto``; 130: interrupted.
+Status 0: done; 1: the run failed; 2: the command cannot be run as given; 75: stopped by a signal
+after saving a checkpoint, resume with ``--resume auto``; 130: interrupted.
 """
 
 import os
@@ -31,6 +31,7 @@ from common.sync import BUILT_IN, BY_HAND
 from common.utils.processes import end_process
 
 _GRACE_SECONDS = 3.0
+_OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory")
 COMMANDS = {"PartOne": "part-one", "PartTwo": "part-two", "PartThree": "part-three"}
 """The commands that an installed package has in place of ``python PartX/main.py``."""
 
@@ -105,7 +106,7 @@ def _run(config: Config, launch: LaunchSpec) -> int:
     A rank of a group does not return: it ends its process.
     """
     _end_soon_after_interrupt()
-    # torch reads it when imported: its C++ warnings repeat this program's messages, with stack frames.
+    # torch reads it when imported. Its C++ warnings repeat this program's messages, with stacks.
     if not config.debug:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     rank = f" (rank {launch.rank})" if launch.size > 1 else ""
@@ -134,15 +135,12 @@ def _explain(error: Exception) -> str | None:
     """Return a message for the user; None if only the traceback can explain the error."""
     if isinstance(error, UserError | GroupError):
         return str(error)
-    if not isinstance(error, RuntimeError | MemoryError):
-        return None
-    if isinstance(error, MemoryError) or re.search(
-        "out of memory|can't allocate memory", str(error)
-    ):
+    in_torch = isinstance(error, RuntimeError)
+    if isinstance(error, MemoryError) or (in_torch and _OUT_OF_MEMORY.search(str(error))):
         return f"out of memory: give a smaller --batch-size or fewer ranks a machine ({error})"
     from common.distributed.failures import explain_collective_failure
 
-    return explain_collective_failure(error)
+    return explain_collective_failure(error) if in_torch else None
 
 
 def _target(part: str, path: str | None) -> list[str]:

@@ -12,11 +12,11 @@ from common.config.schema import CLUSTER, EXPECTED, Config, flag
 from common.errors import UserError
 
 _IN_PLACE_OF = {
-    "batch_size": ("local_batch_size",),
-    "local_batch_size": ("batch_size",),
-    "epochs": ("max_steps",),
-    "warmup_steps": ("warmup_epochs",),
-    "warmup_epochs": ("warmup_steps",),
+    "batch_size": "local_batch_size",
+    "local_batch_size": "batch_size",
+    "epochs": "max_steps",
+    "warmup_steps": "warmup_epochs",
+    "warmup_epochs": "warmup_steps",
 }
 """A flag replaces the recipe's setting of the other name."""
 
@@ -104,8 +104,8 @@ def parse_arguments(
 ) -> Config:
     """Return the settings of ``part``, which ``program`` starts (default: its main.py).
 
-    An underscore in a flag equals a dash. A flag wins over the recipe, and a recipe over ``defaults``.
-    UserError on anything wrong.
+    An underscore in a flag equals a dash. A flag wins over the recipe, and a recipe over
+    ``defaults``. UserError on anything wrong.
     """
     parser = build_parser(part, description, defaults, sync_choices, program=program)
     dashed = [re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), a) for a in arguments]
@@ -122,7 +122,6 @@ def parse_arguments(
             Config(part=part, **settings)
         except UserError as error:
             raise UserError(f"recipe {path}: {error}") from error
-    for name in given:
-        for other in _IN_PLACE_OF.get(name, ()):
-            settings.pop(other, None)
-    return Config(part=part, **settings | given)
+    replaced = {_IN_PLACE_OF.get(name) for name in given}
+    kept = {name: value for name, value in settings.items() if name not in replaced}
+    return Config(part=part, **kept | given)

@@ -26,8 +26,8 @@ def find_recipe(name: str) -> Path:
 def read_recipe(path: Path) -> dict[str, Any]:
     """Return a recipe's settings by field name.
 
-    UserError on a key that is unknown or not for recipes, and on a value of another type. ``Config``
-    checks the rest.
+    UserError on a key that is unknown or not for recipes, and on a value of another type.
+    ``Config`` checks the rest.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))

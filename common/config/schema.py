@@ -71,9 +71,9 @@ def option(default: Any, group: str, help: str, *flags: str, **rules: Any) -> An
     ----------
     group : the heading in ``--help``.
     flags : the flag's other names.
-    rules : ``type`` and ``choices``; ``minimum``, ``above`` and ``maximum`` of a number; ``form`` of a
-        text (a regular expression, and how a message describes it); ``per_rank`` if ranks may differ;
-        ``in_recipe=False`` for what belongs to one start only, such as the rank.
+    rules : ``type`` and ``choices``; ``minimum``, ``above`` and ``maximum`` of a number; ``form``
+        of a text (a regular expression, and its description in messages); ``per_rank`` if ranks may
+        differ; ``in_recipe=False`` for what belongs to one start only, such as the rank.
     """
     assert rules.keys() <= _RULES.keys()
     if rules.get("type") is int:

@@ -30,8 +30,8 @@ _LOST = re.compile(
 def explain_collective_failure(error: BaseException) -> str | None:
     """Return a message for the user if ``error`` is a collective that lost a rank, else None.
 
-    The collective's name is read from the traceback: torch's message has only the address of a neighbour, often not
-    that of the rank that failed.
+    The collective's name comes from the traceback: torch's message has only the address of a
+    neighbour, which often is not the rank that failed.
     """
     if not _LOST.search(str(error)):
         return None
@@ -60,8 +60,8 @@ def first_line(error: BaseException) -> str:
 class FailureReport:
     """Tells the other ranks why this one failed.
 
-    Call ``publish`` or ``fetch`` where the failure is caught, then ``close``. Without a store it does
-    nothing: under torchrun, which itself reports who failed first.
+    Call ``publish`` or ``fetch`` where the failure is caught, then ``close``. Without a store it
+    does nothing: under torchrun, which itself reports who failed first.
 
     Parameters
     ----------

@@ -1,9 +1,10 @@
 """Which rank this process is, of how many, and where the ranks meet.
 
-The order of the calls: ``choose_gpus`` limits the GPUs that this process sees. ``processes_to_start``
-decides whether it starts the ranks (with ``launcher_command``) or is a rank itself. A rank joins flags
-and launchers' environment variables with ``resolve_launch``; callers without flags use
-``launch_from_environment``. torch is imported only inside functions, after the GPUs are chosen.
+The order of the calls: ``choose_gpus`` limits the GPUs that this process sees.
+``processes_to_start`` decides whether it starts the ranks (with ``launcher_command``) or is a rank
+itself. A rank joins flags and launchers' environment variables with ``resolve_launch``; callers
+without flags use ``launch_from_environment``. torch is imported only inside functions, after the
+GPUs are chosen.
 """
 
 import contextlib
@@ -90,17 +91,15 @@ def resolve_launch(
         return launch
     needed = {address_flag: master_ip, "--num-nodes": flags.num_nodes, "--rank": flags.rank}
     given = [name for name, value in needed.items() if value is not None]
-    missing = [name for name in needed if name not in given]
     if not given:
         return None
-    if missing:
+    if flags.rank is None or flags.num_nodes is None or master_ip is None:
+        missing = [name for name in needed if name not in given]
         raise UserError(
             f"{', '.join(given)} given without {' and '.join(missing)}: give --master-ip, --num-nodes and "
             "--rank together, for example --master-ip 10.0.0.1 --num-nodes 4 --rank 0; or --distributed "
             "--world-size 4 for all ranks on this machine"
         )
-    assert flags.rank is not None  # else it is in ``missing``
-    assert flags.num_nodes is not None
     return LaunchSpec(flags.rank, flags.num_nodes, master_ip, master_port or DEFAULT_MASTER_PORT)
 
 

@@ -8,7 +8,7 @@ however the process ends.
 import contextlib
 import fcntl
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import IO
 
@@ -20,8 +20,8 @@ _UNFINISHED = ".unfinished"
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Write a file that is there whole or not at all, even after a crash or on a full disk.
 
-    It first removes unfinished files of killed writers from the same folder, so that they don't fill
-    the disk. UserError if the file cannot be written.
+    It first removes unfinished files of killed writers from the same folder, so that they don't
+    fill the disk. UserError if the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,8 +31,6 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-                # Only its owner may read a temporary file.
-                os.chmod(file.name, 0o666 & ~_umask())
                 os.replace(file.name, path)  # before closing the file releases the lock
             finally:
                 Path(file.name).unlink(missing_ok=True)  # gone already, unless writing failed
@@ -59,17 +57,10 @@ def remove_unfinished(folder: Path) -> None:
 def _open_unfinished(path: Path) -> IO[bytes]:
     """Return a new file beside ``path``, locked by this process."""
     while True:
-        file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - the caller closes it
-            dir=path.parent, prefix=f".{path.name}.", suffix=_UNFINISHED, delete=False
-        )
+        name = f".{path.name}.{secrets.token_hex(8)}{_UNFINISHED}"
+        file = path.with_name(name).open("xb")
         with contextlib.suppress(OSError):  # a file system without locks: nothing is removed either
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.path.exists(file.name):  # else another writer removed it before it was locked
             return file
         file.close()
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask

@@ -1,7 +1,7 @@
 """What this machine offers: cores, ports, open descriptors, functions of the C library.
 
-No torch here. Everything that only Linux has is in this module. On other systems each function returns
-what it can, and ``missing_features`` says what is different there.
+No torch here. Everything that only Linux has is in this module. On other systems each function
+returns what it can, and ``missing_features`` says what is different there.
 """
 
 import contextlib
@@ -78,8 +78,8 @@ def tune_malloc() -> bool:
     """Make glibc keep freed memory for the next allocation; return whether that worked.
 
     By default each large tensor is mapped anew in every step, and the kernel fills its pages with
-    zeros when they are first touched. A step of VGG-11 allocates about 1 GB; without this setting it
-    takes about a sixth longer on a CPU.
+    zeros when they are first touched. A step of VGG-11 allocates about 1 GB; without this setting
+    it takes about a sixth longer on a CPU.
     """
     mallopt = libc_function("mallopt") or (lambda option, value: 0)  # 0: an error
     return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _NEVER))
