@@ -135,12 +135,13 @@ def _explain(error: Exception) -> str | None:
     """Return a message for the user; None if only the traceback can explain the error."""
     if isinstance(error, UserError | GroupError):
         return str(error)
-    in_torch = isinstance(error, RuntimeError)
-    if isinstance(error, MemoryError) or (in_torch and _OUT_OF_MEMORY.search(str(error))):
+    if not isinstance(error, RuntimeError | MemoryError):
+        return None
+    if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
         return f"out of memory: give a smaller --batch-size or fewer ranks a machine ({error})"
     from common.distributed.failures import explain_collective_failure
 
-    return explain_collective_failure(error) if in_torch else None
+    return explain_collective_failure(error)
 
 
 def _target(part: str, path: str | None) -> list[str]:

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from common.errors import GroupError
 from common.utils.processes import in_thread
 from common.utils.system import open_descriptors
 
@@ -33,7 +32,7 @@ def explain_collective_failure(error: BaseException) -> str | None:
     The collective's name comes from the traceback: torch's message has only the address of a
     neighbour, which often is not the rank that failed.
     """
-    if not _LOST.search(str(error)):
+    if not isinstance(error, RuntimeError) or not _LOST.search(str(error)):
         return None
     frames = traceback.extract_tb(error.__traceback__)
     calls = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
@@ -45,11 +44,6 @@ def explain_collective_failure(error: BaseException) -> str | None:
         f"it has none, its process was killed or its node lost. Finished checkpoints are kept. "
         f"(torch says: {first_line(error)})"
     )
-
-
-def is_torch_error(error: BaseException) -> bool:
-    """Return whether torch, or other code outside this project, raised the error."""
-    return isinstance(error, RuntimeError) and not isinstance(error, GroupError)
 
 
 def first_line(error: BaseException) -> str:

@@ -42,7 +42,6 @@ class LaunchSpec:
     master_port: int = DEFAULT_MASTER_PORT
     local_rank: int | None = None
     local_size: int | None = None
-    torchrun: bool = False
     largest_size: int | None = None
     restarts: int = 0
     agent: str | None = None
@@ -118,7 +117,6 @@ def launch_from_environment(rank: int, world_size: int) -> LaunchSpec:
         int(found.get("MASTER_PORT", DEFAULT_MASTER_PORT)),
         int(found["LOCAL_RANK"]) if torchrun else None,
         int(found["LOCAL_WORLD_SIZE"]) if torchrun else None,
-        torchrun,
     )
 
 
@@ -167,7 +165,6 @@ def _from_torchrun(environment: Mapping[str, str]) -> LaunchSpec:
         number("MASTER_PORT", str(DEFAULT_MASTER_PORT)),
         number("LOCAL_RANK", "0"),
         local_size,
-        torchrun=True,
         largest_size=max(size, _largest_size(environment, local_size)) if agent else size,
         restarts=number("TORCHELASTIC_MAX_RESTARTS", "0"),
         agent=_agent() if agent else None,

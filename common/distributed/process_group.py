@@ -16,7 +16,6 @@ from common.distributed.failures import (
     FailureReport,
     explain_collective_failure,
     first_line,
-    is_torch_error,
     open_sockets,
 )
 from common.distributed.launch_env import LaunchSpec, launch_from_environment
@@ -82,7 +81,8 @@ def process_group(
         dist.barrier()
         raise
     except Exception as error:
-        if not is_torch_error(error) or (broken := explain_collective_failure(error)) is None:
+        broken = explain_collective_failure(error)
+        if broken is None or isinstance(error, GroupError):
             report.publish(error)
         elif message := report.fetch():
             raise GroupError(

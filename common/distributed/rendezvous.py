@@ -156,7 +156,7 @@ def _connect(launch: LaunchSpec, deadline: float, timeout_seconds: float) -> dis
 
 def _join(store: dist.TCPStore, launch: LaunchSpec) -> None:
     """Report this rank to rank 0, unless its world size or its rank contradicts another rank's."""
-    # compare_set(key, "", value) sets a key that is not there yet, and returns the value that the key has then.
+    # compare_set(key, "", value) sets the key if it is missing, and returns its value afterwards.
     size = int(store.compare_set("size", "", str(launch.size)))
     if size != launch.size:
         _abort(

@@ -1,4 +1,4 @@
-"""Ranks on this machine as real processes: how they end, in which order, and that none is left behind."""
+"""Ranks on this machine as real processes: how they end, in which order, and that none is left."""
 
 import os
 import signal
