@@ -1,8 +1,8 @@
 """Checkpoints: written whole or not at all, verified when read, never a way to run code.
 
-A checkpoint is one ``torch.save`` file with ``epoch``, ``model_state_dict``, ``optimizer_state_dict``, ``loss`` and what an
-exact resume needs beside them. Its entry ``sha256`` is a digest of all the others, since torch does not notice flipped
-bits.
+A checkpoint is one ``torch.save`` file with ``epoch``, ``model_state_dict``,
+``optimizer_state_dict``, ``loss`` and what else an exact resume needs. Its entry ``sha256`` is a
+digest of all the others, since torch does not notice flipped bits.
 """
 
 import io
@@ -25,14 +25,14 @@ _NAME = re.compile(r"Epoch_(\d+)(?:_Step_(\d+))?\.pt$")
 
 
 def checkpoint_path(folder: Path, epoch: int, step: int | None = None) -> Path:
-    """Return the path of the checkpoint after that epoch, or of the one within it after ``step`` steps of the training."""
+    """Return the path of an epoch's checkpoint, or within the epoch after ``step`` training steps."""
     return Path(folder) / (f"Epoch_{epoch}.pt" if step is None else f"Epoch_{epoch}_Step_{step}.pt")
 
 
 def checkpoints_by_age(folder: Path) -> list[Path]:
-    """Return the checkpoints in ``folder``, that of the furthest training first."""
+    """Return the checkpoints in ``folder``, the one with the most training first."""
     found = [
-        (int(match[1]), int(match[2]) if match[2] else float("inf"), path)
+        (int(match[1]), float(match[2] or "inf"), path)  # an epoch's end comes after its steps
         for path in Path(folder).glob("Epoch_*.pt")
         if (match := _NAME.search(path.name))
     ]
@@ -42,43 +42,27 @@ def checkpoints_by_age(folder: Path) -> list[Path]:
 def save_checkpoint(path: Path, entries: Mapping[str, Any]) -> None:
     """Write ``entries`` with their digest: to a temporary file, synced, then renamed.
 
-    UserError where the disk is full or the folder cannot be written; nothing of the half-written file remains, and a
-    file that was at ``path`` is untouched.
+    UserError if the disk is full or the folder cannot be written. Then nothing of the half-written
+    file remains, and a file that was at ``path`` is untouched.
     """
-    path = Path(path)
     buffer = io.BytesIO()
     torch.save({**entries, "sha256": digest(entries)}, buffer)
-    write_atomically(path, buffer.getbuffer())
+    write_atomically(Path(path), buffer.getbuffer())
 
 
 def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[str, Any]:
-    """Read and verify a checkpoint from a file, or from a file's bytes; tensors are on the CPU.
+    """Read and verify a checkpoint, from a file or from a file's bytes; its tensors are on the CPU.
 
-    UserError where it is missing, cut, altered, hostile (anything but tensors and plain values) or no checkpoint of
-    this kind. Names of a model that was wrapped in DistributedDataParallel lose their ``module.``.
+    UserError if it is missing, cut, altered, hostile (anything but tensors and plain values) or not
+    a checkpoint of this kind. If DistributedDataParallel wrapped the model, its parameters' names
+    lose their ``module.``.
     """
     name = name or ("(its bytes)" if isinstance(source, bytes) else str(source))
     try:
         content = source if isinstance(source, bytes) else Path(source).read_bytes()
     except OSError as error:
         raise UserError(f"checkpoint {name} cannot be read ({error.strerror or error})") from error
-    try:
-        # torch ignores the CRC-32 of names and plain values.
-        if zipfile.is_zipfile(io.BytesIO(content)):
-            with zipfile.ZipFile(io.BytesIO(content)) as file:
-                if (damaged := file.testzip()) is not None:
-                    raise zipfile.BadZipFile(f"the CRC-32 of {damaged} is wrong")
-        entries = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"checkpoint {name} is refused: it is damaged, or holds more than tensors and plain values, "
-            "which could run code when loaded"
-        ) from error
-    except Exception as error:  # damaged bytes can raise anything: zlib.error, struct.error, ...
-        reason = (str(error) or type(error).__name__).splitlines()[0][:100]
-        raise UserError(
-            f"checkpoint {name} is cut or damaged ({reason}): use an earlier one"
-        ) from error
+    entries = _unpickle(content, name)
     if not isinstance(entries, dict) or any(key not in entries for key in _REQUIRED):
         raise UserError(
             f"{name} is no training checkpoint: it needs the entries {', '.join(_REQUIRED)}"
@@ -93,14 +77,33 @@ def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[st
         raise UserError(
             f"checkpoint {name} is damaged: its contents do not match its SHA-256; use an earlier one"
         )
-    entries["model_state_dict"] = {
-        key.removeprefix("module."): value for key, value in state.items()
-    }
-    return entries
+    unwrapped = {key.removeprefix("module."): value for key, value in state.items()}
+    return entries | {"model_state_dict": unwrapped}
+
+
+def _unpickle(content: bytes, name: str) -> Any:
+    """Return what ``torch.save`` wrote, but nothing that could run code; UserError if it is damaged."""
+    try:
+        # torch ignores the CRC-32 of names and plain values.
+        if zipfile.is_zipfile(io.BytesIO(content)):
+            with zipfile.ZipFile(io.BytesIO(content)) as file:
+                if (damaged := file.testzip()) is not None:
+                    raise zipfile.BadZipFile(f"the CRC-32 of {damaged} is wrong")
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"checkpoint {name} is refused: it is damaged, or holds more than tensors and plain values, "
+            "which could run code when loaded"
+        ) from error
+    except Exception as error:  # damaged bytes can raise anything: zlib.error, struct.error, ...
+        reason = (str(error) or type(error).__name__).splitlines()[0][:100]
+        raise UserError(
+            f"checkpoint {name} is cut or damaged ({reason}): use an earlier one"
+        ) from error
 
 
 def load_model_state(model: nn.Module, entries: Mapping[str, Any], *, name: str) -> None:
-    """Copy a checkpoint's weights and buffers into ``model``; UserError where they are of another architecture."""
+    """Copy a checkpoint's weights and buffers into ``model``; UserError if they are another model's."""
     state, own = entries["model_state_dict"], model.state_dict()
     differing = [key for key in own if getattr(state.get(key), "shape", None) != own[key].shape]
     differing += [key for key in state if key not in own]
@@ -113,14 +116,12 @@ def load_model_state(model: nn.Module, entries: Mapping[str, Any], *, name: str)
 
 
 def newest_checkpoint(folders: list[Path]) -> tuple[Path | None, list[str]]:
-    """Return the newest good checkpoint in ``folders``, the latest folder first, and why newer ones were skipped."""
-    skipped = []
-    for folder in folders:
-        for path in checkpoints_by_age(folder):
-            try:
-                load_checkpoint(path)
-            except UserError as error:
-                skipped.append(str(error))
-            else:
-                return path, skipped
+    """Return the newest good checkpoint, the first folder's first, and why others were skipped."""
+    skipped: list[str] = []
+    for path in (path for folder in folders for path in checkpoints_by_age(folder)):
+        try:
+            load_checkpoint(path)
+            return path, skipped
+        except UserError as error:
+            skipped.append(str(error))
     return None, skipped

@@ -1,7 +1,7 @@
-"""What ``PartX/main.py`` and the installed commands call: parse the flags, run, explain each failure in one message.
+"""What ``PartX/main.py`` and the installed commands call: parse the flags, run, explain failures.
 
-Status 0: done; 1: the run failed; 2: the command cannot be run as given; 75: stopped by a signal after saving a checkpoint,
-resume with ``--resume auto``; 130: interrupted.
+Status 0: done; 1: the run failed; 2: the command cannot be run as given; 75: stopped by a signal
+after saving a checkpoint, resume with ``--resume auto``; 130: interrupted.
 """
 
 import os
@@ -10,9 +10,11 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn
 
 from common.config.parser import parse_arguments
 from common.config.recipes import print_recipe
@@ -29,6 +31,7 @@ from common.sync import BUILT_IN, BY_HAND
 from common.utils.processes import end_process
 
 _GRACE_SECONDS = 3.0
+_OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory")
 COMMANDS = {"PartOne": "part-one", "PartTwo": "part-two", "PartThree": "part-three"}
 """The commands that an installed package has in place of ``python PartX/main.py``."""
 
@@ -45,8 +48,7 @@ or two ranks on this machine, in two terminals or with a '&' behind the first:
 
 or let torchrun start them:
 
-    torchrun --nproc-per-node 2 {target}
-"""
+    torchrun --nproc-per-node 2 {target}"""
 
 
 def main(
@@ -55,7 +57,6 @@ def main(
     path: str | None,
     description: str,
     sync_choices: Sequence[str],
-    defaults: Mapping[str, Any] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> int:
     """Run one part from its command line and return the exit status.
@@ -63,72 +64,66 @@ def main(
     Parameters
     ----------
     part : the part's name, e.g. "PartTwo".
-    path : the file that was started, for the examples in messages; None for the installed command, e.g. part-two.
+    path : the file that was started, for messages; None for the installed command, e.g. part-two.
     description : shown by ``--help``.
     sync_choices : the strategies that the part offers; the first is its default.
-    defaults : settings in which the part differs from ``Config``.
     arguments : the command line without the program's name (default: ``sys.argv[1:]``).
     """
-    rank, arguments = "", list(sys.argv[1:] if arguments is None else arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    program = COMMANDS[part] if path is None else None
     try:
-        config = parse_arguments(
-            part,
-            description,
-            defaults or {},
-            sync_choices,
-            arguments,
-            program=COMMANDS[part] if path is None else None,
-        )
+        config = parse_arguments(part, description, {}, sync_choices, arguments, program=program)
         if config.print_config:
             print(print_recipe(config))
             return 0
         choose_gpus(config.gpu_ids)
         if processes := processes_to_start(config.launch_flags):
             _become_launcher(config, processes, [*_target(part, path), *arguments])
-        launch = _launch_or_explain(config, path)
-        if launch is None:
-            return 2
-        rank = f" (rank {launch.rank})" if launch.size > 1 else ""
+        launch = _resolve_launch(config)
     except UserError as error:
         return _say(f"error: {error}", 2)
+    if launch is None:
+        command, target = program or f"python {path}", " ".join(_target(part, path))
+        return _say(HOW_TO_START.format(part=part, command=command, target=target), 2)
+    return _run(config, launch)
 
+
+def _resolve_launch(config: Config) -> LaunchSpec | None:
+    """Return this process's place among the ranks; None if the user must still say it."""
+    launch = resolve_launch(config.launch_flags)
+    alone = config.sync == "none"
+    if alone and launch is not None and launch.size > 1:
+        raise UserError(
+            f"{config.part} trains on one process, but torchrun started {launch.size}: use one, or "
+            "PartTwo or PartThree"
+        )
+    return LaunchSpec() if alone or (launch is None and config.recipe is not None) else launch
+
+
+def _run(config: Config, launch: LaunchSpec) -> int:
+    """Train, print why the run ends early, if it does, and return the status.
+
+    A rank of a group does not return: it ends its process.
+    """
     _end_soon_after_interrupt()
-    # torch reads it when imported: its C++ warnings repeat this program's messages, with stack frames.
+    # torch reads it when imported. Its C++ warnings repeat this program's messages, with stacks.
     if not config.debug:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    rank = f" (rank {launch.rank})" if launch.size > 1 else ""
+    message, status = "", 0
     try:
         from common.experiment.run import run
 
         run(config, launch)
-        return _end(launch, "", 0)
     except Stopped as stopped:
-        return _end(launch, f"stopped{rank}: {stopped}", TO_BE_CONTINUED)
-    except (UserError, GroupError) as error:
-        return _end(launch, f"error{rank}: {error}", 1)
+        message, status = f"stopped{rank}: {stopped}", TO_BE_CONTINUED
     except KeyboardInterrupt:
-        return _end(
-            launch, f"interrupted{rank}: finished checkpoints and metrics are kept", INTERRUPTED
-        )
-    except (RuntimeError, MemoryError) as error:
-        from common.distributed.failures import explain_collective_failure
-
-        message = explain_collective_failure(error)
-        out_of_memory = re.search("out of memory|can't allocate memory", str(error))
-        if out_of_memory or isinstance(error, MemoryError):
-            message = (
-                f"out of memory: give a smaller --batch-size or fewer ranks a machine ({error})"
-            )
-        return _end(launch, f"error{rank}: {message}" if message else _traceback(), 1)
-    except Exception:
-        return _end(launch, _traceback(), 1)
-
-
-def _traceback() -> str:
-    return traceback.format_exc().rstrip()
-
-
-def _end(launch: LaunchSpec, message: str, status: int) -> int:
-    """Print why the run ends early, if it does, and return the status; a rank of a group ends its process with it."""
+        message = f"interrupted{rank}: finished checkpoints and metrics are kept"
+        status = INTERRUPTED
+    except Exception as error:
+        reason = _explain(error)
+        message = f"error{rank}: {reason}" if reason else traceback.format_exc().rstrip()
+        status = 1
     if message:
         _say(message, status)
     if launch.size > 1:
@@ -136,32 +131,26 @@ def _end(launch: LaunchSpec, message: str, status: int) -> int:
     return status
 
 
-def _launch_or_explain(config: Config, path: str | None) -> LaunchSpec | None:
-    launch = resolve_launch(config.launch_flags)
-    if config.sync == "none":
-        if launch is not None and launch.size > 1:
-            raise UserError(
-                f"{config.part} trains on one process, but torchrun started {launch.size}: use one, or "
-                "PartTwo or PartThree"
-            )
-        return LaunchSpec()
-    if launch is None and config.recipe is not None:
-        return LaunchSpec()
-    if launch is None:
-        command = COMMANDS[config.part] if path is None else f"python {path}"
-        target = " ".join(_target(config.part, path))
-        words = HOW_TO_START.format(part=config.part, command=command, target=target)
-        print(words, file=sys.stderr, end="")
-    return launch
+def _explain(error: Exception) -> str | None:
+    """Return a message for the user; None if only the traceback can explain the error."""
+    if isinstance(error, UserError | GroupError):
+        return str(error)
+    if not isinstance(error, RuntimeError | MemoryError):
+        return None
+    if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
+        return f"out of memory: give a smaller --batch-size or fewer ranks a machine ({error})"
+    from common.distributed.failures import explain_collective_failure
+
+    return explain_collective_failure(error)
 
 
 def _target(part: str, path: str | None) -> list[str]:
-    """Return what torchrun starts: the file, or without one this module."""
+    """Return what torchrun starts: the part's file, or without one this module."""
     return ["-m", "common.cli", part] if path is None else [path]
 
 
 def _become_launcher(config: Config, processes: int, command: list[str]) -> NoReturn:
-    """Replace this process by torchrun, which starts the ranks with RANK set, so that none of them becomes a launcher."""
+    """Replace this process by torchrun; it sets RANK, so that no rank becomes a launcher."""
     arguments = launcher_command(config.launch_flags, processes, command)
     environment = {"OMP_NUM_THREADS": "1"} | os.environ  # run() sets the threads
     os.execve(sys.executable, [sys.executable, *arguments], environment)
@@ -173,10 +162,10 @@ def _say(message: str, status: int) -> int:
 
 
 def _end_soon_after_interrupt() -> None:
-    """Make Ctrl-C end the process also while it waits inside a collective, where Python sees no signal.
+    """Make Ctrl-C end the process even inside a collective, where Python does not see the signal.
 
-    The interpreter's C handler writes the signal's number to a socket at once. A thread reads it, gives the main thread a
-    few seconds to end cleanly, then ends the process.
+    The interpreter's C handler writes the signal's number to a socket at once. A thread reads it,
+    gives the main thread a few seconds to end cleanly, then ends the process.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -184,7 +173,7 @@ def _end_soon_after_interrupt() -> None:
     def watch() -> None:
         while reader.recv(1)[0] != signal.SIGINT:
             pass
-        threading.Event().wait(_GRACE_SECONDS)
+        time.sleep(_GRACE_SECONDS)
         os._exit(_say("interrupted: another rank did not answer", INTERRUPTED))
 
     # detach() keeps the writing end open: the interpreter knows only its number.
@@ -192,22 +181,28 @@ def _end_soon_after_interrupt() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def part_one() -> int:
-    """Be the command ``part-one``, which is ``python PartOne/main.py`` where there is no checkout."""
-    about = "Part One: train on a single node."
-    return main("PartOne", path=None, description=about, sync_choices=("none",))
-
-
-def part_two() -> int:
-    """Be the command ``part-two``."""
-    about = "Part Two: train on several ranks that average their gradients by hand."
-    return main("PartTwo", path=None, description=about, sync_choices=BY_HAND)
-
-
-def part_three() -> int:
-    """Be the command ``part-three``."""
-    about = "Part Three: train on several ranks with PyTorch's DistributedDataParallel."
-    return main("PartThree", path=None, description=about, sync_choices=BUILT_IN)
+# The installed commands: python PartX/main.py without a checkout.
+part_one = partial(
+    main,
+    "PartOne",
+    path=None,
+    description="Part One: train on a single node.",
+    sync_choices=("none",),
+)
+part_two = partial(
+    main,
+    "PartTwo",
+    path=None,
+    description="Part Two: train on several ranks that average their gradients by hand.",
+    sync_choices=BY_HAND,
+)
+part_three = partial(
+    main,
+    "PartThree",
+    path=None,
+    description="Part Three: train on several ranks with PyTorch's DistributedDataParallel.",
+    sync_choices=BUILT_IN,
+)
 
 
 if __name__ == "__main__":  # python -m common.cli PartTwo ...

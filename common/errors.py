@@ -1,8 +1,8 @@
-"""What ends a run with one sentence to the user instead of a traceback."""
+"""Errors that end a run with one message to the user instead of a traceback, and exit statuses."""
 
 
 class UserError(ValueError):
-    """A setting, file or dataset that cannot be used; the message says what, got what, do what."""
+    """A setting, file or dataset cannot be used; the message says what, what was got, what to do."""
 
 
 class GroupError(RuntimeError):
@@ -13,6 +13,6 @@ class Stopped(Exception):  # noqa: N818 - not a failure
     """The run was asked to stop and has saved its state; the message says where it resumes."""
 
 
-# Exit statuses, beside 0 (done), 1 (failed) and 2 (wrong input).
+# Exit statuses other than 0 (done), 1 (failed) and 2 (wrong input)
 INTERRUPTED = 130
 TO_BE_CONTINUED = 75

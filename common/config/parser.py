@@ -1,54 +1,40 @@
 """From a command line to a ``Config``: the flags are its fields."""
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
+from functools import partial
 from typing import Any, NoReturn
 
 from common.config.recipes import find_recipe, read_recipe
-from common.config.schema import CLUSTER, Config, flag
+from common.config.schema import CLUSTER, EXPECTED, Config, flag
 from common.errors import UserError
 
 _IN_PLACE_OF = {
-    "batch_size": ("local_batch_size",),
-    "local_batch_size": ("batch_size",),
-    "epochs": ("max_steps",),
-    "warmup_steps": ("warmup_epochs",),
-    "warmup_epochs": ("warmup_steps",),
+    "batch_size": "local_batch_size",
+    "local_batch_size": "batch_size",
+    "epochs": "max_steps",
+    "warmup_steps": "warmup_epochs",
+    "warmup_epochs": "warmup_steps",
 }
 """A flag replaces the recipe's setting of the other name."""
 
 
 class OneLineErrorParser(argparse.ArgumentParser):
-    """argparse that reports an error in one line, as UserError, without the usage before it."""
+    """Reports an error in one line, as UserError, without the usage before it."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} --help lists the flags)")
 
 
-def _number(kind: type, expected: str) -> Any:
-    def convert(text: str) -> Any:
-        try:
+def _convert(kind: type, text: str) -> Any:
+    try:
+        if text or kind is str:  # Path("") would be the current folder
             return kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"got {text!r}, give {expected}") from None
-
-    return convert
-
-
-def _path(text: str) -> Path:
-    if not text:  # Path("") would be the current folder
-        raise argparse.ArgumentTypeError("got '', give a path or leave the flag out")
-    return Path(text)
-
-
-_CONVERT = {
-    int: _number(int, "a whole number"),
-    float: _number(float, "a number"),
-    Path: _path,
-    str: str,
-}
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"got {text!r}, give {EXPECTED[kind]}")
 
 
 def build_parser(
@@ -59,9 +45,9 @@ def build_parser(
     *,
     program: str | None = None,
 ) -> argparse.ArgumentParser:
-    """The part's flags, in groups; ``defaults`` are shown in place of the dataclass's, ``sync_choices`` limit ``--sync``.
+    """Return a parser of the part's flags, in groups; its namespace holds only the flags given.
 
-    A namespace that it parses holds the given flags only.
+    ``--help`` shows ``defaults`` in place of the dataclass's; ``sync_choices`` limit ``--sync``.
     """
     parser = OneLineErrorParser(
         prog=program or f"{part}/main.py",
@@ -70,39 +56,41 @@ def build_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    groups: dict[str, Any] = {}
     distributed = tuple(sync_choices) != ("none",)
-    for spec in fields(Config):
-        rules = spec.metadata
-        hidden = (spec.name == "sync" and len(sync_choices) == 1) or (
-            rules and rules["group"] == CLUSTER and not distributed
-        )
-        if not rules or hidden:
-            continue
-        if rules["group"] not in groups:
-            groups[rules["group"]] = parser.add_argument_group(rules["group"])
-        group = groups[rules["group"]]
-        default = defaults.get(spec.name, sync_choices[0] if spec.name == "sync" else spec.default)
-        without_default = default is None or rules["type"] is bool
-        help_text = rules["help"] + ("" if without_default else f" (default: {default})")
-        names = [
-            *(f for f in rules["flags"] if not f.startswith("--")),
-            flag(spec.name),
-            *(f for f in rules["flags"] if f.startswith("--")),
-        ]
-        shown = {"dest": spec.name, "help": help_text}
-        if rules["type"] is bool:
-            group.add_argument(*names, action=argparse.BooleanOptionalAction, **shown)
-            continue
-        choices = sync_choices if spec.name == "sync" else rules["choices"]
-        group.add_argument(
-            *names,
-            type=_CONVERT[rules["type"]],
-            choices=choices,
-            metavar=None if choices else spec.name.upper(),
-            **shown,
-        )
+    shown = [
+        spec
+        for spec in fields(Config)
+        if spec.metadata
+        and (spec.name != "sync" or len(sync_choices) > 1)
+        and (spec.metadata["group"] != CLUSTER or distributed)
+    ]
+    groups = {
+        name: parser.add_argument_group(name)
+        for name in dict.fromkeys(spec.metadata["group"] for spec in shown)
+    }
+    for spec in shown:
+        default = defaults.get(spec.name, spec.default)
+        rules = {**spec.metadata}
+        if spec.name == "sync":
+            default, rules["choices"] = defaults.get("sync", sync_choices[0]), sync_choices
+        _add_flag(groups[rules["group"]], spec.name, default, rules)
     return parser
+
+
+def _add_flag(
+    group: "argparse._ArgumentGroup", name: str, default: Any, rules: Mapping[str, Any]
+) -> None:
+    """Add a setting's flag: its short names, its own, then the other long ones."""
+    kind, choices = rules["type"], rules["choices"]
+    short = [other for other in rules["flags"] if not other.startswith("--")]
+    long = [other for other in rules["flags"] if other.startswith("--")]
+    without_default = default is None or kind is bool
+    help_text = rules["help"] + ("" if without_default else f" (default: {default})")
+    convert: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    if kind is not bool:
+        metavar = None if choices else name.upper()
+        convert = {"type": partial(_convert, kind), "choices": choices, "metavar": metavar}
+    group.add_argument(*short, flag(name), *long, dest=name, help=help_text, **convert)
 
 
 def parse_arguments(
@@ -114,10 +102,14 @@ def parse_arguments(
     *,
     program: str | None = None,
 ) -> Config:
-    """Return the settings of ``part``, which ``program`` starts (default: its main.py); an
-    underscore in a flag equals a dash. UserError on anything wrong."""
+    """Return the settings of ``part``, which ``program`` starts (default: its main.py).
+
+    An underscore in a flag equals a dash. A flag wins over the recipe, and a recipe over
+    ``defaults``. UserError on anything wrong.
+    """
     parser = build_parser(part, description, defaults, sync_choices, program=program)
-    given = vars(parser.parse_args([_with_dashes(argument) for argument in arguments]))
+    dashed = [re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), a) for a in arguments]
+    given = vars(parser.parse_args(dashed))
     settings = {"sync": sync_choices[0], **defaults}
     if given.get("recipe") is not None:
         path = find_recipe(given["recipe"])
@@ -130,14 +122,6 @@ def parse_arguments(
             Config(part=part, **settings)
         except UserError as error:
             raise UserError(f"recipe {path}: {error}") from error
-    for name in given:
-        for other in _IN_PLACE_OF.get(name, ()):
-            settings.pop(other, None)
-    return Config(part=part, **settings | given)
-
-
-def _with_dashes(argument: str) -> str:
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value
+    replaced = {_IN_PLACE_OF.get(name) for name in given}
+    kept = {name: value for name, value in settings.items() if name not in replaced}
+    return Config(part=part, **kept | given)

@@ -3,17 +3,17 @@
 import difflib
 import json
 import tomllib
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import Config
+from common.config.schema import EXPECTED, Config, has_type
 from common.errors import UserError
 from common.utils.paths import RECIPES
 
 
 def find_recipe(name: str) -> Path:
-    """Return the file of a recipe that is given by name or path; UserError with the choices where there is none."""
+    """Return the file of a recipe, given by name or path; UserError with the choices if it is missing."""
     path = Path(name) if name.endswith(".toml") else RECIPES / f"{name}.toml"
     if not path.is_file():
         known = sorted(recipe.stem for recipe in RECIPES.glob("*.toml"))
@@ -24,18 +24,17 @@ def find_recipe(name: str) -> Path:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return a recipe's settings by field name. UserError on a key that is unknown or not for recipes, and on a value of
-    another type; ``Config`` checks the rest."""
+    """Return a recipe's settings by field name.
+
+    UserError on a key that is unknown or not for recipes, and on a value of another type.
+    ``Config`` checks the rest.
+    """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    # ValueError: no TOML, no UTF-8, a number of 5000 digits.
+    # ValueError: not TOML, not UTF-8, or a number of 5000 digits
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"recipe {path} cannot be read: {error}") from error
-    specs = {
-        spec.name: spec.metadata
-        for spec in fields(Config)
-        if spec.metadata and spec.metadata["in_recipe"]
-    }
+    specs = {spec.name: spec.metadata for spec in _recipe_fields()}
     settings = {}
     for key, value in content.items():
         name = key.replace("-", "_")
@@ -44,35 +43,28 @@ def read_recipe(path: Path) -> dict[str, Any]:
             hint = f"did you mean {close[0]}?" if close else "--print-config shows the keys"
             raise UserError(f"recipe {path}: unknown key {key!r}; {hint}")
         kind = specs[name]["type"]
-        wanted = {int: (int,), float: (int, float), bool: (bool,), str: (str,), Path: (str,)}[kind]
-        if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
-            expected = {int: "a whole number", float: "a number", bool: "true or false"}
-            raise UserError(
-                f"recipe {path}: {key} = {value!r}, give {expected.get(kind, 'a text in quotes')}"
-            )
-        # str: float("1" + 400 * "0") is inf, float(10**400) raises OverflowError
+        if not has_type(value, kind):
+            expected = "a text in quotes" if kind in (str, Path) else EXPECTED[kind]
+            raise UserError(f"recipe {path}: {key} = {value!r}, give {expected}")
+        # By way of str: float("1" + 400 * "0") is inf, but float(10**400) raises OverflowError.
         settings[name] = kind(str(value)) if kind in (Path, float) else value
     return settings
 
 
 def print_recipe(config: Config) -> str:
-    """Return every setting that a recipe can hold as the text of one; those that are not set stand as comments."""
+    """Return every setting that a recipe can hold as the text of one; comments name unset ones."""
     groups: dict[str, list[str]] = {}
-    for spec in fields(Config):
-        if spec.metadata and spec.metadata["in_recipe"]:
-            value = getattr(config, spec.name)
-            groups.setdefault(spec.metadata["group"], []).append(
-                f"# {spec.name} is not set" if value is None else f"{spec.name} = {_toml(value)}"
-            )
+    for spec in _recipe_fields():
+        value = getattr(config, spec.name)
+        # A string or number in TOML is written as in JSON.
+        text = json.dumps(value, default=str, ensure_ascii=False)
+        line = f"# {spec.name} is not set" if value is None else f"{spec.name} = {text}"
+        groups.setdefault(spec.metadata["group"], []).append(line)
     lines = [f"# {config.part}" + (f", recipe {config.recipe}" if config.recipe else "")]
     for group, entries in groups.items():
         lines += ["", f"# {group}", *entries]
     return "\n".join(lines)
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    return json.dumps(str(value), ensure_ascii=False)  # TOML's basic strings escape as JSON's do
+def _recipe_fields() -> "list[Field[Any]]":
+    return [spec for spec in fields(Config) if spec.metadata and spec.metadata["in_recipe"]]

@@ -1,12 +1,14 @@
 """Settings: one frozen dataclass, whose fields are also the flags and the keys of a recipe.
 
-parser.py makes a ``Config`` from a recipe and a command line. Nothing here imports torch, so that ``--help`` answers at
-once. The file is longer than others: every setting is here once, with its meaning and its limits.
+parser.py makes a ``Config`` from a recipe and a command line. Nothing here imports torch, so that
+``--help`` answers at once. The file is longer than others: every setting is here once, with its
+meaning and its limits.
 """
 
 import math
+import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ from common.utils import paths
 from common.utils.environment import DEFAULT_MASTER_PORT
 
 DEFAULT_GLOBAL_BATCH_SIZE = 256
-_LARGEST = 2**31 - 1
 SCHEDULES = ("onecycle", "constant", "cosine", "step")
 DEFAULT_LEARNING_RATE = {"sgd": 0.02, "adamw": 0.001}
 
@@ -32,41 +33,61 @@ OPTIMIZER = "optimiser and schedule"
 RUN = "this run"
 
 
-def option(
-    default: Any,
-    group: str,
-    help: str,
-    *flags: str,
-    type: type = str,
-    choices: Sequence[str] | None = None,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    per_rank: bool = False,
-    in_recipe: bool = True,
-) -> Any:
-    """A dataclass field that is also a flag; ``per_rank`` settings may differ between ranks; those of one start only, such
-    as its rank, are not ``in_recipe``."""
-    return field(
-        default=default,
-        metadata={
-            "group": group,
-            "help": help,
-            "flags": flags,
-            "type": type,
-            "choices": choices,
-            "minimum": minimum,
-            "above": above,
-            "maximum": maximum,
-            "per_rank": per_rank,
-            "in_recipe": in_recipe,
-        },
-    )
+PYTHON_TYPES: dict[type, Any] = {
+    int: int,
+    float: (int, float),
+    bool: bool,
+    str: str,
+    Path: (str, Path),
+}
+EXPECTED = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path or leave the flag out",
+}
+_BOUNDS = (
+    ("minimum", "of at least", operator.ge),
+    ("above", "above", operator.gt),
+    ("maximum", "of at most", operator.le),
+)
+_RULES = {
+    "type": str,
+    "choices": None,
+    "minimum": None,
+    "above": None,
+    "maximum": None,
+    "form": None,
+    "per_rank": False,
+    "in_recipe": True,
+}
+
+
+def option(default: Any, group: str, help: str, *flags: str, **rules: Any) -> Any:
+    """Return a dataclass field that is also a flag.
+
+    Parameters
+    ----------
+    group : the heading in ``--help``.
+    flags : the flag's other names.
+    rules : ``type`` and ``choices``; ``minimum``, ``above`` and ``maximum`` of a number; ``form``
+        of a text (a regular expression, and its description in messages); ``per_rank`` if ranks may
+        differ; ``in_recipe=False`` for what belongs to one start only, such as the rank.
+    """
+    assert rules.keys() <= _RULES.keys()
+    if rules.get("type") is int:
+        rules = {"maximum": 2**31 - 1, **rules}  # what C++ takes
+    metadata = {**_RULES, **rules, "group": group, "help": help, "flags": flags}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting of a run; a field's help text says what it means. Raises UserError on a value out of range."""
+    """Every setting of a run; a field's help text says what it means.
+
+    Raises UserError on a value out of range and on settings that contradict each other.
+    """
 
     part: str
     recipe: str | None = option(
@@ -240,7 +261,6 @@ class Config:
         "of initial weights, order and augmentation",
         type=int,
         minimum=0,
-        maximum=2**31 - 1,
     )
     amp: bool | None = option(
         None,
@@ -379,6 +399,10 @@ class Config:
         "0.5,0.75",
         OPTIMIZER,
         "of --schedule step: when the rate falls, as shares of the training after the warm-up",
+        form=(
+            r"0?\.\d+(,0?\.\d+)*",
+            "shares below 1 with commas between, e.g. 0.3,0.6,0.8",
+        ),
     )
     step_factor: float = option(
         0.1,
@@ -425,7 +449,11 @@ class Config:
         in_recipe=False,
     )
     run_name: str | None = option(
-        None, RUN, "name of the run's folder (default: the time)", in_recipe=False
+        None,
+        RUN,
+        "name of the run's folder (default: the time)",
+        form=(r"\w[\w.@+-]*", "a name of letters, digits, dots and dashes"),
+        in_recipe=False,
     )
     output_dir: Path | None = option(
         None,
@@ -453,7 +481,13 @@ class Config:
         in_recipe=False,
     )
     gpu_ids: str | None = option(
-        None, RUN, "GPUs of this machine to use, e.g. 0,1", "--cuda", per_rank=True, in_recipe=False
+        None,
+        RUN,
+        "GPUs of this machine to use, e.g. 0,1",
+        "--cuda",
+        form=(r"\d+(,\d+)*", "numbers with commas between, e.g. 0,1"),
+        per_rank=True,
+        in_recipe=False,
     )
     profile: bool = option(
         False, RUN, "write a torch.profiler trace of a few steps, a file a rank", type=bool
@@ -499,11 +533,7 @@ class Config:
     @property
     def peak_learning_rate(self) -> float:
         """The learning rate given, or the optimiser's default."""
-        return (
-            self.learning_rate
-            if self.learning_rate is not None
-            else DEFAULT_LEARNING_RATE[self.opt]
-        )
+        return self.learning_rate or DEFAULT_LEARNING_RATE[self.opt]
 
     @property
     def launch_flags(self) -> LaunchFlags:
@@ -513,12 +543,12 @@ class Config:
     @property
     def data_folder(self) -> Path:
         """Where datasets lie."""
-        return self.data_dir if self.data_dir is not None else paths.DATA
+        return self.data_dir or paths.DATA
 
     @property
     def reports_folder(self) -> Path:
         """Where runs write."""
-        return self.output_dir if self.output_dir is not None else paths.REPORTS
+        return self.output_dir or paths.REPORTS
 
     @property
     def milestone_shares(self) -> tuple[float, ...]:
@@ -537,22 +567,25 @@ class Config:
 
     @property
     def only_times(self) -> bool:
-        """Whether the run takes times and nothing else: no checkpoint, no evaluation, no report."""
+        """Whether the run only measures times: no checkpoint, no evaluation, no report."""
         return self.measure_only or self.emulated
 
     @property
     def experiment(self) -> str:
-        """What the run is filed under: the recipe's name, or part and strategy."""
+        """The folder of such runs: the recipe's name, or part and strategy."""
         return Path(self.recipe).stem if self.recipe is not None else f"{self.part}-{self.sync}"
 
     def global_batch_size(self, shards: int) -> int:
-        """Samples of one optimiser step over all ranks; ``shards`` is the number of ranks, of an elastic job the largest."""
+        """Return the samples of one optimiser step over all ranks.
+
+        ``shards`` is the number of ranks; in an elastic job the largest number.
+        """
         if self.local_batch_size is not None:
             return self.local_batch_size * shards * self.accumulation_steps
-        return self.batch_size if self.batch_size is not None else DEFAULT_GLOBAL_BATCH_SIZE
+        return self.batch_size or DEFAULT_GLOBAL_BATCH_SIZE
 
     def shared_settings(self) -> dict[str, Any]:
-        """The settings that must be the same on every rank, by flag, in the order of ``--help``."""
+        """Return the settings that must be the same on every rank, by flag, in field order."""
         return {
             flag(s.name): getattr(self, s.name)
             for s in fields(self)
@@ -560,7 +593,7 @@ class Config:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Every setting as plain values, for ``config.json``."""
+        """Return every setting as plain values, for ``config.json``."""
         return {
             name: str(value) if isinstance(value, Path) else value
             for name, value in asdict(self).items()
@@ -572,56 +605,38 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def has_type(value: Any, kind: type) -> bool:
+    """Return whether the value fits a setting of this type: a bool is no number."""
+    return isinstance(value, PYTHON_TYPES[kind]) and (kind is bool or not isinstance(value, bool))
+
+
 def _check(name: str, value: Any, rules: Mapping[str, Any]) -> None:
+    """Raise UserError if a setting's value breaks its rules."""
     if rules["choices"] and value not in rules["choices"]:
         raise UserError(f"{flag(name)}: got {value!r}, choose one of {', '.join(rules['choices'])}")
-    if rules["type"] in (str, Path) and str(value) == "":
-        raise UserError(f"{flag(name)}: got '', give a value or leave the flag out")
-    if rules["type"] is bool and not isinstance(value, bool):
-        raise UserError(f"{flag(name)}: got {value!r}, give true or false")
-    if rules["type"] is str and not isinstance(value, str):
-        raise UserError(f"{flag(name)}: got {value!r}, give a text")
-    if rules["type"] not in (int, float):
-        return
-    kind = "a whole number" if rules["type"] is int else "a number"
-    wrong_type = isinstance(value, bool) or not isinstance(
-        value, int if rules["type"] is int else (int, float)
-    )
-    if rules["type"] is int and rules["maximum"] is None:
-        rules = {**rules, "maximum": _LARGEST}
     bounds = [
-        f"{word} {rules[key]}"
-        for key, word in (("minimum", "of at least"), ("above", "above"), ("maximum", "of at most"))
+        (f"{word} {rules[key]}", within, rules[key])
+        for key, word, within in _BOUNDS
         if rules[key] is not None
     ]
     if (
-        wrong_type
+        value == ""
+        or not has_type(value, rules["type"])
         or (isinstance(value, float) and not math.isfinite(value))
-        or (rules["minimum"] is not None and value < rules["minimum"])
-        or (rules["above"] is not None and value <= rules["above"])
-        or (rules["maximum"] is not None and value > rules["maximum"])
+        or not all(within(value, bound) for _, within, bound in bounds)
     ):
-        raise UserError(
-            f"{flag(name)}: got {value!r}, give {' '.join([kind, ' and '.join(bounds)]).strip()}"
-        )
+        number = " ".join([EXPECTED[rules["type"]], " and ".join(text for text, *_ in bounds)])
+        expected = "a value or leave the flag out" if value == "" else number.strip()
+        raise UserError(f"{flag(name)}: got {value!r}, give {expected}")
+    if rules["form"] and not re.fullmatch(rules["form"][0], value):
+        raise UserError(f"{flag(name)}: got {value!r}, give {rules['form'][1]}")
 
 
 def _check_together(config: Config) -> None:
+    """Raise UserError if two settings contradict each other."""
     if config.batch_size is not None and config.local_batch_size is not None:
         raise UserError(
             "--batch-size (global) and --local-batch-size (per rank) are both given: give one"
-        )
-    if config.gpu_ids is not None and not re.fullmatch(r"\d+(,\d+)*", config.gpu_ids):
-        raise UserError(
-            f"--gpu-ids: got {config.gpu_ids!r}, give numbers with commas between, e.g. 0,1"
-        )
-    if not re.fullmatch(r"0?\.\d+(,0?\.\d+)*", config.milestones):
-        raise UserError(
-            f"--milestones: got {config.milestones!r}, give shares below 1 with commas between, e.g. 0.3,0.6,0.8"
-        )
-    if config.run_name is not None and not re.fullmatch(r"\w[\w.@+-]*", config.run_name):
-        raise UserError(
-            f"--run-name: got {config.run_name!r}, give a name of letters, digits, dots and dashes"
         )
     if config.only_times and (
         config.validates or config.resume or config.checkpoint or config.checkpoint_every
@@ -638,11 +653,8 @@ def _check_together(config: Config) -> None:
         )
     if config.warmup_steps is not None and config.warmup_epochs is not None:
         raise UserError("--warmup-steps and --warmup-epochs are both given: give one")
-    if (
-        config.stop_after_epoch is not None
-        and config.max_steps is None
-        and config.stop_after_epoch > config.epochs
-    ):
+    last_epoch = math.inf if config.max_steps is not None else config.epochs
+    if config.stop_after_epoch is not None and config.stop_after_epoch > last_epoch:
         raise UserError(
             f"--stop-after-epoch: got {config.stop_after_epoch}, but the training ends after epoch "
             f"{config.epochs}: give at most that, or more --epochs"

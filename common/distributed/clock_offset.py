@@ -1,6 +1,5 @@
-"""This rank's clock offset from the mean of all ranks, so that times measured on different nodes can be compared."""
+"""This rank's clock offset from the mean of all ranks, to compare times measured on different nodes."""
 
-import hashlib
 import statistics
 import time
 from pathlib import Path
@@ -8,16 +7,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from common.distributed.collectives import gather_objects
 from common.distributed.process_group import World
 
 _ROUNDS = 9
 
 
 def clock_offset(world: World) -> float:
-    """Return the seconds that this rank's ``time.perf_counter`` is ahead of the mean of all ranks' clocks. Collective.
+    """Return by how many seconds this rank's ``time.perf_counter`` is ahead of the ranks' mean.
 
-    Ranks on one machine read one clock: 0. Ranks on several machines leave a small all_reduce within about a message's time,
-    so its end counts as one moment; the median over a few of them is accurate to about the network's latency.
+    Collective. Ranks on one machine share one clock: 0. Ranks on several machines leave a small
+    all_reduce at nearly the same time, which serves as the common moment. The median over a few of
+    them is accurate to about the network's latency.
     """
     if world.size == 1 or _one_machine(world):
         return 0.0
@@ -34,12 +35,10 @@ def clock_offset(world: World) -> float:
 
 
 def _one_machine(world: World) -> bool:
-    """Whether all ranks run under one boot of one kernel; containers and namespaces share its clock."""
+    """Return whether all ranks run on one kernel; containers and namespaces share its clock."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:  # not Linux
         boot = b""
-    number = int.from_bytes(hashlib.sha256(boot).digest()[:6], "big") if boot else -1 - world.rank
-    extremes = torch.tensor([number, -number], dtype=torch.int64, device=world.device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    return int(extremes[0]) == -int(extremes[1])
+    boots = gather_objects(world, boot)
+    return b"" not in boots and len(set(boots)) == 1

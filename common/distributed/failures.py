@@ -1,4 +1,4 @@
-"""Why a collective broke: from torch's error, and from the message that the failed rank publishes in the store."""
+"""Why a collective broke: from torch's error, and from the failed rank's message in the store."""
 
 import contextlib
 import os
@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from common.errors import GroupError
 from common.utils.processes import in_thread
 from common.utils.system import open_descriptors
 
@@ -28,21 +27,18 @@ _LOST = re.compile(
 
 
 def explain_collective_failure(error: BaseException) -> str | None:
-    """Return a message for the user where ``error`` is a collective that lost a rank, else None.
+    """Return a message for the user if ``error`` is a collective that lost a rank, else None.
 
-    The collective's name is read from the traceback: torch's message has only the address of a neighbour, often not
-    that of the rank that failed.
+    The collective's name comes from the traceback: torch's message has only the address of a
+    neighbour, which often is not the rank that failed.
     """
-    if not _LOST.search(str(error)):
+    if not isinstance(error, RuntimeError) or not _LOST.search(str(error)):
         return None
     frames = traceback.extract_tb(error.__traceback__)
     calls = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
-    collective = next((name for name in calls if name != "wrapper"), None)
-    if collective is None:
-        in_backward = any(frame.name == "backward" for frame in frames)
-        collective = (
-            "DistributedDataParallel's all_reduce in backward" if in_backward else "a collective"
-        )
+    in_backward = any(frame.name == "backward" for frame in frames)
+    unnamed = "DistributedDataParallel's all_reduce in backward" if in_backward else "a collective"
+    collective = next((name for name in calls if name != "wrapper"), unnamed)
     return (
         f"{collective} broke: another rank has ended, or did not answer in time. Its own output says why; where "
         "it has none, its process was killed or its node lost. Finished checkpoints are kept. "
@@ -50,26 +46,21 @@ def explain_collective_failure(error: BaseException) -> str | None:
     )
 
 
-def is_torch_error(error: BaseException) -> bool:
-    """Return whether torch, or other code outside this project, raised the error."""
-    return isinstance(error, RuntimeError) and not isinstance(error, GroupError)
-
-
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message that is not blank, else its type."""
-    lines = [line for line in str(error).strip().split("\n") if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    """Return the first line of an error's message, else the name of its type."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 class FailureReport:
-    """Tells the other ranks why this one failed: ``publish`` or ``fetch`` where the failure is caught, then ``close``.
+    """Tells the other ranks why this one failed.
 
-    Without a store it does nothing: under torchrun, which reports itself who failed first.
+    Call ``publish`` or ``fetch`` where the failure is caught, then ``close``. Without a store it
+    does nothing: under torchrun, which itself reports who failed first.
 
     Parameters
     ----------
-    patience_seconds : how long rank 0 keeps the store alive for ranks that still compute and have not noticed.
-    other_sockets : sockets of this process that are not the group's: ``open_sockets`` before the group was formed.
+    patience_seconds : how long rank 0 keeps the store alive for ranks that have not noticed yet.
+    other_sockets : ``open_sockets`` from before the group was opened: those that are not its own.
     """
 
     def __init__(
@@ -88,15 +79,14 @@ class FailureReport:
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that ``error`` ends this one, unless a rank has published before."""
         self._published = True
-        line = next((line for line in str(error).splitlines() if line.strip()), "")
-        speaks_for_itself = isinstance(error, ValueError | RuntimeError) and line
-        name = "" if speaks_for_itself else type(error).__name__
-        reason = ": ".join(part for part in (name, line) if part)
+        reason, name = first_line(error), type(error).__name__
+        if not isinstance(error, ValueError | RuntimeError) and reason != name:
+            reason = f"{name}: {reason}"
         message = f"rank {self._rank} stopped: {reason}"
         self._ask(lambda store: store.compare_set(_MESSAGE, "", message))
 
     def fetch(self) -> str | None:
-        """Return the message of the rank that failed first; None where it could not publish one: it was killed."""
+        """Return the message of the rank that failed first; None if it was killed before."""
         message = self._ask(
             lambda store: store.get(_MESSAGE).decode() if store.check([_MESSAGE]) else None
         )
@@ -104,9 +94,10 @@ class FailureReport:
         return message
 
     def close(self) -> None:
-        """Leave the store. If there is a message, rank 0 closes its connections, then waits until every rank has fetched it.
+        """Leave the store; the process must end afterwards.
 
-        The process must end after it: its group's connections are closed.
+        If there is a message, rank 0 closes the group's connections, then waits until every rank
+        has fetched the message.
         """
         if not self._published:
             return
@@ -120,7 +111,10 @@ class FailureReport:
             time.sleep(_POLL_SECONDS)
 
     def _ask(self, question: Callable[[dist.Store], T]) -> T | None:
-        """Return the store's answer, None if none comes soon: its operations block until TCP times out."""
+        """Return the store's answer; None if it does not come soon.
+
+        The store's own operations block until TCP times out.
+        """
         store = self._store
         if store is None:
             return None
@@ -142,12 +136,13 @@ def open_sockets() -> set[int]:
 
 
 def _close_connections(store_port: int, other_sockets: Collection[int]) -> None:
-    """Close the group's connections, but not the store's, so that the other ranks notice the failure now.
+    """Close the group's connections, but not the store's: the other ranks then notice at once.
 
-    torch closes them only when nothing refers to the group any more, and the model and the error in flight do.
+    torch closes them only when nothing refers to the group any more, but the model and the error
+    still do.
     """
     for descriptor in open_descriptors():
-        # OSError: no socket, or not connected.
+        # OSError: not a socket, or not connected
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if (
                 os.fstat(connection.fileno()).st_ino not in other_sockets

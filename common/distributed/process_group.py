@@ -1,13 +1,14 @@
-"""The group of ranks: ``process_group`` opens and closes it, ``World`` says which rank of it this process is."""
+"""The group of ranks: ``process_group`` opens and closes it, ``World`` says which rank this is.
+
+``setup_distributed`` and ``cleanup_distributed`` do the same for callers without a launch.
+"""
 
 import os
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -15,18 +16,20 @@ from common.distributed.failures import (
     FailureReport,
     explain_collective_failure,
     first_line,
-    is_torch_error,
     open_sockets,
 )
 from common.distributed.launch_env import LaunchSpec, launch_from_environment
 from common.distributed.rendezvous import RankPlacement, rendezvous
 from common.errors import GroupError, Stopped, UserError
+from common.utils.network import interface_of, route_to
 
 
 @dataclass(frozen=True)
 class World:
-    """This process is ``rank`` of ``size``, and ``local_rank`` of ``local_size`` on its machine; ``backend`` is None without
-    a group."""
+    """This process is ``rank`` of ``size``, and ``local_rank`` of ``local_size`` on its machine.
+
+    ``backend`` is None without a group.
+    """
 
     rank: int = 0
     size: int = 1
@@ -34,7 +37,6 @@ class World:
     local_size: int = 1
     device: torch.device = torch.device("cpu")
     backend: str | None = None
-    timeout_seconds: float = 60.0
 
     @property
     def is_rank0(self) -> bool:
@@ -42,48 +44,51 @@ class World:
         return self.rank == 0
 
 
-def current_world(device: torch.device | str = "cpu") -> World:
-    """Return the World of the group that is open in this process, whoever opened it; a World of one without a group."""
-    device = torch.device(device)
+def current_world(device: torch.device | str | None = None) -> World:
+    """Return the World of the open group, for callers that were given none, e.g. in a notebook.
+
+    Without a group it is a World of one. Who opened the group does not matter, so that the place
+    on the machine is unknown. ``device`` None means the GPU under NCCL, else the CPU.
+    """
     if not (dist.is_available() and dist.is_initialized()):
-        return World(device=device)
-    return World(
-        rank=dist.get_rank(), size=dist.get_world_size(), device=device, backend=dist.get_backend()
-    )
+        return World(device=torch.device(device or "cpu"))
+    backend = dist.get_backend()
+    device = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
+    return World(dist.get_rank(), dist.get_world_size(), device=device, backend=backend)
 
 
 @contextmanager
 def process_group(
     launch: LaunchSpec, *, backend: str | None = None, timeout_seconds: float = 60.0
 ) -> Iterator[World]:
-    """Form the group, yield this process's World, and close the group whatever happens.
+    """Open the group, yield this process's World, and close the group whatever happens.
 
-    Without a master's address there is no group, but a World of one. Otherwise as ``open_group``. When a collective breaks
-    because another rank has failed, and that rank has published why, raises GroupError with its message.
+    Without a master's address there is no group, but a World of one; otherwise as ``open_group``.
+    Raises GroupError with another rank's message if a collective breaks because that rank failed.
     """
     if launch.master_ip is None:
         yield World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return
     before = open_sockets()
-    world, store = _open(launch, backend, timeout_seconds)
+    world, store = open_group(launch, backend=backend, timeout_seconds=timeout_seconds)
     report = FailureReport(
         store, world.rank, world.size, patience_seconds=timeout_seconds, other_sockets=before
     )
     try:
-        try:
-            yield world
-            dist.barrier()  # rank 0 keeps the store alive until all ranks have finished
-        except Stopped:  # on all ranks alike
-            dist.barrier()
-            raise
-        except Exception as error:
-            if not is_torch_error(error) or (broken := explain_collective_failure(error)) is None:
-                report.publish(error)
-            elif message := report.fetch():
-                raise GroupError(
-                    f"{message}. Finished checkpoints are kept. ({broken.split(':')[0]} here: another rank has ended)"
-                ) from error
-            raise
+        yield world
+        dist.barrier()  # rank 0 keeps the store alive until all ranks have finished
+    except Stopped:  # on all ranks alike
+        dist.barrier()
+        raise
+    except Exception as error:
+        broken = explain_collective_failure(error)
+        if broken is None or isinstance(error, GroupError):
+            report.publish(error)
+        elif message := report.fetch():
+            raise GroupError(
+                f"{message}. Finished checkpoints are kept. ({broken.split(':')[0]} here: another rank has ended)"
+            ) from error
+        raise
     finally:
         dist.destroy_process_group()
         report.close()
@@ -91,40 +96,24 @@ def process_group(
 
 def open_group(
     launch: LaunchSpec, *, backend: str | None = None, timeout_seconds: float = 60.0
-) -> World:
-    """Form the group and return this process's World; the caller destroys the group.
-
-    ``backend`` None means NCCL where each rank has a GPU of its own, else Gloo. Gloo trains on the CPU. Raises GroupError
-    and UserError as ``rendezvous`` does.
-    """
-    return _open(launch, backend, timeout_seconds)[0]
-
-
-def _open(
-    launch: LaunchSpec, backend: str | None, timeout_seconds: float
 ) -> tuple[World, dist.TCPStore | None]:
-    """Do as ``open_group``, and return the store of the rendezvous too; None under torchrun."""
+    """Open the group; return this process's World and the rendezvous' store (None under torchrun).
+
+    The caller destroys the group. ``backend`` None means NCCL if each rank has a GPU of its own,
+    else Gloo, which trains on the CPU. Raises GroupError and UserError as ``rendezvous`` does.
+    """
     assert launch.master_ip is not None  # a process without a group opens none
     _choose_interface(launch.master_ip)
     store = None
-    if launch.torchrun:
-        assert launch.local_rank is not None  # torchrun sets both
-        assert launch.local_size is not None
+    if launch.local_rank is not None and launch.local_size is not None:  # known under torchrun
         gpus_suffice = torch.cuda.device_count() >= launch.local_size
         placement = RankPlacement(launch.local_rank, launch.local_size, gpus_suffice)
     else:
         store, placement = rendezvous(launch, timeout_seconds)
-    if backend == "nccl" and not placement.gpus_suffice:
-        raise UserError(
-            f"--backend nccl needs a GPU for each of the {placement.local_size} ranks on a machine, and this one has "
-            f"{torch.cuda.device_count()}: give --backend gloo, or fewer ranks"
-        )
-    if backend is None:
-        use_nccl = placement.gpus_suffice and dist.is_nccl_available()
-        backend = "nccl" if use_nccl else "gloo"
-    uses_gpu = backend == "nccl"
-    device = torch.device("cuda", placement.local_rank) if uses_gpu else torch.device("cpu")
-    if device.type == "cuda":
+    backend = _choose_backend(backend, placement)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", placement.local_rank)
         torch.cuda.set_device(device)
     try:
         dist.init_process_group(
@@ -132,7 +121,7 @@ def _open(
             rank=launch.rank,
             world_size=launch.size,
             timeout=timedelta(seconds=timeout_seconds),
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if backend == "nccl" else None,
             init_method="env://" if store is None else None,
             store=None if store is None else dist.PrefixStore("group", store),
         )
@@ -143,40 +132,35 @@ def _open(
             f"{first_line(error)}. If the nodes have several networks, set GLOO_SOCKET_IFNAME (or "
             "NCCL_SOCKET_IFNAME) to the interface that joins them"
         ) from error
-    world = World(
-        launch.rank,
-        launch.size,
-        placement.local_rank,
-        placement.local_size,
-        device,
-        backend,
-        timeout_seconds,
-    )
-    return world, store
+    local_rank, local_size = placement.local_rank, placement.local_size
+    return World(launch.rank, launch.size, local_rank, local_size, device, backend), store
 
 
 def _choose_interface(master_ip: str) -> None:
-    """Make Gloo and NCCL use the interface that routes to the master, unless the user has chosen one.
+    """Make Gloo and NCCL use the interface that routes to the master, unless the user chose one.
 
     Gloo would use the one that the host's name resolves to, which is often loopback.
     """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(master_ip, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # a datagram socket chooses a route and sends nothing
-            own = probe.getsockname()[0]
-    except OSError:
-        return  # an unknown name or no route: the rendezvous reports it
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == own for entry in addresses):
+    with suppress(OSError):  # an unknown name or no route: the rendezvous reports it
+        if name := interface_of(route_to(master_ip)):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
-def set_debug() -> None:
-    """Make torch.distributed and NCCL log what they do; call it before the group is formed. The user's own settings win.
+def _choose_backend(wanted: str | None, placement: RankPlacement) -> str:
+    if wanted == "nccl" and not placement.gpus_suffice:
+        raise UserError(
+            f"--backend nccl needs a GPU for each of the {placement.local_size} ranks on a machine, and this one has "
+            f"{torch.cuda.device_count()}: give --backend gloo, or fewer ranks"
+        )
+    return wanted or ("nccl" if placement.gpus_suffice and dist.is_nccl_available() else "gloo")
 
-    INFO, not DETAIL: with DETAIL DistributedDataParallel ends in a segmentation fault (torch 2.15, Gloo).
+
+def set_debug() -> None:
+    """Make torch.distributed and NCCL log what they do, unless the user's settings say otherwise.
+
+    Call it before the group is opened. INFO, not DETAIL: with DETAIL DistributedDataParallel ends
+    in a segmentation fault (torch 2.15, Gloo).
     """
     os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
     os.environ.setdefault("NCCL_DEBUG", "INFO")
@@ -184,15 +168,16 @@ def set_debug() -> None:
 
 
 def setup_distributed(rank: int, world_size: int, backend: str | None = None) -> World:
-    """Open the process group of ``world_size`` ranks and return this one's World; keep a group that is open already.
+    """Open the process group of ``world_size`` ranks and return this one's World; keep an open group.
 
-    The ranks meet at MASTER_ADDR:MASTER_PORT of the environment (default 127.0.0.1:29500). ``backend`` None means NCCL
-    where each rank has a GPU of its own, else Gloo. Raises GroupError naming the ranks that are missing after a minute,
-    UserError where the open group has another rank or size.
+    The ranks meet at MASTER_ADDR:MASTER_PORT of the environment (default 127.0.0.1:29500).
+    ``backend`` None means NCCL if each rank has a GPU of its own, else Gloo. Raises GroupError
+    naming the ranks that are missing after a minute, UserError if the open group has another rank
+    or size.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return open_group(launch_from_environment(rank, world_size), backend=backend)
-    world = current_world("cuda" if dist.get_backend() == "nccl" else "cpu")
+    world = current_world()
+    if world.backend is None:
+        return open_group(launch_from_environment(rank, world_size), backend=backend)[0]
     if (world.rank, world.size) != (rank, world_size):
         raise UserError(
             f"setup_distributed: this process is rank {world.rank} of {world.size} already, not {rank} of "
@@ -203,20 +188,22 @@ def setup_distributed(rank: int, world_size: int, backend: str | None = None) ->
 
 def cleanup_distributed() -> None:
     """Close the process group, if one is open."""
-    if dist.is_available() and dist.is_initialized():
+    if current_world().backend is not None:
         dist.destroy_process_group()
 
 
 def own_device(device: torch.device | str, local_rank: int, *, distributed: bool) -> torch.device:
-    """Return ``device``; "cuda" without a number is the GPU of ``local_rank`` where ranks share a machine."""
+    """Return ``device``; in a group, "cuda" without a number means the GPU of ``local_rank``."""
     device = torch.device(device)
-    if distributed and device.type == "cuda" and device.index is None:
-        return torch.device("cuda", local_rank)
-    return device
+    shared = distributed and device == torch.device("cuda")
+    return torch.device("cuda", local_rank) if shared else device
 
 
 def check_open(world_size: int, backend: str | None) -> None:
-    """Raise UserError where no group is open, or not the one that the caller expects (a ``world_size`` of 1 says nothing)."""
+    """Raise UserError if no group is open, or another one than the caller expects.
+
+    A ``world_size`` of 1 and a ``backend`` of None expect nothing.
+    """
     world = current_world()
     if world.backend is None:
         raise UserError(

@@ -1,35 +1,42 @@
-"""The rendezvous of ranks that were started by hand: a TCP store on rank 0's node, and messages that name missing ranks.
+"""The rendezvous of ranks that were started by hand: a TCP store on rank 0's node.
 
-Callers use ``rendezvous`` alone. torch's own rendezvous names neither the ranks that are missing nor one that was started
-twice. Each rank asks the store a handful of times, whatever the number of ranks: it joins, then waits for its placement.
-Rank 0 alone reads what all ranks wrote; it answers with the placements, or with the reason why there is no run.
+Callers use ``rendezvous`` alone. Unlike torch's rendezvous, it names the ranks that are missing and
+a rank that was started twice. Whatever the number of ranks, each sends the same few requests:
+
+    every rank r           size = --num-nodes         compared with the first rank's
+                           tickets/r += 1             2: rank r was started twice
+                           joined/r = host, process, GPUs
+                           joined += 1
+    rank 0                 waits until joined is the world size, reads joined/*, writes answer/*
+    every other rank r     waits for answer/r
+
+The answer is the rank's placement on its machine, or the reason why there is no run.
 """
 
 import json
 import os
 import socket
 import time
-from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import NoReturn
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from common.distributed.failures import first_line
 from common.distributed.launch_env import LaunchSpec
 from common.errors import GroupError, UserError
+from common.utils.network import is_own
 from common.utils.processes import in_thread
 from common.utils.system import free_port
 
 _POLL_SECONDS = 0.05
 _FETCH_SECONDS = 1.0  # for the other ranks to fetch rank 0's message before its store ends
 _LAST_ANSWER_SECONDS = 2.0
-_COUNT, _ABORT = "count", "abort"
+_COUNT, _ABORT = "joined", "abort"
+_JOINED, _ANSWER = "joined/{}", "answer/{}"  # of each rank
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,10 @@ class Peer:
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """A rank is ``local_rank`` of ``local_size`` on its machine; ``gpus_suffice``: every rank of the job has its own GPU."""
+    """A rank is ``local_rank`` of ``local_size`` on its machine.
+
+    ``gpus_suffice``: every rank of the job has its own GPU.
+    """
 
     local_rank: int
     local_size: int
@@ -53,23 +63,25 @@ class RankPlacement:
 def rendezvous(launch: LaunchSpec, timeout_seconds: float) -> tuple[dist.TCPStore, RankPlacement]:
     """Wait until all ranks have joined; return the store that they share and this rank's placement.
 
-    Raises GroupError where rank 0 cannot be reached or is lost, ranks are missing after ``timeout_seconds``, a rank was
-    started twice or the ranks were given different numbers of nodes; UserError where the port is in use.
+    Raises GroupError if rank 0 cannot be reached or is lost, ranks are missing after
+    ``timeout_seconds``, a rank was started twice, or the ranks were given different numbers of
+    nodes; UserError if the port is in use.
     """
-    # In a thread: where rank 0's node pauses or its link is cut, the store's operations block until TCP times out.
+    # If rank 0's node pauses or its link is cut, the store's operations block until TCP times out.
+    # A thread lets this rank give up before that.
     joining = in_thread(lambda: _rendezvous(launch, timeout_seconds))
-    wait([joining], timeout=timeout_seconds + _FETCH_SECONDS + _LAST_ANSWER_SECONDS)
-    if not joining.done():
-        raise _lost(launch)
-    return joining.result()
+    try:
+        return joining.result(timeout_seconds + _FETCH_SECONDS + _LAST_ANSWER_SECONDS)
+    except TimeoutError:
+        raise _lost(launch) from None
 
 
 def _rendezvous(launch: LaunchSpec, timeout_seconds: float) -> tuple[dist.TCPStore, RankPlacement]:
     deadline = time.monotonic() + timeout_seconds
-    if launch.rank == 0:
-        store, get_placement = _serve(launch, timeout_seconds), _assign_placements
-    else:
-        store, get_placement = _connect(launch, deadline, timeout_seconds), _wait_for_placement
+    open_store, get_placement = (
+        (_serve, _assign_placements) if launch.rank == 0 else (_connect, _wait_for_placement)
+    )
+    store = open_store(launch, deadline, timeout_seconds)
     try:
         _join(store, launch)
         return store, get_placement(store, launch, deadline, timeout_seconds)
@@ -81,52 +93,52 @@ def _rendezvous(launch: LaunchSpec, timeout_seconds: float) -> tuple[dist.TCPSto
 
 
 def place_ranks(peers: Sequence[Peer]) -> list[RankPlacement]:
-    """Return the placement of every rank; ranks on one host get their local ranks in the order of their ranks."""
-    sizes = Counter(peer.host for peer in peers)
-    gpus_suffice = all(peer.gpus >= sizes[peer.host] for peer in peers)
-    placed: Counter[str] = Counter()
-    placements = []
-    for peer in peers:
-        placements.append(RankPlacement(placed[peer.host], sizes[peer.host], gpus_suffice))
-        placed[peer.host] += 1
-    return placements
+    """Return the placement of every rank; on each host, local ranks follow the order of the ranks."""
+    hosts = [peer.host for peer in peers]
+    gpus_suffice = all(peer.gpus >= hosts.count(peer.host) for peer in peers)
+    return [
+        RankPlacement(hosts[:rank].count(host), hosts.count(host), gpus_suffice)
+        for rank, host in enumerate(hosts)
+    ]
 
 
-def _serve(launch: LaunchSpec, timeout_seconds: float) -> dist.TCPStore:
+def _serve(launch: LaunchSpec, _deadline: float, timeout_seconds: float) -> dist.TCPStore:
+    """Rank 0: open the store that the others connect to."""
     if launch.master_port != (free := free_port(launch.master_port)):
         raise UserError(
             f"port {launch.master_port} is taken on this machine, by another run or by another rank 0 of this one: "
             f"end that one, or add --master-port {free} on every node"
         )
+    return _store(launch, timeout_seconds)
+
+
+def _store(launch: LaunchSpec, timeout_seconds: float) -> dist.TCPStore:
+    assert launch.master_ip is not None  # a process without a group has no rendezvous
     return dist.TCPStore(
-        _host(launch),
+        launch.master_ip,
         launch.master_port,
-        is_master=True,
-        wait_for_workers=False,
+        is_master=launch.rank == 0,
+        wait_for_workers=False,  # torch would not say which ones are missing
         timeout=timedelta(seconds=timeout_seconds),
     )
 
 
 def _connect(launch: LaunchSpec, deadline: float, timeout_seconds: float) -> dist.TCPStore:
-    """Connect to rank 0's store. A plain socket tries first: its errors are immediate and name the cause."""
+    """Any other rank: connect to rank 0's store."""
     reason = "no answer"
     while (left := deadline - time.monotonic()) > 0:
         try:
-            address = (_host(launch), launch.master_port)
+            # A plain socket first: its errors come at once and name the cause.
+            address = (launch.master_ip, launch.master_port)
             socket.create_connection(address, timeout=min(left, 5.0)).close()
-            return dist.TCPStore(
-                _host(launch),
-                launch.master_port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=max(left, 1.0)),
-            )
+            return _store(launch, max(left, 1.0))
         except socket.gaierror as error:
             raise GroupError(
                 f"--master-ip {launch.master_ip} is not an address and no known host name ({error}): "
                 "give the IP address of rank 0's node"
             ) from error
         except OSError as error:
+            # Rank 0 may start later than this rank: try again until the timeout.
             no_answer = isinstance(error, TimeoutError)
             reason = "no answer" if no_answer else (error.strerror or str(error)).lower()
             time.sleep(_POLL_SECONDS)
@@ -143,7 +155,8 @@ def _connect(launch: LaunchSpec, deadline: float, timeout_seconds: float) -> dis
 
 
 def _join(store: dist.TCPStore, launch: LaunchSpec) -> None:
-    me = Peer(socket.gethostname(), os.getpid(), torch.cuda.device_count())
+    """Report this rank to rank 0, unless its world size or its rank contradicts another rank's."""
+    # compare_set(key, "", value) sets the key if it is missing, and returns its value afterwards.
     size = int(store.compare_set("size", "", str(launch.size)))
     if size != launch.size:
         _abort(
@@ -152,16 +165,16 @@ def _join(store: dist.TCPStore, launch: LaunchSpec) -> None:
             f"rank {launch.rank} was started with --num-nodes {launch.size}, but others with {size}: "
             "give the same on every node",
         )
+    me = Peer(socket.gethostname(), os.getpid(), torch.cuda.device_count())
     if store.add(f"tickets/{launch.rank}", 1) > 1:
-        store.wait([_joined(launch.rank)])
-        first = Peer(**json.loads(store.get(_joined(launch.rank))))
+        first = Peer(**json.loads(store.get(_JOINED.format(launch.rank))))  # waits for the key
         _abort(
             store,
             launch,
             f"rank {launch.rank} was started twice: on {first.host} (process {first.pid}) and on "
             f"{me.host} (process {me.pid}); give each node a --rank of its own",
         )
-    store.set(_joined(launch.rank), json.dumps(asdict(me)))
+    store.set(_JOINED.format(launch.rank), json.dumps(asdict(me)))
     store.add(_COUNT, 1)
 
 
@@ -170,57 +183,54 @@ def _assign_placements(
 ) -> RankPlacement:
     """Rank 0: wait until all have joined, and set the placement of each."""
     while store.add(_COUNT, 0) < launch.size:
+        # The store runs in this process: polling it costs the network nothing.
         if store.check([_ABORT]):
             _abort_all(store, launch, store.get(_ABORT).decode())
         if time.monotonic() > deadline:
             _abort_all(store, launch, _missing_message(store, launch, timeout_seconds))
         time.sleep(_POLL_SECONDS)
-    peers = [
-        Peer(**json.loads(value))
-        for value in store.multi_get([_joined(rank) for rank in range(launch.size)])
-    ]
-    placements = place_ranks(peers)
-    _set_answers(store, [json.dumps(asdict(placement)) for placement in placements])
+    joined = store.multi_get([_JOINED.format(rank) for rank in range(launch.size)])
+    placements = place_ranks([Peer(**json.loads(value)) for value in joined])
+    _set_answers(store, [asdict(placement) for placement in placements])
     return placements[0]
 
 
 def _wait_for_placement(
     store: dist.TCPStore, launch: LaunchSpec, deadline: float, timeout_seconds: float
 ) -> RankPlacement:
-    """Any other rank: wait for rank 0's answer. The first rank whose timeout ends reports who is missing, for all."""
-    key = _answer_key(launch.rank)
-    if not _wait_for_key(store, key, max(0.0, deadline - time.monotonic())):
+    """Any other rank: wait for rank 0's answer, and after the timeout report who is missing."""
+    key = _ANSWER.format(launch.rank)
+    if not _wait_for_key(store, key, deadline - time.monotonic()):
+        # Asking who is missing costs a request for each rank: only the first late rank asks.
         if store.add("late", 1) == 1:
             _abort(store, launch, _missing_message(store, launch, timeout_seconds))
         if not _wait_for_key(store, key, _FETCH_SECONDS):
             raise _lost(launch)
     answer = json.loads(store.get(key))
-    if "away" in answer:
-        raise GroupError(answer["away"])
+    if "error" in answer:
+        raise GroupError(answer["error"])
     return RankPlacement(**answer)
 
 
 def _wait_for_key(store: dist.TCPStore, key: str, seconds: float) -> bool:
-    """Return whether the key is set within ``seconds``. One message, no polling: the store answers when the key is set."""
+    """Return whether the key is set within ``seconds``: one request, which the store answers when the key is set."""
     try:
         store.wait([key], timedelta(seconds=max(seconds, _POLL_SECONDS)))
-    except dist.DistNetworkError:
-        raise
-    except dist.DistStoreError:
+    except dist.DistStoreError:  # a lost store is a DistNetworkError
         return False
     return True
 
 
 def _missing_message(store: dist.TCPStore, launch: LaunchSpec, timeout_seconds: float) -> str:
-    missing = [rank for rank in range(launch.size) if not store.check([_joined(rank)])]
+    missing = [rank for rank in range(launch.size) if not store.check([_JOINED.format(rank)])]
     names = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing[:20]))
     names += f" and {len(missing) - 20} more" if len(missing) > 20 else ""
-    hint = ""
-    if launch.rank == 0 and not _is_own_address(_host(launch)):
-        hint = f" (note that {launch.master_ip} is none of this node's own addresses)"
+    elsewhere = launch.rank == 0 and not is_own(launch.master_ip or "")
+    hint = f" (note that {launch.master_ip} is none of this node's own addresses)"
     return (
         f"{launch.size - len(missing)} of {launch.size} ranks came to {_address(launch)} within {timeout_seconds:g} "
-        f"s; missing: {names}. Start them with the same command and their --rank, or give a longer --timeout{hint}"
+        f"s; missing: {names}. Start them with the same command and their --rank, or give a longer --timeout"
+        f"{hint if elsewhere else ''}"
     )
 
 
@@ -228,7 +238,7 @@ def _abort(store: dist.TCPStore, launch: LaunchSpec, message: str) -> NoReturn:
     """Have rank 0 pass the message on to the ranks that still wait, then raise."""
     if launch.rank == 0:
         _abort_all(store, launch, message)
-    # A rank that is late and wrong must not end a run that has begun.
+    # A rank that joins late by mistake must not end a run that has begun.
     if store.add(_COUNT, 0) < launch.size:
         store.set(_ABORT, message)
     raise GroupError(message)
@@ -237,14 +247,15 @@ def _abort(store: dist.TCPStore, launch: LaunchSpec, message: str) -> NoReturn:
 def _abort_all(store: dist.TCPStore, launch: LaunchSpec, message: str) -> NoReturn:
     """Rank 0: answer every rank with the reason why there is no run, and raise."""
     largest_size = max(launch.size, int(store.get("size")))
-    _set_answers(store, [json.dumps({"away": message})] * largest_size)
+    _set_answers(store, [{"error": message}] * largest_size)
     time.sleep(_FETCH_SECONDS)
     raise GroupError(message)
 
 
-def _set_answers(store: dist.TCPStore, answers: list[str]) -> None:
-    keys = [_answer_key(rank) for rank in range(len(answers))]
-    store.multi_set(keys, answers)  # type: ignore[attr-defined]  # missing in torch's stubs
+def _set_answers(store: dist.TCPStore, answers: Sequence[dict]) -> None:
+    keys = [_ANSWER.format(rank) for rank in range(len(answers))]
+    values = [json.dumps(answer) for answer in answers]
+    store.multi_set(keys, values)  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
 def _lost(launch: LaunchSpec) -> GroupError:
@@ -252,25 +263,6 @@ def _lost(launch: LaunchSpec) -> GroupError:
         f"lost rank 0 at {_address(launch)} while the ranks were meeting: it does not answer any more. Its node "
         "stands still, or the link to it is cut"
     )
-
-
-def _is_own_address(host: str) -> bool:
-    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None)]
-    return any(address in own or address.startswith("127.") for address in found)
-
-
-def _joined(rank: int) -> str:
-    return f"joined/{rank}"
-
-
-def _answer_key(rank: int) -> str:
-    return f"seat/{rank}"
-
-
-def _host(launch: LaunchSpec) -> str:
-    assert launch.master_ip is not None  # a process without a group has no rendezvous
-    return launch.master_ip
 
 
 def _address(launch: LaunchSpec) -> str:

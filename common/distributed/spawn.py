@@ -1,6 +1,7 @@
-"""One process for each rank on this machine: ``run_local_ranks`` starts them, waits, and leaves none behind.
+"""One process for each rank on this machine: ``run_local_ranks`` starts them and waits for them.
 
-No torch here. What a rank runs is the caller's: a part's command line, or a worker of ``launch_distributed_training``.
+No torch here. The caller chooses what a rank runs: a part's command line, or a worker of
+``launch_distributed_training``.
 """
 
 import contextlib
@@ -43,13 +44,15 @@ def run_local_ranks(
 ) -> RankExits:
     """Run ``commands[rank]`` for every rank and return how they ended, once no process is left.
 
-    After the first failure the other ranks have ``grace_seconds`` to report why they fail, too. After ``limit_seconds`` or an
-    exception (Ctrl-C) all are killed, with everything that they started; on Linux also when this process is killed.
+    After the first failure the other ranks have ``grace_seconds`` to report why they fail, too.
+    After ``limit_seconds`` or an exception (Ctrl-C) all are killed, with everything that they
+    started. On Linux the ranks are also killed if this process is.
 
     Parameters
     ----------
-    outputs : file for stdout and stderr of each rank; None, or no file at all: this process's own.
-    stop_requested : asked every 0.05 s; once it says yes, the ranks receive SIGTERM and have ``grace_seconds`` to save and end.
+    outputs : a file for each rank's stdout and stderr; None, or no files: this process's own.
+    stop_requested : asked every 0.05 s. Once it returns True, the ranks receive SIGTERM and have
+        ``grace_seconds`` to save and end.
     """
     processes: list[subprocess.Popen] = []
     failed: list[int] = []

@@ -1,13 +1,14 @@
 """Files that are there whole or not at all.
 
-``write_atomically`` writes one. ``remove_unfinished`` deletes what killed writers left, and no file that is still being
-written: a writer holds a lock on its unfinished file, which the kernel releases when the process ends, however it ends.
+``write_atomically`` writes one. ``remove_unfinished`` deletes what killed writers left, but no file
+that is still being written: a writer holds a lock on its unfinished file, which the kernel releases
+however the process ends.
 """
 
 import contextlib
 import fcntl
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import IO
 
@@ -17,22 +18,22 @@ _UNFINISHED = ".unfinished"
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Write a file that is there whole or not at all, also after a crash or a full disk; UserError where it fails.
+    """Write a file that is there whole or not at all, even after a crash or on a full disk.
 
-    It first removes unfinished files of killed writers from the same folder, so that they don't fill the disk.
+    It first removes unfinished files of killed writers from the same folder, so that they don't
+    fill the disk. UserError if the file cannot be written.
     """
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_unfinished(path.parent)
         with _open_unfinished(path) as file:
-            temporary = file.name
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())  # only its owner may read a temporary file
-            os.replace(temporary, path)  # before closing the file releases the lock
-            temporary = None
+            try:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(file.name, path)  # before closing the file releases the lock
+            finally:
+                Path(file.name).unlink(missing_ok=True)  # gone already, unless writing failed
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -43,9 +44,6 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
             f"{path} could not be written ({error.strerror or error}): make room or permit writing there, or "
             "give another --output-dir; earlier files are untouched"
         ) from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
 
 
 def append_text(path: Path, text: str, *, name: str, advice: str = "") -> None:
@@ -60,7 +58,7 @@ def append_text(path: Path, text: str, *, name: str, advice: str = "") -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove from ``folder`` the unfinished files whose writers have ended; where files cannot be locked, none."""
+    """Remove the unfinished files whose writers have ended; none if files cannot be locked there."""
     for path in Path(folder).glob(f".*{_UNFINISHED}"):
         with contextlib.suppress(OSError), path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its writer lives
@@ -70,17 +68,10 @@ def remove_unfinished(folder: Path) -> None:
 def _open_unfinished(path: Path) -> IO[bytes]:
     """Return a new file beside ``path``, locked by this process."""
     while True:
-        file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - the caller closes it
-            dir=path.parent, prefix=f".{path.name}.", suffix=_UNFINISHED, delete=False
-        )
+        name = f".{path.name}.{secrets.token_hex(8)}{_UNFINISHED}"
+        file = path.with_name(name).open("xb")
         with contextlib.suppress(OSError):  # a file system without locks: nothing is removed either
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.path.exists(file.name):  # else another writer removed it before it was locked
             return file
         file.close()
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,7 +10,10 @@ from torch import Tensor
 
 
 def digest(value: Any) -> str:
-    """Return the SHA-256 of nested dicts, lists and plain values with tensors: of types, shapes and every byte."""
+    """Return the SHA-256 of nested dicts, lists and plain values with tensors.
+
+    It covers types, shapes and every byte.
+    """
     sha = hashlib.sha256()
     _feed(sha, value)
     return sha.hexdigest()
@@ -20,14 +24,10 @@ def _feed(sha: Any, value: Any) -> None:
         tensor = value.detach().cpu().clone(memory_format=torch.contiguous_format)
         sha.update(f"tensor {tensor.dtype} {tuple(tensor.shape)}".encode())
         sha.update(tensor.reshape(-1).view(torch.uint8).numpy())
-    elif isinstance(value, Mapping):
-        sha.update(f"dict {len(value)}".encode())
-        for key, entry in value.items():
-            _feed(sha, key)
-            _feed(sha, entry)
-    elif isinstance(value, list | tuple):
-        sha.update(f"list {len(value)}".encode())
-        for entry in value:
+    elif isinstance(value, Mapping | list | tuple):
+        pairs = value.items() if isinstance(value, Mapping) else ()
+        sha.update(f"{'dict' if isinstance(value, Mapping) else 'list'} {len(value)}".encode())
+        for entry in chain.from_iterable(pairs) if pairs else value:
             _feed(sha, entry)
     else:
         sha.update(f"{type(value).__name__} {value!r}".encode())

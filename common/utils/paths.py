@@ -1,4 +1,4 @@
-"""Where code, recipes, data and reports lie, in a checkout and where the package is installed; new folders for reports."""
+"""Where code, recipes, data and reports lie: in a checkout, or if the package is installed."""
 
 from datetime import datetime
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from common.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-"""The checkout; of an installed package the folder of packages that holds it."""
+"""The checkout; if the package is installed, the folder that holds it."""
 IN_CHECKOUT = (REPOSITORY / "PartOne" / "main.py").is_file()
 RECIPES = REPOSITORY / "recipes" if IN_CHECKOUT else REPOSITORY / "common" / "recipes"
 BASE = REPOSITORY if IN_CHECKOUT else Path.cwd()
@@ -15,12 +15,12 @@ DATA, REPORTS = BASE / "data", BASE / "reports"
 
 
 def part_command(part: str) -> list[str]:
-    """Return what follows ``python`` to start a part: its file, or where there is no checkout the module of its entry."""
+    """Return what follows ``python`` to start a part: its file, or without a checkout a module."""
     return [str(REPOSITORY / part / "main.py")] if IN_CHECKOUT else ["-m", "common.cli", part]
 
 
 def new_folder(reports: Path, kind: str) -> Path:
-    """Make ``<kind>-<time>/`` in ``reports``, a new one for each call; UserError where it cannot be made."""
+    """Make a new folder ``<kind>-<time>/`` in ``reports``; UserError if it cannot be made."""
     name = f"{kind}-{datetime.now():%Y-%m-%dT%H-%M-%S}"
     for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
         folder = reports / (name + suffix)

@@ -1,4 +1,4 @@
-"""Processes: end a rank, run an action in a thread, kill children with their parent, find which process failed first."""
+"""Processes and threads: how a rank ends, what happens to its children, and which failed first."""
 
 import atexit
 import os
@@ -22,8 +22,8 @@ _CONSEQUENCE = "another rank has ended"
 def end_process(status: int) -> NoReturn:
     """Run the exit handlers and end at once, without shutting the interpreter down.
 
-    torch's threads may still talk to other ranks, and can crash while the interpreter shuts down ("terminate called without
-    an active exception"): a run that went well would end with the status of a crash.
+    torch's threads may still talk to other ranks. They can crash while the interpreter shuts down
+    ("terminate called without an active exception"), which would make a good run look failed.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -32,7 +32,7 @@ def end_process(status: int) -> NoReturn:
 
 
 def in_thread(action: Callable[[], T]) -> "Future[T]":
-    """Start ``action`` in a daemon thread, which keeps no process from ending; return the future of its result or error."""
+    """Start ``action`` in a daemon thread, which does not keep the process alive; return its future."""
     outcome: Future[T] = Future()
 
     def work() -> None:
@@ -46,19 +46,22 @@ def in_thread(action: Callable[[], T]) -> "Future[T]":
 
 
 def kill_on_parent_exit() -> Callable[[], object] | None:
-    """Return a ``preexec_fn`` that has the kernel kill a child when its parent ends, however it ends; None off Linux."""
+    """Return a ``preexec_fn`` that has the kernel kill a child when its parent ends; None off Linux."""
     prctl = libc_function("prctl")  # looked up before the fork: the child must only call it
     return None if prctl is None else lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes that this one's descendants leave behind, so that ``descendants`` finds them (Linux)."""
+    """Become the parent of the orphans of this process's descendants: ``descendants`` finds them.
+
+    On Linux only.
+    """
     if prctl := libc_function("prctl"):
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the process ids of a process's children, their children, and so on; none where it has ended."""
+    """Return the ids of a process's children, their children, and so on; none if it has ended."""
     try:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -68,23 +71,28 @@ def descendants(pid: int) -> list[int]:
 def find_root_failure(
     failed: Sequence[int], statuses: Mapping[int, int], outputs: Mapping[int, str], *, name: str
 ) -> tuple[int, str]:
-    """Return the rank or node that failed first and a message about it: the cause, not one of its consequences.
+    """Return the rank or node that caused the failure of the others, and a message about it.
 
-    failed : ranks or nodes in the order in which they ended. name : "rank" or "node".
+    Parameters
+    ----------
+    failed : ranks or nodes in the order in which they ended.
+    statuses, outputs : of each rank or node; a negative status is a signal's number.
+    name : "rank" or "node".
     """
     errors = {one: last_error_line(outputs[one]) for one in failed}
     causes = (one for one in failed if errors[one] and _CONSEQUENCE not in errors[one])
     culprit = next(causes, failed[0])
-    status = statuses[culprit]
-    killed = status < 0
-    how = (
-        f"was killed by {signal.Signals(-status).name}" if killed else f"ended with status {status}"
-    )
+    how = f"ended with status {statuses[culprit]}"
+    if statuses[culprit] < 0:
+        how = f"was killed by {signal.Signals(-statuses[culprit]).name}"
     return culprit, f"{name} {culprit} {how}: {errors[culprit] or 'it said nothing'}"
 
 
 def last_error_line(output: str) -> str:
-    """Return the line that names the error: the project's own, or a traceback's last line, else the output's last line."""
+    """Return the line that names the error, else the last line.
+
+    The error is this project's own message, or a traceback's last line.
+    """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"error|\w*(Error|Exception)\b", line)]
     return (errors or lines or [""])[-1][:500]

@@ -1,4 +1,4 @@
-"""Looks up a variant (model, strategy, dataset) in a plain dict of ``name -> "module:attribute"``.
+"""Look up a variant (model, strategy, dataset) in a plain dict of ``name -> "module:attribute"``.
 
 The dicts hold strings, so that ``--help`` can list every choice without importing torch.
 """

@@ -1,7 +1,7 @@
-"""What this machine offers: cores, ports, open descriptors, functions of the C library. No torch here.
+"""What this machine offers: cores, ports, open descriptors, functions of the C library.
 
-What only Linux has is asked for here alone: elsewhere each function returns what it can, and ``missing_features`` says what
-is different there.
+No torch here. Everything that only Linux has is in this module. On other systems each function
+returns what it can, and ``missing_features`` says what is different there.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _NEVER = 2**31 - 1
 
 
 def missing_features() -> list[str]:
-    """Return a sentence for each feature that this system lacks, with what happens instead; empty on Linux with glibc."""
+    """Return for each feature that this system lacks what happens instead; none on Linux with glibc."""
     missing = {
         "Child processes are not killed with their parent: after a crash, end them by hand.": (
             libc_function("prctl") is None
@@ -40,7 +40,7 @@ def missing_features() -> list[str]:
 
 
 def libc_function(name: str) -> Callable[..., int] | None:
-    """Return a function that Linux's C library has; None on other systems and where the library lacks it."""
+    """Return a function of Linux's C library; None on other systems and if the library lacks it."""
     if not ON_LINUX:
         return None
     try:
@@ -50,12 +50,15 @@ def libc_function(name: str) -> Callable[..., int] | None:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use; all cores where the system does not say."""
+    """Return how many cores this process may use; all cores if the system does not say."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def open_descriptors() -> list[int]:
-    """Return this process's open file descriptors, and the one that listed them; none where they cannot be listed."""
+    """Return this process's open file descriptors, including the one that lists them.
+
+    None if they cannot be listed.
+    """
     with contextlib.suppress(OSError):
         return [int(name) for name in os.listdir(_DESCRIPTORS)]
     return []
@@ -72,12 +75,11 @@ def free_port(start: int = 0) -> int:
 
 
 def tune_malloc() -> bool:
-    """Make glibc keep freed memory for the next allocation; return whether it could be set (Linux with glibc).
+    """Make glibc keep freed memory for the next allocation; return whether that worked.
 
-    By default each large tensor is mapped anew in every step, and the kernel fills its pages with zeros one by one, when
-    they are first touched. A step of VGG-11 allocates about 1 GB; without this, it takes about a sixth longer on a CPU.
+    By default each large tensor is mapped anew in every step, and the kernel fills its pages with
+    zeros when they are first touched. A step of VGG-11 allocates about 1 GB; without this setting
+    it takes about a sixth longer on a CPU.
     """
-    mallopt = libc_function("mallopt")
-    if mallopt is None:
-        return False
+    mallopt = libc_function("mallopt") or (lambda option, value: 0)  # 0: an error
     return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _NEVER))

@@ -399,7 +399,7 @@ TORCHRUN = {
 def test_launch_from_flags():
     """The three flags, with the default port or one given; what only the ranks' meeting can tell stays None."""
     assert resolve_launch(_parse(*CLUSTER).launch_flags, {}) == LaunchSpec(
-        0, 2, "10.0.0.1", DEFAULT_MASTER_PORT, None, None, False
+        0, 2, "10.0.0.1", DEFAULT_MASTER_PORT, None, None
     )
     launch = resolve_launch(
         _parse("-M", "h", "-N", 4, "-R", 3, "--master-port", 1234).launch_flags, {"PATH": "/bin"}
@@ -410,7 +410,7 @@ def test_launch_from_flags():
 def test_launch_from_torchrun():
     """Everything from the environment."""
     assert resolve_launch(_parse().launch_flags, TORCHRUN) == LaunchSpec(
-        1, 3, "127.0.0.1", 4000, 1, 3, True, largest_size=3
+        1, 3, "127.0.0.1", 4000, 1, 3, largest_size=3
     )
 
 

@@ -1,0 +1,45 @@
+"""This machine's addresses and interfaces, and the route from it to another machine. No torch here."""
+
+import contextlib
+import socket
+
+import psutil
+
+
+def resolve(host: str) -> set[str]:
+    """Return the addresses of a host name or address; none where the name is unknown."""
+    with contextlib.suppress(OSError):
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    return set()
+
+
+def route_to(host: str) -> str:
+    """Return this machine's address on the route to ``host``; OSError for an unknown name or without a route."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # a datagram socket chooses a route and sends nothing
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of this machine's interface that has the address."""
+    interfaces = psutil.net_if_addrs().items()
+    return next(
+        (
+            name
+            for name, entries in interfaces
+            if any(entry.address == address for entry in entries)
+        ),
+        None,
+    )
+
+
+def is_own(host: str) -> bool:
+    """Return whether one of the addresses of ``host`` is one of this machine's."""
+    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    return any(address in own or is_loopback(address) for address in resolve(host))
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether the address reaches no other machine."""
+    return address.startswith("127.") or address in ("::1", "localhost")

@@ -1,0 +1,210 @@
+"""Ranks on this machine as real processes: how they end, in which order, and that none is left."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.distributed.spawn import RankExits, run_local_ranks
+from common.utils.system import ON_LINUX
+from tests.helpers.waiting import wait_until
+
+LONG = 60.0
+SLEEP = f"import time; time.sleep({LONG})"
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    """Return the command of a rank; -S -E: it starts in a few hundredths of a second."""
+    return [sys.executable, "-S", "-E", "-c", code, *map(str, arguments)]
+
+
+def waits_for(path: Path, *, then: str) -> list[str]:
+    """Return the command of a rank that waits until another has made a file."""
+    wait = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
+    return python(wait + then, path)
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_statuses_are_by_rank_and_failures_in_the_order_of_their_ends(tmp_path: Path) -> None:
+    """Rank 2 fails first, then rank 0 fails because of it; rank 1 ends well and is no failure."""
+    failed = tmp_path / "failed"
+    exits = run_local_ranks(
+        [
+            waits_for(failed, then="time.sleep(0.5); sys.exit(3)"),
+            waits_for(failed, then="pass"),
+            python(f"import sys; open({str(failed)!r}, 'w'); sys.exit(7)"),
+        ]
+    )
+    assert exits == RankExits(statuses=(3, 0, 7), failed=(2, 0), timed_out=False)
+
+
+def test_ranks_that_end_well_wait_for_one_another() -> None:
+    started = time.monotonic()
+    exits = run_local_ranks([python("import time; time.sleep(0.6)"), python("pass")])
+    assert exits == RankExits((0, 0), (), False)
+    assert time.monotonic() - started >= 0.6
+
+
+def test_a_rank_killed_by_a_signal_has_its_negative_number() -> None:
+    exits = run_local_ranks([python("import os, signal; os.kill(os.getpid(), signal.SIGABRT)")])
+    assert exits == RankExits((-signal.SIGABRT,), (0,), False)
+
+
+def test_after_the_first_failure_the_others_have_the_grace_period() -> None:
+    """One rank fails by itself within it and counts; one that hangs is killed and does not."""
+    started = time.monotonic()
+    exits = run_local_ranks(
+        [
+            python(SLEEP),
+            python("import sys; sys.exit(1)"),
+            python("import sys, time; time.sleep(0.7); sys.exit(2)"),
+        ],
+        grace_seconds=2.0,
+    )
+    assert exits == RankExits((-signal.SIGKILL, 1, 2), (1, 2), False)
+    assert 2.0 <= time.monotonic() - started < LONG / 2
+
+
+def test_the_limit_ends_all_and_no_rank_has_failed() -> None:
+    started = time.monotonic()
+    exits = run_local_ranks([python(SLEEP), python("pass")], limit_seconds=1.0)
+    assert exits == RankExits((-signal.SIGKILL, 0), (), True)
+    assert 1.0 <= time.monotonic() - started < LONG / 2
+
+
+def test_a_failure_before_the_limit_is_no_timeout() -> None:
+    """The limit also ends the grace period: after it nothing more is waited for."""
+    started = time.monotonic()
+    exits = run_local_ranks(
+        [python(SLEEP), python("import sys; sys.exit(1)")], limit_seconds=1.5, grace_seconds=LONG
+    )
+    assert exits == RankExits((-signal.SIGKILL, 1), (1,), False)
+    assert time.monotonic() - started < LONG / 2
+
+
+SAVES = """
+import signal, sys, time
+def save(*_):
+    open(sys.argv[1] + ".saved", "w").close()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+open(sys.argv[1], "w").close()
+time.sleep(60)
+"""
+
+
+def test_a_stop_lets_the_ranks_save_and_end(tmp_path: Path) -> None:
+    """SIGTERM reaches every rank once all have started; each ends with its own status."""
+    ready = [tmp_path / "0", tmp_path / "1"]
+    exits = run_local_ranks(
+        [python(SAVES, path) for path in ready],
+        grace_seconds=LONG,
+        stop_requested=lambda: all(path.exists() for path in ready),
+    )
+    assert exits.statuses == (75, 75)
+    assert not exits.timed_out
+    assert sorted(path.name for path in tmp_path.glob("*.saved")) == ["0.saved", "1.saved"]
+
+
+def test_a_rank_that_ignores_the_stop_is_killed_after_the_grace_period(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    ignores = (
+        f"import signal; signal.signal(15, signal.SIG_IGN); open({str(ready)!r}, 'w'); {SLEEP}"
+    )
+    exits = run_local_ranks([python(ignores)], grace_seconds=1.0, stop_requested=ready.exists)
+    assert exits == RankExits((-signal.SIGKILL,), (), False)
+
+
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-S", "-E", "-c", "import time; time.sleep(60)"])
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("ends_by", ["limit", "failure", "exception"])
+def test_nothing_is_left_of_a_rank_and_its_children(tmp_path: Path, ends_by: str) -> None:
+    pids = tmp_path / "pids"
+
+    def stop_requested() -> bool:
+        if ends_by == "exception" and pids.exists():
+            raise KeyboardInterrupt
+        return False
+
+    commands = [python(PARENT, pids)]
+    if ends_by == "failure":
+        commands.append(waits_for(pids, then="sys.exit(1)"))
+    try:
+        run_local_ranks(
+            commands,
+            limit_seconds=3.0 if ends_by == "limit" else LONG,
+            grace_seconds=0.2,
+            stop_requested=stop_requested,
+        )
+    except KeyboardInterrupt:
+        assert ends_by == "exception"
+    else:
+        assert ends_by != "exception"
+    rank, child = map(int, pids.read_text().split())
+    assert not psutil.pid_exists(rank), "the rank was not waited for"
+    wait_until(lambda: not is_running(child), "the rank's child has ended")
+
+
+def test_a_command_that_cannot_be_started_ends_those_before_it(tmp_path: Path) -> None:
+    before = set(psutil.Process().children())
+    with pytest.raises(FileNotFoundError):
+        run_local_ranks([python(SLEEP), [str(tmp_path / "no-such-program")]])
+    assert set(psutil.Process().children()) == before
+
+
+@pytest.mark.skipif(not ON_LINUX, reason="the kernel's signal at the parent's end is Linux's")
+def test_ranks_end_when_this_process_is_killed(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    rank = f"import os; open({str(mark)!r}, 'w').write(str(os.getpid())); {SLEEP}"
+    runs = (
+        f"from common.distributed.spawn import run_local_ranks\nrun_local_ranks([{python(rank)!r}])"
+    )
+    parent = psutil.Popen([sys.executable, "-c", runs], cwd=Path(__file__).parents[3])
+    try:
+        wait_until(lambda: mark.exists() and mark.read_text(), "the rank has started")
+    finally:
+        parent.kill()
+        parent.wait(30)
+    pid = int(mark.read_text())
+    wait_until(lambda: not is_running(pid), "the rank has ended")
+
+
+def test_each_rank_writes_to_its_own_file_in_the_environment_given(tmp_path: Path) -> None:
+    """stdout and stderr in one file, in the order in which they were written; stdin is empty."""
+    code = (
+        "import os, sys\n"
+        "print(os.environ['GREETING'], sys.argv[1], repr(sys.stdin.read()), flush=True)\n"
+        "print('error', sys.argv[1], file=sys.stderr)"
+    )
+    paths = [tmp_path / "0.txt", tmp_path / "1.txt"]
+    with paths[0].open("wb") as first, paths[1].open("wb") as second:
+        exits = run_local_ranks(
+            [python(code, rank) for rank in range(2)],
+            outputs=[first, second],
+            environment={**os.environ, "GREETING": "hello"},
+        )
+    assert exits.statuses == (0, 0)
+    assert [path.read_text() for path in paths] == [
+        "hello 0 ''\nerror 0\n",
+        "hello 1 ''\nerror 1\n",
+    ]
+
+
+def test_without_files_a_rank_writes_where_this_process_does(capfd: pytest.CaptureFixture) -> None:
+    run_local_ranks([python("import sys; print('out'); print('err', file=sys.stderr)")])
+    assert capfd.readouterr() == ("out\n", "err\n")
