@@ -17,11 +17,8 @@ from common.utils.paths import REPORTS
 from common.utils.versioned_json import label, non_negative, read_versioned
 
 FORMAT = 1
-LARGE_STEP = 256
-"""Samples of the step whose time ``describe`` shows."""
-
-QUIET_SHARE = 0.1
-"""Share of the cores that other processes may take without a warning."""
+LARGE_STEP = 256  # samples of the step whose time ``describe`` shows
+QUIET_SHARE = 0.1  # of the cores, that other processes may take without a warning
 _KIND = "calibration"
 
 

@@ -8,8 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEAST_SAMPLES = 2
-"""BatchNorm needs two samples a rank; a training with fewer is refused."""
+LEAST_SAMPLES = 2  # a rank: BatchNorm needs two, and a training with fewer is refused
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from common.cost_model.compute_model import StepCompute
 from common.sync.message_cost import Operation
 from common.sync.message_plans import MessagePlan
 
+# Bytes on a link for each byte of payload: TCP, IP and Ethernet headers (measured on shaped links).
 HEADERS = 1.06
-"""Bytes on a link for each byte of payload: TCP, IP and Ethernet headers (measured on shaped links)."""
 
+# What a message adds on the link, however small: the headers of TCP and IP, Ethernet's frame and gap. ``HEADERS`` counts
+# them for long messages; this counts the many short messages of a root, which pass its link one after the other.
 PACKET_BYTES = 90
-"""What a message adds on the link, however small: the headers of TCP and IP, Ethernet's frame and gap. ``HEADERS`` counts
-them for long messages; this counts the many short messages of a root, which pass its link one after the other."""
 
 LARGEST_NODES = 100_000
 _SAMPLED_RANKS = 32
