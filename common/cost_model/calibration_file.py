@@ -14,7 +14,7 @@ from common.cost_model.event_model import Network, Rate
 from common.errors import UserError
 from common.sync.message_cost import GradientSize
 from common.utils.paths import REPORTS
-from common.utils.versioned_json import label, non_negative, read_versioned
+from common.utils.versioned_json import label, non_negative, non_negatives, read_versioned
 
 FORMAT = 1
 LARGE_STEP = 256  # samples of the step whose time ``describe`` shows
@@ -84,9 +84,10 @@ def find_calibration(path: Path | None = None) -> tuple[Calibration, bool]:
 
 def load_calibration(path: Path) -> Calibration:
     """Read and check a calibration; UserError if the file is missing, cut, foreign or of another version."""
-    missing = f"no calibration at {path}"
     try:
-        return read_versioned(path, _from_json, kind=_KIND, version=FORMAT, missing=missing)
+        return read_versioned(
+            path, _from_json, kind=_KIND, version=FORMAT, missing=f"no calibration at {path}"
+        )
     except UserError as error:
         raise UserError(f"{error}: run `lab calibrate`, which writes it anew") from error
 
@@ -151,12 +152,12 @@ def _from_json(content: dict[str, Any]) -> Calibration:
     network, compute = content["network"], content["compute"]
     if not compute["profiles"] or not content["gradients"]:
         raise ValueError("no compute profile or no gradients")
-    kinds = {kind: Rate(**_numbers(rate)) for kind, rate in network["kinds"].items()}
-    costs = _numbers({name: value for name, value in network.items() if name != "kinds"})
+    kinds = {kind: Rate(**non_negatives(rate)) for kind, rate in network["kinds"].items()}
+    costs = non_negatives({name: value for name, value in network.items() if name != "kinds"})
     parsed = {
         "network": Network(**costs, kinds=kinds),
         "compute": ComputeModel(
-            tuple(ComputeProfile(**_numbers(profile)) for profile in compute["profiles"]),
+            tuple(ComputeProfile(**non_negatives(profile)) for profile in compute["profiles"]),
             tuple(compute["ready_bytes"]),
             tuple(compute["ready_shares"]),
         ),
@@ -169,7 +170,3 @@ def _from_json(content: dict[str, Any]) -> Calibration:
         ),
     }
     return Calibration(**content | parsed)
-
-
-def _numbers(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: non_negative(value) for name, value in content.items()}

@@ -76,8 +76,7 @@ class ComputeModel:
             share = math.log(ranks_here / low.ranks) / math.log(high.ranks / low.ranks)
 
         def fixed(first: float, second: float) -> float:
-            turns = max(1.0, ranks_here / ranks[-1])
-            return turns * (first + share * (second - first))
+            return max(1.0, ranks_here / ranks[-1]) * (first + share * (second - first))
 
         def shared(first: float, second: float) -> float:
             # A rank's time grows with the ranks that share the cores; the machine's time, first / ranks, hardly does.

@@ -75,10 +75,9 @@ class Network:
         measured = self.rate("all_reduce").beta_seconds_per_byte
 
         def moved(rate: Rate) -> Rate:
-            alpha = rate.alpha_seconds if latency_seconds is None else latency_seconds
             return replace(
                 rate,
-                alpha_seconds=alpha,
+                alpha_seconds=rate.alpha_seconds if latency_seconds is None else latency_seconds,
                 beta_seconds_per_byte=max(beta, rate.beta_seconds_per_byte),
             )
 

@@ -6,14 +6,13 @@ common/emulation/emulated_model.py sleeps for these times.
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 from common.utils.paths import REPORTS
-from common.utils.versioned_json import label, non_negative, read_versioned
+from common.utils.versioned_json import label, non_negative, non_negatives, read_versioned
 
 FORMAT = 1
 MEASURED = "measured"
@@ -114,17 +113,19 @@ def load_profile(
     """
     path = profile_path(choice, model=model)
     again = how_to_make(choice, model)
-    missing = f"there is no profile {path}"
     try:
-        profile = read_versioned(path, _from_json, kind=_KIND, version=FORMAT, missing=missing)
+        profile = read_versioned(
+            path, _from_json, kind=_KIND, version=FORMAT, missing=f"there is no profile {path}"
+        )
         if profile.model != model:
             raise UserError(f"the profile {path} is of {profile.model}, the model is {model}")
     except UserError as error:
         raise UserError(f"--compute {choice}: {error}: {again}") from error
     if image is not None and profile.image != image:
+        its_size, size = ("x".join(map(str, pixels)) for pixels in (profile.image, image))
         raise UserError(
-            f"--compute {choice}: the profile {path} is of images of {_size(profile.image)}, the dataset has "
-            f"{_size(image)}: take a dataset or a profile of the same size"
+            f"--compute {choice}: the profile {path} is of images of {its_size}, the dataset has {size}: take a dataset "
+            "or a profile of the same size"
         )
     if choice == MEASURED and machine is not None and profile.machine != machine:
         raise UserError(
@@ -132,10 +133,6 @@ def load_profile(
             f"{machine!r}: {again}; to emulate that machine give the file, --compute {path}"
         )
     return profile
-
-
-def _size(image: tuple[int, int]) -> str:
-    return "x".join(map(str, image))
 
 
 def how_to_make(choice: str, model: str) -> str:
@@ -153,8 +150,8 @@ def _from_json(content: dict[str, Any]) -> Profile:
         "layers": tuple(
             Layer(
                 str(layer["name"]),
-                _section_time(layer["forward"]),
-                _section_time(layer["backward"]),
+                SectionTime(**non_negatives(layer["forward"])),
+                SectionTime(**non_negatives(layer["backward"])),
                 tuple(map(str, layer["parameters"])),
             )
             for layer in content["layers"]
@@ -165,9 +162,3 @@ def _from_json(content: dict[str, Any]) -> Profile:
     if not any(layer.parameters for layer in profile.layers):
         raise ValueError("no layer with parameters")
     return profile
-
-
-def _section_time(content: Mapping[str, Any]) -> SectionTime:
-    return SectionTime(
-        non_negative(content["fixed_seconds"]), non_negative(content["sample_seconds"])
-    )

@@ -103,8 +103,9 @@ def _bytes(kind: str, args: tuple) -> tuple[int, float]:
     if kind in ("send", "recv"):
         return size, float(size) if kind == "send" else 0.0
     root = next((a for a in args if isinstance(a, int) and not isinstance(a, bool)), 0)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    return size, float(sent_bytes(kind, size, rank=rank, ranks=ranks, root=root))
+    return size, float(
+        sent_bytes(kind, size, rank=dist.get_rank(), ranks=dist.get_world_size(), root=root)
+    )
 
 
 class Timeline:

@@ -15,6 +15,7 @@ from common.sync.p2p import send_and_receive
 FLOAT_BYTES = 4
 SPREAD = 7936  # floats between two messages; a multiple of 64, so each stays aligned as tensors are
 MEMORY_SIZES = (1_000_000, 4_000_000, 12_000_000)
+_MEMORY_PAIRS = 4
 
 
 def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
@@ -61,15 +62,31 @@ def barrier(_step: int = 0) -> None:
     dist.all_reduce(torch.zeros(2))
 
 
+def over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:
+    """Return the largest (MAX) or smallest (MIN) of all ranks' values. Collective."""
+    number = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(number, op=op)
+    return float(number)
+
+
 def time_memory(arena: Tensor) -> dict[str, list[list[float]]]:
     """Return [bytes, seconds] rows of adding a part of ``arena`` to another ("sum") and of copying it, all ranks at once."""
-    found: dict[str, list[list[float]]] = {"sum": [], "copy": []}
-    for nbytes in MEMORY_SIZES:
-        parts = parts_of(arena, nbytes, 8)
-        for name, act in (("sum", Tensor.add_), ("copy", Tensor.copy_)):
-            barrier()
-            began = time.perf_counter()
-            for part, other in zip(parts[::2], parts[1::2], strict=True):
-                act(part, other)
-            found[name].append([nbytes, (time.perf_counter() - began) / (len(parts) // 2)])
-    return found
+    actions: dict[str, Callable[[Tensor, Tensor], object]] = {
+        "sum": Tensor.add_,
+        "copy": Tensor.copy_,
+    }
+    return {
+        name: [[nbytes, _seconds_in_memory(act, arena, nbytes)] for nbytes in MEMORY_SIZES]
+        for name, act in actions.items()
+    }
+
+
+def _seconds_in_memory(
+    act: Callable[[Tensor, Tensor], object], arena: Tensor, nbytes: int
+) -> float:
+    parts = parts_of(arena, nbytes, 2 * _MEMORY_PAIRS)
+    barrier()
+    began = time.perf_counter()
+    for part, other in zip(parts[::2], parts[1::2], strict=True):
+        act(part, other)
+    return (time.perf_counter() - began) / _MEMORY_PAIRS

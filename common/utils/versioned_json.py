@@ -5,19 +5,18 @@ Such a file names its kind under "what" and its version under "format". Imports 
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import UserError
 
-_PROJECT = "data-parallel-lab"
 _Parsed = TypeVar("_Parsed")
 
 
 def label(kind: str, version: int) -> dict[str, Any]:
     """Return the entries by which ``read_versioned`` recognises a file."""
-    return {"format": version, "what": f"{kind} of {_PROJECT}"}
+    return {"format": version, "what": f"{kind} of data-parallel-lab"}
 
 
 def read_versioned(
@@ -47,6 +46,11 @@ def read_versioned(
         return parse({name: value for name, value in content.items() if name not in expected})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{the_file} is incomplete ({type(error).__name__}: {error})") from error
+
+
+def non_negatives(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries; ValueError where one is not a finite number of 0 or more."""
+    return {name: non_negative(value) for name, value in content.items()}
 
 
 def non_negative(value: Any) -> float:

@@ -14,7 +14,7 @@ from common.cost_model.calibration_file import QUIET_SHARE, Calibration
 from common.cost_model.compute_model import LEAST_SAMPLES
 from common.cost_model.event_model import HEADERS, LARGEST_NODES
 from lab.predict.scaling import SCALINGS, ScalingLimit, most_nodes
-from lab.predict.tables import PredictedStep, are_own_machines, network_of
+from lab.predict.tables import PredictedStep
 
 _WIDTH, _NARROW = 100, 92
 
@@ -39,10 +39,10 @@ def summarize(
         source = (
             f"NOT this machine: {source}, comes with the project. `lab calibrate` measures this one"
         )
-    network = network_of(calibration, rate, latency)
+    network = calibration.network.over(rate_bits=rate, latency_seconds=latency)
     ring = network.rate("all_reduce")
     where = "the nodes of the calibration"
-    if are_own_machines(rate, latency):
+    if (rate, latency) != (None, None):
         where = "each node a machine like that one"
     elif calibration.over_loopback:
         where = "all nodes ranks of that one machine, over loopback"
@@ -145,13 +145,10 @@ def _scaling_limits_table(limits: Sequence[ScalingLimit], *, narrow: bool) -> Ta
         ],
         narrow=narrow,
     )
-    strong, weak = (
-        {limit.sync: limit for limit in limits if limit.scaling == scaling} for scaling in SCALINGS
-    )
-    for name, one in strong.items():
-        other = weak[name]
+    strong, weak = ([limit for limit in limits if limit.scaling == scaling] for scaling in SCALINGS)
+    for one, other in zip(strong, weak, strict=True):  # the same strategies in the same order
         table.add_row(
-            name,
+            one.sync,
             f"{one.nodes or one.limit:,}",
             _times(one.speedup),
             one.held_by or "-",

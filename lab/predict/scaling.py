@@ -17,7 +17,7 @@ from common.cost_model.event_model import (
     message_terms,
     step_seconds,
 )
-from common.sync.message_plans import MessagePlan
+from common.sync.message_plans import MessagePlan, NoSyncPlan
 
 SCALINGS = ("strong", "weak")
 WORTHWHILE = 1.1  # times as fast: what more nodes must bring to count
@@ -53,9 +53,8 @@ class ScalingLimit:
 
 def most_nodes(batch_size: int, *, scaling: str) -> int:
     """Return the largest number of nodes to evaluate; in strong scaling each of them needs two samples of the batch."""
-    if scaling == "weak":
-        return LARGEST_NODES
-    return max(1, min(LARGEST_NODES, batch_size // LEAST_SAMPLES))
+    most = LARGEST_NODES if scaling == "weak" else batch_size // LEAST_SAMPLES
+    return max(1, min(LARGEST_NODES, most))
 
 
 def scaling_limits(
@@ -78,16 +77,17 @@ def scaling_limits(
     tried = numbers_of_nodes(limit, also=() if scaling == "weak" else jumps)
     compute_at = cache(compute_at)
 
-    def speedup(seconds: Callable[[int], float]) -> Callable[[int], float]:
-        return cache(lambda n: (n if scaling == "weak" else 1) * seconds(1) / seconds(n))
+    def speedup(plan: MessagePlan, nodes: int) -> float:
+        alone, step = (
+            step_seconds(plan, sizes, count, network=network, compute=compute_at(count))
+            for count in (1, nodes)
+        )
+        return (nodes if scaling == "weak" else 1) * alone / step
 
-    def plan_seconds(plan: MessagePlan, nodes: int) -> float:
-        return step_seconds(plan, sizes, nodes, network=network, compute=compute_at(nodes))
-
-    compute_nodes = _search(speedup(lambda nodes: compute_at(nodes).seconds), tried)[0]
+    compute_nodes = _search(cache(partial(speedup, NoSyncPlan())), tried)[0]
     found = []
     for name, plan in plans.items():
-        speed = speedup(partial(plan_seconds, plan))
+        speed = cache(partial(speedup, plan))
         try:
             nodes, fastest, half = _search(speed, tried)
         except NotImplementedError:
@@ -98,9 +98,18 @@ def scaling_limits(
             held_by = "compute"
         else:
             held_by = message_terms(plan, sizes, max(2, nodes), network=network).largest
-        best, reached = speed(fastest), speed(nodes or limit)
         found.append(
-            ScalingLimit(name, scaling, limit, half, nodes, reached, fastest, best, held_by)
+            ScalingLimit(
+                name,
+                scaling,
+                limit,
+                half,
+                nodes,
+                speed(nodes or limit),
+                fastest,
+                speed(fastest),
+                held_by,
+            )
         )
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from common.cost_model.calibration_file import Calibration
 from common.cost_model.compute_model import LEAST_SAMPLES, StepCompute, local_samples
-from common.cost_model.event_model import LARGEST_NODES, Network, Prediction, predict_step
+from common.cost_model.event_model import LARGEST_NODES, Prediction, predict_step
 from common.errors import UserError
 from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.message_plans import MessagePlan
@@ -51,18 +51,6 @@ def message_plans(
     return {name: build_message_plan_from(name, options or {}) for name in names}
 
 
-def network_of(
-    calibration: Calibration, rate_bits: float | None, latency_seconds: float | None
-) -> Network:
-    """Return the network to predict for: the calibration's, or the same software on other links."""
-    return calibration.network.over(rate_bits=rate_bits, latency_seconds=latency_seconds)
-
-
-def are_own_machines(rate_bits: float | None, latency_seconds: float | None) -> bool:
-    """Return whether to predict for nodes on links of their own: a rate or a latency is given."""
-    return rate_bits is not None or latency_seconds is not None
-
-
 def compute_of(
     calibration: Calibration, nodes: int, *, batch_size: int, scaling: str, own_machines: bool
 ) -> StepCompute:
@@ -95,11 +83,11 @@ def predict_table(
         raise UserError(f"--scaling: got {scaling!r}, choose {' or '.join(SCALINGS)}")
     if batch_size < LEAST_SAMPLES:
         raise UserError(f"--batch-size: got {batch_size}, give {LEAST_SAMPLES} or more")
-    network = network_of(calibration, rate_bits, latency_seconds)
+    network = calibration.network.over(rate_bits=rate_bits, latency_seconds=latency_seconds)
     settings: dict[str, Any] = {
         "batch_size": batch_size,
         "scaling": scaling,
-        "own_machines": are_own_machines(rate_bits, latency_seconds),
+        "own_machines": (rate_bits, latency_seconds) != (None, None),
     }
     alone = compute_of(calibration, 1, **settings).seconds
 
@@ -131,7 +119,7 @@ def scaling_limits_of(
 
     Empty for a calibration over loopback without rate and latency: the ranks of one machine end with its cores.
     """
-    own_machines = are_own_machines(rate_bits, latency_seconds)
+    own_machines = (rate_bits, latency_seconds) != (None, None)
     if not own_machines and calibration.over_loopback:
         return []
     return [
@@ -140,7 +128,7 @@ def scaling_limits_of(
         for limit in scaling_limits(
             plans,
             calibration.gradients,
-            network=network_of(calibration, rate_bits, latency_seconds),
+            network=calibration.network.over(rate_bits=rate_bits, latency_seconds=latency_seconds),
             batch_size=batch_size,
             scaling=scaling,
             compute_at=partial(
