@@ -1,7 +1,7 @@
-"""A calibration: the file of what messages, memory and computing cost on one machine or cluster. Imports no torch.
+"""A calibration: the file of what messages, memory and computing cost. Imports no torch.
 
-``find_calibration`` chooses the user's own file or the one that comes with the project, ``load_calibration`` reads and
-checks it, ``describe`` tells a person what it holds.
+``find_calibration`` chooses the user's own file or the one that comes with the project,
+``load_calibration`` reads and checks it, ``describe`` tells a person what it holds.
 """
 
 from collections.abc import Mapping
@@ -30,11 +30,14 @@ class Calibration:
     ----------
     name : of the machine, for a reader.
     made : date and time, ISO.
-    ranks, ranks_here : ranks that measured, and how many of them shared a machine. If all did, messages went over loopback.
-    model, gradients : the model whose steps were timed, and the sizes of its gradients in the order of the parameters.
-    others_share : share of the cores that other processes took during the measurement. The fits leave out the rounds that
-        they disturbed most; more than a tenth still spoils the numbers.
-    fits : by what was fitted: values, 95 % intervals, residuals and the worst relative error (lab/fitting.py).
+    ranks, ranks_here : ranks that measured, and how many of them shared a machine. If all did,
+        messages went over loopback.
+    model, gradients : the model whose steps were timed, and the sizes of its gradients in the order
+        of the parameters.
+    others_share : share of the cores that other processes took during the measurement. The fits
+        leave out the rounds that they disturbed most; more than a tenth still spoils the numbers.
+    fits : by what was fitted: values, 95 % intervals, residuals and the worst relative error
+        (lab/fitting.py).
     machine : common.utils.environment.environment of rank 0.
     """
 
@@ -76,14 +79,20 @@ def reference_path() -> Path:
 
 
 def find_calibration(path: Path | None = None) -> tuple[Calibration, bool]:
-    """Return the calibration in ``path``, else this machine's own, else the reference, and whether it is the reference."""
+    """Return the calibration in ``path``, else this machine's own, else the reference.
+
+    The second value says whether it is the reference.
+    """
     if path is None and not calibration_path().exists():
         return load_calibration(reference_path()), True
     return load_calibration(path or calibration_path()), False
 
 
 def load_calibration(path: Path) -> Calibration:
-    """Read and check a calibration; UserError if the file is missing, cut, foreign or of another version."""
+    """Read and check a calibration.
+
+    Raises UserError if the file is missing, cut, foreign or of another version.
+    """
     try:
         return read_versioned(
             path, _from_json, kind=_KIND, version=FORMAT, missing=f"no calibration at {path}"
@@ -93,7 +102,7 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def describe(calibration: Calibration) -> list[str]:
-    """Return the calibration as lines for a person: each kind's alpha and bandwidth, the fits' errors, compute times."""
+    """Return lines for a person: each kind's alpha, bandwidth and error, compute times."""
     network, compute = calibration.network, calibration.compute
     where = (
         "over loopback"
@@ -123,7 +132,7 @@ def describe(calibration: Calibration) -> list[str]:
 
 
 def noise_warning(others_share: float, command: str) -> list[str]:
-    """Return a warning if other processes took more than ``QUIET_SHARE`` of the cores, else nothing.
+    """Return a warning if other processes took more than ``QUIET_SHARE`` of the cores, else none.
 
     command : what the user is to do again.
     """

@@ -1,6 +1,7 @@
-"""How long a rank computes: the seconds of a step by its samples, and when backward has made each gradient. No torch here.
+"""How long a rank computes, and when backward has made each gradient. Imports no torch.
 
-``ComputeModel.at`` returns the ``StepCompute`` of one rank's step; common/cost_model/event_model.py adds the messages.
+``ComputeModel.at`` returns the ``StepCompute`` of one rank's step; common/cost_model/event_model.py
+adds the messages.
 """
 
 import bisect
@@ -13,10 +14,13 @@ LEAST_SAMPLES = 2  # a rank: BatchNorm needs two, and a training with fewer is r
 
 @dataclass(frozen=True)
 class StepCompute:
-    """One rank's step without messages: seconds before backward (data and forward), of backward, of the update.
+    """One rank's step without messages: seconds before backward, of backward, and of the update.
 
-    ``ready_bytes`` counts, rising, the bytes of gradients made so far; ``ready_shares`` holds the share of backward after
-    which each count is reached. Backward makes the gradients in the reverse order of the parameters.
+    Before backward come data and forward.
+
+    ``ready_bytes`` counts, rising, the bytes of gradients made so far; ``ready_shares`` holds the
+    share of backward after which each count is reached. Backward makes the gradients in the reverse
+    order of the parameters.
     """
 
     before_seconds: float
@@ -31,7 +35,7 @@ class StepCompute:
         return self.before_seconds + self.backward_seconds + self.update_seconds
 
     def ready_seconds(self, nbytes: int) -> float:
-        """Return the seconds from the start of backward until ``nbytes`` bytes of gradients are made."""
+        """Return the seconds of backward until ``nbytes`` bytes of gradients are made."""
         index = bisect.bisect_left(self.ready_bytes, nbytes)
         share = self.ready_shares[index] if index < len(self.ready_shares) else 1.0
         return share * self.backward_seconds
@@ -39,10 +43,10 @@ class StepCompute:
 
 @dataclass(frozen=True)
 class ComputeProfile:
-    """Step times measured while ``ranks`` ranks computed on one machine at once, with ``threads`` threads each.
+    """Step times of ``ranks`` ranks on one machine at once, with ``threads`` threads each.
 
-    Data and forward ("before") and backward each take ``fixed_seconds`` + ``sample_seconds`` x the rank's samples. The update
-    takes ``update_seconds``, whatever the batch.
+    Data and forward ("before") and backward each take ``fixed_seconds`` + ``sample_seconds`` x the
+    rank's samples. The update takes ``update_seconds``, whatever the batch.
     """
 
     ranks: int
@@ -56,17 +60,17 @@ class ComputeProfile:
 
 @dataclass(frozen=True)
 class ComputeModel:
-    """Profiles by rising number of ranks on the machine, and the order in which gradients become ready."""
+    """Profiles by rising number of ranks, and the order in which gradients become ready."""
 
     profiles: tuple[ComputeProfile, ...]
     ready_bytes: tuple[int, ...] = ()
     ready_shares: tuple[float, ...] = ()
 
     def at(self, samples: float, *, ranks_here: int = 1) -> StepCompute:
-        """Return the step of a rank with ``samples`` samples while ``ranks_here`` ranks compute on its machine at once.
+        """Return the step of a rank with ``samples`` samples, one of ``ranks_here`` on its machine.
 
-        Between two profiles, the machine's time for a sample is interpolated over the logarithm of the ranks. Beyond the
-        last profile it stays the same: ranks that share cores take turns.
+        Between two profiles, the machine's time for a sample is interpolated over the logarithm of
+        the ranks. Beyond the last profile it stays the same: ranks that share cores take turns.
         """
         ranks = [profile.ranks for profile in self.profiles]
         above = bisect.bisect_right(ranks, ranks_here)
@@ -79,7 +83,8 @@ class ComputeModel:
             return max(1.0, ranks_here / ranks[-1]) * (first + share * (second - first))
 
         def shared(first: float, second: float) -> float:
-            # A rank's time grows with the ranks that share the cores; the machine's time, first / ranks, hardly does.
+            # A rank's time grows with the ranks that share the cores; the machine's time, first /
+            # ranks, hardly does.
             return ranks_here * ((1 - share) * first / low.ranks + share * second / high.ranks)
 
         return StepCompute(
@@ -96,6 +101,7 @@ class ComputeModel:
 def local_samples(batch_size: int, nodes: int, *, scaling: str) -> int:
     """Return the samples of the busiest rank, at least two.
 
-    scaling : "strong" divides a global batch of ``batch_size`` over the nodes, "weak" gives every node that many.
+    scaling : "strong" divides a global batch of ``batch_size`` over the nodes, "weak" gives every
+        node that many.
     """
     return max(LEAST_SAMPLES, batch_size if scaling == "weak" else -(-batch_size // nodes))

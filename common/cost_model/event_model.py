@@ -1,9 +1,10 @@
 """The time of a training step, predicted from a strategy's message plan.
 
-Read downward: ``loads`` holds the closed formula of each collective, ``operation_terms`` turns it into seconds (alpha-beta-gamma
-model), ``exposed_seconds`` lets messages overlap with backward, and ``predict_step`` adds up the step. Imports no torch, so
-that a table for 100,000 nodes takes a moment. The formulas are those of the algorithms that Gloo uses (Thakur, Rabenseifner,
-Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
+Read downward: ``loads`` holds the closed formula of each collective, ``operation_terms`` turns it
+into seconds (alpha-beta-gamma model), ``exposed_seconds`` lets messages overlap with backward, and
+``predict_step`` adds up the step. Imports no torch, so that a table for 100,000 nodes takes a
+moment. The formulas are those of the algorithms that Gloo uses (Thakur, Rabenseifner, Gropp:
+Optimization of Collective Communication Operations in MPICH, 2005).
 """
 
 import math
@@ -17,8 +18,9 @@ from common.sync.message_plans import MessagePlan
 # Bytes on a link for each byte of payload: TCP, IP and Ethernet headers (measured on shaped links).
 HEADERS = 1.06
 
-# What a message adds on the link, however small: the headers of TCP and IP, Ethernet's frame and gap. ``HEADERS`` counts
-# them for long messages; this counts the many short messages of a root, which pass its link one after the other.
+# What a message adds on the link, however small: the headers of TCP and IP, Ethernet's frame and
+# gap. ``HEADERS`` counts them for long messages; this counts the many short messages of a root,
+# which pass its link one after the other.
 PACKET_BYTES = 90
 
 LARGEST_NODES = 100_000
@@ -27,10 +29,10 @@ _SAMPLED_RANKS = 32
 
 @dataclass(frozen=True)
 class Rate:
-    """The cost of one kind of operation: seconds a message, seconds a byte on the busiest link, and seconds at least.
+    """The cost of a kind of operation: seconds a message, a byte on the busiest link, and at least.
 
-    An operation never takes less than ``floor_seconds``: where ranks share cores, waking them all takes longer than a small
-    message does.
+    An operation never takes less than ``floor_seconds``: where ranks share cores, waking them all
+    takes longer than a small message does.
     """
 
     alpha_seconds: float
@@ -44,13 +46,15 @@ class Network:
 
     Parameters
     ----------
-    alpha_seconds : of one message, however small: the latency, and the time that Python and Gloo spend on it.
+    alpha_seconds : of one message, however small: the latency, and the time that Python and Gloo
+        spend on it.
     beta_seconds_per_byte : of payload on a link.
-    gamma_seconds_per_byte, copy_seconds_per_byte : of adding two buffers in memory, and of copying one.
-    kinds : rates of single kinds of operation, where they were measured. Over loopback they differ: the bytes pass memory,
-        as often as the algorithm copies them.
-    overlap_cost : share of a message's time that it takes from a backward that computes meanwhile. 0: none, as with a free
-        core; 1: the two take turns.
+    gamma_seconds_per_byte, copy_seconds_per_byte : of adding two buffers in memory, and of copying
+        one.
+    kinds : rates of single kinds of operation, where they were measured. Over loopback they differ:
+        the bytes pass memory, as often as the algorithm copies them.
+    overlap_cost : share of a message's time that it takes from a backward that computes meanwhile.
+        0: none, as with a free core; 1: the two take turns.
     """
 
     alpha_seconds: float
@@ -67,9 +71,9 @@ class Network:
     def over(self, *, rate_bits: float | None, latency_seconds: float | None) -> "Network":
         """Return this network's software and memory on other links; None keeps what was measured.
 
-        rate_bits : of a link in a second, ``HEADERS`` included. latency_seconds : of a message. A byte never takes less than
-        was measured here, since it still passes this software. Backward loses as many seconds to a byte as it did here; the
-        rest of a message is waiting.
+        rate_bits : of a link in a second, ``HEADERS`` included. latency_seconds : of a message. A
+        byte never takes less than was measured here, since it still passes this software. Backward
+        loses as many seconds to a byte as it did here; the rest of a message is waiting.
         """
         beta = 0.0 if rate_bits is None else 8 * HEADERS / rate_bits
         measured = self.rate("all_reduce").beta_seconds_per_byte
@@ -93,7 +97,10 @@ class Network:
 
 @dataclass(frozen=True)
 class Terms:
-    """Seconds, by what they are spent on. Nothing of one operation is hidden behind another part of it."""
+    """Seconds, by what they are spent on.
+
+    Nothing of one operation is hidden behind another part of it.
+    """
 
     latency: float = 0.0
     bandwidth: float = 0.0
@@ -126,9 +133,10 @@ class Terms:
 
 
 def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
-    """Return the load of one operation: messages in a row, bytes on the busiest link in one direction, bytes that a rank sums.
+    """Return an operation's messages in a row, bytes on the busiest link, and bytes summed.
 
-    N ranks, a tensor of M bytes; ``formulas`` below holds the closed forms. Raises ValueError on an unknown kind.
+    N ranks, a tensor of M bytes; ``formulas`` below holds the closed forms. Raises ValueError on an
+    unknown kind.
     """
     if ranks == 1 and kind != "exchange":
         return 0, 0.0, 0.0
@@ -153,9 +161,10 @@ def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
 
 
 def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms:
-    """Return the seconds of all ``count`` of an operation, one after the other; what the floor adds counts as latency.
+    """Return the seconds of all ``count`` of an operation; what the floor adds counts as latency.
 
-    One takes max(messages x alpha + bytes x beta, floor) + summed x gamma + copied x the cost of a copy.
+    One takes max(messages x alpha + bytes x beta, floor) + summed x gamma + copied x the cost of a
+    copy.
     """
     messages, link_bytes, summed = loads(operation.kind, operation.nbytes, ranks)
     rate, count = network.rate(operation.kind), operation.count
@@ -163,7 +172,8 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
     in_memory = (
         summed + operation.summed_bytes
     ) * network.gamma_seconds_per_byte + operation.copied_bytes * network.copy_seconds_per_byte
-    # Through a root, the bytes of all ranks share one link: more ranks make it slower, so it is a term of its own.
+    # Through a root, the bytes of all ranks share one link: more ranks make it slower, so it is a
+    # term of its own.
     by_root = operation.kind in ("gather", "scatter")
     return Terms(
         count * max(messages * rate.alpha_seconds, rate.floor_seconds - passing),
@@ -178,17 +188,18 @@ def exposed_seconds(
     backward_seconds: float,
     overlap_cost: float = 0.0,
 ) -> tuple[float, float]:
-    """Return by how many seconds messages make backward longer, and the seconds of messages left when it ends.
+    """Return by how much messages make backward longer, and how much of them is left after it.
 
-    messages : in order, after how many seconds of backward each may begin (None: after all of it), and its own seconds. They
-        go one after the other, c_k = max(r_k, c_{k-1}) + t_k. While one is under way, backward computes at a speed of
-        1 - ``overlap_cost``.
+    messages : in order, after how many seconds of backward each may begin (None: after all of it),
+        and its own seconds. They go one after the other, c_k = max(r_k, c_{k-1}) + t_k. While one
+        is under way, backward computes at a speed of 1 - ``overlap_cost``.
     """
     now = computed = 0.0  # seconds on the clock, and how many seconds' worth of backward are done
     end_of_backward: float | None = None
     speed = 1 - overlap_cost
     for ready, seconds in messages:
-        # r_k: with no message under way, backward computes at full speed until this one's gradients are ready.
+        # r_k: with no message under way, backward computes at full speed until this one's gradients
+        # are ready.
         wait = max(0.0, (backward_seconds if ready is None else ready) - computed)
         now += wait
         computed += wait
@@ -206,10 +217,12 @@ def exposed_seconds(
 class Prediction:
     """One step, the mean over the strategy's period.
 
-    ``compute_seconds`` : data, forward, backward and update, with the time that messages take from backward.
-    ``sync_seconds`` : exposed communication, the messages left after backward. Both add up to ``step_seconds``.
-    ``bytes_sent_root``, ``bytes_sent_others`` : payload that rank 0 sends, and the mean over the other ranks (over some of
-        them if they are many).
+    ``compute_seconds`` : data, forward, backward and update, with the time that messages take from
+        backward.
+    ``sync_seconds`` : exposed communication, the messages left after backward. Both add up to
+        ``step_seconds``.
+    ``bytes_sent_root``, ``bytes_sent_others`` : payload that rank 0 sends, and the mean over the
+        other ranks (over some of them if they are many).
     ``bound`` : what takes longest: "compute", "latency", "bandwidth", "root's link" or "summation".
     """
 
@@ -231,8 +244,8 @@ def predict_step(
 ) -> Prediction:
     """Return the predicted step of ``plan`` on ``ranks`` ranks.
 
-    sizes : bytes of each parameter's gradient, in the order of the parameters. Raises NotImplementedError if the plan has no
-    formula.
+    sizes : bytes of each parameter's gradient, in the order of the parameters. Raises
+    NotImplementedError if the plan has no formula.
     """
     busy, sync, terms = _busy_and_exposed(plan, sizes, ranks, network, compute)
     bound = "compute" if busy >= sync else terms.largest
@@ -256,7 +269,7 @@ def step_seconds(
 def message_terms(
     plan: MessagePlan, sizes: Sequence[int], ranks: int, *, network: Network
 ) -> Terms:
-    """Return the seconds of all messages of the strategy's period, hidden behind backward or not."""
+    """Return the seconds of all messages of a period, hidden behind backward or not."""
     return sum((cost for _, cost in _costs(plan, sizes, ranks, network)), Terms())
 
 
@@ -270,7 +283,7 @@ def _costs(
 def _busy_and_exposed(
     plan: MessagePlan, sizes: Sequence[int], ranks: int, network: Network, compute: StepCompute
 ) -> tuple[float, float, Terms]:
-    """Return the seconds of computing, those of messages left after backward, and the terms of all messages."""
+    """Return the seconds of computing, of messages left after backward, and the messages' terms."""
     costs = _costs(plan, sizes, ranks, network)
     slowed, left = exposed_seconds(
         [
@@ -291,7 +304,7 @@ def _busy_and_exposed(
 
 
 def _bytes_sent(plan: MessagePlan, sizes: Sequence[int], ranks: int) -> tuple[float, float]:
-    """Return the bytes that rank 0 sends in a step, and the mean over other ranks, evenly spread if they are many."""
+    """Return the bytes that rank 0 sends in a step, and the mean over some other ranks."""
     if ranks == 1:
         return 0.0, 0.0
     spread = {1 + (ranks - 2) * index // (_SAMPLED_RANKS - 1) for index in range(_SAMPLED_RANKS)}

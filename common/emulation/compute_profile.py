@@ -1,4 +1,4 @@
-"""A compute profile: the file of how long each layer of a model takes on a machine of its own. Imports no torch.
+"""A compute profile: how long each layer of a model takes on its own machine. Imports no torch.
 
 lab/calibrate/layer_profile.py measures one, ``load_profile`` reads and checks it, and
 common/emulation/emulated_model.py sleeps for these times.
@@ -33,7 +33,7 @@ class SectionTime:
 
 @dataclass(frozen=True)
 class Layer:
-    """One call of a layer: how long it takes, and the names of the parameters whose gradients its backward makes."""
+    """One call of a layer: its seconds, and the parameters whose gradients its backward makes."""
 
     name: str
     forward: SectionTime
@@ -48,13 +48,15 @@ class Profile:
     Parameters
     ----------
     name : for a reader.
-    machine, device, threads : where it was measured: the CPU or the GPU, "cpu" or "cuda", CPU threads.
+    machine, device, threads : where it was measured: the CPU or the GPU, "cpu" or "cuda", CPU
+        threads.
     made : date and time, ISO.
     model, image : the model's name, and (height, width) of the images.
     layers : in the order of their execution; backward goes through them from the last to the first.
     update_seconds : of the optimiser's step.
     others_share : share of the cores that other processes took during the measurement.
-    steps : how well the lines fit: (samples, measured seconds of forward and backward, seconds by the lines).
+    steps : how well the lines fit: (samples, measured seconds of forward and backward, seconds by
+        the lines).
     """
 
     name: str
@@ -74,7 +76,7 @@ class Profile:
         return math.fsum(layer.forward.at(samples) for layer in self.layers)
 
     def ready_seconds(self, samples: float) -> dict[str, float]:
-        """Return after how many seconds of backward each parameter's gradient is ready, the earliest first."""
+        """Return the seconds of backward until each gradient is ready, earliest first."""
         passed = 0.0
         ready: dict[str, float] = {}
         for layer in reversed(self.layers):
@@ -88,7 +90,7 @@ class Profile:
 
 
 def profile_path(choice: str, *, model: str) -> Path:
-    """Return the file of the profile of that name. "measured" is this machine's own, one for each model.
+    """Return the file of the profile of that name; "measured" is this machine's own of ``model``.
 
     Raises UserError if ``choice`` is not a name.
     """
@@ -108,8 +110,9 @@ def load_profile(
 ) -> Profile:
     """Read and check a profile of ``model`` on images of (height, width) ``image``.
 
-    machine : this machine's processor; "measured" is refused if another machine made the profile. Raises UserError if the
-    file is missing, cut, foreign, of another version, of another model or of other images.
+    machine : this machine's processor; "measured" is refused if another machine made the profile.
+    Raises UserError if the file is missing, cut, foreign, of another version, of another model or
+    of other images.
     """
     path = profile_path(choice, model=model)
     again = how_to_make(choice, model)

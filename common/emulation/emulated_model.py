@@ -1,10 +1,11 @@
-"""Emulated compute: the layers of a model sleep for the times of a profile, and return made-up gradients.
+"""Emulated compute: a model's layers sleep for a profile's times and return made-up gradients.
 
-Eight ranks that compute on two cores measure the scheduler. Ranks that sleep leave the cores to the communication, which
-stays real, like parameters, hooks, buckets, and the order and moments in which gradients become ready.
+Eight ranks that compute on two cores measure the scheduler. Ranks that sleep leave the cores to the
+communication, which stays real, like parameters, hooks, buckets, and the order and moments in which
+gradients become ready.
 
-``Emulation`` replaces the model's forward, with a profile of compute_profile.py; the engine calls ``update`` in place of the
-optimiser's step. Weights never change, and the loss means nothing.
+``Emulation`` replaces the model's forward, with a profile of compute_profile.py; the engine calls
+``update`` in place of the optimiser's step. Weights never change, and the loss means nothing.
 """
 
 import math
@@ -23,11 +24,11 @@ _SCALE = 1e-3  # of generated gradients
 
 
 class Emulation:
-    """Makes a model take a profile's times: replaces its ``forward``; ``update`` stands for the optimiser's step.
+    """Makes a model take a profile's times; ``update`` stands for the optimiser's step.
 
-    Deadlines are absolute: from the first layer of forward to the last of backward, each layer ends when the sum of the times
-    up to it has passed. A layer that a busy machine or a hook delays is made up for in the next ones; only a delay at the
-    end stays.
+    Deadlines are absolute: from the first layer of forward to the last of backward, each layer ends
+    when the sum of the times up to it has passed. A layer that a busy machine or a hook delays is
+    made up for in the next ones; only a delay at the end stays.
 
     Parameters
     ----------
@@ -88,7 +89,7 @@ class Emulation:
 
 
 class _EmulatedLayer(torch.autograd.Function):
-    """A layer in autograd's graph: its backward returns its parameters' gradients, from ``make_gradients``."""
+    """A layer in autograd's graph; its backward returns the gradients from ``make_gradients``."""
 
     @staticmethod
     def forward(
@@ -103,10 +104,11 @@ class _EmulatedLayer(torch.autograd.Function):
 
 
 class _Gradient:
-    """A parameter's gradient: memory that is filled once. Each pass changes one entry, which costs next to nothing.
+    """A parameter's gradient: memory that is filled once; each pass changes one entry.
 
-    So no two passes and no two ranks have the same gradient. Each returned tensor has the parameter's strides and no other
-    owner: torch takes it as ``p.grad`` without a copy, and a strategy that works in place leaves its means in this memory.
+    So no two passes and no two ranks have the same gradient. Each returned tensor has the
+    parameter's strides and no other owner: torch takes it as ``p.grad`` without a copy, and a
+    strategy that works in place leaves its means in this memory.
     """
 
     def __init__(self, parameter: nn.Parameter, generator: torch.Generator, rank: int) -> None:
@@ -117,7 +119,7 @@ class _Gradient:
 
     @cached_property
     def _to_accumulate(self) -> Tensor:
-        """Memory of its own for a pass that torch adds to ``p.grad``: added to itself, the gradient would double."""
+        """Memory for a pass that torch adds to ``p.grad``; added to itself, that would double."""
         return self._memory.clone()
 
     def of(self, number: int) -> Tensor:
@@ -128,7 +130,7 @@ class _Gradient:
 
 
 def _check_parameters(profile: Profile, trained: Mapping[str, nn.Parameter]) -> None:
-    """Raise UserError unless the profile's layers name each parameter of ``trained`` exactly once, and no other."""
+    """Raise UserError unless the profile names exactly the parameters of ``trained``, once each."""
     named = [name for layer in profile.layers for name in layer.parameters]
     wrong = {name for name in (*named, *trained) if named.count(name) != 1 or name not in trained}
     if wrong:

@@ -1,8 +1,9 @@
-"""Record what this rank sends in a step, and when: each collective and message, seen where torch.distributed is called.
+"""Record what this rank sends in a step, and when: each collective and message.
 
-``Timeline`` is given to the engine, which opens ``around`` each step and hands over the step's times with ``took``; ``lab``
-draws and counts them. Every call of torch.distributed, by our strategies, by DistributedDataParallel or by its hooks, passes
-torch's dispatcher, where ``MessageRecorder`` sees it. That slows a step a little, so only the last steps of a run are
+``Timeline`` is given to the engine, which opens ``around`` each step and hands over the step's
+times with ``took``; ``lab`` draws and counts them. Every call of torch.distributed, by our
+strategies, by DistributedDataParallel or by its hooks, passes torch's dispatcher, where
+``MessageRecorder`` sees it. That slows a step a little, so only the last steps of a run are
 recorded, and their times stay out of the medians.
 """
 
@@ -36,7 +37,7 @@ _OWN_PART = {"all_gather": 1, "gather": 1}  # the argument with this rank's own 
 
 @dataclass
 class Message:
-    """One collective or message: bytes of this rank's tensor, bytes that it sends, begin and end by perf_counter."""
+    """One collective or message: bytes of the rank's tensor, bytes that it sends, its times."""
 
     kind: str
     nbytes: int
@@ -48,8 +49,8 @@ class Message:
 class MessageRecorder(TorchDispatchMode):
     """Context manager that adds every call of torch.distributed of this thread to ``messages``.
 
-    A collective ends when its future does. A point-to-point message ends when the strategy has waited for it and computes
-    again.
+    A collective ends when its future does. A point-to-point message ends when the strategy has
+    waited for it and computes again.
     """
 
     def __init__(self) -> None:
@@ -117,7 +118,10 @@ class Timeline:
         self._recorder: MessageRecorder | None = None
 
     def around(self, step: int) -> AbstractContextManager:
-        """Return the context manager to open around the whole step; it records messages if the step is to be recorded."""
+        """Return the context manager to open around the whole step.
+
+        It records messages if the step is to be recorded.
+        """
         self._recorder = MessageRecorder() if step in self else None
         return self._recorder or nullcontext()
 
@@ -136,16 +140,17 @@ class Timeline:
 
     @property
     def messages_a_step(self) -> float:
-        """Collectives and messages that this rank took part in in a step, the mean over the recorded ones."""
+        """Collectives and messages of this rank in a step, the mean over the recorded ones."""
         return sum(len(messages) for messages, _ in self._steps.values()) / max(1, len(self._steps))
 
     def __contains__(self, step: int) -> bool:
         return step in self._to_record
 
     def busiest_step(self, clock_offset: float) -> dict[str, Any] | None:
-        """Return sections and messages of the recorded step with the most bytes; None where no step was recorded.
+        """Return sections and messages of the step with the most bytes; None if none was recorded.
 
-        Of several, the last: every rank returns the same step. Times are seconds of perf_counter less ``clock_offset``.
+        Of several, the last: every rank returns the same step. Times are seconds of perf_counter
+        less ``clock_offset``.
         """
         if not self._steps:
             return None

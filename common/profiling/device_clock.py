@@ -9,7 +9,10 @@ Moment = Any  # a ``time.perf_counter`` on the CPU, a recorded ``torch.cuda.Even
 
 
 def now(device: torch.device) -> Moment:
-    """Return this moment on ``device``. On a GPU it is recorded behind the work queued so far, without waiting for that."""
+    """Return this moment on ``device``.
+
+    On a GPU it is recorded behind the work queued so far, without waiting for that.
+    """
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -18,7 +21,10 @@ def now(device: torch.device) -> Moment:
 
 
 def seconds_between(begin: Moment, end: Moment) -> float:
-    """Return the seconds from ``begin`` to ``end``, two moments of one device; waits until a GPU has reached ``end``."""
+    """Return the seconds from ``begin`` to ``end``, two moments of one device.
+
+    Waits until a GPU has reached ``end``.
+    """
     if isinstance(end, float):
         return end - begin
     end.synchronize()

@@ -22,10 +22,10 @@ class Call:
 
 
 class LayerTimer:
-    """Times every layer without children, and the loss, in one step after another; a context manager.
+    """Context manager that times every layer without children, and the loss, step after step.
 
-    Call ``take`` after each step. A layer that runs several times in a step has a call for each; its parameters belong to
-    the first call, whose backward comes last.
+    Call ``take`` after each step. A layer that runs several times in a step has a call for each;
+    its parameters belong to the first call, whose backward comes last.
     """
 
     def __init__(self, model: nn.Module, criterion: nn.Module, *, device: str) -> None:
@@ -58,7 +58,7 @@ class LayerTimer:
             hook.remove()
 
     def take(self) -> tuple[tuple[Call, ...], list[float], list[float]]:
-        """Return the last step's calls in the order of their execution, and each one's seconds of forward and of backward."""
+        """Return the last step's calls in order, their forward and their backward seconds."""
         ends = [self._began, *(call.ended for call in self._calls)]
         forward = [seconds_between(begin, end) for begin, end in pairwise(ends)]
         backward, end = [], self._last_gradient

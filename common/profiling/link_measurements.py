@@ -41,14 +41,17 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
 
 
 def parts_of(arena: Tensor, nbytes: int, repeats: int) -> list[Tensor]:
-    """Return ``repeats`` parts of ``arena``, of ``nbytes`` each and at different offsets, like gradients in memory."""
+    """Return ``repeats`` parts of ``arena`` of ``nbytes`` each, spread like gradients in memory."""
     count = max(1, nbytes // FLOAT_BYTES)
     offsets = range(0, repeats * (count + SPREAD), count + SPREAD)
     return [arena[offset % (len(arena) - count) :][:count] for offset in offsets]
 
 
 def seconds_of_call(call: Callable[[Tensor], object], parts: list[Tensor]) -> float:
-    """Return the seconds of one call and of the barrier after it, the mean over ``parts``. Collective."""
+    """Return the seconds of one call and of the barrier after it, the mean over ``parts``.
+
+    Collective, like all functions below.
+    """
     barrier()
     began = time.perf_counter()
     for part in parts:
@@ -58,7 +61,10 @@ def seconds_of_call(call: Callable[[Tensor], object], parts: list[Tensor]) -> fl
 
 
 def barrier(_step: int = 0) -> None:
-    """Wait for all ranks with a tiny all_reduce; its argument lets it serve as the trainer's ``after_step``."""
+    """Wait for all ranks with a tiny all_reduce.
+
+    Its argument lets it serve as the trainer's ``after_step``.
+    """
     dist.all_reduce(torch.zeros(2))
 
 
@@ -70,7 +76,10 @@ def over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:
 
 
 def time_memory(arena: Tensor) -> dict[str, list[list[float]]]:
-    """Return [bytes, seconds] rows of adding a part of ``arena`` to another ("sum") and of copying it, all ranks at once."""
+    """Return rows [bytes, seconds] of "sum" and "copy", all ranks at once.
+
+    "sum" adds one part of ``arena`` to another, "copy" copies it.
+    """
     actions: dict[str, Callable[[Tensor, Tensor], object]] = {
         "sum": Tensor.add_,
         "copy": Tensor.copy_,

@@ -1,8 +1,9 @@
 """Time the sections of a training step: data, forward, backward, sync, update.
 
-"sync" is exposed communication: from the moment this rank's last gradient is ready until all gradients are final. That is
-the whole exchange for strategies that begin after backward, and what backward did not hide for DistributedDataParallel. A
-strategy that averages weights after the optimiser's step adds a second part.
+"sync" is exposed communication: from the moment this rank's last gradient is ready until all
+gradients are final. That is the whole exchange for strategies that begin after backward, and what
+backward did not hide for DistributedDataParallel. A strategy that averages weights after the
+optimiser's step adds a second part.
 """
 
 import time
@@ -21,10 +22,10 @@ RawSpans = dict[str, list[tuple[Moment, Moment]]]
 
 
 class StepTimer:
-    """Times the sections of one step after another; on a GPU with CUDA events, so that timing does not wait.
+    """Times the sections of each step; on a GPU with CUDA events, so that timing does not wait.
 
-    Use ``with timer.section("forward"):`` around each part, then ``take()`` once a step. ``seconds(taken)`` and
-    ``spans(taken)`` may be called later; they wait for the GPU.
+    Use ``with timer.section("forward"):`` around each part, then ``take()`` once a step.
+    ``seconds(taken)`` and ``spans(taken)`` may be called later; they wait for the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,7 +40,10 @@ class StepTimer:
             self._origin = (start, time.perf_counter())
 
     def watch_gradients(self, model: nn.Module) -> None:
-        """Record when each parameter's gradient becomes ready; the last one of a step ends "backward"."""
+        """Record when each parameter's gradient becomes ready.
+
+        The last one of a step ends "backward".
+        """
         self.close()
         self._hooks = [
             p.register_hook(self._gradient_ready) for p in model.parameters() if p.requires_grad
@@ -53,7 +57,10 @@ class StepTimer:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Time the block as the section of that name, one of ``SECTIONS``; a section may come several times in a step."""
+        """Time the block as the section of that name, one of ``SECTIONS``.
+
+        A section may come several times in a step.
+        """
         begin = now(self._device)
         try:
             yield
@@ -77,7 +84,7 @@ class StepTimer:
         }
 
     def spans(self, taken: RawSpans) -> dict[str, list[tuple[float, float]]]:
-        """Return when each part of each section of a step began and ended, by ``time.perf_counter``."""
+        """Return when each part of each section began and ended, by ``time.perf_counter``."""
         origin, seconds = self._origin
         return {
             name: [

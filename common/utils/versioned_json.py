@@ -24,8 +24,9 @@ def read_versioned(
 ) -> _Parsed:
     """Return what ``parse`` makes of the file's entries, those of ``label`` left out.
 
-    kind : as given to ``label``; its last word is what messages call the file. missing : the message where there is no file.
-    Raises UserError where the file is missing, cut, of another kind or version, or where ``parse`` fails.
+    kind : as given to ``label``; its last word is what messages call the file. missing : the
+    message where there is no file. Raises UserError where the file is missing, cut, of another kind
+    or version, or where ``parse`` fails.
     """
     the_file, expected = f"the {kind.split()[-1]} {path}", label(kind, version)
     try:

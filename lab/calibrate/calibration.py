@@ -1,7 +1,8 @@
-"""Calibrate: measure alpha, beta, gamma and the compute time, fit them, and write reports/calibration.json.
+"""Calibrate: measure messages, memory and compute time, fit them, write reports/calibration.json.
 
-``calibrate`` starts ranks on this machine; ``calibrate_nodes`` is one of several ranks that the user started. Neither trains
-what is predicted later: messages are timed by themselves, and steps train on noise without messages.
+``calibrate`` starts ranks on this machine; ``calibrate_nodes`` is one of several ranks that the
+user started. Neither trains what is predicted later: messages are timed by themselves, and steps
+train on noise without messages.
 """
 
 import json
@@ -34,7 +35,10 @@ _SIZES = (
 
 
 def measures_for(model: str, image: tuple[int, int], *, quick: bool) -> Measures:
-    """Return what a calibration measures. No number of samples is a common batch size, so no predicted cell is measured."""
+    """Return what a calibration measures.
+
+    No number of samples is a common batch size, so no predicted cell is measured.
+    """
     full = Measures(model, image, _SIZES, rounds=6, step_rounds=3, samples=(28, 100, 220), steps=2)
     if not quick:
         return full
@@ -50,10 +54,10 @@ def calibrate(
     path: Path | None = None,
     measures: Measures | None = None,
 ) -> Calibration:
-    """Measure with ``ranks`` processes on this machine (default: one a core, 2 to 8) over loopback, and write the file.
+    """Measure with ``ranks`` processes on this machine, and write the file.
 
-    path : instead of ``calibration_path()``. Raises UserError on wrong values, WorkerError if a rank fails. Leaves no process
-    behind.
+    ranks : default one a core, 2 to 8. path : instead of ``calibration_path()``. Raises UserError
+    on wrong values, WorkerError if a rank fails. Leaves no process behind.
     """
     ranks = ranks if ranks is not None else min(_MOST_RANKS, max(2, usable_cores()))
     if ranks < 2:
@@ -77,7 +81,7 @@ def calibrate_nodes(
     timeout_seconds: float = 60.0,
     measures: Measures | None = None,
 ) -> Calibration | None:
-    """Measure as one rank of a group, of which each node starts one. Rank 0 writes the file and returns its content.
+    """Measure as one rank of a group; rank 0 writes the file and returns its content.
 
     Raises GroupError and UserError as ``common.distributed.process_group.process_group`` does.
     """

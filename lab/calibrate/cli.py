@@ -1,4 +1,4 @@
-"""The flags and the handlers of ``lab calibrate``, for this machine or for one rank of several nodes."""
+"""The flags and the handlers of ``lab calibrate``: this machine, or one rank of several nodes."""
 
 import argparse
 from pathlib import Path
@@ -49,7 +49,10 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    """Calibrate this machine and its layers, or one rank of several nodes; with ``--profile`` measure the layers alone."""
+    """Calibrate this machine and its layers, or one rank of several nodes.
+
+    With ``--profile`` measure the layers alone.
+    """
     from common.cost_model.calibration_file import calibration_path, describe
     from common.distributed.launch_env import LaunchSpec
     from common.emulation.compute_profile import MEASURED
@@ -90,7 +93,7 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _profile_layers(args: argparse.Namespace, name: str) -> int:
-    """Measure how long each layer takes on this machine, for emulated compute, and write the profile of that name."""
+    """Measure how long each layer takes on this machine, and write the profile of that name."""
     from common.emulation.compute_profile import profile_path
     from lab.calibrate.layer_profile import describe_profile, measure_profile, save_profile
 

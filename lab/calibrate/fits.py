@@ -1,4 +1,4 @@
-"""Fit what the ranks measured: latency and bandwidth of each kind of message, memory, and a step's time over its samples."""
+"""Fit what the ranks measured: each kind of message, memory, and a step's time over its samples."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,10 +63,10 @@ def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Cal
 def quiet(
     turns: Iterable[Turn], found: Mapping[str, Any], noise: list[tuple[float, float]]
 ) -> list[Turn]:
-    """Return the turns in which other processes took next to nothing of the cores, at least the two quietest.
+    """Return the turns in which other processes took next to nothing, at least the two quietest.
 
-    found : "cores" and "ranks_here" of what ``measure_rank`` returned. noise : receives for every turn its length in seconds
-    and the share of the cores that other processes took.
+    found : "cores" and "ranks_here" of what ``measure_rank`` returned. noise : receives for every
+    turn its length in seconds and the share of the cores that other processes took.
     """
     by_noise = sorted(
         (
@@ -93,12 +93,15 @@ def fit_line(samples: Sequence[float], seconds: Sequence[float]) -> Fit:
 
 
 def _by_turn(ranks: Sequence[Mapping[str, Any]], key: str) -> list[Turn]:
-    """Return for each turn what every rank measured under ``key``; a rank that measured nothing is left out."""
+    """Return for each turn what every rank measured under ``key``.
+
+    A rank that measured nothing is left out.
+    """
     return list(zip(*(rank[key] for rank in ranks if rank[key]), strict=True))
 
 
 def _others_share(cpu: Sequence[Mapping[str, float]], found: Mapping[str, Any]) -> float:
-    """Return the share of rank 0's cores that processes other than the ranks took, from the CPU time of each rank."""
+    """Return the share of rank 0's cores that other processes took, from the ranks' CPU times."""
     first = cpu[0]
     # With ranks on several machines, rank 0 stands for each of those on its own.
     own = (
@@ -120,7 +123,8 @@ def _fit_memory(action: str, turns: Sequence[Turn]) -> Fit:
 def _fit_kind(kind: str, size: int, gamma: float, turns: Sequence[Turn]) -> Fit:
     """Fit alpha and beta of a kind of message.
 
-    Two parts of the measured time are known: what the message sums, and the tiny all_reduce that was timed with it.
+    Two parts of the measured time are known: what the message sums, and the tiny all_reduce that
+    was timed with it.
     """
     rows = [
         row
@@ -158,7 +162,10 @@ def _profile(
     found: Mapping[str, Any],
     noise: list[tuple[float, float]],
 ) -> tuple[ComputeProfile, dict[str, Fit]]:
-    """Fit the line of each section over the samples; among ranks that compute together, the slowest one's step counts."""
+    """Fit the line of each section over the samples.
+
+    Among ranks that compute together, the slowest one's step counts.
+    """
     calm = [
         step
         for samples in dict.fromkeys(step[0]["samples"] for step in steps)
@@ -178,6 +185,6 @@ def _profile(
 def _ready(
     sizes: Sequence[int], shares: Sequence[Sequence[float]]
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return the bytes of gradients made, from the last parameter to the first, and the share of backward it takes."""
+    """Return the bytes of gradients made, last parameter first, and their shares of backward."""
     median = [statistics.median(column) for column in zip(*shares, strict=True)]
     return tuple(accumulate(reversed(sizes))), tuple(accumulate(reversed(median), max))

@@ -1,8 +1,9 @@
-"""Measure how long each layer of a model takes on this machine: a profile (common/emulation/compute_profile.py).
+"""Measure a compute profile: how long each layer of a model takes on this machine.
 
-``measure_profile`` trains the real model on noise, in one process with all cores, with several numbers of samples in turns;
-hooks record when each layer ends. Work between two layers (an addition, a reshape) counts to the layer after it, so that
-the layers' times add up to the step's. ``save_profile`` writes the file.
+``measure_profile`` trains the real model on noise, in one process with all cores, with several
+numbers of samples in turns; hooks record when each layer ends. Work between two layers (an
+addition, a reshape) counts to the layer after it, so that the layers' times add up to the step's.
+``save_profile`` writes the file.
 """
 
 import json
@@ -39,9 +40,10 @@ def measure_profile(
     samples: Sequence[int] = SAMPLES,
     rounds: int = _ROUNDS,
 ) -> Profile:
-    """Measure the layers of ``model`` on ``device`` ("cpu" or "cuda") with these numbers of samples; fit a line to each.
+    """Measure the layers of ``model`` on "cpu" or "cuda", and fit a line over the samples to each.
 
-    Takes about 15 s for VGG-11 on two cores; the machine should have nothing else to do. Raises UserError on unknown values.
+    Takes about 15 s for VGG-11 on two cores; the machine should have nothing else to do. Raises
+    UserError on unknown values.
     """
     if model not in MODELS:
         raise UserError(f"--model: got {model!r}, choose one of {', '.join(MODELS)}")
@@ -99,7 +101,7 @@ def _timed_steps(trainer: Trainer, timer: LayerTimer, samples: int) -> list[dict
 def _fit_profile(
     name: str, model: str, image: tuple[int, int], device: str, steps: Sequence[dict[str, Any]]
 ) -> Profile:
-    """Return the profile whose lines fit the median of each layer's seconds over the quiet ``steps``."""
+    """Return the profile whose lines fit each layer's median seconds in the quiet ``steps``."""
     counts = sorted({step["samples"] for step in steps})
     noise: list[tuple[float, float]] = []
     one_rank = {"ranks_here": 1, "cores": usable_cores()}

@@ -1,9 +1,10 @@
-"""Measure what messages cost on the nodes at hand, for predictions of emulated nodes; takes seconds.
+"""Measure what messages cost on the nodes at hand, for predictions of emulated nodes.
 
-Start ``python -m lab.calibrate.link_probe --output FILE --kinds all_reduce ... --master-ip IP --num-nodes N --rank R`` on each
-node; rank 0 writes the file. ``network_from`` turns it into the network of common/cost_model/event_model.py: an operation
-takes max(alpha1, ideal x 1.06 + alpha0), with alpha1 from messages of 1 KB and alpha0 from messages of 2 MB. Buffers in
-memory cost what they take while all ranks copy.
+Start ``python -m lab.calibrate.link_probe --output FILE --kinds all_reduce ... --master-ip IP
+--num-nodes N --rank R`` on each node; rank 0 writes the file. ``network_from`` turns it into the
+network of common/cost_model/event_model.py: an operation takes max(alpha1, ideal x 1.06 + alpha0),
+with alpha1 from messages of 1 KB and alpha0 from messages of 2 MB. Buffers in memory cost what they
+take while all ranks copy.
 """
 
 import argparse
@@ -31,16 +32,16 @@ from common.utils.atomic_files import write_atomically
 
 SMALL, LARGE, LARGEST = 1_024, 2_000_000, 8_000_000
 _SMALL_CALLS, _SMALL_ROUNDS, _LARGE_CALLS, _LARGE_ROUNDS, _WARM_UP_CALLS = 20, 5, 2, 3, 1
-# As the strategies use them: what one rank collects it also gives out. A sender alone would be timed until it has filled a
-# buffer.
+# As the strategies use them: what one rank collects it also gives out. A sender alone would be
+# timed until it has filled a buffer.
 _IN_PAIRS = {"gather": "scatter", "scatter": "gather", "reduce": "broadcast", "broadcast": "reduce"}
 
 
 def measure_links(rank: int, size: int, *, kinds: Sequence[str], shaped: bool) -> dict[str, Any]:
     """Measure in the open process group, and return "nodes", "kinds", "sum" and "copy". Collective.
 
-    "kinds" has rows [bytes, seconds of one] for each kind, "sum" and "copy" are the seconds a byte in memory. shaped : the
-    links' rate is known, so one large message size is enough.
+    "kinds" has rows [bytes, seconds of one] for each kind, "sum" and "copy" are the seconds a byte
+    in memory. shaped : the links' rate is known, so one large message size is enough.
     """
     sizes = [(SMALL, _SMALL_CALLS, _SMALL_ROUNDS), (LARGE, _LARGE_CALLS, _LARGE_ROUNDS)]
     sizes += [] if shaped else [(LARGEST, _LARGE_CALLS, _LARGE_ROUNDS)]
@@ -64,7 +65,7 @@ def measure_links(rank: int, size: int, *, kinds: Sequence[str], shaped: bool) -
 def _seconds(
     calls_in_turn: Sequence[Callable[[Tensor], object]], nbytes: int, *, calls: int, rounds: int
 ) -> float:
-    """Return the seconds of one call: the median over rounds of ``calls`` in a row, on the slowest rank.
+    """Return the seconds of one call on the slowest rank, the median over rounds.
 
     The first calls of a row are not timed: a link that was idle lets some bytes pass at once.
     """
@@ -86,7 +87,8 @@ def _seconds(
 def network_from(found: Mapping[str, Any], *, rate_bits: float | None) -> Network:
     """Return the network from what ``measure_links`` returned.
 
-    rate_bits : of the links in a second; None: from the measured times of the two large message sizes.
+    rate_bits : of the links in a second; None: from the measured times of the two large message
+        sizes.
     """
     kinds = {}
     for kind, rows in found["kinds"].items():

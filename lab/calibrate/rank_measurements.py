@@ -1,7 +1,7 @@
-"""What one rank measures for a calibration: messages, memory, compute. ``measure_rank`` measures all of it.
+"""What one rank measures for a calibration: ``measure_rank`` times messages, memory and compute.
 
-Everything is measured in turns, for several rounds, so that a machine whose speed drifts distorts all numbers alike. Sizes are
-in bytes, times in seconds.
+Everything is measured in turns, for several rounds, so that a machine whose speed drifts distorts
+all numbers alike. Sizes are in bytes, times in seconds.
 """
 
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ class Measures:
     model, image : name of the model, and (height, width) of the images that it trains on.
     sizes : of messages in bytes, each with the number of calls in a row that are timed together.
     rounds, step_rounds : rounds of the messages and of the training steps.
-    samples : of a training step of a rank that has its machine alone; ranks that share a machine divide them. Fewer if the
-        model is slow.
+    samples : of a training step of a rank that has its machine alone; ranks that share a machine
+        divide them. Fewer if the model is slow.
     steps : timed in each round for each number of samples.
     """
 
@@ -59,9 +59,10 @@ class Measures:
 
 
 def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -> dict[str, Any]:
-    """Measure in the open process group; return the numbers of all ranks, on every rank. Collective.
+    """Measure in the open process group; return all ranks' numbers on every rank. Collective.
 
-    ranks_here : ranks that share this machine; if there are several, rank 0 also computes alone, with all threads.
+    ranks_here : ranks that share this machine; if there are several, rank 0 also computes alone,
+        with all threads.
     """
     tune_malloc()
     cores = usable_cores()
@@ -91,10 +92,11 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
 def time_messages(rank: int, size: int, measures: Measures) -> list[dict[str, Any]]:
     """Return "messages", "memory" and "cpu" for each round. Collective.
 
-    "messages" has rows [bytes, seconds, seconds without the message] for each kind, from a common begin until every rank has
-    its result; "memory" is what ``time_memory`` returns, "cpu" the CPU time of the round. A tiny all_reduce follows each
-    message, since a sender alone would be timed until it has filled a buffer; a row's last entry is that all_reduce by itself,
-    measured in the same round. Each call takes another part of the memory, as gradients lie.
+    "messages" has rows [bytes, seconds, seconds without the message] for each kind, from a common
+    begin until every rank has its result; "memory" is what ``time_memory`` returns, "cpu" the CPU
+    time of the round. A tiny all_reduce follows each message, since a sender alone would be timed
+    until it has filled a buffer; a row's last entry is that all_reduce by itself, measured in the
+    same round. Each call takes another part of the memory, as gradients lie.
     """
     floats = max(2 * measures.sizes[-1][0], 10 * MEMORY_SIZES[-1]) // FLOAT_BYTES + SPREAD
     arena = torch.zeros(floats).fill_(0.0)  # filled: the kernel maps its pages now
@@ -119,13 +121,14 @@ def time_messages(rank: int, size: int, measures: Measures) -> list[dict[str, An
 
 
 def _overlap(trainer: Trainer, samples: int) -> dict[str, Any]:
-    """Return the seconds of backward alone, of messages alone, of backward during these messages, and the CPU time."""
+    """Return the seconds of backward alone, of messages alone, and of backward during messages."""
     start = cpu_seconds()
     barrier()
     alone = trainer.backward_seconds(samples)
     tensor = torch.zeros(_OVERLAP_BYTES // FLOAT_BYTES)
     one = seconds_of_call(lambda part: _wait(_send(1, part)), [tensor] * 4)
-    # As many as take half of backward: all of them fit within it, and there are enough to see what they cost.
+    # As many as take half of backward: all of them fit within it, and there are enough to see what
+    # they cost.
     count = int(over_ranks(max(1.0, 0.5 * alone / one), dist.ReduceOp.MIN))
     messages = seconds_of_call(lambda part: _wait(_send(count, part)), [tensor])
     works: list[dist.Work] = []
@@ -150,7 +153,10 @@ def _wait(works: Sequence[dist.Work]) -> None:
 
 
 def _affordable(trainer: Trainer, samples: Sequence[int], ranks_here: int) -> tuple[int, ...]:
-    """Return ``samples``, fewer if a rank's share of the largest would take too long. Collective."""
+    """Return ``samples``, fewer if a rank's share of the largest would take too long.
+
+    Collective.
+    """
     barrier()
     trainer.backward_seconds(_PROBE_SAMPLES)
     seconds = trainer.backward_seconds(_PROBE_SAMPLES) / _PROBE_SAMPLES * max(samples) / ranks_here
@@ -164,7 +170,7 @@ def _affordable(trainer: Trainer, samples: Sequence[int], ranks_here: int) -> tu
 def _alone(
     trainer: Trainer, rank: int, cores: int, samples: Sequence[int], *, steps: int
 ) -> list[dict[str, Any]]:
-    """Time rank 0's steps with all of the machine's threads while the other ranks wait for it, step by step."""
+    """Time rank 0's steps with all threads of the machine while the other ranks wait."""
     if rank == 0:
         torch.set_num_threads(cores)
         return trainer.time_steps(samples, steps=steps, after_step=barrier)

@@ -1,4 +1,4 @@
-"""Training steps of a real model on generated images, for calibrations: without a dataset and without other ranks."""
+"""Training steps of a real model on generated images, without other ranks, for calibrations."""
 
 import statistics
 import time
@@ -21,14 +21,12 @@ from common.training_engine import StepRecord, TrainingEngine
 
 WARM_UP_STEPS = 1
 _CLASSES = 10
-_BATCHES = (
-    8  # of the largest size, in the generated set: more than the steps that are timed in a row
-)
+_BATCHES = 8  # of the largest size: more than the steps that are timed in a row
 _SEED = 0
 
 
 def cpu_seconds() -> dict[str, float]:
-    """Return the seconds on the clock, those that this process has computed, and those that all processes have."""
+    """Return the seconds on the clock, and those that this process and all processes computed."""
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "steal", 0.0)
     return {"clock": time.monotonic(), "own": time.process_time(), "all": sum(times[:8]) - idle}
@@ -40,7 +38,7 @@ def spent(began: dict[str, float], ended: dict[str, float]) -> dict[str, float]:
 
 
 class Trainer:
-    """The project's own training step, with its loader, loss and optimiser, on images of uniform noise.
+    """The project's own training step with loader, loss and optimiser, on images of uniform noise.
 
     Parameters
     ----------
@@ -74,10 +72,10 @@ class Trainer:
     def time_steps(
         self, samples: Sequence[int], *, steps: int, after_step: Callable[[int], None]
     ) -> list[dict[str, Any]]:
-        """Return for each step "samples", "before" (data and forward), "backward" and "update", in seconds, and "cpu".
+        """Return for each step "samples", "cpu", and the seconds "before", "backward" and "update".
 
-        For each number of samples, ``steps`` steps are timed after ``WARM_UP_STEPS`` others. ``after_step`` is called after
-        each of them all, outside its time.
+        "before" is data and forward. For each number of samples, ``steps`` steps are timed after
+        ``WARM_UP_STEPS`` others. ``after_step`` is called after each of them all, outside its time.
         """
         return [
             {
@@ -94,7 +92,7 @@ class Trainer:
     def _train(
         self, samples: int, steps: int, after_step: Callable[[int], None]
     ) -> list[tuple[StepRecord, dict[str, float]]]:
-        """Train, and return each step's record and the CPU time from the end of the step before to its own end."""
+        """Train, and return each step's record and its CPU time, ``after_step`` included."""
         records: list[StepRecord] = []
         ends = [cpu_seconds()]
 
@@ -116,7 +114,7 @@ class Trainer:
         ]
 
     def time_gradients(self, samples: int, *, repeats: int = 3) -> list[float]:
-        """Return for each parameter, in their order, the share of backward after which its gradient is ready (median)."""
+        """Return the share of backward after which each parameter's gradient is ready (median)."""
         starts: list[float] = []
         ready = [0.0] * len(self._trained)
 
@@ -136,7 +134,10 @@ class Trainer:
     def backward_seconds(
         self, samples: int, *, before: Callable[[], object] = lambda: None
     ) -> float:
-        """Return the seconds of one backward; ``before`` is called right before it, outside of them."""
+        """Return the seconds of one backward.
+
+        ``before`` is called right before it, outside of its time.
+        """
         images, labels = next(iter(self._loader(samples)))
         loss = self.criterion(self.model(images), labels)
         before()

@@ -1,4 +1,4 @@
-"""The figure of ``lab predict --figure``: each strategy's step time and efficiency over the number of nodes, on log scales.
+"""The figure of ``lab predict --figure``: step time and efficiency over the number of nodes.
 
 ``numbers_to_draw`` returns the numbers of nodes to predict, ``draw_scaling`` draws the predictions.
 """
@@ -22,14 +22,14 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def numbers_to_draw(limit: int) -> list[int]:
-    """Return 1, 2, 4, ... and ``limit``: powers of two, where halving and doubling is at its best."""
+    """Return the powers of two up to ``limit``, where halving and doubling is best, and ``limit``."""
     return sorted({1 << power for power in range(limit.bit_length())} | {limit})
 
 
 def draw_scaling(
     path: Path, rows: Sequence[PredictedStep], *, scaling: str, summary: Sequence[str]
 ) -> None:
-    """Write the figure of those ``rows`` that have a prediction to ``path``, with ``summary`` below it.
+    """Write the figure of the rows that have a prediction to ``path``, with ``summary`` below it.
 
     Raises UserError if the file's ending is of no format, or if it cannot be written.
     """
@@ -67,7 +67,10 @@ def draw_scaling(
 
 
 def _panel(axis: Axes, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
-    """Draw each strategy's curve (number of nodes: value); curves that lie on one another become one."""
+    """Draw each strategy's curve (number of nodes: value).
+
+    Curves that lie on one another become one.
+    """
     most = max(nodes for curve in curves.values() for nodes in curve)
     axis.set(xscale="log", yscale="log", ylabel=label, xlim=(0.8, 1.1 * max(2, most)))
     ends = []
@@ -105,7 +108,10 @@ def _coinciding(curves: Mapping[str, Mapping[int, float]]) -> list[list[str]]:
 
 
 def _label(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write each name beside the end of its curve; labels that would cover one another are moved apart."""
+    """Write each name beside the end of its curve.
+
+    Labels that would cover one another are moved apart.
+    """
     to_share = axis.transScale + axis.transLimits  # from data to shares of the axis
     right = axis.get_xlim()[1]
     wanted = sorted(

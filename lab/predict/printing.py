@@ -1,6 +1,7 @@
-"""What ``lab predict`` prints: where its numbers come from, the table of steps, the table of scaling limits.
+"""What ``lab predict`` prints: the source of its numbers, the steps, and the scaling limits.
 
-``summarize`` returns the first lines, ``print_tables`` prints everything; tables.py computes the numbers.
+``summarize`` returns the first lines, ``print_tables`` prints everything; tables.py computes the
+numbers.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ def summarize(
     scaling: str,
     is_reference: bool,
 ) -> list[str]:
-    """Return what a reader must know before the numbers: the calibration, the model and batch, the network; a line each."""
+    """Return what a reader must know first, a line each: calibration, model and batch, network."""
     quickly = ", quickly" if calibration.quick else ""
     source = f"calibrated on {calibration.name}, {calibration.made}{quickly}"
     if calibration.others_share > QUIET_SHARE:
@@ -68,7 +69,7 @@ def print_tables(
     batch_size: int,
     cores: int,
 ) -> None:
-    """Print the summary, the steps with their notes, and how far each strategy scales, as wide as the terminal permits.
+    """Print summary, steps with their notes, and limits, as wide as the terminal permits.
 
     batch_size : of the limits. cores : of the calibrated machine.
     """

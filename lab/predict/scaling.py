@@ -1,8 +1,9 @@
 """How far each strategy scales, by the cost model for up to 100,000 nodes. Imports no torch.
 
-In strong scaling all nodes share one batch, in weak scaling each node has a batch of its own. A speed-up is samples a second
-over those of one node. ``scaling_limits`` evaluates it at every number of nodes up to 32, beyond that at eight numbers in each
-doubling (powers of two among them), and between these by bisection.
+In strong scaling all nodes share one batch, in weak scaling each node has a batch of its own. A
+speed-up is samples a second over those of one node. ``scaling_limits`` evaluates it at every number
+of nodes up to 32, beyond that at eight numbers in each doubling (powers of two among them), and
+between these by bisection.
 """
 
 import math
@@ -31,13 +32,17 @@ class ScalingLimit:
 
     Parameters
     ----------
-    limit : the largest number of nodes evaluated: 100,000, or in strong scaling as many as have two samples each.
+    limit : the largest number of nodes evaluated: 100,000, or in strong scaling as many as have two
+        samples each.
     half_nodes : the largest number of nodes with an efficiency of at least 50 %.
-    nodes, speedup : the smallest number of nodes within a tenth of the best speed up to ``limit``, and its speed-up;
-        ``nodes`` is None, and ``speedup`` that of ``limit``, if the last doubling still brought more than a tenth.
-    fastest_nodes, fastest_speedup : the number of nodes with the most samples a second, and its speed-up.
-    held_by : what limits it: "compute" if computing alone scales no further (parts of a step do not shrink), else what most
-        of the messages' time is spent on; "samples" if the batch ends first; "" if nothing limits it up to 100,000.
+    nodes, speedup : the smallest number of nodes within a tenth of the best speed up to ``limit``,
+        and its speed-up; ``nodes`` is None, and ``speedup`` that of ``limit``, if the last doubling
+        still brought more than a tenth.
+    fastest_nodes, fastest_speedup : the number of nodes with the most samples a second, and its
+        speed-up.
+    held_by : what limits it: "compute" if computing alone scales no further (parts of a step do not
+        shrink), else what most of the messages' time is spent on; "samples" if the batch ends
+        first; "" if nothing limits it up to 100,000.
     """
 
     sync: str
@@ -52,7 +57,10 @@ class ScalingLimit:
 
 
 def most_nodes(batch_size: int, *, scaling: str) -> int:
-    """Return the largest number of nodes to evaluate; in strong scaling each of them needs two samples of the batch."""
+    """Return the largest number of nodes to evaluate.
+
+    In strong scaling each of them needs two samples of the batch.
+    """
     most = LARGEST_NODES if scaling == "weak" else batch_size // LEAST_SAMPLES
     return max(1, min(LARGEST_NODES, most))
 
@@ -66,10 +74,10 @@ def scaling_limits(
     batch_size: int,
     scaling: str,
 ) -> list[ScalingLimit]:
-    """Return how far the strategy of each of ``plans`` scales; strategies without a formula are left out.
+    """Return how far the strategy of each plan scales; those without a formula are left out.
 
-    sizes : bytes of each parameter's gradient. compute_at : returns a node's step for a number of nodes, with its samples in
-    ``scaling`` ("strong" or "weak") at ``batch_size``.
+    sizes : bytes of each parameter's gradient. compute_at : returns a node's step for a number of
+    nodes, with its samples in ``scaling`` ("strong" or "weak") at ``batch_size``.
     """
     limit = most_nodes(batch_size, scaling=scaling)
     # In strong scaling the step jumps where the busiest node has one sample less.
@@ -117,7 +125,8 @@ def scaling_limits(
 def _search(speed: Callable[[int], float], tried: Sequence[int]) -> tuple[int | None, int, int]:
     """Return the fields ``nodes``, ``fastest_nodes`` and ``half_nodes`` of a ``ScalingLimit``."""
     limit = tried[-1]
-    # The fastest number of all may lie between two of those tried, where the next number is no faster any more.
+    # The fastest number of all may lie between two of those tried, where the next number is no
+    # faster any more.
     best = max(range(len(tried)), key=lambda index: speed(tried[index]))
     low, high = tried[max(0, best - 1)], tried[min(len(tried) - 1, best + 1)]
     peak = _first(low, high, lambda nodes: speed(nodes + 1) <= speed(nodes))
@@ -143,7 +152,7 @@ def numbers_of_nodes(limit: int, *, also: Iterable[int] = ()) -> list[int]:
 
 
 def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Return the first number in (``low``, ``high``] for which ``holds``; ``high`` if it holds for none below.
+    """Return the first number above ``low`` for which ``holds``, at most ``high``.
 
     Bisects, so ``holds`` must stay true once it is.
     """

@@ -1,7 +1,8 @@
-"""The arithmetic of ``lab predict``: steps and scaling limits on nodes that nobody has, from a calibration. Imports no torch.
+"""The arithmetic of ``lab predict``: steps and scaling limits from a calibration. Imports no torch.
 
-``message_plans`` returns what strategies send, ``predict_table`` the time of their steps on given numbers of nodes, and
-``scaling_limits_of`` how far each strategy scales; printing.py and plots.py show them.
+``message_plans`` returns what strategies send, ``predict_table`` the time of their steps on given
+numbers of nodes, and ``scaling_limits_of`` how far each strategy scales; printing.py and plots.py
+show them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,9 @@ _NO_EXCHANGE = "no exchange: each node trains a model of its own"
 class PredictedStep:
     """One strategy's step on ``nodes`` nodes.
 
-    ``prediction`` is None if the strategy has no formula. ``speedup`` is over one node, in weak scaling of samples a second;
-    ``efficiency`` = speedup / nodes. ``note`` says on which condition the row holds.
+    ``prediction`` is None if the strategy has no formula. ``speedup`` is over one node, in weak
+    scaling of samples a second; ``efficiency`` = speedup / nodes. ``note`` says on which condition
+    the row holds.
     """
 
     sync: str
@@ -39,7 +41,7 @@ class PredictedStep:
 def message_plans(
     names: Sequence[str], options: Mapping[str, Any] | None = None
 ) -> dict[str, MessagePlan]:
-    """Return the message plans of these strategies by name, each built with those of ``options`` that it takes.
+    """Return the message plans of these strategies by name, each with the options that it takes.
 
     Raises UserError with the choices if a name is unknown.
     """
@@ -54,7 +56,10 @@ def message_plans(
 def compute_of(
     calibration: Calibration, nodes: int, *, batch_size: int, scaling: str, own_machines: bool
 ) -> StepCompute:
-    """Return the step of one of ``nodes`` ranks, each on a machine of its own or together as in the calibration."""
+    """Return the step of one of ``nodes`` ranks.
+
+    own_machines : each rank has a machine of its own; else they are placed as in the calibration.
+    """
     together = nodes if calibration.over_loopback else min(nodes, calibration.ranks_here)
     return calibration.compute.at(
         local_samples(batch_size, nodes, scaling=scaling),
@@ -73,8 +78,9 @@ def predict_table(
 ) -> list[PredictedStep]:
     """Return a row for each number of nodes and each strategy.
 
-    plans : by the strategy's name, from ``message_plans``. Without rate and latency the ranks are placed as in the
-    calibration: if it measured over loopback, they share one machine. Raises UserError on values out of range.
+    plans : by the strategy's name, from ``message_plans``. Without rate and latency the ranks are
+    placed as in the calibration: if it measured over loopback, they share one machine. Raises
+    UserError on values out of range.
     """
     for count in nodes:
         if not 1 <= count <= LARGEST_NODES:
@@ -115,9 +121,10 @@ def scaling_limits_of(
     latency_seconds: float | None,
     batch_size: int,
 ) -> list[ScalingLimit]:
-    """Return how far each strategy scales with a global batch of that size, then with one for each node.
+    """Return how far each strategy scales with a global batch, then with a batch for each node.
 
-    Empty for a calibration over loopback without rate and latency: the ranks of one machine end with its cores.
+    Empty for a calibration over loopback without rate and latency: the ranks of one machine end
+    with its cores.
     """
     own_machines = (rate_bits, latency_seconds) != (None, None)
     if not own_machines and calibration.over_loopback:
