@@ -22,7 +22,7 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def numbers_to_draw(limit: int) -> list[int]:
-    """Return the powers of two up to ``limit``, where halving and doubling is best, and ``limit``."""
+    """Return the powers of two, where halving and doubling is best, and ``limit`` itself."""
     return sorted({1 << power for power in range(limit.bit_length())} | {limit})
 
 
