@@ -1,9 +1,9 @@
-"""A calibration: what one machine or one set of nodes was found to take, as a file. No torch here.
+"""A calibration: the file of what messages, memory and computing cost. Imports no torch.
 
-``load_calibration`` reads and checks one, ``find_calibration`` chooses the user's own or the one that comes with the project.
+``find_calibration`` chooses the user's own file or the one that comes with the project,
+``load_calibration`` reads and checks it, ``describe`` tells a person what it holds.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,29 +14,30 @@ from common.cost_model.event_model import Network, Rate
 from common.errors import UserError
 from common.sync.message_cost import GradientSize
 from common.utils.paths import REPORTS
+from common.utils.versioned_json import label, non_negative, non_negatives, read_versioned
 
 FORMAT = 1
-LARGE_STEP = 256
-"""Samples of the step that ``describe`` tells."""
-
-QUIET_SHARE = 0.1
-"""Of the cores, that other processes may take without a warning."""
-_WHAT = "calibration of data-parallel-lab"
+LARGE_STEP = 256  # samples of the step whose time ``describe`` shows
+QUIET_SHARE = 0.1  # of the cores, that other processes may take without a warning
+_KIND = "calibration"
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the cost model needs, and where it comes from.
+    """What the cost model needs, and where the numbers come from.
 
     Parameters
     ----------
     name : of the machine, for a reader.
     made : date and time, ISO.
-    ranks, ranks_here : ranks that measured, and how many of them shared a machine; where all did, messages went over loopback.
-    model, gradients : the model whose steps were timed, and the sizes of its gradients in the order of the parameters.
-    others_share : of the cores that other processes took meanwhile. The turns that they disturbed most are left out of the
-        fits; more than a tenth spoils the numbers all the same.
-    fits : by what was fitted: values, 95 % intervals, residuals and the worst relative error (lab/fitting.py).
+    ranks, ranks_here : ranks that measured, and how many of them shared a machine. If all did,
+        messages went over loopback.
+    model, gradients : the model whose steps were timed, and the sizes of its gradients in the order
+        of the parameters.
+    others_share : share of the cores that other processes took during the measurement. The fits
+        leave out the rounds that they disturbed most; more than a tenth still spoils the numbers.
+    fits : by what was fitted: values, 95 % intervals, residuals and the worst relative error
+        (lab/fitting.py).
     machine : common.utils.environment.environment of rank 0.
     """
 
@@ -60,90 +61,96 @@ class Calibration:
         return self.ranks == self.ranks_here
 
     def as_json(self) -> dict[str, Any]:
-        """The file's content."""
+        """Return the file's content."""
         gradients = [
             {"shape": list(size.shape), "itemsize": size.itemsize} for size in self.gradients
         ]
-        return {"format": FORMAT, "what": _WHAT} | asdict(self) | {"gradients": gradients}
+        return label(_KIND, FORMAT) | asdict(self) | {"gradients": gradients}
 
 
 def calibration_path() -> Path:
-    """Where ``lab calibrate`` writes and the others look."""
+    """Return the file that ``lab calibrate`` writes and other commands read by default."""
     return REPORTS / "calibration.json"
 
 
 def reference_path() -> Path:
-    """The calibration that comes with the project."""
+    """Return the calibration that comes with the project."""
     return Path(__file__).with_name("reference_calibration.json")
 
 
 def find_calibration(path: Path | None = None) -> tuple[Calibration, bool]:
-    """Return the calibration in ``path``, else this machine's own, else the reference, and whether it is the reference."""
+    """Return the calibration in ``path``, else this machine's own, else the reference.
+
+    The second value says whether it is the reference.
+    """
     if path is None and not calibration_path().exists():
         return load_calibration(reference_path()), True
     return load_calibration(path or calibration_path()), False
 
 
 def load_calibration(path: Path) -> Calibration:
-    """Read and check a calibration; UserError where the file is missing, cut, foreign or of another version."""
-    again = "run `lab calibrate`, which writes it anew"
+    """Read and check a calibration.
+
+    Raises UserError if the file is missing, cut, foreign or of another version.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"no calibration at {path}: {again}") from error
-    except OSError as error:
-        raise UserError(
-            f"the calibration {path} cannot be read ({error.strerror}): {again}"
-        ) from error
-    except ValueError as error:  # JSON and UTF-8 both
-        raise UserError(f"the calibration {path} is cut or no JSON ({error}): {again}") from error
-    if not isinstance(content, dict) or content.get("what") != _WHAT:
-        raise UserError(f"{path} is no calibration of this project: {again}")
-    if content.get("format") != FORMAT:
-        raise UserError(
-            f"the calibration {path} has format {content.get('format')!r}, this version reads {FORMAT}: {again}"
+        return read_versioned(
+            path, _from_json, kind=_KIND, version=FORMAT, missing=f"no calibration at {path}"
         )
-    try:
-        return _from_json(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"the calibration {path} is incomplete ({type(error).__name__}: {error}): {again}"
-        ) from error
+    except UserError as error:
+        raise UserError(f"{error}: run `lab calibrate`, which writes it anew") from error
 
 
 def describe(calibration: Calibration) -> list[str]:
-    """Return what was found as lines for a person: each kind's alpha and bandwidth, how far off the fit is, compute times."""
-    network, fits = calibration.network, calibration.fits
-    lines = [
-        f"{calibration.name}, {calibration.ranks} ranks "
-        + (
-            "over loopback"
-            if calibration.over_loopback
-            else f"on nodes, {calibration.ranks_here} on each"
-        )
-    ]
-    for kind, rate in network.kinds.items():
-        low, high = fits[kind]["intervals"][0]
-        lines.append(
-            f"  {kind:<10}  {rate.alpha_seconds * 1e3:.3f} ms a message ({low * 1e3:.3f} to {high * 1e3:.3f}), "
-            f"{_gigabytes(rate.beta_seconds_per_byte)}; fit off by {fits[kind]['worst_relative_error']:.0%} at most"
-        )
-    lines.append(
-        f"  adding {_gigabytes(network.gamma_seconds_per_byte)}, copying {_gigabytes(network.copy_seconds_per_byte)}; a "
-        f"message takes {network.overlap_cost:.0%} of its time from a backward under way"
+    """Return lines for a person: each kind's alpha, bandwidth and error, compute times."""
+    network, compute = calibration.network, calibration.compute
+    where = (
+        "over loopback"
+        if calibration.over_loopback
+        else f"on nodes, {calibration.ranks_here} on each"
     )
-    for profile in calibration.compute.profiles:
-        step = calibration.compute.at(LARGE_STEP / profile.ranks, ranks_here=profile.ranks)
-        lines.append(
-            f"  {calibration.model}, {LARGE_STEP} samples on {profile.ranks} rank{'s' if profile.ranks > 1 else ''} of "
-            f"{profile.threads} thread{'s' if profile.threads > 1 else ''}: {step.seconds:.3f} s of computing a step"
-        )
-    if calibration.others_share > QUIET_SHARE:
-        lines.append(
-            f"warning: other processes took {calibration.others_share:.0%} of the cores meanwhile: end them, and "
-            "calibrate again"
-        )
-    return lines
+    steps = [
+        compute.at(LARGE_STEP / profile.ranks, ranks_here=profile.ranks)
+        for profile in compute.profiles
+    ]
+    return [
+        f"{calibration.name}, {calibration.ranks} ranks {where}",
+        *(
+            _describe_rate(kind, rate, calibration.fits[kind])
+            for kind, rate in network.kinds.items()
+        ),
+        f"  adding {_gigabytes(network.gamma_seconds_per_byte)}, copying "
+        f"{_gigabytes(network.copy_seconds_per_byte)}; a message takes {network.overlap_cost:.0%} of its time from a "
+        "backward under way",
+        *(
+            f"  {calibration.model}, {LARGE_STEP} samples on {count(profile.ranks, 'rank')} of "
+            f"{count(profile.threads, 'thread')}: {step.seconds:.3f} s of computing a step"
+            for profile, step in zip(compute.profiles, steps, strict=True)
+        ),
+        *noise_warning(calibration.others_share, "calibrate"),
+    ]
+
+
+def noise_warning(others_share: float, command: str) -> list[str]:
+    """Return a warning if other processes took more than ``QUIET_SHARE`` of the cores, else none.
+
+    command : what the user is to do again.
+    """
+    warning = f"warning: other processes took {others_share:.0%} of the cores meanwhile: end them, and {command} again"
+    return [warning] if others_share > QUIET_SHARE else []
+
+
+def count(number: int, noun: str) -> str:
+    """Return "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'s' if number > 1 else ''}"
+
+
+def _describe_rate(kind: str, rate: Rate, fit: Mapping[str, Any]) -> str:
+    low, high = fit["intervals"][0]
+    return (
+        f"  {kind:<10}  {rate.alpha_seconds * 1e3:.3f} ms a message ({low * 1e3:.3f} to {high * 1e3:.3f}), "
+        f"{_gigabytes(rate.beta_seconds_per_byte)}; fit off by {fit['worst_relative_error']:.0%} at most"
+    )
 
 
 def _gigabytes(seconds_per_byte: float) -> str:
@@ -152,41 +159,23 @@ def _gigabytes(seconds_per_byte: float) -> str:
 
 def _from_json(content: dict[str, Any]) -> Calibration:
     network, compute = content["network"], content["compute"]
-    kinds = {kind: Rate(**_numbers(rate)) for kind, rate in network["kinds"].items()}
-    profiles = tuple(ComputeProfile(**_numbers(profile)) for profile in compute["profiles"])
-    if not profiles or not content["gradients"]:
+    if not compute["profiles"] or not content["gradients"]:
         raise ValueError("no compute profile or no gradients")
-    entries = {name: value for name, value in content.items() if name not in ("format", "what")}
-    return Calibration(
-        **entries
-        | {
-            "network": Network(
-                **_numbers({name: value for name, value in network.items() if name != "kinds"}),
-                kinds=kinds,
-            ),
-            "compute": ComputeModel(
-                profiles, tuple(compute["ready_bytes"]), tuple(compute["ready_shares"])
-            ),
-            "gradients": tuple(
-                GradientSize(
-                    [int(_number(length)) for length in size["shape"]],
-                    int(_number(size["itemsize"])),
-                )
-                for size in content["gradients"]
-            ),
-        }
-    )
-
-
-def _numbers(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _number(value) for name, value in content.items()}
-
-
-def _number(value: Any) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0 <= value < float("inf")
-    ):
-        raise ValueError(f"{value!r} where a number of 0 or more belongs")
-    return value
+    kinds = {kind: Rate(**non_negatives(rate)) for kind, rate in network["kinds"].items()}
+    costs = non_negatives({name: value for name, value in network.items() if name != "kinds"})
+    parsed = {
+        "network": Network(**costs, kinds=kinds),
+        "compute": ComputeModel(
+            tuple(ComputeProfile(**non_negatives(profile)) for profile in compute["profiles"]),
+            tuple(compute["ready_bytes"]),
+            tuple(compute["ready_shares"]),
+        ),
+        "gradients": tuple(
+            GradientSize(
+                [int(non_negative(length)) for length in size["shape"]],
+                int(non_negative(size["itemsize"])),
+            )
+            for size in content["gradients"]
+        ),
+    }
+    return Calibration(**content | parsed)

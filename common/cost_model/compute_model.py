@@ -1,6 +1,7 @@
-"""How long a rank computes: seconds of a step by its samples, and when in backward each gradient is ready. No torch here.
+"""How long a rank computes, and when backward has made each gradient. Imports no torch.
 
-``ComputeModel.at`` gives the ``StepCompute`` of one rank's step, which common/cost_model/event_model.py puts beside the messages.
+``ComputeModel.at`` returns the ``StepCompute`` of one rank's step; common/cost_model/event_model.py
+adds the messages.
 """
 
 import bisect
@@ -8,16 +9,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEAST_SAMPLES = 2
-"""BatchNorm needs two samples a rank, so a training with fewer is refused."""
+LEAST_SAMPLES = 2  # a rank: BatchNorm needs two, and a training with fewer is refused
 
 
 @dataclass(frozen=True)
 class StepCompute:
-    """One rank's step without messages: seconds before backward (data and forward), of backward, of the update.
+    """One rank's step without messages: seconds before backward, of backward, and of the update.
 
-    ``ready_bytes`` are the bytes of gradients that backward has made, cumulative and rising, ``ready_shares`` the shares of
-    backward after which it has: backward goes through the parameters in reversed order.
+    Before backward come data and forward.
+
+    ``ready_bytes`` counts, rising, the bytes of gradients made so far; ``ready_shares`` holds the
+    share of backward after which each count is reached. Backward makes the gradients in the reverse
+    order of the parameters.
     """
 
     before_seconds: float
@@ -28,11 +31,11 @@ class StepCompute:
 
     @property
     def seconds(self) -> float:
-        """The whole step, where it is alone."""
+        """The whole step without messages."""
         return self.before_seconds + self.backward_seconds + self.update_seconds
 
     def ready_seconds(self, nbytes: int) -> float:
-        """Return how long after the beginning of backward it has made so many bytes of gradients."""
+        """Return the seconds of backward until ``nbytes`` bytes of gradients are made."""
         index = bisect.bisect_left(self.ready_bytes, nbytes)
         share = self.ready_shares[index] if index < len(self.ready_shares) else 1.0
         return share * self.backward_seconds
@@ -40,10 +43,10 @@ class StepCompute:
 
 @dataclass(frozen=True)
 class ComputeProfile:
-    """What was measured with ``ranks`` ranks that compute on one machine at once, ``threads`` threads each.
+    """Step times of ``ranks`` ranks on one machine at once, with ``threads`` threads each.
 
-    Each section of a step is a line over the rank's samples: ``fixed_seconds`` + ``sample_seconds`` x samples; the update
-    takes ``update_seconds`` whatever the batch.
+    Data and forward ("before") and backward each take ``fixed_seconds`` + ``sample_seconds`` x the
+    rank's samples. The update takes ``update_seconds``, whatever the batch.
     """
 
     ranks: int
@@ -57,47 +60,48 @@ class ComputeProfile:
 
 @dataclass(frozen=True)
 class ComputeModel:
-    """Profiles by the number of ranks that share the machine, rising, and the order in which gradients come."""
+    """Profiles by rising number of ranks, and the order in which gradients become ready."""
 
     profiles: tuple[ComputeProfile, ...]
     ready_bytes: tuple[int, ...] = ()
     ready_shares: tuple[float, ...] = ()
 
     def at(self, samples: float, *, ranks_here: int = 1) -> StepCompute:
-        """Return the step of a rank with so many samples, where ``ranks_here`` ranks compute on its machine at once.
+        """Return the step of a rank with ``samples`` samples, one of ``ranks_here`` on its machine.
 
-        Between two profiles the time that the machine takes for a sample is interpolated over the logarithm of the ranks;
-        beyond the last one it stays, so that ranks that share cores take turns.
+        Between two profiles, the machine's time for a sample is interpolated over the logarithm of
+        the ranks. Beyond the last profile it stays the same: ranks that share cores take turns.
         """
-        low, high, share = self._around(ranks_here)
+        ranks = [profile.ranks for profile in self.profiles]
+        above = bisect.bisect_right(ranks, ranks_here)
+        low, high = self.profiles[max(0, above - 1)], self.profiles[min(above, len(ranks) - 1)]
+        share = 0.0  # of the way from low to high
+        if low.ranks < ranks_here < high.ranks:
+            share = math.log(ranks_here / low.ranks) / math.log(high.ranks / low.ranks)
 
-        def between(name: str) -> float:
-            first, second = getattr(low, name), getattr(high, name)
-            if name.endswith("fixed_seconds"):
-                return first + share * (second - first)
+        def fixed(first: float, second: float) -> float:
+            return max(1.0, ranks_here / ranks[-1]) * (first + share * (second - first))
+
+        def shared(first: float, second: float) -> float:
+            # A rank's time grows with the ranks that share the cores; the machine's time, first /
+            # ranks, hardly does.
             return ranks_here * ((1 - share) * first / low.ranks + share * second / high.ranks)
 
-        crowd = max(1.0, ranks_here / self.profiles[-1].ranks)
         return StepCompute(
-            crowd * between("before_fixed_seconds") + samples * between("before_sample_seconds"),
-            crowd * between("backward_fixed_seconds")
-            + samples * between("backward_sample_seconds"),
-            between("update_seconds"),
+            fixed(low.before_fixed_seconds, high.before_fixed_seconds)
+            + samples * shared(low.before_sample_seconds, high.before_sample_seconds),
+            fixed(low.backward_fixed_seconds, high.backward_fixed_seconds)
+            + samples * shared(low.backward_sample_seconds, high.backward_sample_seconds),
+            shared(low.update_seconds, high.update_seconds),
             self.ready_bytes,
             self.ready_shares,
         )
 
-    def _around(self, ranks_here: int) -> tuple[ComputeProfile, ComputeProfile, float]:
-        """The profiles below and above, and how far from the first to the second."""
-        ranks = [profile.ranks for profile in self.profiles]
-        above = min(bisect.bisect_left(ranks, ranks_here), len(ranks) - 1)
-        below = above if ranks[above] <= ranks_here or above == 0 else above - 1
-        if below == above:
-            return self.profiles[above], self.profiles[above], 0.0
-        share = math.log(ranks_here / ranks[below]) / math.log(ranks[above] / ranks[below])
-        return self.profiles[below], self.profiles[above], share
-
 
 def local_samples(batch_size: int, nodes: int, *, scaling: str) -> int:
-    """Return the samples of the busiest rank: of a global batch ("strong") or of a batch a node ("weak"), two at least."""
+    """Return the samples of the busiest rank, at least two.
+
+    scaling : "strong" divides a global batch of ``batch_size`` over the nodes, "weak" gives every
+        node that many.
+    """
     return max(LEAST_SAMPLES, batch_size if scaling == "weak" else -(-batch_size // nodes))

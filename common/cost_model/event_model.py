@@ -1,8 +1,10 @@
-"""The time of a step, from a strategy's message plan: closed alpha-beta-gamma formulas and an event model.
+"""The time of a training step, predicted from a strategy's message plan.
 
-``predict_step`` adds up a step; lab/predict/scaling.py calls ``step_seconds`` for many numbers of nodes. Nothing here imports
-torch, so that a table for 100,000 nodes takes a moment. The formulas are those of the algorithms that Gloo uses (Thakur,
-Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
+Read downward: ``loads`` holds the closed formula of each collective, ``operation_terms`` turns it
+into seconds (alpha-beta-gamma model), ``exposed_seconds`` lets messages overlap with backward, and
+``predict_step`` adds up the step. Imports no torch, so that a table for 100,000 nodes takes a
+moment. The formulas are those of the algorithms that Gloo uses (Thakur, Rabenseifner, Gropp:
+Optimization of Collective Communication Operations in MPICH, 2005).
 """
 
 import math
@@ -13,12 +15,13 @@ from common.cost_model.compute_model import StepCompute
 from common.sync.message_cost import Operation
 from common.sync.message_plans import MessagePlan
 
+# Bytes on a link for each byte of payload: TCP, IP and Ethernet headers (measured on shaped links).
 HEADERS = 1.06
-"""Bytes on a link for each byte of payload: TCP, IP and Ethernet headers (measured on shaped links)."""
 
+# What a message adds on the link, however small: the headers of TCP and IP, Ethernet's frame and
+# gap. ``HEADERS`` counts them for long messages; this counts the many short messages of a root,
+# which pass its link one after the other.
 PACKET_BYTES = 90
-"""On a link beside the payload of a message, however small: the headers of TCP and IP, and Ethernet's frame and gap. What
-``HEADERS`` counts of long ones, and what a root's many short ones take one after the other."""
 
 LARGEST_NODES = 100_000
 _SAMPLED_RANKS = 32
@@ -26,8 +29,11 @@ _SAMPLED_RANKS = 32
 
 @dataclass(frozen=True)
 class Rate:
-    """Of one kind of operation: seconds a message, seconds a byte that passes the busiest link, and what an operation takes at
-    least, however small: where ranks share cores, waking them all takes longer than the messages."""
+    """The cost of a kind of operation: seconds a message, a byte on the busiest link, and at least.
+
+    An operation never takes less than ``floor_seconds``: where ranks share cores, waking them all
+    takes longer than a small message does.
+    """
 
     alpha_seconds: float
     beta_seconds_per_byte: float
@@ -40,13 +46,15 @@ class Network:
 
     Parameters
     ----------
-    alpha_seconds : of one message, however small: latency and what Python and Gloo do for it.
+    alpha_seconds : of one message, however small: the latency, and the time that Python and Gloo
+        spend on it.
     beta_seconds_per_byte : of payload on a link.
-    gamma_seconds_per_byte, copy_seconds_per_byte : of adding two buffers, of copying one, in memory.
-    kinds : other alpha and beta for a kind of operation, where they were measured; on loopback they differ, since there
+    gamma_seconds_per_byte, copy_seconds_per_byte : of adding two buffers in memory, and of copying
+        one.
+    kinds : rates of single kinds of operation, where they were measured. Over loopback they differ:
         the bytes pass memory, as often as the algorithm copies them.
-    overlap_cost : share of a message's time that is taken from a backward that computes meanwhile (0: none, as with a free
-        core; 1: the two take turns).
+    overlap_cost : share of a message's time that it takes from a backward that computes meanwhile.
+        0: none, as with a free core; 1: the two take turns.
     """
 
     alpha_seconds: float
@@ -57,39 +65,42 @@ class Network:
     overlap_cost: float = 0.0
 
     def rate(self, kind: str) -> Rate:
-        """Return alpha and beta of that kind."""
+        """Return the rate of operations of that kind."""
         return self.kinds.get(kind) or Rate(self.alpha_seconds, self.beta_seconds_per_byte)
 
     def over(self, *, rate_bits: float | None, latency_seconds: float | None) -> "Network":
-        """Return this network's software and memory on other links: of ``rate_bits`` a second, ``HEADERS`` included, and
-        messages that take ``latency_seconds``; None keeps what was measured.
+        """Return this network's software and memory on other links; None keeps what was measured.
 
-        A byte never takes less than was measured here, since each still passes this software. Backward gives up as much
-        time to it as it did here; the rest of a message is waiting.
+        rate_bits : of a link in a second, ``HEADERS`` included. latency_seconds : of a message. A
+        byte never takes less than was measured here, since it still passes this software. Backward
+        loses as many seconds to a byte as it did here; the rest of a message is waiting.
         """
         beta = 0.0 if rate_bits is None else 8 * HEADERS / rate_bits
-        here = self.rate("all_reduce").beta_seconds_per_byte
+        measured = self.rate("all_reduce").beta_seconds_per_byte
 
         def moved(rate: Rate) -> Rate:
-            return Rate(
-                rate.alpha_seconds if latency_seconds is None else latency_seconds,
-                max(beta, rate.beta_seconds_per_byte),
-                rate.floor_seconds,
+            return replace(
+                rate,
+                alpha_seconds=rate.alpha_seconds if latency_seconds is None else latency_seconds,
+                beta_seconds_per_byte=max(beta, rate.beta_seconds_per_byte),
             )
 
-        own = moved(Rate(self.alpha_seconds, self.beta_seconds_per_byte))
+        default = moved(Rate(self.alpha_seconds, self.beta_seconds_per_byte))
         return replace(
             self,
-            alpha_seconds=own.alpha_seconds,
-            beta_seconds_per_byte=own.beta_seconds_per_byte,
+            alpha_seconds=default.alpha_seconds,
+            beta_seconds_per_byte=default.beta_seconds_per_byte,
             kinds={kind: moved(rate) for kind, rate in self.kinds.items()},
-            overlap_cost=self.overlap_cost * (here / beta if beta > here else 1.0),
+            overlap_cost=self.overlap_cost * (measured / beta if beta > measured else 1.0),
         )
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Seconds, by what they are spent on."""
+    """Seconds, by what they are spent on.
+
+    Nothing of one operation is hidden behind another part of it.
+    """
 
     latency: float = 0.0
     bandwidth: float = 0.0
@@ -98,19 +109,19 @@ class Terms:
 
     @property
     def seconds(self) -> float:
-        """All together: nothing of one operation is hidden behind another part of it."""
+        """All terms together."""
         return self.latency + self.bandwidth + self.root + self.summation
 
     @property
     def largest(self) -> str:
-        """What takes the most of them, in a reader's words."""
+        """The name of the largest term, in a reader's words."""
         spent = {
             "latency": self.latency,
             "bandwidth": self.bandwidth,
             "root's link": self.root,
             "summation": self.summation,
         }
-        return max(spent, key=lambda name: spent[name])
+        return max(spent, key=spent.__getitem__)
 
     def __add__(self, other: "Terms") -> "Terms":
         return Terms(
@@ -122,53 +133,53 @@ class Terms:
 
 
 def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
-    """Return, of one operation, the messages that follow one another, the bytes that pass the busiest link in one
-    direction, and the bytes that a rank sums on the way.
+    """Return an operation's messages in a row, bytes on the busiest link, and bytes summed.
 
-    all_reduce : ring, 2(N-1) messages, 2(N-1)/N M bytes, (N-1)/N M summed.
-    reduce : ring, then the parts go to the root: N messages, 2(N-1)/N M bytes, (N-1)/N M summed.
-    all_gather : ring, N-1 messages, (N-1) M bytes.
-    broadcast : binomial tree, log2 N rounds up, each a message of M bytes.
-    gather, scatter : straight to and from the root, one message's latency, (N-1) M bytes through the root's link and, since
-        they are N-1 messages, ``PACKET_BYTES`` for each but the first.
-    exchange : one message of M bytes.
+    N ranks, a tensor of M bytes; ``formulas`` below holds the closed forms. Raises ValueError on an
+    unknown kind.
     """
-    if kind == "exchange":
-        return 1, nbytes, 0.0
-    if ranks == 1:
+    if ranks == 1 and kind != "exchange":
         return 0, 0.0, 0.0
-    parts = (ranks - 1) / ranks * nbytes
-    if kind == "all_reduce":
-        return 2 * (ranks - 1), 2 * parts, parts
-    if kind == "reduce":
-        return ranks, 2 * parts, parts
-    if kind == "all_gather":
-        return ranks - 1, (ranks - 1) * nbytes, 0.0
-    if kind == "broadcast":
-        rounds = (ranks - 1).bit_length()
-        return rounds, rounds * nbytes, 0.0
-    if kind in ("gather", "scatter"):
-        return 1, (ranks - 1) * nbytes + (ranks - 2) * PACKET_BYTES, 0.0
-    raise ValueError(f"kind: got {kind!r}, which has no formula")
+    parts = (
+        (ranks - 1) / ranks * nbytes
+    )  # a ring cuts the tensor into N parts; N-1 of them pass each link
+    rounds = (ranks - 1).bit_length()  # log2 N, rounded up
+    # A root's messages pass its link one after the other; each but the first adds PACKET_BYTES.
+    through_root = (ranks - 1) * nbytes + (ranks - 2) * PACKET_BYTES
+    formulas = {
+        "all_reduce": (2 * (ranks - 1), 2 * parts, parts),  # ring: reduce-scatter, then all-gather
+        "reduce": (ranks, 2 * parts, parts),  # ring: reduce-scatter, then the parts go to the root
+        "all_gather": (ranks - 1, (ranks - 1) * nbytes, 0.0),  # ring
+        "broadcast": (rounds, rounds * nbytes, 0.0),  # binomial tree
+        "gather": (1, through_root, 0.0),  # every rank straight to the root: one latency
+        "scatter": (1, through_root, 0.0),  # and back
+        "exchange": (1, nbytes, 0.0),  # one message of each rank, all at once
+    }
+    if kind not in formulas:
+        raise ValueError(f"kind: got {kind!r}, which has no formula")
+    return formulas[kind]
 
 
 def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms:
-    """Return what all ``count`` of an operation take, one after the other; what a floor adds is latency."""
+    """Return the seconds of all ``count`` of an operation; what the floor adds counts as latency.
+
+    One takes max(messages x alpha + bytes x beta, floor) + summed x gamma + copied x the cost of a
+    copy.
+    """
     messages, link_bytes, summed = loads(operation.kind, operation.nbytes, ranks)
-    rate = network.rate(operation.kind)
+    rate, count = network.rate(operation.kind), operation.count
     passing = link_bytes * rate.beta_seconds_per_byte
-    latency = max(messages * rate.alpha_seconds, rate.floor_seconds - passing)
+    in_memory = (
+        summed + operation.summed_bytes
+    ) * network.gamma_seconds_per_byte + operation.copied_bytes * network.copy_seconds_per_byte
+    # Through a root, the bytes of all ranks share one link: more ranks make it slower, so it is a
+    # term of its own.
     by_root = operation.kind in ("gather", "scatter")
-    one = Terms(
-        latency,
-        0.0 if by_root else passing,
-        passing if by_root else 0.0,
-        (summed + operation.summed_bytes) * network.gamma_seconds_per_byte
-        + operation.copied_bytes * network.copy_seconds_per_byte,
-    )
-    times = operation.count
     return Terms(
-        times * one.latency, times * one.bandwidth, times * one.root, times * one.summation
+        count * max(messages * rate.alpha_seconds, rate.floor_seconds - passing),
+        bandwidth=0.0 if by_root else count * passing,
+        root=count * passing if by_root else 0.0,
+        summation=count * in_memory,
     )
 
 
@@ -177,24 +188,26 @@ def exposed_seconds(
     backward_seconds: float,
     overlap_cost: float = 0.0,
 ) -> tuple[float, float]:
-    """Return by how much messages make backward longer, and what of them is left when it ends.
+    """Return by how much messages make backward longer, and how much of them is left after it.
 
-    messages : for each, in order, after how many seconds of backward it may begin (None: after all of it) and how many
-        seconds it takes. They go one after the other, c_k = max(r_k, c_{k-1}) + t_k, and while one is under way backward
-        computes at a speed of 1 - ``overlap_cost``.
+    messages : in order, after how many seconds of backward each may begin (None: after all of it),
+        and its own seconds. They go one after the other, c_k = max(r_k, c_{k-1}) + t_k. While one
+        is under way, backward computes at a speed of 1 - ``overlap_cost``.
     """
-    now = computed = 0.0  # seconds on the clock, seconds' worth of backward that are done
+    now = computed = 0.0  # seconds on the clock, and how many seconds' worth of backward are done
     end_of_backward: float | None = None
+    speed = 1 - overlap_cost
     for ready, seconds in messages:
+        # r_k: with no message under way, backward computes at full speed until this one's gradients
+        # are ready.
         wait = max(0.0, (backward_seconds if ready is None else ready) - computed)
-        now, computed = now + wait, computed + wait
+        now += wait
+        computed += wait
         left = backward_seconds - computed
-        if end_of_backward is None and left <= seconds * (1 - overlap_cost):
-            end_of_backward = now + (left / (1 - overlap_cost) if left else 0.0)
-        now, computed = (
-            now + seconds,
-            min(backward_seconds, computed + seconds * (1 - overlap_cost)),
-        )
+        if end_of_backward is None and left <= seconds * speed:  # backward ends during this message
+            end_of_backward = now + (left / speed if left else 0.0)
+        now += seconds
+        computed = min(backward_seconds, computed + seconds * speed)
     if end_of_backward is None:
         end_of_backward = now = now + backward_seconds - computed
     return end_of_backward - backward_seconds, now - end_of_backward
@@ -204,10 +217,12 @@ def exposed_seconds(
 class Prediction:
     """One step, the mean over the strategy's period.
 
-    ``compute_seconds`` : data, forward, backward and update, with what messages under way take from backward.
-    ``sync_seconds`` : what of the messages is left after backward; both make ``step_seconds``.
-    ``bytes_sent_root``, ``bytes_sent_others`` : payload that rank 0 sends, and the mean over the others (over some of them
-        where they are many).
+    ``compute_seconds`` : data, forward, backward and update, with the time that messages take from
+        backward.
+    ``sync_seconds`` : exposed communication, the messages left after backward. Both add up to
+        ``step_seconds``.
+    ``bytes_sent_root``, ``bytes_sent_others`` : payload that rank 0 sends, and the mean over the
+        other ranks (over some of them if they are many).
     ``bound`` : what takes longest: "compute", "latency", "bandwidth", "root's link" or "summation".
     """
 
@@ -227,13 +242,12 @@ def predict_step(
     network: Network,
     compute: StepCompute,
 ) -> Prediction:
-    """Return what a step of ``plan`` takes on ``ranks`` ranks.
+    """Return the predicted step of ``plan`` on ``ranks`` ranks.
 
-    sizes : bytes of each parameter's gradient, in the order of the parameters. Raises NotImplementedError where the plan
-    has no formula.
+    sizes : bytes of each parameter's gradient, in the order of the parameters. Raises
+    NotImplementedError if the plan has no formula.
     """
-    slowed, sync, terms = _messages(plan, sizes, ranks, network, compute)
-    busy = compute.seconds + slowed
+    busy, sync, terms = _busy_and_exposed(plan, sizes, ranks, network, compute)
     bound = "compute" if busy >= sync else terms.largest
     root, others = _bytes_sent(plan, sizes, ranks)
     return Prediction(busy + sync, busy, sync, root, others, bound)
@@ -247,27 +261,30 @@ def step_seconds(
     network: Network,
     compute: StepCompute,
 ) -> float:
-    """Return the seconds of ``predict_step`` alone."""
-    slowed, sync, _ = _messages(plan, sizes, ranks, network, compute)
-    return compute.seconds + slowed + sync
+    """Return the seconds of ``predict_step`` alone, which is faster: no bytes are counted."""
+    busy, sync, _ = _busy_and_exposed(plan, sizes, ranks, network, compute)
+    return busy + sync
 
 
 def message_terms(
     plan: MessagePlan, sizes: Sequence[int], ranks: int, *, network: Network
 ) -> Terms:
-    """Return what the messages of a period take, hidden behind backward or not."""
+    """Return the seconds of all messages of a period, hidden behind backward or not."""
+    return sum((cost for _, cost in _costs(plan, sizes, ranks, network)), Terms())
+
+
+def _costs(
+    plan: MessagePlan, sizes: Sequence[int], ranks: int, network: Network
+) -> list[tuple[Operation, Terms]]:
     operations = plan.operations(sizes, ranks) if ranks > 1 else []
-    return sum((operation_terms(operation, ranks, network) for operation in operations), Terms())
+    return [(operation, operation_terms(operation, ranks, network)) for operation in operations]
 
 
-def _messages(
+def _busy_and_exposed(
     plan: MessagePlan, sizes: Sequence[int], ranks: int, network: Network, compute: StepCompute
 ) -> tuple[float, float, Terms]:
-    """Seconds by which messages slow backward, seconds left after it, and all of them by what they are spent on."""
-    if ranks == 1:
-        return 0.0, 0.0, Terms()
-    operations = plan.operations(sizes, ranks)
-    costs = [operation_terms(operation, ranks, network) for operation in operations]
+    """Return the seconds of computing, of messages left after backward, and the messages' terms."""
+    costs = _costs(plan, sizes, ranks, network)
     slowed, left = exposed_seconds(
         [
             (
@@ -276,21 +293,22 @@ def _messages(
                 else compute.ready_seconds(operation.ready_bytes),
                 cost.seconds,
             )
-            for operation, cost in zip(operations, costs, strict=True)
+            for operation, cost in costs
         ],
         compute.backward_seconds,
         network.overlap_cost,
     )
-    return slowed / plan.period, left / plan.period, sum(costs, Terms())
+    terms = sum((cost for _, cost in costs), Terms())
+    # A strategy that sends in every eighth step only (local SGD) costs an eighth of it a step.
+    return compute.seconds + slowed / plan.period, left / plan.period, terms
 
 
 def _bytes_sent(plan: MessagePlan, sizes: Sequence[int], ranks: int) -> tuple[float, float]:
-    def sent(rank: int) -> float:
-        return float(plan.bytes_sent(sizes, rank, ranks)) / plan.period
-
+    """Return the bytes that rank 0 sends in a step, and the mean over some other ranks."""
     if ranks == 1:
         return 0.0, 0.0
-    some = sorted(
-        {1 + (ranks - 2) * index // max(1, _SAMPLED_RANKS - 1) for index in range(_SAMPLED_RANKS)}
+    spread = {1 + (ranks - 2) * index // (_SAMPLED_RANKS - 1) for index in range(_SAMPLED_RANKS)}
+    root, *others = (
+        float(plan.bytes_sent(sizes, rank, ranks)) / plan.period for rank in (0, *sorted(spread))
     )
-    return sent(0), math.fsum(map(sent, some)) / len(some)
+    return root, math.fsum(others) / len(others)

@@ -1,23 +1,22 @@
-"""Profiles of emulated compute: the seconds of each layer of a model that has a machine for itself, as a file. Imports no torch.
+"""A compute profile: how long each layer of a model takes on its own machine. Imports no torch.
 
-lab/calibrate/layer_profile.py measures one, ``load_profile`` reads and checks it,
-common/emulation/emulated_model.py sleeps by it.
+lab/calibrate/layer_profile.py measures one, ``load_profile`` reads and checks it, and
+common/emulation/emulated_model.py sleeps for these times.
 """
 
-import json
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 from common.utils.paths import REPORTS
+from common.utils.versioned_json import label, non_negative, non_negatives, read_versioned
 
 FORMAT = 1
 MEASURED = "measured"
-_WHAT = "compute profile of data-parallel-lab"
+_KIND = "compute profile"
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class SectionTime:
 
 @dataclass(frozen=True)
 class Layer:
-    """One call of a layer: what it takes, and the names of the parameters whose gradients its backward makes."""
+    """One call of a layer: its seconds, and the parameters whose gradients its backward makes."""
 
     name: str
     forward: SectionTime
@@ -44,18 +43,20 @@ class Layer:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a model's step takes where it has a machine for itself.
+    """How long a model's step takes on a machine of its own.
 
     Parameters
     ----------
     name : for a reader.
-    machine, device, threads : where it was measured: the CPU or the GPU, "cpu" or "cuda", CPU threads.
+    machine, device, threads : where it was measured: the CPU or the GPU, "cpu" or "cuda", CPU
+        threads.
     made : date and time, ISO.
     model, image : the model's name, and (height, width) of the images.
     layers : in the order of their execution; backward goes through them from the last to the first.
     update_seconds : of the optimiser's step.
-    others_share : of the cores that other processes took meanwhile.
-    steps : how good the lines are: (samples, seconds of forward and backward measured, seconds by the lines).
+    others_share : share of the cores that other processes took during the measurement.
+    steps : how well the lines fit: (samples, measured seconds of forward and backward, seconds by
+        the lines).
     """
 
     name: str
@@ -71,11 +72,11 @@ class Profile:
     steps: tuple[tuple[float, float, float], ...] = ()
 
     def forward_seconds(self, samples: float) -> float:
-        """Return what forward takes, the loss included."""
+        """Return the seconds of forward, loss included."""
         return math.fsum(layer.forward.at(samples) for layer in self.layers)
 
     def ready_seconds(self, samples: float) -> dict[str, float]:
-        """Return after how many seconds of backward each parameter's gradient is ready, in the order in which they are."""
+        """Return the seconds of backward until each gradient is ready, earliest first."""
         passed = 0.0
         ready: dict[str, float] = {}
         for layer in reversed(self.layers):
@@ -84,12 +85,15 @@ class Profile:
         return ready
 
     def as_json(self) -> dict[str, Any]:
-        """The file's content."""
-        return {"format": FORMAT, "what": _WHAT} | asdict(self)
+        """Return the file's content."""
+        return label(_KIND, FORMAT) | asdict(self)
 
 
 def profile_path(choice: str, *, model: str) -> Path:
-    """Return where the profile of that name lies; "measured" is this machine's own, one a model. UserError on no name."""
+    """Return the file of the profile of that name; "measured" is this machine's own of ``model``.
+
+    Raises UserError if ``choice`` is not a name.
+    """
     if choice.endswith(".json"):
         return Path(choice)
     if not re.fullmatch(r"\w[\w.+-]*", choice):
@@ -106,47 +110,25 @@ def load_profile(
 ) -> Profile:
     """Read and check a profile of ``model`` on images of (height, width) ``image``.
 
-    machine : this one's processor; "measured" is refused where another machine made the profile. Raises UserError where the
-    file is missing, cut, foreign, of another version, of another model or other images.
+    machine : this machine's processor; "measured" is refused if another machine made the profile.
+    Raises UserError if the file is missing, cut, foreign, of another version, of another model or
+    of other images.
     """
     path = profile_path(choice, model=model)
     again = how_to_make(choice, model)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"--compute {choice}: there is no profile {path}: {again}") from error
-    except OSError as error:
-        raise UserError(
-            f"--compute {choice}: the profile {path} cannot be read ({error.strerror}): {again}"
-        ) from error
-    except (ValueError, RecursionError) as error:  # JSON and UTF-8 both
-        raise UserError(
-            f"--compute {choice}: the profile {path} is cut or no JSON ({error}): {again}"
-        ) from error
-    if not isinstance(content, dict) or content.get("what") != _WHAT:
-        raise UserError(
-            f"--compute {choice}: {path} is no compute profile of this project: {again}"
+        profile = read_versioned(
+            path, _from_json, kind=_KIND, version=FORMAT, missing=f"there is no profile {path}"
         )
-    if content.get("format") != FORMAT:
-        raise UserError(
-            f"--compute {choice}: the profile {path} has format {content.get('format')!r}, this version reads "
-            f"{FORMAT}: {again}"
-        )
-    try:
-        profile = _from_json(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"--compute {choice}: the profile {path} is incomplete ({type(error).__name__}: {error}): "
-            f"{again}"
-        ) from error
-    if profile.model != model:
-        raise UserError(
-            f"--compute {choice}: the profile {path} is of {profile.model}, the model is {model}: {again}"
-        )
+        if profile.model != model:
+            raise UserError(f"the profile {path} is of {profile.model}, the model is {model}")
+    except UserError as error:
+        raise UserError(f"--compute {choice}: {error}: {again}") from error
     if image is not None and profile.image != image:
+        its_size, size = ("x".join(map(str, pixels)) for pixels in (profile.image, image))
         raise UserError(
-            f"--compute {choice}: the profile {path} is of images of {_size(profile.image)}, the dataset has "
-            f"{_size(image)}: take a dataset or a profile of the same size"
+            f"--compute {choice}: the profile {path} is of images of {its_size}, the dataset has {size}: take a dataset "
+            "or a profile of the same size"
         )
     if choice == MEASURED and machine is not None and profile.machine != machine:
         raise UserError(
@@ -156,46 +138,30 @@ def load_profile(
     return profile
 
 
-def _size(image: tuple[int, int]) -> str:
-    return "x".join(map(str, image))
-
-
 def how_to_make(choice: str, model: str) -> str:
-    """Return which command measures that profile."""
+    """Return a sentence that names the command which measures that profile."""
     named = "" if choice == MEASURED else f" --profile {Path(choice).stem}"
     of_model = "" if model == "vgg11" else f" --model {model}"
     return f"`lab calibrate{named}{of_model}` measures one"
 
 
-def _from_json(content: Mapping[str, Any]) -> Profile:
-    entries = {name: value for name, value in content.items() if name not in ("format", "what")}
-    height, width = entries["image"]
-    layers = tuple(
-        Layer(
-            str(layer["name"]),
-            _section_time(layer["forward"]),
-            _section_time(layer["backward"]),
-            tuple(map(str, layer["parameters"])),
-        )
-        for layer in entries["layers"]
-    )
+def _from_json(content: dict[str, Any]) -> Profile:
+    height, width = content["image"]
     parsed = {
         "image": (int(height), int(width)),
-        "update_seconds": _seconds(entries["update_seconds"]),
-        "layers": layers,
-        "steps": tuple(tuple(map(_seconds, step)) for step in entries["steps"]),
+        "update_seconds": non_negative(content["update_seconds"]),
+        "layers": tuple(
+            Layer(
+                str(layer["name"]),
+                SectionTime(**non_negatives(layer["forward"])),
+                SectionTime(**non_negatives(layer["backward"])),
+                tuple(map(str, layer["parameters"])),
+            )
+            for layer in content["layers"]
+        ),
+        "steps": tuple(tuple(map(non_negative, step)) for step in content["steps"]),
     }
-    profile = Profile(**(entries | parsed))
+    profile = Profile(**content | parsed)
     if not any(layer.parameters for layer in profile.layers):
         raise ValueError("no layer with parameters")
     return profile
-
-
-def _section_time(content: Mapping[str, Any]) -> SectionTime:
-    return SectionTime(_seconds(content["fixed_seconds"]), _seconds(content["sample_seconds"]))
-
-
-def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{value!r} where a number of 0 or more belongs")
-    return float(value)

@@ -1,17 +1,17 @@
-"""Emulated compute: the layers of a model sleep as long as a profile says, and return gradients that nobody computed.
+"""Emulated compute: a model's layers sleep for a profile's times and return made-up gradients.
 
-Eight ranks that compute on two cores measure the scheduler. Ranks that sleep leave the cores to what is to be seen: parameters,
-hooks, buckets, the order and the moments in which gradients become ready, and all communication stay real.
+Eight ranks that compute on two cores measure the scheduler. Ranks that sleep leave the cores to the
+communication, which stays real, like parameters, hooks, buckets, and the order and moments in which
+gradients become ready.
 
-Order of the calls: ``Emulation`` replaces the model's forward, with a profile of compute_profile.py;
-the engine calls ``update`` where it would let the optimiser step. Weights stay what they are, and no
-loss means anything.
+``Emulation`` replaces the model's forward, with a profile of compute_profile.py; the engine calls
+``update`` in place of the optimiser's step. Weights never change, and the loss means nothing.
 """
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,19 +24,19 @@ _SCALE = 1e-3  # of generated gradients
 
 
 class Emulation:
-    """Makes a model take a profile's times: its ``forward`` is replaced, ``update`` stands for the optimiser's step.
+    """Makes a model take a profile's times; ``update`` stands for the optimiser's step.
 
-    Deadlines are absolute: from the first layer of forward to the last one of backward each layer ends when the sum of the
-    times up to it has passed. What a busy machine is late with one layer is made up in the next ones, and so is what a hook
-    takes; only time that is lost in the end stays lost.
+    Deadlines are absolute: from the first layer of forward to the last of backward, each layer ends
+    when the sum of the times up to it has passed. A layer that a busy machine or a hook delays is
+    made up for in the next ones; only a delay at the end stays.
 
     Parameters
     ----------
     model : with its final parameters, in their final strides.
-    rank : of this process: each has gradients of its own.
-    classes : numbers that the model puts out for a sample.
+    rank : of this process; each rank has its own gradients.
+    classes : the model's outputs for a sample.
 
-    Raises UserError where the model's parameters are not those of the profile.
+    Raises UserError if the model's parameters are not those of the profile.
     """
 
     def __init__(self, model: nn.Module, profile: Profile, *, rank: int, classes: int) -> None:
@@ -57,8 +57,8 @@ class Emulation:
         model.forward = self._forward
 
     def update(self) -> None:
-        """Take the optimiser's time; nothing is changed."""
-        self._deadline = None  # the exchange before it took what it took
+        """Sleep for the optimiser's time; no weight changes."""
+        self._deadline = None  # the time of the exchange is real and is not made up for
         self._pass(self._profile.update_seconds)
         self._deadline = None
 
@@ -81,7 +81,7 @@ class Emulation:
         return [gradient.of(self._backward_passes) for gradient in gradients]
 
     def _pass(self, seconds: float) -> None:
-        """Sleep until ``seconds`` after the last deadline, or after now where there is none."""
+        """Sleep until ``seconds`` after the last deadline, or from now if there is none."""
         now = time.perf_counter()
         self._deadline = (now if self._deadline is None else self._deadline) + seconds
         if self._deadline > now:
@@ -89,14 +89,14 @@ class Emulation:
 
 
 class _EmulatedLayer(torch.autograd.Function):
-    """A layer in autograd's graph: its backward returns what ``make_gradients`` returns, the gradients of its parameters."""
+    """A layer in autograd's graph; its backward returns the gradients from ``make_gradients``."""
 
     @staticmethod
     def forward(
         ctx: Any, signal: Tensor, make_gradients: Callable[[], list[Tensor]], *parameters: Tensor
     ) -> Tensor:
         ctx.make_gradients = make_gradients
-        return signal.clone()  # a few numbers a sample, in place of activations
+        return signal.clone()  # (samples, classes) in place of activations
 
     @staticmethod
     def backward(ctx: Any, signal: Tensor) -> tuple[Tensor | None, ...]:
@@ -104,41 +104,37 @@ class _EmulatedLayer(torch.autograd.Function):
 
 
 class _Gradient:
-    """A parameter's gradient: memory that is filled once. Each pass changes one entry, so that no two passes and no two ranks
-    have the same, and costs no more than that.
+    """A parameter's gradient: memory that is filled once; each pass changes one entry.
 
-    What is returned has the parameter's strides and no other owner, so that torch makes it ``p.grad`` as it is, without a
-    copy. A strategy that works in place leaves its means in this memory. A pass that torch adds to a gradient (accumulation)
-    gets memory of its own, since adding it to itself would double it in every step.
+    So no two passes and no two ranks have the same gradient. Each returned tensor has the
+    parameter's strides and no other owner: torch takes it as ``p.grad`` without a copy, and a
+    strategy that works in place leaves its means in this memory.
     """
 
     def __init__(self, parameter: nn.Parameter, generator: torch.Generator, rank: int) -> None:
         self._parameter, self._rank = parameter, rank
         values = torch.empty(parameter.numel()).uniform_(-_SCALE, _SCALE, generator=generator)
-        self._first = torch.empty_like(parameter, requires_grad=False)
-        self._first.copy_(values.view_as(parameter))
-        self._more: Tensor | None = None
+        self._memory = torch.empty_like(parameter, requires_grad=False)
+        self._memory.copy_(values.view_as(parameter))
+
+    @cached_property
+    def _to_accumulate(self) -> Tensor:
+        """Memory for a pass that torch adds to ``p.grad``; added to itself, that would double."""
+        return self._memory.clone()
 
     def of(self, number: int) -> Tensor:
         """Return the gradient of backward pass ``number``."""
-        tensor = self._first
-        if self._parameter.grad is not None:
-            if self._more is None:
-                self._more = self._first.clone()
-            tensor = self._more
+        tensor = self._memory if self._parameter.grad is None else self._to_accumulate
         tensor.as_strided((1,), (1,)).fill_(_SCALE * math.sin(number + 100.0 * self._rank))
-        return tensor.detach()  # another tensor on the same memory, without another owner
+        return tensor.detach()  # another tensor on the same memory, so that it has no other owner
 
 
 def _check_parameters(profile: Profile, trained: Mapping[str, nn.Parameter]) -> None:
+    """Raise UserError unless the profile names exactly the parameters of ``trained``, once each."""
     named = [name for layer in profile.layers for name in layer.parameters]
-    wrong = [
-        *(set(trained) - set(named)),
-        *(set(named) - set(trained)),
-        *(name for name in named if named.count(name) > 1),
-    ]
+    wrong = {name for name in (*named, *trained) if named.count(name) != 1 or name not in trained}
     if wrong:
         raise UserError(
             f"--compute: the profile {profile.name} has other parameters than this {profile.model} "
-            f"({min(wrong)}, and {len(set(wrong)) - 1} more): {how_to_make(profile.name, profile.model)} anew"
+            f"({min(wrong)}, and {len(wrong) - 1} more): {how_to_make(profile.name, profile.model)} anew"
         )

@@ -1,9 +1,10 @@
-"""What a step sends and when, taken down on this rank: each collective and message, from where torch.distributed is called.
+"""Record what this rank sends in a step, and when: each collective and message.
 
-``Timeline`` is given to the engine, which opens ``around`` each step and hands over its times; ``lab`` draws and counts them.
-Every call of torch.distributed, by a strategy of ours, by torch's own DistributedDataParallel or by its hooks, passes torch's
-dispatcher, where ``MessageRecorder`` sees it. That slows a step by a little, so only the last steps of a run are recorded, and
-their times are left out of the medians.
+``Timeline`` is given to the engine, which opens ``around`` each step and hands over the step's
+times with ``took``; ``lab`` draws and counts them. Every call of torch.distributed, by our
+strategies, by DistributedDataParallel or by its hooks, passes torch's dispatcher, where
+``MessageRecorder`` sees it. That slows a step a little, so only the last steps of a run are
+recorded, and their times stay out of the medians.
 """
 
 import math
@@ -21,23 +22,22 @@ from torch.utils._pytree import tree_leaves
 from common.sync.message_cost import sent_bytes
 
 _KINDS = {
-    "allreduce_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "reduce_": "reduce",
-    "broadcast_": "broadcast",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "send": "send",
-    "recv_": "recv",
+    "c10d::allreduce_": "all_reduce",
+    "c10d::allgather_": "all_gather",
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::reduce_": "reduce",
+    "c10d::broadcast_": "broadcast",
+    "c10d::gather_": "gather",
+    "c10d::scatter_": "scatter",
+    "c10d::send": "send",
+    "c10d::recv_": "recv",
 }
-_TENSORS = {"all_gather": 1, "gather": 1, "scatter": 0}
-"""Which argument holds this rank's own part, where the first one does not."""
+_OWN_PART = {"all_gather": 1, "gather": 1}  # the argument with this rank's own part; else the first
 
 
 @dataclass
 class Message:
-    """One collective or message: ``nbytes`` of this rank's tensor, ``sent_bytes`` that it sends, when by perf_counter."""
+    """One collective or message: bytes of the rank's tensor, bytes that it sends, its times."""
 
     kind: str
     nbytes: int
@@ -47,40 +47,31 @@ class Message:
 
 
 class MessageRecorder(TorchDispatchMode):
-    """While it is entered, every call of torch.distributed of this thread is added to ``messages``.
+    """Context manager that adds every call of torch.distributed of this thread to ``messages``.
 
-    A collective ends when its future does; a single message when the strategy has waited for it and computes again.
+    A collective ends when its future does. A point-to-point message ends when the strategy has
+    waited for it and computes again.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[Message] = []
-        self._open: list[tuple[Message, Any]] = []
+        self._open: list[tuple[Message, Any]] = []  # point-to-point messages under way
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Pass the call on; see the class."""
+        """Run the call; record it if it is one of torch.distributed."""
         now = time.perf_counter()
-        self._close_waited(now)
+        self._close_completed(now)
         result = func(*args, **(kwargs or {}))
-        if (
-            func.namespace == "c10d"
-            and (kind := _KINDS.get(func._schema.name.split("::")[1])) is not None
-        ):
-            self._note(kind, args, result, now)
+        kind = _KINDS.get(func._schema.name)
+        if kind is not None:
+            self._record(kind, args, result, now)
         return result
 
-    def _note(self, kind: str, args: tuple, result: Any, began: float) -> None:
-        size = _own_bytes(kind, args)
-        if kind in ("send", "recv"):
-            sent = float(size) if kind == "send" else 0.0
-        else:
-            root = next((a for a in args if isinstance(a, int) and not isinstance(a, bool)), 0)
-            sent = float(
-                sent_bytes(kind, size, rank=dist.get_rank(), ranks=dist.get_world_size(), root=root)
-            )
-        message = Message(kind, size, sent, began)
+    def _record(self, kind: str, args: tuple, result: Any, began: float) -> None:
+        message = Message(kind, *_bytes(kind, args), began)
         self.messages.append(message)
         work = torch._C._distributed_c10d.Work.unbox(
             result[-1] if isinstance(result, tuple | list) else result
@@ -92,65 +83,75 @@ class MessageRecorder(TorchDispatchMode):
                 lambda _future: setattr(message, "end", time.perf_counter())
             )
 
-    def _close_waited(self, now: float) -> None:
-        for entry in self._open[:]:
-            if entry[1].is_completed():
-                entry[0].end = now
-                self._open.remove(entry)
+    def _close_completed(self, now: float) -> None:
+        for message, work in self._open:
+            if work.is_completed():
+                message.end = now
+        self._open = [entry for entry in self._open if math.isnan(entry[0].end)]
 
     def finish(self) -> None:
-        """Close what is still open: the step is over."""
-        self._close_waited(time.perf_counter())
+        """End the messages still open: the step is over."""
         for message in self.messages:
             if math.isnan(message.end):
                 message.end = time.perf_counter()
         self._open = []
 
 
-def _own_bytes(kind: str, args: tuple) -> int:
-    tensors = [
-        leaf for leaf in tree_leaves(args[_TENSORS.get(kind, 0)]) if isinstance(leaf, Tensor)
-    ]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _bytes(kind: str, args: tuple) -> tuple[int, float]:
+    """Return the bytes of this rank's tensors and the payload bytes that it sends."""
+    leaves = tree_leaves(args[_OWN_PART.get(kind, 0)])
+    size = sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+    if kind in ("send", "recv"):
+        return size, float(size) if kind == "send" else 0.0
+    root = next((a for a in args if isinstance(a, int) and not isinstance(a, bool)), 0)
+    return size, float(
+        sent_bytes(kind, size, rank=dist.get_rank(), ranks=dist.get_world_size(), root=root)
+    )
 
 
 class Timeline:
     """Records the steps ``first`` to ``last`` of a training on this rank."""
 
     def __init__(self, first: int, last: int) -> None:
-        self._first, self._last = first, last
+        self._to_record = range(first, last + 1)
         self._steps: dict[int, tuple[list[Message], dict[str, list[tuple[float, float]]]]] = {}
         self._recorder: MessageRecorder | None = None
 
     def around(self, step: int) -> AbstractContextManager:
-        """Around the whole of a step: records its messages if it is one of those to be recorded."""
+        """Return the context manager to open around the whole step.
+
+        It records messages if the step is to be recorded.
+        """
         self._recorder = MessageRecorder() if step in self else None
         return self._recorder or nullcontext()
 
     def took(self, step: int, spans: dict[str, list[tuple[float, float]]]) -> None:
-        """Take a step's sections, when each began and ended."""
+        """Keep when the step's sections began and ended, beside its messages."""
         if self._recorder is not None:
             self._recorder.finish()
             self._steps[step] = (self._recorder.messages, spans)
 
     @property
     def sent_bytes_a_step(self) -> float:
-        """Payload bytes that this rank sent a step, mean of the recorded ones."""
+        """Payload bytes that this rank sent in a step, the mean over the recorded ones."""
         return sum(m.sent_bytes for messages, _ in self._steps.values() for m in messages) / max(
             1, len(self._steps)
         )
 
     @property
     def messages_a_step(self) -> float:
-        """Collectives and messages that this rank took part in a step, mean of the recorded ones."""
+        """Collectives and messages of this rank in a step, the mean over the recorded ones."""
         return sum(len(messages) for messages, _ in self._steps.values()) / max(1, len(self._steps))
 
     def __contains__(self, step: int) -> bool:
-        return self._first <= step <= self._last
+        return step in self._to_record
 
     def busiest_step(self, clock_offset: float) -> dict[str, Any] | None:
-        """Return sections and messages of the last recorded step with the most bytes, the same one on every rank, in seconds of
-        perf_counter less ``clock_offset``; None where no step was recorded."""
+        """Return sections and messages of the step with the most bytes; None if none was recorded.
+
+        Of several, the last: every rank returns the same step. Times are seconds of perf_counter
+        less ``clock_offset``.
+        """
         if not self._steps:
             return None
         step = max(

@@ -1,53 +1,55 @@
 """Time every layer of a model, forward and backward, with hooks."""
 
-import time
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from common.profiling.device_clock import Moment, now, seconds_between
 
+
+@dataclass
 class Call:
-    """One execution of a layer in a step: its name, the parameters whose gradients it makes, when it ended, when its backward
-    began."""
+    """One execution of a layer in a step, with the parameters whose gradients it completes."""
 
-    def __init__(self, name: str, parameters: tuple[str, ...], ended: Any) -> None:
-        self.name, self.parameters, self.ended, self.backward_began = name, parameters, ended, None
+    name: str
+    parameters: tuple[str, ...]
+    ended: Moment
+    backward_began: Moment | None = None
 
 
 class LayerTimer:
-    """Takes the times of every layer without children, and of the loss, of one step after another; a context manager.
+    """Context manager that times every layer without children, and the loss, step after step.
 
-    ``take`` returns the last step's calls in the order of their execution, the seconds of forward of each and of backward.
-    A layer that runs several times in a step has a call for each; its parameters belong to the first, whose backward comes last.
+    Call ``take`` after each step. A layer that runs several times in a step has a call for each;
+    its parameters belong to the first call, whose backward comes last.
     """
 
     def __init__(self, model: nn.Module, criterion: nn.Module, *, device: str) -> None:
-        self._model, self._criterion, self._on_gpu = model, criterion, device == "cuda"
+        self._model, self._criterion, self._device = model, criterion, torch.device(device)
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._calls: list[Call] = []
-        self._began: Any = None
-        self._last_gradient: Any = None
+        self._began: Moment = None
+        self._last_gradient: Moment = None
         self._hooks: list[Any] = []
 
     def __enter__(self) -> "LayerTimer":
-        self._hooks = [self._model.register_forward_pre_hook(self._step_begins)]
-        leaves = [
-            (name, layer)
-            for name, layer in self._model.named_modules()
-            if not list(layer.children())
-        ]
-        for name, layer in [*leaves, ("loss", self._criterion)]:
-            self._hooks.append(
-                layer.register_forward_hook(
-                    lambda layer, _, output, name=name: self._ended(name, layer, output)
-                )
-            )
-        self._hooks += [
-            p.register_hook(self._gradient_ready)
-            for p in self._model.parameters()
-            if p.requires_grad
+        modules = [*self._model.named_modules(), ("loss", self._criterion)]
+        self._hooks = [
+            self._model.register_forward_pre_hook(self._begin_step),
+            *(
+                layer.register_forward_hook(partial(self._end_layer, name))
+                for name, layer in modules
+                if not list(layer.children())
+            ),
+            *(
+                p.register_hook(self._gradient_ready)
+                for p in self._model.parameters()
+                if p.requires_grad
+            ),
         ]
         return self
 
@@ -56,43 +58,26 @@ class LayerTimer:
             hook.remove()
 
     def take(self) -> tuple[tuple[Call, ...], list[float], list[float]]:
-        """Return calls, seconds of forward, seconds of backward; see the class."""
-        calls = tuple(self._calls)
-        ends = [self._began, *(call.ended for call in calls)]
-        forward = [self._between(begin, end) for begin, end in pairwise(ends)]
+        """Return the last step's calls in order, their forward and their backward seconds."""
+        ends = [self._began, *(call.ended for call in self._calls)]
+        forward = [seconds_between(begin, end) for begin, end in pairwise(ends)]
         backward, end = [], self._last_gradient
-        for call in calls:  # the first layer's backward is the last
-            taken = 0.0
-            if call.backward_began is not None:
-                taken, end = self._between(call.backward_began, end), call.backward_began
-            backward.append(taken)
-        return calls, forward, backward
+        for call in self._calls:  # the first layer's backward comes last
+            begin = end if call.backward_began is None else call.backward_began
+            backward.append(seconds_between(begin, end))
+            end = begin
+        return tuple(self._calls), forward, backward
 
-    def _step_begins(self, *_: Any) -> None:
-        self._calls, self._began = [], self._now()
+    def _begin_step(self, *_: Any) -> None:
+        self._calls, self._began = [], now(self._device)
 
-    def _ended(self, name: str, layer: nn.Module, output: Tensor) -> None:
-        taken = {parameter for call in self._calls for parameter in call.parameters}
+    def _end_layer(self, name: str, layer: nn.Module, _inputs: Any, output: Tensor) -> None:
+        claimed = {parameter for call in self._calls for parameter in call.parameters}
         own = [self._names[id(p)] for p in layer.parameters(recurse=False) if id(p) in self._names]
-        call = Call(
-            name, tuple(parameter for parameter in own if parameter not in taken), self._now()
-        )
+        call = Call(name, tuple(p for p in own if p not in claimed), now(self._device))
         self._calls.append(call)
         if output.requires_grad:
-            output.register_hook(lambda _: setattr(call, "backward_began", self._now()))
+            output.register_hook(lambda _: setattr(call, "backward_began", now(self._device)))
 
     def _gradient_ready(self, _gradient: Tensor) -> None:
-        self._last_gradient = self._now()
-
-    def _between(self, begin: Any, end: Any) -> float:
-        if not self._on_gpu:
-            return end - begin
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000
-
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._last_gradient = now(self._device)

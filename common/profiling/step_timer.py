@@ -1,8 +1,9 @@
-"""How long the parts of a training step take: data, forward, backward, sync, update.
+"""Time the sections of a training step: data, forward, backward, sync, update.
 
-"sync" is exposed time: from the moment this rank's last gradient is ready until all gradients are final. So it is the
-whole exchange for the strategies that begin after backward, and for DistributedDataParallel what backward did not hide. A
-strategy that averages weights after the optimiser's step has a second part there.
+"sync" is exposed communication: from the moment this rank's last gradient is ready until all
+gradients are final. That is the whole exchange for strategies that begin after backward, and what
+backward did not hide for DistributedDataParallel. A strategy that averages weights after the
+optimiser's step adds a second part.
 """
 
 import time
@@ -13,33 +14,36 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-SECTIONS = ("data", "forward", "backward", "sync", "update")
+from common.profiling.device_clock import Moment, now, seconds_between
 
-Moment = float | torch.cuda.Event
-"""By ``time.perf_counter``, or on the GPU."""
+SECTIONS = ("data", "forward", "backward", "sync", "update")
 
 RawSpans = dict[str, list[tuple[Moment, Moment]]]
 
 
 class StepTimer:
-    """Times the sections of one step after another; on a GPU with CUDA events, so that timing does not wait.
+    """Times the sections of each step; on a GPU with CUDA events, so that timing does not wait.
 
-    Use ``with timer.section("forward"):`` around each part, then ``take()`` once a step; ``seconds(taken)`` and ``spans(taken)``
-    may be asked later, and wait for the GPU then.
+    Use ``with timer.section("forward"):`` around each part, then ``take()`` once a step.
+    ``seconds(taken)`` and ``spans(taken)`` may be called later; they wait for the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device = device
         self._spans: RawSpans = {}
         self._last_gradient: Moment | None = None
         self._hooks: list[RemovableHandle] = []
-        start = self._now()
-        if isinstance(start, torch.cuda.Event):
+        self._origin: tuple[Moment, float] = (0.0, 0.0)  # one moment, on both clocks
+        if device.type == "cuda":
+            start = now(device)
             start.synchronize()
-        self._origin = (start, time.perf_counter())
+            self._origin = (start, time.perf_counter())
 
     def watch_gradients(self, model: nn.Module) -> None:
-        """Note when each parameter's gradient becomes ready; the last one of a step ends "backward"."""
+        """Record when each parameter's gradient becomes ready.
+
+        The last one of a step ends "backward".
+        """
         self.close()
         self._hooks = [
             p.register_hook(self._gradient_ready) for p in model.parameters() if p.requires_grad
@@ -53,15 +57,18 @@ class StepTimer:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Time what happens inside as the section of that name, one of ``SECTIONS``; a section may come several times."""
-        begin = self._now()
+        """Time the block as the section of that name, one of ``SECTIONS``.
+
+        A section may come several times in a step.
+        """
+        begin = now(self._device)
         try:
             yield
         finally:
-            self._spans.setdefault(name, []).append((begin, self._now()))
+            self._spans.setdefault(name, []).append((begin, now(self._device)))
 
     def take(self) -> RawSpans:
-        """Return the step's raw times, for ``seconds``, and begin the next step."""
+        """Return the step's raw times, for ``seconds`` and ``spans``, and begin the next step."""
         spans = self._spans
         if self._last_gradient is not None and {"backward", "sync"} <= spans.keys():
             spans["backward"][-1] = (spans["backward"][-1][0], self._last_gradient)
@@ -72,40 +79,23 @@ class StepTimer:
     def seconds(self, taken: RawSpans) -> dict[str, float]:
         """Return the seconds of each section of a step that ``take`` returned."""
         return {
-            name: sum(_seconds_between(begin, end) for begin, end in taken.get(name, ()))
+            name: sum(seconds_between(begin, end) for begin, end in taken.get(name, ()))
             for name in SECTIONS
         }
 
     def spans(self, taken: RawSpans) -> dict[str, list[tuple[float, float]]]:
-        """Return when each part of each section of a step began and ended, by ``time.perf_counter``."""
+        """Return when each part of each section began and ended, by ``time.perf_counter``."""
+        origin, seconds = self._origin
         return {
             name: [
-                (self._on_clock(begin), self._on_clock(end)) for begin, end in taken.get(name, ())
+                (
+                    seconds + seconds_between(origin, begin),
+                    seconds + seconds_between(origin, end),
+                )
+                for begin, end in taken.get(name, ())
             ]
             for name in SECTIONS
         }
 
-    def _on_clock(self, moment: Moment) -> float:
-        if isinstance(moment, float):
-            return moment
-        event, seconds = self._origin
-        return seconds + _seconds_between(event, moment)
-
     def _gradient_ready(self, _gradient: Tensor) -> None:
-        self._last_gradient = self._now()
-
-    def _now(self) -> Moment:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _seconds_between(begin: Moment, end: Moment) -> float:
-    if isinstance(begin, float):
-        assert isinstance(end, float)  # one timer has one clock
-        return end - begin
-    assert isinstance(end, torch.cuda.Event)
-    end.synchronize()
-    return begin.elapsed_time(end) / 1000
+        self._last_gradient = now(self._device)

@@ -1,4 +1,4 @@
-"""A trace of a few training steps by torch.profiler, to be opened in Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""Trace a few training steps with torch.profiler, for ui.perfetto.dev or chrome://tracing."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,10 @@ _SKIP, _WARM_UP, _RECORD = 1, 1, 3
 
 @contextmanager
 def step_profiler(path: Path | None) -> Iterator[Callable[[], None]]:
-    """Yield what to call after every step; steps 3 to 5 are written to ``path`` (JSON). None: no profiler."""
+    """Yield what to call after every step.
+
+    Steps 3 to 5 are written to ``path`` (JSON). None: no profiler.
+    """
     if path is None:
         yield lambda: None
         return

@@ -1,9 +1,12 @@
-"""``lab calibrate``: measures alpha, beta, gamma and the compute time, fits them, and writes reports/calibration.json.
+"""Calibrate: measure messages, memory and compute time, fit them, write reports/calibration.json.
 
-``calibrate`` starts ranks on this machine; ``calibrate_nodes`` is one rank of several that were started by hand. Neither
-trains what is to be predicted: messages are timed by themselves, steps on noise without messages.
+``calibrate`` starts ranks on this machine; ``calibrate_nodes`` is one of several ranks that the
+user started. Neither trains what is predicted later: messages are timed by themselves, and steps
+train on noise without messages.
 """
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 from common.cost_model.calibration_file import Calibration, calibration_path
@@ -18,7 +21,6 @@ from lab.calibrate.fits import fit_calibration
 from lab.calibrate.rank_measurements import Measures, measure_rank
 
 _MOST_RANKS = 8
-_LIMIT_SECONDS = 600.0
 _SIZES = (
     (1_024, 20),
     (8_192, 20),
@@ -33,28 +35,14 @@ _SIZES = (
 
 
 def measures_for(model: str, image: tuple[int, int], *, quick: bool) -> Measures:
-    """Return what a calibration measures; the samples are no common batch sizes, so that no cell to predict is among them."""
-    if quick:
-        return Measures(
-            model,
-            image,
-            _SIZES[::2],
-            rounds=3,
-            step_rounds=2,
-            samples=(24, 72, 140),
-            steps=1,
-            limit_seconds=_LIMIT_SECONDS,
-        )
-    return Measures(
-        model,
-        image,
-        _SIZES,
-        rounds=6,
-        step_rounds=3,
-        samples=(28, 100, 220),
-        steps=2,
-        limit_seconds=_LIMIT_SECONDS,
-    )
+    """Return what a calibration measures.
+
+    No number of samples is a common batch size, so no predicted cell is measured.
+    """
+    full = Measures(model, image, _SIZES, rounds=6, step_rounds=3, samples=(28, 100, 220), steps=2)
+    if not quick:
+        return full
+    return replace(full, sizes=_SIZES[::2], rounds=3, step_rounds=2, samples=(24, 72, 140), steps=1)
 
 
 def calibrate(
@@ -66,26 +54,21 @@ def calibrate(
     path: Path | None = None,
     measures: Measures | None = None,
 ) -> Calibration:
-    """Measure with ``ranks`` processes on this machine (default: one a core, 2 to 8) over loopback, and write the file.
+    """Measure with ``ranks`` processes on this machine, and write the file.
 
-    path : instead of ``calibration_path()``. Raises UserError on wrong values, WorkerError where a rank fails. No process is
-    left behind.
+    ranks : default one a core, 2 to 8. path : instead of ``calibration_path()``. Raises UserError
+    on wrong values, WorkerError if a rank fails. Leaves no process behind.
     """
     ranks = ranks if ranks is not None else min(_MOST_RANKS, max(2, usable_cores()))
     if ranks < 2:
         raise UserError(f"--ranks: got {ranks}, give 2 or more: one rank sends no messages")
     if model not in MODELS:
         raise UserError(f"--model: got {model!r}, choose one of {', '.join(MODELS)}")
+    measures = measures or measures_for(model, image, quick=quick)
     found = launch_distributed_training(
-        measure_rank,
-        ranks,
-        "gloo",
-        measures=measures or measures_for(model, image, quick=quick),
-        ranks_here=ranks,
+        measure_rank, ranks, "gloo", measures=measures, ranks_here=ranks
     )
-    calibration = fit_calibration(found, model=model, quick=quick)
-    save_calibration(calibration, path or calibration_path())
-    return calibration
+    return save_calibration(fit_calibration(found, model=model, quick=quick), path)
 
 
 def calibrate_nodes(
@@ -98,7 +81,7 @@ def calibrate_nodes(
     timeout_seconds: float = 60.0,
     measures: Measures | None = None,
 ) -> Calibration | None:
-    """Measure as one rank of a group, each node having started one; rank 0 writes the file and returns what is in it.
+    """Measure as one rank of a group; rank 0 writes the file and returns its content.
 
     Raises GroupError and UserError as ``common.distributed.process_group.process_group`` does.
     """
@@ -106,23 +89,18 @@ def calibrate_nodes(
         raise UserError(
             f"--num-nodes: got {launch.size}, give 2 or more: one node sends no messages"
         )
+    measures = measures or measures_for(model, image, quick=quick)
     with process_group(launch, backend="gloo", timeout_seconds=timeout_seconds) as world:
-        found = measure_rank(
-            world.rank,
-            world.size,
-            measures=measures or measures_for(model, image, quick=quick),
-            ranks_here=world.local_size,
-        )
+        found = measure_rank(world.rank, world.size, measures=measures, ranks_here=world.local_size)
     if not world.is_rank0:
         return None
-    calibration = fit_calibration(found, model=model, quick=quick)
-    save_calibration(calibration, path or calibration_path())
+    return save_calibration(fit_calibration(found, model=model, quick=quick), path)
+
+
+def save_calibration(calibration: Calibration, path: Path | None = None) -> Calibration:
+    """Write the file atomically (default: ``calibration_path()``), and return the calibration."""
+    write_atomically(
+        path or calibration_path(),
+        json.dumps(calibration.as_json(), indent=1, allow_nan=False).encode(),
+    )
     return calibration
-
-
-def save_calibration(calibration: Calibration, path: Path) -> None:
-    """Write the file, whole or not at all."""
-    import json
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(calibration.as_json(), indent=1, allow_nan=False).encode())

@@ -1,7 +1,6 @@
-"""The flags of ``lab calibrate``, and what is measured on this machine or on several."""
+"""The flags and the handlers of ``lab calibrate``: this machine, or one rank of several nodes."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import UserError
@@ -50,48 +49,51 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    """Calibrate this machine and its layers, or one rank of several nodes; with ``--profile`` measure the layers alone."""
-    from common.cost_model.calibration_file import Calibration, calibration_path, describe
+    """Calibrate this machine and its layers, or one rank of several nodes.
+
+    With ``--profile`` measure the layers alone.
+    """
+    from common.cost_model.calibration_file import calibration_path, describe
+    from common.distributed.launch_env import LaunchSpec
     from common.emulation.compute_profile import MEASURED
     from lab.calibrate.calibration import calibrate, calibrate_nodes
 
-    path = args.output or calibration_path()
-    node = (args.master_ip, args.num_nodes, args.rank)
-    here = node == (None, None, None)
-    calibration: Calibration | None
     if args.profile is not None:
         return _profile_layers(args, args.profile)
     if args.device != "cpu":
         raise UserError(
             f"--device {args.device}: name its profile, e.g. --profile my-gpu; no messages are measured there"
         )
-    if here:
-        calibration = calibrate(ranks=args.ranks, model=args.model, quick=args.quick, path=path)
-    elif None in node:
+    path = args.output or calibration_path()
+    node = (args.master_ip, args.num_nodes, args.rank)
+    if node == (None, None, None):
+        _print(
+            *describe(calibrate(ranks=args.ranks, model=args.model, quick=args.quick, path=path)),
+            f"written to {path}",
+        )
+        return 0 if args.output else _profile_layers(args, MEASURED)
+    if None in node:
         raise UserError(
             "--master-ip, --num-nodes and --rank go together: give all three, or none for this machine alone"
         )
-    else:
-        from common.distributed.launch_env import LaunchSpec
-
-        if not 0 <= args.rank < args.num_nodes:
-            raise UserError(
-                f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; give 0 to {args.num_nodes - 1}"
-            )
-        calibration = calibrate_nodes(
-            LaunchSpec(args.rank, args.num_nodes, args.master_ip, args.master_port),
-            model=args.model,
-            quick=args.quick,
-            path=path,
-            timeout_seconds=args.timeout,
+    if not 0 <= args.rank < args.num_nodes:
+        raise UserError(
+            f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; give 0 to {args.num_nodes - 1}"
         )
+    calibration = calibrate_nodes(
+        LaunchSpec(args.rank, args.num_nodes, args.master_ip, args.master_port),
+        model=args.model,
+        quick=args.quick,
+        path=path,
+        timeout_seconds=args.timeout,
+    )
     if calibration is not None:
-        _print([*describe(calibration), f"written to {path}"])
-    return _profile_layers(args, MEASURED) if here and args.output is None else 0
+        _print(*describe(calibration), f"written to {path}")
+    return 0
 
 
 def _profile_layers(args: argparse.Namespace, name: str) -> int:
-    """Measure what each layer takes on this machine, for emulated compute, and write the profile of that name."""
+    """Measure how long each layer takes on this machine, and write the profile of that name."""
     from common.emulation.compute_profile import profile_path
     from lab.calibrate.layer_profile import describe_profile, measure_profile, save_profile
 
@@ -102,13 +104,11 @@ def _profile_layers(args: argparse.Namespace, name: str) -> int:
         Path(name).stem, model=args.model, device=args.device, rounds=2 if args.quick else 5
     )
     save_profile(profile, path)
-    _print([*describe_profile(profile), f"written to {path}"])
+    _print(*describe_profile(profile), f"written to {path}")
     return 0
 
 
-def _print(lines: Sequence[str]) -> None:
+def _print(*lines: str) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False)
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+    Console(highlight=False).print(*lines, sep="\n", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Fit what the ranks measured: latency and bandwidth of each kind of message, memory, and the time of a step over its samples."""
+"""Fit what the ranks measured: each kind of message, memory, and a step's time over its samples."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,27 +6,24 @@ from datetime import datetime
 from itertools import accumulate
 from typing import Any
 
-from common.cost_model.calibration_file import Calibration
+from common.cost_model.calibration_file import Calibration, count
 from common.cost_model.compute_model import ComputeModel, ComputeProfile
 from common.cost_model.event_model import Network, Rate, loads
 from common.sync.message_cost import KINDS
 from lab.fitting import Fit, fit
 
 _LEAST_TURNS = 2
-_QUIET_SHARE = 0.04  # of the cores; of a quarter of a second the kernel counts no less
+_QUIET_SHARE = 0.04  # of the cores; in a quarter of a second the kernel counts no less
+
+Turn = Sequence[Mapping[str, Any]]  # what every rank measured in one round, by rank
 
 
 def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Calibration:
     """Return the calibration that fits what ``measure_rank`` returned."""
-    ranks, here = found["ranks"], found["ranks_here"]
+    ranks, cores = found["ranks"], found["cores"]
     noise: list[tuple[float, float]] = []
-    turns = quiet(zip(*(rank["turns"] for rank in ranks), strict=True), found, noise)
-    fits: dict[str, Fit] = {}
-    for name, column in (("gamma", "sum"), ("copy", "copy")):
-        sizes, seconds = _medians(
-            point for turn in turns for rank in turn for point in rank["memory"][column]
-        )
-        fits[name] = fit([sizes], seconds, varied=sizes)
+    turns = quiet(_by_turn(ranks, "turns"), found, noise)
+    fits = {"gamma": _fit_memory("sum", turns), "copy": _fit_memory("copy", turns)}
     gamma = fits["gamma"].values[0]
     fits |= {kind: _fit_kind(kind, len(ranks), gamma, turns) for kind in KINDS}
     kinds = {kind: Rate(*fits[kind].values) for kind in KINDS}
@@ -36,59 +33,44 @@ def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Cal
         gamma,
         fits["copy"].values[0],
         kinds,
-        _overlap_cost(quiet(zip(*(rank["overlap"] for rank in ranks), strict=True), found, noise)),
+        _overlap_cost(quiet(_by_turn(ranks, "overlap"), found, noise)),
     )
-    cases = [
-        (here, ranks[0]["threads"], list(zip(*(rank["together"] for rank in ranks), strict=True)))
-    ]
-    if ranks[0]["alone"]:
-        cases.insert(0, (1, found["cores"], [(step,) for step in ranks[0]["alone"]]))
     profiles = []
+    cases = ((1, cores, "alone"), (found["ranks_here"], ranks[0]["threads"], "together"))
     for sharing, threads, steps in cases:
-        profile, own = _profile(sharing, threads, steps, found, noise)
-        profiles.append(profile)
-        fits |= own
-    machine = ranks[0]["environment"]
+        if ranks[0][steps]:
+            profile, lines = _profile(sharing, threads, _by_turn(ranks, steps), found, noise)
+            profiles.append(profile)
+            fits |= lines
+    ready = _ready(found["gradients"], [rank["ready"] for rank in ranks])
     return Calibration(
-        name=f"{machine['cpu']}, {found['cores']} core{'s' if found['cores'] > 1 else ''}",
+        name=f"{ranks[0]['environment']['cpu']}, {count(cores, 'core')}",
         made=datetime.now().isoformat(timespec="seconds"),
         quick=quick,
         ranks=len(ranks),
-        ranks_here=here,
-        cores=found["cores"],
+        ranks_here=found["ranks_here"],
+        cores=cores,
         model=model,
-        others_share=statistics.fmean([share for _, share in noise], [clock for clock, _ in noise]),
+        others_share=mean_share(noise),
         gradients=tuple(found["gradients"]),
         network=network,
-        compute=ComputeModel(
-            tuple(profiles), *_ready(found["gradients"], [rank["ready"] for rank in ranks])
-        ),
+        compute=ComputeModel(tuple(profiles), *ready),
         fits={name: one.as_json() for name, one in fits.items()},
-        machine=machine,
+        machine=ranks[0]["environment"],
     )
-
-
-def others_share(spent: Sequence[Mapping[str, float]], found: Mapping[str, Any]) -> float:
-    """Return the share of rank 0's cores that processes other than the ranks took, from what each rank ``spent`` meanwhile."""
-    first = spent[0]
-    own = (
-        sum(cpu["own"] for cpu in spent)
-        if len(spent) <= found["ranks_here"]
-        else first["own"] * found["ranks_here"]
-    )
-    return max(0.0, first["all"] - own) / (first["clock"] * found["cores"])
 
 
 def quiet(
-    turns: Iterable[Sequence[Mapping[str, Any]]],
-    found: Mapping[str, Any],
-    noise: list[tuple[float, float]],
-) -> list[Sequence[Mapping[str, Any]]]:
-    """Return the turns (of each, what every rank measured) in which other processes took next to nothing, or else the
-    quietest ones; ``noise`` receives the length of every turn and the share that they took."""
+    turns: Iterable[Turn], found: Mapping[str, Any], noise: list[tuple[float, float]]
+) -> list[Turn]:
+    """Return the turns in which other processes took next to nothing, at least the two quietest.
+
+    found : "cores" and "ranks_here" of what ``measure_rank`` returned. noise : receives for every
+    turn its length in seconds and the share of the cores that other processes took.
+    """
     by_noise = sorted(
         (
-            (others_share([rank["cpu"] for rank in turn], found), index, turn)
+            (_others_share([rank["cpu"] for rank in turn], found), index, turn)
             for index, turn in enumerate(turns)
         )
     )
@@ -100,10 +82,50 @@ def quiet(
     ]
 
 
-def _fit_kind(
-    kind: str, size: int, gamma: float, turns: Sequence[Sequence[Mapping[str, Any]]]
-) -> Fit:
-    """Alpha and beta of a kind. Known beside them: what it sums by itself, and the tiny all_reduce that was timed with it."""
+def mean_share(noise: Sequence[tuple[float, float]]) -> float:
+    """Return the mean of the shares that ``quiet`` noted, weighted by the turns' lengths."""
+    return statistics.fmean([share for _, share in noise], [clock for clock, _ in noise])
+
+
+def fit_line(samples: Sequence[float], seconds: Sequence[float]) -> Fit:
+    """Fit fixed seconds and seconds a sample."""
+    return fit([[1.0] * len(samples), samples], seconds, varied=samples)
+
+
+def _by_turn(ranks: Sequence[Mapping[str, Any]], key: str) -> list[Turn]:
+    """Return for each turn what every rank measured under ``key``.
+
+    A rank that measured nothing is left out.
+    """
+    return list(zip(*(rank[key] for rank in ranks if rank[key]), strict=True))
+
+
+def _others_share(cpu: Sequence[Mapping[str, float]], found: Mapping[str, Any]) -> float:
+    """Return the share of rank 0's cores that other processes took, from the ranks' CPU times."""
+    first = cpu[0]
+    # With ranks on several machines, rank 0 stands for each of those on its own.
+    own = (
+        sum(rank["own"] for rank in cpu)
+        if len(cpu) <= found["ranks_here"]
+        else first["own"] * found["ranks_here"]
+    )
+    return max(0.0, first["all"] - own) / (first["clock"] * found["cores"])
+
+
+def _fit_memory(action: str, turns: Sequence[Turn]) -> Fit:
+    """Fit the seconds a byte of adding ("sum") or copying ("copy") in memory."""
+    sizes, seconds = _medians(
+        point for turn in turns for rank in turn for point in rank["memory"][action]
+    )
+    return fit([sizes], seconds, varied=sizes)
+
+
+def _fit_kind(kind: str, size: int, gamma: float, turns: Sequence[Turn]) -> Fit:
+    """Fit alpha and beta of a kind of message.
+
+    Two parts of the measured time are known: what the message sums, and the tiny all_reduce that
+    was timed with it.
+    """
     rows = [
         row
         for turn in turns
@@ -114,23 +136,19 @@ def _fit_kind(
     messages, link_bytes, summed = zip(
         *(loads(kind, nbytes, size) for nbytes in sizes), strict=True
     )
-    return fit(
-        [messages, link_bytes],
-        seconds,
-        varied=sizes,
-        known=[nothing + gamma * nbytes for nothing, nbytes in zip(without, summed, strict=True)],
-    )
+    known = [nothing + gamma * nbytes for nothing, nbytes in zip(without, summed, strict=True)]
+    return fit([messages, link_bytes], seconds, varied=sizes, known=known)
 
 
 def _medians(points: Iterable[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """What was varied, rising, and the median of what was measured there."""
+    """Return what was varied, rising, and the median of what was measured at each value."""
     found: dict[float, list[float]] = {}
     for varied, measured in points:
         found.setdefault(varied, []).append(measured)
     return sorted(found), [statistics.median(found[varied]) for varied in sorted(found)]
 
 
-def _overlap_cost(turns: Sequence[Sequence[Mapping[str, Any]]]) -> float:
+def _overlap_cost(turns: Sequence[Turn]) -> float:
     costs = [
         (rank["both"] - rank["backward"]) / rank["messages"] for turn in turns for rank in turn
     ]
@@ -140,34 +158,33 @@ def _overlap_cost(turns: Sequence[Sequence[Mapping[str, Any]]]) -> float:
 def _profile(
     sharing: int,
     threads: int,
-    steps: Sequence[Sequence[Mapping[str, Any]]],
+    steps: Sequence[Turn],
     found: Mapping[str, Any],
     noise: list[tuple[float, float]],
 ) -> tuple[ComputeProfile, dict[str, Fit]]:
-    """The line of each section over the samples; of ranks that compute together a step counts as the slowest one's."""
-    by_samples = {
-        step[0]["samples"]: [one for one in steps if one[0]["samples"] == step[0]["samples"]]
-        for step in steps
-    }
-    calm = [step for same in by_samples.values() for step in quiet(same, found, noise)]
+    """Fit the line of each section over the samples.
+
+    Among ranks that compute together, the slowest one's step counts.
+    """
+    calm = [
+        step
+        for samples in dict.fromkeys(step[0]["samples"] for step in steps)
+        for step in quiet((s for s in steps if s[0]["samples"] == samples), found, noise)
+    ]
     slowest = [max(step, key=lambda rank: rank["before"] + rank["backward"]) for step in calm]
-    fits = {}
-    for section in ("before", "backward"):
-        samples, seconds = _medians((step["samples"], step[section]) for step in slowest)
-        fits[f"{section}, {sharing} rank{'s' if sharing > 1 else ''}"] = fit(
-            [[1.0] * len(samples), samples], seconds, varied=samples
-        )
-    before, backward = (line.values for line in fits.values())
-    update = statistics.median(rank["update"] for step in calm for rank in step)
-    profile = ComputeProfile(
-        sharing, threads, before[0], before[1], backward[0], backward[1], update
+    before, backward = (
+        fit_line(*_medians((step["samples"], step[section]) for step in slowest))
+        for section in ("before", "backward")
     )
-    return profile, fits
+    update = statistics.median(rank["update"] for step in calm for rank in step)
+    profile = ComputeProfile(sharing, threads, *[*before.values, *backward.values, update])
+    on = count(sharing, "rank")
+    return profile, {f"before, {on}": before, f"backward, {on}": backward}
 
 
 def _ready(
     sizes: Sequence[int], shares: Sequence[Sequence[float]]
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Bytes of gradients made, from the last parameter to the first, and the share of backward after which they are."""
+    """Return the bytes of gradients made, last parameter first, and their shares of backward."""
     median = [statistics.median(column) for column in zip(*shares, strict=True)]
-    return (tuple(accumulate(reversed(sizes))), tuple(accumulate(reversed(median), max)))
+    return tuple(accumulate(reversed(sizes))), tuple(accumulate(reversed(median), max))

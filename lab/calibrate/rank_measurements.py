@@ -1,12 +1,10 @@
-"""What one rank measures for a calibration: messages, memory, compute. ``measure_rank`` measures all of it.
+"""What one rank measures for a calibration: ``measure_rank`` times messages, memory and compute.
 
-Everything is measured in turns, as often as the plan says, so that a machine that drifts distorts all alike. Sizes are in
-bytes, times in seconds.
+Everything is measured in turns, for several rounds, so that a machine whose speed drifts distorts
+all numbers alike. Sizes are in bytes, times in seconds.
 """
 
-import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +20,7 @@ from common.profiling.link_measurements import (
     SPREAD,
     barrier,
     message_call,
+    over_ranks,
     parts_of,
     seconds_of_call,
     time_memory,
@@ -29,7 +28,7 @@ from common.profiling.link_measurements import (
 from common.sync.message_cost import KINDS
 from common.utils.environment import environment
 from common.utils.system import tune_malloc, usable_cores
-from lab.calibrate.trainer import Trainer, cpu_seconds, since
+from lab.calibrate.trainer import WARM_UP_STEPS, Trainer, cpu_seconds, spent
 
 _WARM_UP_ROUNDS = 1
 _OVERLAP_BYTES = 8_000_000
@@ -44,11 +43,10 @@ class Measures:
     ----------
     model, image : name of the model, and (height, width) of the images that it trains on.
     sizes : of messages in bytes, each with the number of calls in a row that are timed together.
-    rounds, step_rounds : how often the messages and the training steps are gone through.
-    samples : of a training step where a rank has its machine alone; of ranks that share one each has its share. Fewer where
-        the model is slow.
-    steps : that are timed in each round for each number of samples.
-    limit_seconds : after which a rank ends its process.
+    rounds, step_rounds : rounds of the messages and of the training steps.
+    samples : of a training step of a rank that has its machine alone; ranks that share a machine
+        divide them. Fewer if the model is slow.
+    steps : timed in each round for each number of samples.
     """
 
     model: str
@@ -58,17 +56,14 @@ class Measures:
     step_rounds: int
     samples: tuple[int, ...]
     steps: int
-    limit_seconds: float
 
 
 def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -> dict[str, Any]:
-    """Measure in the open process group; return the numbers of all ranks, on every rank. Collective.
+    """Measure in the open process group; return all ranks' numbers on every rank. Collective.
 
-    ranks_here : ranks that share this machine; where there are several, rank 0 also computes alone, with all threads.
+    ranks_here : ranks that share this machine; if there are several, rank 0 also computes alone,
+        with all threads.
     """
-    watchdog = threading.Timer(measures.limit_seconds, os._exit, args=[1])
-    watchdog.daemon = True
-    watchdog.start()
     tune_malloc()
     cores = usable_cores()
     threads = max(1, cores // ranks_here)
@@ -86,10 +81,8 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
             found["alone"] += _alone(trainer, rank, cores, samples, steps=measures.steps)
             torch.set_num_threads(threads)
     found |= {"threads": threads, "environment": environment()}
-    all_ranks = gather_objects(World(rank=rank, size=size), found)
-    watchdog.cancel()
     return {
-        "ranks": all_ranks,
+        "ranks": gather_objects(World(rank=rank, size=size), found),
         "gradients": trainer.gradients,
         "cores": cores,
         "ranks_here": ranks_here,
@@ -97,68 +90,79 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
 
 
 def time_messages(rank: int, size: int, measures: Measures) -> list[dict[str, Any]]:
-    """Return for each round "messages": of each kind [bytes, seconds, seconds without it] of each size, from a common beginning
-    until every rank has what it is to have; "memory", as of ``time_memory``; and "cpu", what it cost.
+    """Return "messages", "memory" and "cpu" for each round. Collective.
 
-    A tiny all_reduce follows each call, since a sender alone would be timed until it has filled a buffer; the last entry is
-    what that takes by itself, measured in the same turn. Each call takes another part of the memory, as gradients lie.
+    "messages" has rows [bytes, seconds, seconds without the message] for each kind, from a common
+    begin until every rank has its result; "memory" is what ``time_memory`` returns, "cpu" the CPU
+    time of the round. A tiny all_reduce follows each message, since a sender alone would be timed
+    until it has filled a buffer; a row's last entry is that all_reduce by itself, measured in the
+    same round. Each call takes another part of the memory, as gradients lie.
     """
-    arena = torch.zeros(
-        max(2 * measures.sizes[-1][0], 10 * MEMORY_SIZES[-1]) // FLOAT_BYTES + SPREAD
-    ).fill_(0.0)
-    calls, rounds = {kind: message_call(kind, rank, size) for kind in KINDS}, []
+    floats = max(2 * measures.sizes[-1][0], 10 * MEMORY_SIZES[-1]) // FLOAT_BYTES + SPREAD
+    arena = torch.zeros(floats).fill_(0.0)  # filled: the kernel maps its pages now
+    calls = {kind: message_call(kind, rank, size) for kind in KINDS}
+    rounds = []
     for _ in range(_WARM_UP_ROUNDS + measures.rounds):
         began = cpu_seconds()
         found: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
         for nbytes, repeats in measures.sizes:
             parts = parts_of(arena, nbytes, repeats)
-            nothing = seconds_of_call(lambda _: None, parts)
+            without = seconds_of_call(lambda _: None, parts)
             for kind, call in calls.items():
-                found[kind].append([nbytes, seconds_of_call(call, parts), nothing])
-        rounds.append({"messages": found, "memory": time_memory(arena), "cpu": since(began)})
+                found[kind].append([nbytes, seconds_of_call(call, parts), without])
+        rounds.append(
+            {  # in this order: the CPU time covers the rest
+                "messages": found,
+                "memory": time_memory(arena),
+                "cpu": spent(began, cpu_seconds()),
+            }
+        )
     return rounds[_WARM_UP_ROUNDS:]
 
 
 def _overlap(trainer: Trainer, samples: int) -> dict[str, Any]:
-    """Return the seconds of backward alone, of messages alone, of backward while these messages are under way, and the cost."""
+    """Return the seconds of backward alone, of messages alone, and of backward during messages."""
     start = cpu_seconds()
     barrier()
     alone = trainer.backward_seconds(samples)
-    one = seconds_of_call(
-        lambda tensor: _send(1, tensor)(), [torch.zeros(_OVERLAP_BYTES // FLOAT_BYTES)] * 4
-    )
-    counts = torch.tensor(
-        [max(1.0, 0.5 * alone / one)]
-    )  # within backward all of them, and enough to be seen
-    dist.all_reduce(counts, op=dist.ReduceOp.MIN)
-    tensor, count = torch.zeros(_OVERLAP_BYTES // FLOAT_BYTES), int(counts)
-    messages = seconds_of_call(lambda tensor: _send(count, tensor)(), [tensor])
-    wait: list[Callable[[], None]] = []
-    both = trainer.backward_seconds(samples, before=lambda: wait.append(_send(count, tensor)))
-    wait[0]()
-    return {"backward": alone, "messages": messages, "both": both, "cpu": since(start)}
+    tensor = torch.zeros(_OVERLAP_BYTES // FLOAT_BYTES)
+    one = seconds_of_call(lambda part: _wait(_send(1, part)), [tensor] * 4)
+    # As many as take half of backward: all of them fit within it, and there are enough to see what
+    # they cost.
+    count = int(over_ranks(max(1.0, 0.5 * alone / one), dist.ReduceOp.MIN))
+    messages = seconds_of_call(lambda part: _wait(_send(count, part)), [tensor])
+    works: list[dist.Work] = []
+    both = trainer.backward_seconds(samples, before=lambda: works.extend(_send(count, tensor)))
+    _wait(works)
+    return {
+        "backward": alone,
+        "messages": messages,
+        "both": both,
+        "cpu": spent(start, cpu_seconds()),
+    }
 
 
-def _send(count: int, tensor: Tensor) -> Callable[[], None]:
-    """Start ``count`` messages, one after the other as each takes both cores' time; return a function that waits for them."""
-    works = [dist.all_reduce(tensor.clone(), async_op=True) for _ in range(count)]
+def _send(count: int, tensor: Tensor) -> list[dist.Work]:
+    """Start ``count`` messages, one after the other."""
+    return [dist.all_reduce(tensor.clone(), async_op=True) for _ in range(count)]
 
-    def wait() -> None:
-        for work in works:
-            work.wait()
 
-    return wait
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _affordable(trainer: Trainer, samples: Sequence[int], ranks_here: int) -> tuple[int, ...]:
-    """Return ``samples``, fewer where a step of a rank's share of the largest would take too long. Collective."""
+    """Return ``samples``, fewer if a rank's share of the largest would take too long.
+
+    Collective.
+    """
     barrier()
     trainer.backward_seconds(_PROBE_SAMPLES)
     seconds = trainer.backward_seconds(_PROBE_SAMPLES) / _PROBE_SAMPLES * max(samples) / ranks_here
-    share = torch.tensor([min(1.0, _LONGEST_BACKWARD_SECONDS / seconds)])
-    dist.all_reduce(share, op=dist.ReduceOp.MIN)
+    share = over_ranks(min(1.0, _LONGEST_BACKWARD_SECONDS / seconds), dist.ReduceOp.MIN)
     return tuple(
-        max(2 * position * ranks_here, int(count * float(share)))
+        max(2 * position * ranks_here, int(count * share))
         for position, count in enumerate(sorted(samples), start=1)
     )
 
@@ -166,10 +170,10 @@ def _affordable(trainer: Trainer, samples: Sequence[int], ranks_here: int) -> tu
 def _alone(
     trainer: Trainer, rank: int, cores: int, samples: Sequence[int], *, steps: int
 ) -> list[dict[str, Any]]:
-    """Time rank 0's steps with all of the machine's threads while the other ranks wait for it, step by step."""
+    """Time rank 0's steps with all threads of the machine while the other ranks wait."""
     if rank == 0:
         torch.set_num_threads(cores)
         return trainer.time_steps(samples, steps=steps, after_step=barrier)
-    for _ in range(trainer.number_of_steps(len(samples), steps=steps)):
+    for _ in range(len(samples) * (WARM_UP_STEPS + steps)):
         barrier()
     return []

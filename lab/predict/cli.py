@@ -1,4 +1,4 @@
-"""The flags of ``lab predict``, and what it does."""
+"""The flags and the handler of ``lab predict``."""
 
 import argparse
 import json
@@ -55,10 +55,11 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
 
 
 def main_predict(args: argparse.Namespace) -> int:
-    """Print the tables, or JSON; draw the figure; return the exit status. Raises UserError on wrong values.
+    """Print the tables or JSON, draw the figure, return the status; UserError on wrong values.
 
-    ``args`` : nodes (list of int), sync (list of names, or ["all"]), rate, latency (text or None), batch_size, scaling,
-    calibration (Path or None), json, figure (Path or None); and, where given, the strategies' options ``_OPTIONS``.
+    args : nodes (list of int), sync (list of names, or ["all"]), rate, latency (text or None),
+    batch_size, scaling, calibration (Path or None), json, figure (Path or None), and the
+    strategies' options ``_OPTIONS`` that are given.
     """
     from common.cost_model.calibration_file import find_calibration
     from lab.predict.printing import print_tables, summarize
@@ -66,35 +67,23 @@ def main_predict(args: argparse.Namespace) -> int:
     from lab.predict.tables import message_plans, predict_table, scaling_limits_of
     from lab.units import parse_latency, parse_rate
 
-    batch_size, scaling = args.batch_size, args.scaling
     calibration, is_reference = find_calibration(args.calibration)
     names = list(STRATEGIES) if "all" in args.sync else list(dict.fromkeys(args.sync))
     options = {name: value for name in _OPTIONS if (value := getattr(args, name, None)) is not None}
-    rate, latency = parse_rate(args.rate), parse_latency(args.latency)
+    links = parse_rate(args.rate), parse_latency(args.latency)
     plans = message_plans(names, options)
+    setting = {"batch_size": args.batch_size, "scaling": args.scaling}
 
-    steps = predict_table(args.nodes, rate, latency, plans, batch_size, scaling, calibration)
-    limits = scaling_limits_of(plans, calibration, rate, latency, batch_size)
-    summary = summarize(
-        calibration,
-        rate,
-        latency,
-        batch_size=batch_size,
-        scaling=scaling,
-        is_reference=is_reference,
-    )
+    steps = predict_table(args.nodes, *links, plans, calibration=calibration, **setting)
+    limits = scaling_limits_of(plans, calibration, *links, args.batch_size)
+    summary = summarize(calibration, *links, is_reference=is_reference, **setting)
     if args.figure is not None:
         # matplotlib takes a second to import
         from lab.predict.plots import draw_scaling, numbers_to_draw
 
-        numbers = numbers_to_draw(most_nodes(batch_size, scaling=scaling))
-        drawn = predict_table(numbers, rate, latency, plans, batch_size, scaling, calibration)
-        draw_scaling(
-            args.figure,
-            [step for step in drawn if step.prediction],
-            scaling=scaling,
-            summary=summary,
-        )
+        nodes = numbers_to_draw(most_nodes(args.batch_size, scaling=args.scaling))
+        drawn = predict_table(nodes, *links, plans, calibration=calibration, **setting)
+        draw_scaling(args.figure, drawn, scaling=args.scaling, summary=summary)
     if args.json:
         content = {
             "format": 1,
@@ -104,5 +93,5 @@ def main_predict(args: argparse.Namespace) -> int:
         }
         print(json.dumps(content, indent=1))
     else:
-        print_tables(summary, steps, limits, batch_size=batch_size, cores=calibration.cores)
+        print_tables(summary, steps, limits, batch_size=args.batch_size, cores=calibration.cores)
     return 0

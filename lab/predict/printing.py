@@ -1,19 +1,21 @@
-"""What ``lab predict`` prints: where its numbers come from, the table of steps, the table of scaling limits.
+"""What ``lab predict`` prints: the source of its numbers, the steps, and the scaling limits.
 
-``summarize`` makes the first lines, ``print_tables`` prints all; both take what tables.py has computed.
+``summarize`` returns the first lines, ``print_tables`` prints everything; tables.py computes the
+numbers.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from common.cost_model.calibration_file import QUIET_SHARE, Calibration
 from common.cost_model.compute_model import LEAST_SAMPLES
 from common.cost_model.event_model import HEADERS, LARGEST_NODES
 from lab.predict.scaling import SCALINGS, ScalingLimit, most_nodes
-from lab.predict.tables import PredictedStep, network_of
+from lab.predict.tables import PredictedStep
 
 _WIDTH, _NARROW = 100, 92
 
@@ -27,10 +29,9 @@ def summarize(
     scaling: str,
     is_reference: bool,
 ) -> list[str]:
-    """Return, as lines, what a reader must know before the numbers."""
-    source = f"calibrated on {calibration.name}, {calibration.made}" + (
-        ", quickly" if calibration.quick else ""
-    )
+    """Return what a reader must know first, a line each: calibration, model and batch, network."""
+    quickly = ", quickly" if calibration.quick else ""
+    source = f"calibrated on {calibration.name}, {calibration.made}{quickly}"
     if calibration.others_share > QUIET_SHARE:
         source += (
             f", while others took {calibration.others_share:.0%} of its cores (calibrate again)"
@@ -39,14 +40,13 @@ def summarize(
         source = (
             f"NOT this machine: {source}, comes with the project. `lab calibrate` measures this one"
         )
-    network = network_of(calibration, rate, latency)
+    network = calibration.network.over(rate_bits=rate, latency_seconds=latency)
     ring = network.rate("all_reduce")
-    if rate is not None or latency is not None:
+    where = "the nodes of the calibration"
+    if (rate, latency) != (None, None):
         where = "each node a machine like that one"
     elif calibration.over_loopback:
         where = "all nodes ranks of that one machine, over loopback"
-    else:
-        where = "the nodes of the calibration"
     link = (
         f"{rate / 1e6:,.0f} Mbit/s and {HEADERS - 1:.0%} of headers"
         if rate is not None
@@ -69,9 +69,9 @@ def print_tables(
     batch_size: int,
     cores: int,
 ) -> None:
-    """Print the summary, the steps with their notes, and how far each strategy scales; as wide as the terminal permits.
+    """Print summary, steps with their notes, and limits, as wide as the terminal permits.
 
-    batch_size, cores : of the limits, and of the machine that was calibrated.
+    batch_size : of the limits. cores : of the calibrated machine.
     """
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -82,27 +82,22 @@ def print_tables(
         for step in steps
         if step.note and step.prediction
     )
-
-    def print_lines(lines: Iterable[str]) -> None:
-        for line in lines:
-            console.print(line, markup=False, soft_wrap=True)
-
-    print_lines(summary)
+    print_lines = partial(console.print, sep="\n", markup=False, soft_wrap=True)
+    print_lines(*summary)
     console.print(_steps_table(steps, narrow=narrow))
-    print_lines(notes)
+    if notes:
+        print_lines(*notes)
     if limits:
         console.print(_scaling_limits_table(limits, narrow=narrow))
-        print_lines(_scaling_limits_text(batch_size))
+        print_lines(*_scaling_limits_text(batch_size))
     else:
         print_lines(
-            [
-                f"where scaling stops: ranks of one machine end with its {cores} cores; give --rate for nodes"
-            ]
+            f"where scaling stops: ranks of one machine end with its {cores} cores; give --rate for nodes"
         )
 
 
 def _steps_table(steps: Sequence[PredictedStep], *, narrow: bool) -> Table:
-    """Narrow: within 80 columns, so that no number is cut."""
+    """Return the table of steps; a narrow one fits 80 columns, so that no number is cut."""
     table = _frame(
         [
             "strategy",
@@ -137,7 +132,7 @@ def _steps_table(steps: Sequence[PredictedStep], *, narrow: bool) -> Table:
 
 
 def _scaling_limits_table(limits: Sequence[ScalingLimit], *, narrow: bool) -> Table:
-    """Strong and weak scaling side by side."""
+    """Return the table of limits, strong and weak scaling side by side."""
     table = _frame(
         [
             "\n\nstrategy",
@@ -151,13 +146,10 @@ def _scaling_limits_table(limits: Sequence[ScalingLimit], *, narrow: bool) -> Ta
         ],
         narrow=narrow,
     )
-    strong, weak = (
-        {limit.sync: limit for limit in limits if limit.scaling == scaling} for scaling in SCALINGS
-    )
-    for name, one in strong.items():
-        other = weak[name]
+    strong, weak = ([limit for limit in limits if limit.scaling == scaling] for scaling in SCALINGS)
+    for one, other in zip(strong, weak, strict=True):  # the same strategies in the same order
         table.add_row(
-            name,
+            one.sync,
             f"{one.nodes or one.limit:,}",
             _times(one.speedup),
             one.held_by or "-",
@@ -170,20 +162,20 @@ def _scaling_limits_table(limits: Sequence[ScalingLimit], *, narrow: bool) -> Ta
 
 
 def _frame(headings: Sequence[str], *, narrow: bool) -> Table:
-    table = Table(
-        box=SIMPLE_HEAD, padding=0 if narrow else (0, 1, 0, 0), pad_edge=False, show_edge=not narrow
-    )
-    for heading in headings:
-        table.add_column(
+    columns = (
+        Column(
             heading,
             justify="left" if heading.endswith(("strategy", " by")) else "right",
             no_wrap=True,
         )
-    return table
+        for heading in headings
+    )
+    padding = 0 if narrow else (0, 1, 0, 0)
+    return Table(*columns, box=SIMPLE_HEAD, padding=padding, pad_edge=False, show_edge=not narrow)
 
 
 def _scaling_limits_text(batch_size: int) -> list[str]:
-    """What the words of ``_scaling_limits_table`` mean."""
+    """Return lines that explain the headings of ``_scaling_limits_table``."""
     limit = most_nodes(batch_size, scaling="strong")
     return [
         f"strong: {batch_size:,} samples for all nodes together, at least {LEAST_SAMPLES} each, so up to {limit:,}; weak: "
@@ -213,7 +205,6 @@ def _seconds(value: float) -> str:
 
 
 def _bytes(value: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.0f} B"
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    large = (f"{value / size:.3g} {unit}" for unit, size in units if value >= size)
+    return next(large, f"{value:.0f} B")

@@ -1,14 +1,15 @@
-"""How far each strategy scales: ``scaling_limits`` evaluates the cost model for up to 100,000 nodes, with a batch that all
-nodes share (strong scaling) or a batch for each node (weak scaling).
+"""How far each strategy scales, by the cost model for up to 100,000 nodes. Imports no torch.
 
-A speed-up is of samples a second over one node's. It is evaluated at every number of nodes up to 32, beyond that at eight in
-each doubling, powers of two among them, and between these by bisection; no torch here.
+In strong scaling all nodes share one batch, in weak scaling each node has a batch of its own. A
+speed-up is samples a second over those of one node. ``scaling_limits`` evaluates it at every number
+of nodes up to 32, beyond that at eight numbers in each doubling (powers of two among them), and
+between these by bisection.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from common.cost_model.compute_model import LEAST_SAMPLES, StepCompute
 from common.cost_model.event_model import (
@@ -17,11 +18,10 @@ from common.cost_model.event_model import (
     message_terms,
     step_seconds,
 )
-from common.sync.message_plans import MessagePlan
+from common.sync.message_plans import MessagePlan, NoSyncPlan
 
 SCALINGS = ("strong", "weak")
-WORTHWHILE = 1.1
-"""Times as fast: what more nodes must bring to count."""
+WORTHWHILE = 1.1  # times as fast: what more nodes must bring to count
 
 _EVERY_NODE_TO, _IN_A_DOUBLING, _FEWEST_SAMPLES_TRIED = 32, 8, 16
 
@@ -32,13 +32,17 @@ class ScalingLimit:
 
     Parameters
     ----------
-    limit : the largest number of nodes evaluated: 100,000, or in strong scaling as many as get two samples each.
+    limit : the largest number of nodes evaluated: 100,000, or in strong scaling as many as have two
+        samples each.
     half_nodes : the largest number of nodes with an efficiency of at least 50 %.
-    nodes, speedup : the smallest number of nodes within a tenth of the best speed up to ``limit``, and its speed-up;
-        ``nodes`` is None, and ``speedup`` that of ``limit``, where the last doubling still gave more than a tenth.
-    fastest_nodes, fastest_speedup : the number of nodes with the shortest step, or in weak scaling the most samples a second.
-    held_by : what limits it: "compute" where computing alone scales no further (parts of a step do not shrink), else what
-        most of the messages' time is spent on; "samples" where the batch limits first; "" where nothing does up to 100,000.
+    nodes, speedup : the smallest number of nodes within a tenth of the best speed up to ``limit``,
+        and its speed-up; ``nodes`` is None, and ``speedup`` that of ``limit``, if the last doubling
+        still brought more than a tenth.
+    fastest_nodes, fastest_speedup : the number of nodes with the most samples a second, and its
+        speed-up.
+    held_by : what limits it: "compute" if computing alone scales no further (parts of a step do not
+        shrink), else what most of the messages' time is spent on; "samples" if the batch ends
+        first; "" if nothing limits it up to 100,000.
     """
 
     sync: str
@@ -53,12 +57,12 @@ class ScalingLimit:
 
 
 def most_nodes(batch_size: int, *, scaling: str) -> int:
-    """Return the largest number of nodes to evaluate: where all share the batch, no more than get two samples each."""
-    return (
-        LARGEST_NODES
-        if scaling == "weak"
-        else max(1, min(LARGEST_NODES, batch_size // LEAST_SAMPLES))
-    )
+    """Return the largest number of nodes to evaluate.
+
+    In strong scaling each of them needs two samples of the batch.
+    """
+    most = LARGEST_NODES if scaling == "weak" else batch_size // LEAST_SAMPLES
+    return max(1, min(LARGEST_NODES, most))
 
 
 def scaling_limits(
@@ -70,101 +74,88 @@ def scaling_limits(
     batch_size: int,
     scaling: str,
 ) -> list[ScalingLimit]:
-    """Return how far the strategy of each of ``plans`` scales; those without a formula are left out.
+    """Return how far the strategy of each plan scales; those without a formula are left out.
 
-    sizes : bytes of each parameter's gradient. compute_at : a node's step by the number of nodes, with the samples that
-    ``scaling`` ("strong" or "weak") leaves it of ``batch_size``.
+    sizes : bytes of each parameter's gradient. compute_at : returns a node's step for a number of
+    nodes, with its samples in ``scaling`` ("strong" or "weak") at ``batch_size``.
     """
-    limit, compute_at = most_nodes(batch_size, scaling=scaling), cache(compute_at)
-    shares = (
-        []
-        if scaling == "weak"
-        else [-(-batch_size // samples) for samples in range(1, _FEWEST_SAMPLES_TRIED + 1)]
-    )
+    limit = most_nodes(batch_size, scaling=scaling)
+    # In strong scaling the step jumps where the busiest node has one sample less.
+    jumps = (-(-batch_size // samples) for samples in range(1, _FEWEST_SAMPLES_TRIED + 1))
+    tried = numbers_of_nodes(limit, also=() if scaling == "weak" else jumps)
+    compute_at = cache(compute_at)
 
-    def search(seconds: Callable[[int], float]) -> "_SearchResult":
-        return _search(seconds, limit=limit, scaling=scaling, also=shares)
-
-    def seconds_of(plan: MessagePlan) -> Callable[[int], float]:
-        return lambda nodes: step_seconds(
-            plan, sizes, nodes, network=network, compute=compute_at(nodes)
+    def speedup(plan: MessagePlan, nodes: int) -> float:
+        alone, step = (
+            step_seconds(plan, sizes, count, network=network, compute=compute_at(count))
+            for count in (1, nodes)
         )
+        return (nodes if scaling == "weak" else 1) * alone / step
 
-    alone, found = search(lambda nodes: compute_at(nodes).seconds), []
+    compute_nodes = _search(cache(partial(speedup, NoSyncPlan())), tried)[0]
+    found = []
     for name, plan in plans.items():
+        speed = cache(partial(speedup, plan))
         try:
-            own = search(seconds_of(plan))
+            nodes, fastest, half = _search(speed, tried)
         except NotImplementedError:
             continue
-        if own.nodes is None:
+        if nodes is None:
             held_by = "" if limit == LARGEST_NODES else "samples"
-        elif alone.nodes is not None and own.nodes >= alone.nodes:
+        elif compute_nodes is not None and nodes >= compute_nodes:
             held_by = "compute"
         else:
-            held_by = message_terms(plan, sizes, max(2, own.nodes), network=network).largest
+            held_by = message_terms(plan, sizes, max(2, nodes), network=network).largest
         found.append(
             ScalingLimit(
                 name,
                 scaling,
                 limit,
-                own.half,
-                own.nodes,
-                own.speed(own.nodes or limit),
-                own.fastest,
-                own.speed(own.fastest),
+                half,
+                nodes,
+                speed(nodes or limit),
+                fastest,
+                speed(fastest),
                 held_by,
             )
         )
     return found
 
 
-@dataclass(frozen=True)
-class _SearchResult:
-    speed: Callable[[int], float]
-    half: int
-    nodes: int | None
-    fastest: int
-
-
-def _search(
-    seconds: Callable[[int], float], *, limit: int, scaling: str, also: Iterable[int]
-) -> _SearchResult:
-    @cache
-    def speed(nodes: int) -> float:
-        return (nodes if scaling == "weak" else 1) * seconds(1) / seconds(nodes)
-
-    tried = numbers_of_nodes(limit, also=also)
-    # The best of all may lie between two numbers: where the next one is no faster any more.
+def _search(speed: Callable[[int], float], tried: Sequence[int]) -> tuple[int | None, int, int]:
+    """Return the fields ``nodes``, ``fastest_nodes`` and ``half_nodes`` of a ``ScalingLimit``."""
+    limit = tried[-1]
+    # The fastest number of all may lie between two of those tried, where the next number is no
+    # faster any more.
     best = max(range(len(tried)), key=lambda index: speed(tried[index]))
-    around = tried[max(0, best - 1)], tried[min(len(tried) - 1, best + 1)]
-    top = _first(*around, lambda nodes: nodes == around[1] or speed(nodes + 1) <= speed(nodes))
-    fastest = max(tried[best], top, key=speed)
+    low, high = tried[max(0, best - 1)], tried[min(len(tried) - 1, best + 1)]
+    peak = _first(low, high, lambda nodes: speed(nodes + 1) <= speed(nodes))
+    fastest = max(tried[best], peak, key=speed)
 
     enough = speed(fastest) / WORTHWHILE
     reached = next(index for index, nodes in enumerate(tried) if speed(nodes) >= enough)
-    below = tried[reached - 1] if reached else 0
-    nodes = _first(below, tried[reached], lambda nodes: speed(nodes) >= enough)
+    low, high = tried[max(0, reached - 1)], tried[reached]
+    nodes = _first(low, high, lambda nodes: speed(nodes) >= enough)
 
     last = max(index for index, nodes in enumerate(tried) if 2 * speed(nodes) >= nodes)
-    half = tried[last]
-    if last + 1 < len(tried):
-        half = _first(half, tried[last + 1], lambda nodes: 2 * speed(nodes) < nodes) - 1
-    return _SearchResult(speed, half, None if nodes > limit // 2 else nodes, fastest)
+    low, high = tried[last], [*tried, limit + 1][last + 1]
+    half = _first(low, high, lambda nodes: 2 * speed(nodes) < nodes) - 1
+    return None if nodes > limit // 2 else nodes, fastest, half
 
 
 def numbers_of_nodes(limit: int, *, also: Iterable[int] = ()) -> list[int]:
     """Return the numbers of nodes that are evaluated first, rising, from 1 to ``limit``."""
     doublings = range(_IN_A_DOUBLING * math.ceil(math.log2(limit) + 1))
     spread = {round(2 ** (step / _IN_A_DOUBLING)) for step in doublings}
-    return sorted(
-        nodes
-        for nodes in {*range(1, _EVERY_NODE_TO + 1), *spread, limit, *also}
-        if 1 <= nodes <= limit
-    )
+    numbers = {*range(1, _EVERY_NODE_TO + 1), *spread, limit, *also}
+    return sorted(nodes for nodes in numbers if 1 <= nodes <= limit)
 
 
 def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Return the first number above ``low`` and up to ``high`` for which ``holds``, where it holds from there to ``high``."""
+    """Return the first number above ``low`` for which ``holds``, at most ``high``.
+
+    Bisects, so ``holds`` must stay true once it is.
+    """
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)

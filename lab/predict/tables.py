@@ -1,7 +1,8 @@
-"""The arithmetic of ``lab predict``: steps and scaling limits for nodes nobody has, from a calibration. No torch is imported.
+"""The arithmetic of ``lab predict``: steps and scaling limits from a calibration. Imports no torch.
 
-``message_plans`` says what strategies send, ``predict_table`` what their steps take on given numbers of nodes,
-``scaling_limits_of`` how far each strategy scales at all; printing.py and plots.py show them.
+``message_plans`` returns what strategies send, ``predict_table`` the time of their steps on given
+numbers of nodes, and ``scaling_limits_of`` how far each strategy scales; printing.py and plots.py
+show them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from common.cost_model.calibration_file import Calibration
 from common.cost_model.compute_model import LEAST_SAMPLES, StepCompute, local_samples
-from common.cost_model.event_model import LARGEST_NODES, Network, Prediction, predict_step
+from common.cost_model.event_model import LARGEST_NODES, Prediction, predict_step
 from common.errors import UserError
 from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.message_plans import MessagePlan
@@ -22,22 +23,28 @@ _NO_EXCHANGE = "no exchange: each node trains a model of its own"
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """One strategy's step on ``nodes`` nodes; ``prediction`` is None where the strategy has no formula, ``speedup`` over one
-    node (in weak scaling: of samples a second), ``efficiency`` = speedup / nodes; ``note`` says on which condition it holds."""
+    """One strategy's step on ``nodes`` nodes.
+
+    ``prediction`` is None if the strategy has no formula. ``speedup`` is over one node, in weak
+    scaling of samples a second; ``efficiency`` = speedup / nodes. ``note`` says on which condition
+    the row holds.
+    """
 
     sync: str
     nodes: int
-    prediction: Prediction | None
-    speedup: float | None
-    efficiency: float | None
+    prediction: Prediction | None = None
+    speedup: float | None = None
+    efficiency: float | None = None
     note: str = ""
 
 
 def message_plans(
     names: Sequence[str], options: Mapping[str, Any] | None = None
 ) -> dict[str, MessagePlan]:
-    """Return the plans of these strategies by name, built with those of ``options`` that each takes. UserError with the
-    choices where a name is unknown."""
+    """Return the message plans of these strategies by name, each with the options that it takes.
+
+    Raises UserError with the choices if a name is unknown.
+    """
     unknown = [name for name in names if name not in STRATEGIES]
     if unknown:
         raise UserError(
@@ -46,17 +53,13 @@ def message_plans(
     return {name: build_message_plan_from(name, options or {}) for name in names}
 
 
-def network_of(
-    calibration: Calibration, rate_bits: float | None, latency_seconds: float | None
-) -> Network:
-    """Return the network to predict for: the calibration's, or other links under the same software."""
-    return calibration.network.over(rate_bits=rate_bits, latency_seconds=latency_seconds)
-
-
 def compute_of(
     calibration: Calibration, nodes: int, *, batch_size: int, scaling: str, own_machines: bool
 ) -> StepCompute:
-    """Return a rank's step among ``nodes``: each on a machine of its own, or all on the one that was calibrated."""
+    """Return the step of one of ``nodes`` ranks.
+
+    own_machines : each rank has a machine of its own; else they are placed as in the calibration.
+    """
     together = nodes if calibration.over_loopback else min(nodes, calibration.ranks_here)
     return calibration.compute.at(
         local_samples(batch_size, nodes, scaling=scaling),
@@ -75,8 +78,9 @@ def predict_table(
 ) -> list[PredictedStep]:
     """Return a row for each number of nodes and each strategy.
 
-    plans : by the strategy's name, from ``message_plans``. Without rate and latency the ranks stand where the calibration's
-    did: those of one over loopback share its machine. Raises UserError on values out of range.
+    plans : by the strategy's name, from ``message_plans``. Without rate and latency the ranks are
+    placed as in the calibration: if it measured over loopback, they share one machine. Raises
+    UserError on values out of range.
     """
     for count in nodes:
         if not 1 <= count <= LARGEST_NODES:
@@ -85,34 +89,29 @@ def predict_table(
         raise UserError(f"--scaling: got {scaling!r}, choose {' or '.join(SCALINGS)}")
     if batch_size < LEAST_SAMPLES:
         raise UserError(f"--batch-size: got {batch_size}, give {LEAST_SAMPLES} or more")
-    own_machines = rate_bits is not None or latency_seconds is not None
-    network = network_of(calibration, rate_bits, latency_seconds)
-    compute_at = partial(
-        compute_of,
-        calibration,
-        batch_size=batch_size,
-        scaling=scaling,
-        own_machines=own_machines,
-    )
-    alone, rows = compute_at(1).seconds, []
-    for count in nodes:
-        compute = compute_at(count)
-        note = _note(
-            calibration, count, batch_size=batch_size, scaling=scaling, own_machines=own_machines
+    network = calibration.network.over(rate_bits=rate_bits, latency_seconds=latency_seconds)
+    settings: dict[str, Any] = {
+        "batch_size": batch_size,
+        "scaling": scaling,
+        "own_machines": (rate_bits, latency_seconds) != (None, None),
+    }
+    alone = compute_of(calibration, 1, **settings).seconds
+
+    def row(name: str, plan: MessagePlan, count: int) -> PredictedStep:
+        compute = compute_of(calibration, count, **settings)
+        try:
+            step = predict_step(
+                plan, calibration.gradients, count, network=network, compute=compute
+            )
+        except NotImplementedError:
+            return PredictedStep(name, count, note="no formula")
+        speedup = (count if scaling == "weak" else 1) * (alone / step.step_seconds)
+        note = (
+            _NO_EXCHANGE if name == "none" and count > 1 else _note(calibration, count, **settings)
         )
-        for name, plan in plans.items():
-            try:
-                prediction = predict_step(
-                    plan, calibration.gradients, count, network=network, compute=compute
-                )
-            except NotImplementedError:
-                rows.append(PredictedStep(name, count, None, None, None, "no formula"))
-                continue
-            ratio = alone / prediction.step_seconds
-            speedup = count * ratio if scaling == "weak" else ratio
-            own_note = _NO_EXCHANGE if name == "none" and count > 1 else note
-            rows.append(PredictedStep(name, count, prediction, speedup, speedup / count, own_note))
-    return rows
+        return PredictedStep(name, count, step, speedup, speedup / count, note)
+
+    return [row(name, plan, count) for count in nodes for name, plan in plans.items()]
 
 
 def scaling_limits_of(
@@ -122,21 +121,21 @@ def scaling_limits_of(
     latency_seconds: float | None,
     batch_size: int,
 ) -> list[ScalingLimit]:
-    """Return how far each strategy scales with a global batch of that size, then with one a node.
+    """Return how far each strategy scales with a global batch, then with a batch for each node.
 
-    Empty without rate and latency for a calibration over loopback: the ranks of one machine end with its cores.
+    Empty for a calibration over loopback without rate and latency: the ranks of one machine end
+    with its cores.
     """
-    own_machines = rate_bits is not None or latency_seconds is not None
+    own_machines = (rate_bits, latency_seconds) != (None, None)
     if not own_machines and calibration.over_loopback:
         return []
-    network = network_of(calibration, rate_bits, latency_seconds)
     return [
         limit
         for scaling in SCALINGS
         for limit in scaling_limits(
             plans,
             calibration.gradients,
-            network=network,
+            network=calibration.network.over(rate_bits=rate_bits, latency_seconds=latency_seconds),
             batch_size=batch_size,
             scaling=scaling,
             compute_at=partial(

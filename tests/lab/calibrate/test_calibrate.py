@@ -29,7 +29,6 @@ TINY = Measures(
     step_rounds=1,
     samples=(4, 8, 12),
     steps=1,
-    limit_seconds=100,
 )
 
 

@@ -11,7 +11,7 @@ from common.cost_model.event_model import LARGEST_NODES, Network, step_seconds
 from common.sync import STRATEGIES
 from common.sync.message_cost import Operation
 from lab.predict.scaling import most_nodes, numbers_of_nodes, scaling_limits
-from lab.predict.tables import compute_of, message_plans, network_of, scaling_limits_of
+from lab.predict.tables import compute_of, message_plans, scaling_limits_of
 
 REFERENCE = load_calibration(reference_path())
 LINKS = [(1e10, 5e-5), (1e11, 5e-3)]
@@ -130,7 +130,8 @@ def test_what_holds_it_is_what_takes_the_most(name, links, held_by):
 def test_the_search_finds_what_every_number_of_nodes_gives(rate, latency, scaling, monkeypatch):
     """All of 1 to 150, also where the steps jump: at powers of two, and where the busiest node's share of the batch shrinks."""
     monkeypatch.setattr("lab.predict.scaling.LARGEST_NODES", 150)
-    strategies, network = message_plans(list(STRATEGIES)), network_of(REFERENCE, rate, latency)
+    strategies = message_plans(list(STRATEGIES))
+    network = REFERENCE.network.over(rate_bits=rate, latency_seconds=latency)
 
     def at(nodes):
         return compute_of(REFERENCE, nodes, batch_size=300, scaling=scaling, own_machines=True)
