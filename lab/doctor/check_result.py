@@ -8,7 +8,7 @@ OK, WARNING, FAILURE = "ok", "warning", "failure"
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """Which run is planned; ``num_nodes`` and ``rank`` are given together, and with ``master_ip``."""
+    """The planned run. ``num_nodes`` and ``rank`` are given together, and with ``master_ip``."""
 
     master_ip: str | None
     master_port: int
@@ -22,7 +22,7 @@ class CheckRequest:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found: ``name`` of the check, ``status`` ok, warning or failure, a sentence, and the one thing to do."""
+    """What a check found: its name, a status, a sentence, and what to do unless all is well."""
 
     name: str
     status: str
@@ -31,17 +31,17 @@ class CheckResult:
 
 
 def ok(name: str, text: str) -> CheckResult:
-    """Nothing stands in the way."""
+    """Return a result that does not stand in the way of a run."""
     return CheckResult(name, OK, text)
 
 
 def warning(name: str, text: str, remedy: str) -> CheckResult:
-    """A run can start, but may be slow, or misleading, or stop later."""
+    """Return the result for a run that can start, but may be slow, mislead or stop later."""
     return CheckResult(name, WARNING, text, remedy)
 
 
 def failure(name: str, text: str, remedy: str) -> CheckResult:
-    """A run would fail."""
+    """Return the result for a run that would fail."""
     return CheckResult(name, FAILURE, text, remedy)
 
 
@@ -49,4 +49,5 @@ def reason(error: OSError) -> str:
     """Return why a connection failed, in a few words."""
     if isinstance(error, TimeoutError):
         return "no answer"
-    return (error.strerror or str(error) or type(error).__name__).lower()
+    # socket.create_server appends "(while attempting to bind on address …)".
+    return (error.strerror or str(error) or type(error).__name__).lower().split(" (while ")[0]

@@ -1,28 +1,26 @@
-"""Checks of what lies on this machine's disks: the dataset, room for checkpoints, the code."""
+"""Checks of this machine's disks: the dataset, room for checkpoints, the code."""
 
 import hashlib
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from common.utils.paths import IN_CHECKOUT, REPOSITORY
+from common.utils.environment import git
 from common.utils.source_hash import source_digests
 from lab.doctor.check_result import CheckRequest, CheckResult, failure, ok, warning
 from lab.doctor.machine import torch_facts
 
 CHECKPOINT_BYTES = 74_000_000
-"""Of VGG-11 with SGD's momentum: two times 9,231,114 parameters of 4 bytes."""
+"""A checkpoint of VGG-11 with SGD's momentum: two times 9,231,114 parameters of 4 bytes."""
 
 _ROOM_FOR = 20
-_GIT_SECONDS = 10
 
 
 def check_dataset(request: CheckRequest) -> CheckResult:
-    """The dataset's files are there and whole."""
+    """Check that the dataset's files are there and whole."""
     name, folder = request.dataset, request.data_dir
     if name == "digits":
         return ok("dataset", "digits come with scikit-learn")
@@ -50,44 +48,38 @@ def check_dataset(request: CheckRequest) -> CheckResult:
 
 @cache
 def dataset_state(name: str, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return which files of CIFAR are missing, and which are there with a wrong MD5 (torchvision's). Imports torchvision."""
+    """Return which files of CIFAR are missing, and which are damaged: their MD5 is wrong.
+
+    Imports torchvision, which knows the MD5.
+    """
     from torchvision.datasets import CIFAR10, CIFAR100
+    from torchvision.datasets.utils import check_integrity
 
     kind = {"cifar10": CIFAR10, "cifar100": CIFAR100}[name]
     expected = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
     files = [(folder / kind.base_folder / file, md5) for file, md5 in expected]
-    missing = tuple(path.name for path, _ in files if not path.is_file())
-    damaged = tuple(path.name for path, md5 in files if path.is_file() and _md5(path) != md5)
-    return missing, damaged
-
-
-def _md5(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    missing = [path.name for path, _ in files if not path.is_file()]
+    wrong = [path.name for path, md5 in files if not check_integrity(str(path), md5)]
+    return tuple(missing), tuple(name for name in wrong if name not in missing)
 
 
 def _image_folder(folder: Path) -> CheckResult:
-    lacking = [
-        split
+    classes = {
+        split: [path for path in (folder / split).glob("*") if path.is_dir()]
         for split in ("train", "test")
-        if not any(path.is_dir() for path in _entries(folder / split))
-    ]
+    }
+    lacking = [f"{split}/<class>/" for split, found in classes.items() if not found]
     if lacking:
         return failure(
             "dataset",
-            f"{folder} has no {' and no '.join(f'{split}/<class>/' for split in lacking)}",
+            f"{folder} has no {' and no '.join(lacking)}",
             "give --data-dir, a folder with train/<class>/* and test/<class>/*",
         )
-    classes = sorted(path.name for path in _entries(folder / "train") if path.is_dir())
-    return ok("dataset", f"{len(classes)} classes in {folder}")
-
-
-def _entries(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
+    return ok("dataset", f"{len(classes['train'])} classes in {folder}")
 
 
 def dataset_fact(request: CheckRequest) -> str:
-    """Return a word on the dataset that is the same where its files are: for comparing nodes."""
+    """Return a short description of the dataset, the same on two nodes that have the same files."""
     if request.dataset == "digits":
         return "digits"
     if request.dataset == "folder":
@@ -105,7 +97,7 @@ def dataset_fact(request: CheckRequest) -> str:
 def check_disk(
     request: CheckRequest, *, usage: Callable[[Path], shutil._ntuple_diskusage] = shutil.disk_usage
 ) -> CheckResult:
-    """The output folder can be written and has room for checkpoints."""
+    """Check that the output folder can be written and has room for checkpoints."""
     folder = request.output_dir
     there = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -128,36 +120,15 @@ def check_disk(
 
 
 def check_code(_request: CheckRequest) -> CheckResult:
-    """Which code this is."""
-    commit, changed = (
-        git("rev-parse", "--short", "HEAD"),
-        git("status", "--porcelain", "--untracked-files=no"),
-    )
+    """Report which code this is."""
+    commit = git("rev-parse", "--short", "HEAD")
     if commit is None:
         return ok("code", f"no git commit; code {code_digest()}")
-    return ok("code", f"commit {commit}{' with changes' if changed else ''}, code {code_digest()}")
+    changes = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    return ok("code", f"commit {commit}{changes}, code {code_digest()}")
 
 
 @cache
 def code_digest() -> str:
-    """Return twelve digits of a SHA-256 over the source files that the ranks must share, as they compare them at a start."""
+    """Return twelve digits of a SHA-256 over the source files that all ranks must share."""
     return hashlib.sha256(json.dumps(source_digests(), sort_keys=True).encode()).hexdigest()[:12]
-
-
-@cache
-def git(*arguments: str) -> str | None:
-    """Return what git says of this checkout; None without git or a checkout."""
-    if not IN_CHECKOUT:
-        return None
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(REPOSITORY), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_GIT_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

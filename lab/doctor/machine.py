@@ -1,10 +1,9 @@
-"""Checks of this machine alone: Python, torch, GPUs, cores, memory, open files, and what ``lab cluster`` needs.
+"""Checks of this machine alone: packages, GPUs, cores, memory, open files, ``lab cluster``'s needs.
 
-Each check takes the CheckRequest and returns one CheckResult. torch is imported once, by ``torch_facts``.
+Each check takes the CheckRequest and returns one CheckResult. ``torch_facts`` alone imports torch.
 """
 
 import contextlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -16,11 +15,11 @@ from functools import cache
 
 import psutil
 
+from common.utils.environment import package_version
 from common.utils.system import missing_features, usable_cores
 from lab.cluster import tools
 from lab.doctor.check_result import CheckRequest, CheckResult, failure, ok, warning
 
-_OLDEST_PYTHON = (3, 11)
 _LEAST_MEMORY = 1_500_000_000
 _LEAST_SHARED_MEMORY = 256_000_000
 _FILES_BESIDE, _FILES_A_NODE = 256, 4
@@ -28,58 +27,39 @@ _FILES_BESIDE, _FILES_A_NODE = 256, 4
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What torch says of itself and the machine; ``error`` is set, and nothing else, where it cannot be imported."""
+    """What torch reports; only ``error`` is set if it cannot be imported."""
 
     error: str | None = None
     cuda_build: str | None = None
     gpus: tuple[str, ...] = ()
     nccl: str | None = None
-    fast_bf16: bool = False
+    fast_bf16: bool | None = None
 
 
 @cache
 def torch_facts() -> TorchFacts:
-    """Import torch and torchvision (seconds) and return what they say."""
+    """Import torch and torchvision, which takes seconds, and return what they report."""
     try:
         import torch
         import torchvision  # noqa: F401 - fails where the pair does not match
 
         from common.training_engine.amp import cpu_has_fast_bf16
     except Exception as error:  # a broken installation raises anything
-        return TorchFacts(
-            error=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        )
+        first_line = str(error).strip().partition("\n")[0]
+        return TorchFacts(error=f"{type(error).__name__}: {first_line}")
     gpus = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    nccl = (
-        ".".join(map(str, torch.cuda.nccl.version()))
-        if gpus and torch.distributed.is_nccl_available()
-        else None
-    )
+    has_nccl = gpus and torch.distributed.is_nccl_available()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
     return TorchFacts(None, torch.version.cuda, gpus, nccl, cpu_has_fast_bf16())
 
 
-def package_version(package: str) -> str | None:
-    """Return the version of an installed package, None where it is not there."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def check_python(_request: CheckRequest) -> CheckResult:
-    """Which Python runs this."""
-    text = f"Python {platform.python_version()}, {sys.executable}"
-    if sys.version_info < _OLDEST_PYTHON:
-        return failure(
-            "python",
-            text,
-            "install Python 3.11 or later, then e.g. make clean && make PYTHON=python3.12 setup",
-        )
-    return ok("python", text)
+    """Report which Python runs this."""
+    return ok("python", f"Python {platform.python_version()}, {sys.executable}")
 
 
 def check_system(_request: CheckRequest) -> CheckResult | None:
-    """What this system lacks; nothing on Linux."""
+    """Report what this system lacks; None on Linux."""
     missing = missing_features()
     if not missing:
         return None
@@ -89,7 +69,7 @@ def check_system(_request: CheckRequest) -> CheckResult | None:
 
 
 def check_torch(_request: CheckRequest) -> CheckResult:
-    """torch and torchvision are there and belong together."""
+    """Check that torch and torchvision are there and match."""
     torch, vision, facts = package_version("torch"), package_version("torchvision"), torch_facts()
     text = f"torch {torch or 'missing'}, torchvision {vision or 'missing'}"
     if facts.error is None:
@@ -114,23 +94,21 @@ def check_torch(_request: CheckRequest) -> CheckResult:
 
 
 def check_gpus(_request: CheckRequest) -> CheckResult:
-    """What torch can compute on."""
+    """Report what torch can compute on."""
     facts = torch_facts()
     if facts.error is not None:
         return warning(
             "gpu", "not looked at, since torch cannot be imported", "see the line on torch"
         )
     if facts.gpus:
-        if facts.nccl is None:
-            return warning(
-                "gpu",
-                f"{len(facts.gpus)} x {facts.gpus[0]}, but this torch has no NCCL: ranks "
-                "would use Gloo, on CPUs",
-                "install a torch with NCCL: pip install --upgrade torch torchvision",
-            )
-        return ok(
+        gpus = f"{len(facts.gpus)} x {facts.gpus[0]}"
+        if facts.nccl is not None:
+            build = f"CUDA {facts.cuda_build}, NCCL {facts.nccl}"
+            return ok("gpu", f"{gpus}, {build}: one rank a GPU")
+        return warning(
             "gpu",
-            f"{len(facts.gpus)} x {facts.gpus[0]}, CUDA {facts.cuda_build}, NCCL {facts.nccl}: one rank a GPU",
+            f"{gpus}, but this torch has no NCCL: ranks would use Gloo, on CPUs",
+            "install a torch with NCCL: pip install --upgrade torch torchvision",
         )
     if shutil.which("nvidia-smi") is None:
         return ok("gpu", "none: ranks train on CPUs, with Gloo")
@@ -150,15 +128,11 @@ def check_gpus(_request: CheckRequest) -> CheckResult:
 
 
 def check_cores(request: CheckRequest) -> CheckResult:
-    """Cores that this process may use, and whether the environment asks for more threads."""
-    cores, facts = usable_cores(), torch_facts()
+    """Check that the environment does not ask for more threads than this process has cores."""
+    cores = usable_cores()
     of_all = f" of {os.cpu_count()}" if os.cpu_count() != cores else ""
-    bf16 = (
-        ""
-        if facts.error is not None
-        else (", fast bf16" if facts.fast_bf16 else ", no fast bf16: AMP stays off on CPUs")
-    )
-    text = f"{cores} usable cores{of_all}{bf16}"
+    bf16 = {True: ", fast bf16", False: ", no fast bf16: AMP stays off on CPUs", None: ""}
+    text = f"{cores} usable cores{of_all}{bf16[torch_facts().fast_bf16]}"
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > cores:
         return warning(
@@ -170,7 +144,7 @@ def check_cores(request: CheckRequest) -> CheckResult:
 
 
 def check_memory(_request: CheckRequest) -> CheckResult:
-    """Memory that is free, and shared memory, which containers keep small."""
+    """Check that there is free memory, and shared memory, of which containers have little."""
     free = psutil.virtual_memory().available
     text = f"{free / 1e9:.1f} GB free"
     if free < _LEAST_MEMORY:
@@ -192,7 +166,7 @@ def check_memory(_request: CheckRequest) -> CheckResult:
 
 
 def check_open_files(request: CheckRequest) -> CheckResult:
-    """Sockets and files that a process may hold: Gloo needs a few for each other rank."""
+    """Check how many files a process may hold: Gloo needs a few sockets for each other rank."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _FILES_BESIDE + _FILES_A_NODE * (request.num_nodes or 1)
     if limit != resource.RLIM_INFINITY and limit < needed:
@@ -205,7 +179,7 @@ def check_open_files(request: CheckRequest) -> CheckResult:
 
 
 def check_cluster_tools(_request: CheckRequest) -> CheckResult:
-    """Whether ``lab cluster`` can make nodes of namespaces on this machine."""
+    """Check whether ``lab cluster`` can make nodes of namespaces on this machine."""
     refused = tools.namespaces_refused()
     if refused is not None:
         return warning(

@@ -1,6 +1,7 @@
-"""A node of ``lab doctor`` for tests: ``find`` runs one; ``python doctor_node.py JSON`` prints what it found as JSON. No torch.
+"""A node of ``lab doctor`` for tests: ``find`` runs one; ``python doctor_node.py JSON`` prints its findings. No torch.
 
-Settings: master_port, num_nodes, rank, timeout, facts, clock_ahead (seconds), listener (open, closed: refuses, deaf: drops).
+Settings: master_port, num_nodes, rank, timeout, facts, clock_ahead (seconds), listener (open,
+closed: refuses connections, deaf: drops them).
 """
 
 import json
@@ -11,31 +12,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from lab.doctor.json_messages import listen
+from lab.doctor.connectivity import listen
 from lab.doctor.node_exchange import NodeAddress, connect_nodes
 from lab.doctor.node_findings import results_of
 
 
-def closed() -> socket.socket:
-    """A socket that is bound and refuses: what a firewall does that rejects."""
-    listener = socket.socket()
-    listener.bind(("", 0))
-    return listener
-
-
-class Deaf:
-    """A socket whose queue is full, so that the kernel drops what comes: what a firewall does that drops packets."""
+class Closed:
+    """A socket that is bound and refuses connections, as a firewall does that rejects packets."""
 
     def __init__(self) -> None:
         self._listener = socket.socket()
         self._listener.bind(("", 0))
-        self._listener.listen(0)
-        self._clients = []
-        for _ in range(4):
-            client = socket.socket()
-            client.setblocking(False)
-            client.connect_ex(("127.0.0.1", self._listener.getsockname()[1]))
-            self._clients.append(client)
 
     def getsockname(self) -> tuple[str, int]:
         return self._listener.getsockname()
@@ -48,6 +35,23 @@ class Deaf:
         raise TimeoutError
 
     def close(self) -> None:
+        self._listener.close()
+
+
+class Deaf(Closed):
+    """A socket with a full queue: the kernel drops connections, as a firewall that drops packets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._listener.listen(0)
+        self._clients = []
+        for _ in range(4):
+            client = socket.socket()
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", self._listener.getsockname()[1]))
+            self._clients.append(client)
+
+    def close(self) -> None:
         for one in (*self._clients, self._listener):
             one.close()
 
@@ -55,7 +59,7 @@ class Deaf:
 def find(settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return what a node found, by name."""
     ahead = settings.get("clock_ahead", 0.0)
-    listeners: dict[str, Callable[[], Any]] = {"open": listen, "closed": closed, "deaf": Deaf}
+    listeners: dict[str, Callable[[], Any]] = {"open": listen, "closed": Closed, "deaf": Deaf}
     exchange = connect_nodes(
         NodeAddress("127.0.0.1", settings["master_port"], settings["num_nodes"], settings["rank"]),
         settings.get("facts", {}),

@@ -279,7 +279,9 @@ def test_the_way_to_the_master(asked: CheckRequest, monkeypatch: pytest.MonkeyPa
 def test_whether_the_master_s_node_answers(
     asked: CheckRequest, stranger: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network, "is_own", lambda host: False)  # loopback stands for another node
+    monkeypatch.setattr(
+        network, "is_own_address", lambda host: False
+    )  # loopback stands for another node
     there = replace(asked, master_ip="127.0.0.1")
     assert network.check_master(there) == ok(
         "master", f"127.0.0.1 answers; nothing listens on {there.master_port} yet"
@@ -409,7 +411,7 @@ def test_a_check_that_hangs_or_breaks_is_a_finding(
     monkeypatch.setattr(examination, "CHECKS", (check_slow_disk, check_odd, machine.check_python))
     monkeypatch.setattr(examination, "_CHECK_SECONDS", 0.5)
     try:
-        found = examine(asked)
+        found = list(examine(asked))
     finally:
         ends.set()
     assert [(one.name, one.status) for one in found] == [
