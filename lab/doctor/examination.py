@@ -9,6 +9,7 @@ import argparse
 import functools
 import json
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import asdict
@@ -124,17 +125,17 @@ def _limited(name: str, ask: Callable[[], T], seconds: float) -> T | CheckResult
 
 def as_json(request: CheckRequest, results: Sequence[CheckResult]) -> dict[str, Any]:
     """Return the findings as docs/troubleshooting.md describes them."""
-    failures = _count(results, FAILURE)
+    counts = Counter(result.status for result in results)
     return {
         "format": 1,
         "what": "lab doctor",
         "host": socket.gethostname(),
         "rank": request.rank,
         "num_nodes": request.num_nodes,
-        "ok": not failures,
-        "failures": failures,
-        "warnings": _count(results, WARNING),
-        "findings": [asdict(one) for one in results],
+        "ok": not counts[FAILURE],
+        "failures": counts[FAILURE],
+        "warnings": counts[WARNING],
+        "findings": [asdict(result) for result in results],
     }
 
 
@@ -150,18 +151,18 @@ def main_doctor(args: argparse.Namespace) -> int:
         results.append(result)
         if not args.json:
             _print(console, result)
-    failures, warnings = _count(results, FAILURE), _count(results, WARNING)
-    counts = f"{failures} failure{'s' * (failures != 1)}, {warnings} warning{'s' * (warnings != 1)}"
-    summary = f"{counts}: {'not ready' if failures else 'ready to run'}"
+    found = as_json(request, results)
     if args.json:
-        print(json.dumps(as_json(request, results), indent=1))
+        print(json.dumps(found, indent=1))
     else:
-        console.print(Text(summary, style="bold"))
-    return 1 if failures else 0
-
-
-def _count(results: Sequence[CheckResult], status: str) -> int:
-    return sum(one.status == status for one in results)
+        failures, warnings = found["failures"], found["warnings"]
+        counts = (
+            f"{failures} failure{'s' * (failures != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+        )
+        console.print(
+            Text(f"{counts}: {'ready to run' if found['ok'] else 'not ready'}", style="bold")
+        )
+    return 0 if found["ok"] else 1
 
 
 def _print(console: Console, result: CheckResult) -> None:

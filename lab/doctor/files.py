@@ -57,10 +57,12 @@ def dataset_state(name: str, folder: Path) -> tuple[tuple[str, ...], tuple[str, 
 
     kind = {"cifar10": CIFAR10, "cifar100": CIFAR100}[name]
     expected = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
-    files = [(folder / kind.base_folder / file, md5) for file, md5 in expected]
-    missing = [path.name for path, _ in files if not path.is_file()]
-    wrong = [path.name for path, md5 in files if not check_integrity(str(path), md5)]
-    return tuple(missing), tuple(name for name in wrong if name not in missing)
+    md5s = {folder / kind.base_folder / file: md5 for file, md5 in expected}
+    bad = [path for path, md5 in md5s.items() if not check_integrity(str(path), md5)]
+    return (
+        tuple(path.name for path in bad if not path.is_file()),
+        tuple(path.name for path in bad if path.is_file()),
+    )
 
 
 def _image_folder(folder: Path) -> CheckResult:
@@ -122,10 +124,9 @@ def check_disk(
 def check_code(_request: CheckRequest) -> CheckResult:
     """Report which code this is."""
     commit = git("rev-parse", "--short", "HEAD")
-    if commit is None:
-        return ok("code", f"no git commit; code {code_digest()}")
     changes = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
-    return ok("code", f"commit {commit}{changes}, code {code_digest()}")
+    which = f"commit {commit}{changes}," if commit else "no git commit;"
+    return ok("code", f"{which} code {code_digest()}")
 
 
 @cache

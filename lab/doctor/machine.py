@@ -60,21 +60,19 @@ def check_python(_request: CheckRequest) -> CheckResult:
 
 def check_system(_request: CheckRequest) -> CheckResult | None:
     """Report what this system lacks; None on Linux."""
-    missing = missing_features()
-    if not missing:
-        return None
-    return warning(
-        "system", " ".join(missing), "for measurements and lab cluster, use Linux or WSL2"
-    )
+    missing = " ".join(missing_features())
+    remedy = "for measurements and lab cluster, use Linux or WSL2"
+    return warning("system", missing, remedy) if missing else None
 
 
 def check_torch(_request: CheckRequest) -> CheckResult:
     """Check that torch and torchvision are there and match."""
-    torch, vision, facts = package_version("torch"), package_version("torchvision"), torch_facts()
-    text = f"torch {torch or 'missing'}, torchvision {vision or 'missing'}"
+    versions = {name: package_version(name) for name in ("torch", "torchvision")}
+    text = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+    facts = torch_facts()
     if facts.error is None:
         return ok("torch", f"{text}: a pair that can be imported")
-    if torch is None or vision is None:
+    if None in versions.values():
         return failure(
             "torch",
             text,

@@ -70,11 +70,6 @@ class NodeExchange:
     nodes: Mapping[int, NodeReport]
     problems: tuple[str, ...] = ()
 
-    @property
-    def missing(self) -> list[int]:
-        """The ranks that did not connect."""
-        return [rank for rank in range(self.own.num_nodes) if rank not in self.nodes]
-
 
 def connect_nodes(
     own: NodeAddress,
@@ -148,8 +143,6 @@ def _refusal(
     """Return why rank 0 refuses the node; "" if it takes it in."""
     if num_nodes != own.num_nodes:
         return f"rank {node.rank} was started with --num-nodes {num_nodes}, rank 0 with {own.num_nodes}"
-    if not 0 <= node.rank < num_nodes:
-        return f"a node came as rank {node.rank} of {num_nodes}"
     if node.rank in nodes:
         return f"rank {node.rank} was started twice: on {nodes[node.rank].host} and on {node.host}"
     return ""
@@ -234,6 +227,5 @@ def _measure_clock(master: socket.socket, clock: Callable[[], float]) -> tuple[f
         send(master, {}, deadline=deadline)
         there = receive(master, deadline=deadline)["time"]
         half = (time.perf_counter() - began) / 2
-        measured.append((half, here + half - there))
-    uncertainty, ahead = min(measured)
-    return ahead, uncertainty
+        measured.append((here + half - there, half))
+    return min(measured, key=lambda offset: offset[1])

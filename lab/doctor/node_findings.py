@@ -55,8 +55,8 @@ def _attendance(exchange: NodeExchange) -> CheckResult:
     text = (
         f"{len(exchange.nodes)} of {own.num_nodes} nodes met at {own.master_ip}:{own.master_port}"
     )
-    missing = [f"missing: {_ranks(exchange.missing)}"] if exchange.missing else []
-    problems = [*missing, *exchange.problems]
+    missing = sorted({*range(own.num_nodes)} - exchange.nodes.keys())
+    problems = [*([f"missing: {_ranks(missing)}"] if missing else []), *exchange.problems]
     if not problems:
         return ok("nodes", text)
     return failure(
@@ -167,13 +167,13 @@ def _code(nodes: Sequence[NodeReport]) -> CheckResult:
 
 def _dataset(nodes: Sequence[NodeReport]) -> CheckResult:
     values = _by_value(nodes, "dataset")
-    if len(values) > 1:
-        return failure(
-            "same dataset",
-            f"the nodes differ: {_values_text(values)}",
-            "copy the dataset from one node to all, and give the same --dataset",
-        )
-    return ok("same dataset", f"{next(iter(values))} on every node")
+    if len(values) == 1:
+        return ok("same dataset", f"{next(iter(values))} on every node")
+    return failure(
+        "same dataset",
+        f"the nodes differ: {_values_text(values)}",
+        "copy the dataset from one node to all, and give the same --dataset",
+    )
 
 
 def _backend(nodes: Sequence[NodeReport]) -> CheckResult:

@@ -48,7 +48,7 @@ def _print(console: Console, one: Found, *, heading: str, several: bool) -> None
     kind = "" if one.error.kind in ("cause", "note") else f"  ({one.error.kind})"
     console.print(Text.assemble(heading, (one.error.title, "bold"), kind))
     console.print(Text(f"   {where}: {_excerpt(one)}{more}", style="dim"))
-    console.print(f"   cause: {one.error.cause}\n   cure:  {one.error.cure}")
+    console.print(Text(f"   cause: {one.error.cause}\n   cure:  {one.error.cure}"))
 
 
 def _excerpt(one: Found) -> str:
