@@ -8,12 +8,15 @@ OK, WARNING, FAILURE = "ok", "warning", "failure"
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """The planned run. ``num_nodes`` and ``rank`` are given together, and with ``master_ip``."""
+    """The planned run. ``num_nodes`` is 0 if this machine is to be checked alone, without others.
 
-    master_ip: str | None
+    ``master_ip`` is "" if there is none; ``num_nodes`` is given with it only.
+    """
+
+    master_ip: str
     master_port: int
-    num_nodes: int | None
-    rank: int | None
+    num_nodes: int
+    rank: int
     dataset: str
     data_dir: Path
     output_dir: Path

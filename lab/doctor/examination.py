@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.utils.processes import in_thread
 from lab.doctor import files, machine, network
 from lab.doctor.check_result import FAILURE, WARNING, CheckRequest, CheckResult, failure, reason
-from lab.doctor.node_exchange import NodeAddress, connect_nodes
+from lab.doctor.node_exchange import connect_nodes
 from lab.doctor.node_findings import own_facts, results_of
 
 T = TypeVar("T")
@@ -66,10 +66,10 @@ def request_of(args: argparse.Namespace) -> CheckRequest:
     if args.timeout <= 0:
         raise UserError(f"--timeout: got {args.timeout:g}, give seconds above 0")
     return CheckRequest(
-        args.master_ip,
+        args.master_ip or "",
         args.master_port,
-        args.num_nodes,
-        args.rank,
+        args.num_nodes or 0,
+        args.rank or 0,
         args.dataset,
         args.data_dir,
         args.output_dir.absolute(),
@@ -86,7 +86,7 @@ def examine(request: CheckRequest) -> Iterator[CheckResult]:
         if result is not None:
             found.append(result)
             yield result
-    if request.rank is None:
+    if not request.num_nodes:
         return
     blocked = [one for one in found if one.name in ("port", "interface") and one.status == FAILURE]
     if blocked:
@@ -98,16 +98,11 @@ def examine(request: CheckRequest) -> Iterator[CheckResult]:
 
 
 def _connect_nodes(request: CheckRequest) -> list[CheckResult]:
-    assert request.master_ip is not None  # ``request_of`` takes the three together
-    assert request.num_nodes is not None
-    assert request.rank is not None
-    own = NodeAddress(request.master_ip, request.master_port, request.num_nodes, request.rank)
     try:
-        exchange = connect_nodes(own, own_facts(request), timeout_seconds=request.timeout_seconds)
+        return results_of(connect_nodes(request, own_facts(request)))
     except OSError as error:
         text = f"not met ({reason(error)})"
         return [failure("nodes", text, "see the lines on port and interface")]
-    return results_of(exchange)
 
 
 def _limited(name: str, ask: Callable[[], T], seconds: float) -> T | CheckResult:
@@ -130,8 +125,8 @@ def as_json(request: CheckRequest, results: Sequence[CheckResult]) -> dict[str, 
         "format": 1,
         "what": "lab doctor",
         "host": socket.gethostname(),
-        "rank": request.rank,
-        "num_nodes": request.num_nodes,
+        "rank": request.rank if request.num_nodes else None,
+        "num_nodes": request.num_nodes or None,
         "ok": not counts[FAILURE],
         "failures": counts[FAILURE],
         "warnings": counts[WARNING],

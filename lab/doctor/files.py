@@ -13,8 +13,8 @@ from common.utils.source_hash import source_digests
 from lab.doctor.check_result import CheckRequest, CheckResult, failure, ok, warning
 from lab.doctor.machine import torch_facts
 
-CHECKPOINT_BYTES = 74_000_000
-"""A checkpoint of VGG-11 with SGD's momentum: two times 9,231,114 parameters of 4 bytes."""
+# A checkpoint of VGG-11 with SGD's momentum: two times 9,231,114 parameters of 4 bytes.
+_CHECKPOINT_BYTES = 74_000_000
 
 _ROOM_FOR = 20
 
@@ -109,14 +109,14 @@ def check_disk(
             "give another --output-dir, or permit writing there",
         )
     free = usage(there).free
-    text = f"{free / 1e9:.1f} GB free in {there}; a checkpoint of VGG-11 takes {CHECKPOINT_BYTES / 1e6:.0f} MB"
-    if free < 2 * CHECKPOINT_BYTES:  # the new one is whole before an old one goes
+    text = f"{free / 1e9:.1f} GB free in {there}; a checkpoint of VGG-11 takes {_CHECKPOINT_BYTES / 1e6:.0f} MB"
+    if free < 2 * _CHECKPOINT_BYTES:  # the new one is whole before an old one goes
         return failure("disk", text, "make room, or give --output-dir on another disk")
-    if free < _ROOM_FOR * CHECKPOINT_BYTES:
+    if free < _ROOM_FOR * _CHECKPOINT_BYTES:
         return warning(
             "disk",
             text,
-            f"give --keep-checkpoints {max(1, free // CHECKPOINT_BYTES - 1)}, or make room",
+            f"give --keep-checkpoints {max(1, free // _CHECKPOINT_BYTES - 1)}, or make room",
         )
     return ok("disk", text)
 

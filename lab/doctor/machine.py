@@ -110,8 +110,7 @@ def check_gpus(_request: CheckRequest) -> CheckResult:
         )
     if shutil.which("nvidia-smi") is None:
         return ok("gpu", "none: ranks train on CPUs, with Gloo")
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None:
+    if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return warning(
             "gpu",
             f"none can be seen with CUDA_VISIBLE_DEVICES={hidden!r}",
@@ -178,8 +177,7 @@ def check_open_files(request: CheckRequest) -> CheckResult:
 
 def check_cluster_tools(_request: CheckRequest) -> CheckResult:
     """Check whether ``lab cluster`` can make nodes of namespaces on this machine."""
-    refused = tools.namespaces_refused()
-    if refused is not None:
+    if (refused := tools.namespaces_refused()) is not None:
         return warning(
             "lab cluster",
             "cannot make nodes with links of their own here (the parts don't need it)",

@@ -21,13 +21,13 @@ _OWN_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 def _own_addresses() -> list[str]:
     """Return this node's IPv4 addresses, those of loopback last."""
     entries = [entry for found in psutil.net_if_addrs().values() for entry in found]
-    addresses = [entry.address for entry in entries if entry.family == socket.AF_INET]
-    return sorted(addresses, key=is_loopback)
+    own = [entry.address for entry in entries if entry.family == socket.AF_INET]
+    return sorted(own, key=is_loopback)
 
 
 def check_interface(request: CheckRequest) -> CheckResult | None:
     """Check the interface that routes to the master, which is the one that the parts choose."""
-    if request.master_ip is None:
+    if not request.master_ip:
         return None
     try:
         own = route_to(request.master_ip)
@@ -44,7 +44,7 @@ def check_interface(request: CheckRequest) -> CheckResult | None:
             "give an address of rank 0's node in a network that this node is in, too",
         )
     name = interface_of(own)
-    if request.rank == 0 and not is_own_address(request.master_ip):
+    if request.num_nodes and request.rank == 0 and not is_own_address(request.master_ip):
         return failure(
             "interface",
             f"rank 0 is this node, but {request.master_ip} is none of its addresses",
@@ -75,14 +75,13 @@ def check_host_name(
 ) -> CheckResult:
     """Check which interface Gloo would choose by itself: the one that the host's name resolves to."""
     host = socket.gethostname()
-    try:
-        addresses = list(dict.fromkeys(entry[4][0] for entry in resolve(host, None)))
-    except OSError:
-        addresses = []
+    addresses: list[str] = []
+    with contextlib.suppress(OSError):
+        addresses += dict.fromkeys(entry[4][0] for entry in resolve(host, None))
     text = f"{host} resolves to {', '.join(addresses)}" if addresses else f"{host} has no address"
     if addresses and not is_loopback(addresses[0]):
         return ok("host name", text)
-    master = None if request.num_nodes == 1 else request.master_ip
+    master = "" if request.num_nodes == 1 else request.master_ip
     try:
         own = route_to(master or "127.0.0.1")
     except OSError:
@@ -102,9 +101,7 @@ def check_host_name(
 
 def check_port(request: CheckRequest) -> CheckResult | None:
     """Check on rank 0's node that the port is free, else find out who holds it."""
-    if request.rank not in (0, None) or (
-        request.master_ip is not None and not is_own_address(request.master_ip)
-    ):
+    if request.rank != 0 or (request.master_ip and not is_own_address(request.master_ip)):
         return None
     port = request.master_port
     try:
@@ -138,11 +135,7 @@ def _holder(port: int) -> str:
 
 def check_master(request: CheckRequest) -> CheckResult | None:
     """Check that the master's node answers, if there are no other ranks to connect to."""
-    if (
-        request.master_ip is None
-        or request.num_nodes is not None
-        or is_own_address(request.master_ip)
-    ):
+    if not request.master_ip or request.num_nodes or is_own_address(request.master_ip):
         return None
     address = f"{request.master_ip}:{request.master_port}"
     try:

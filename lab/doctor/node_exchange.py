@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from common.utils.network import route_to
-from lab.doctor.check_result import reason
+from lab.doctor.check_result import CheckRequest, reason
 from lab.doctor.connectivity import (
     answer_probes,
     listen,
@@ -29,16 +29,6 @@ _MOST_SECONDS_A_PAIR = 5.0
 _GRACE_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _ROUND_TRIPS = 8
-
-
-@dataclass(frozen=True)
-class NodeAddress:
-    """The master's address and this node's rank, as the parts' flags give them."""
-
-    master_ip: str
-    master_port: int
-    num_nodes: int
-    rank: int
 
 
 @dataclass(frozen=True)
@@ -66,46 +56,45 @@ class NodeExchange:
     ``nodes`` is empty if this node reached no other one.
     """
 
-    own: NodeAddress
+    request: CheckRequest
     nodes: Mapping[int, NodeReport]
     problems: tuple[str, ...] = ()
 
 
 def connect_nodes(
-    own: NodeAddress,
+    request: CheckRequest,
     facts: Mapping[str, Any],
     *,
-    timeout_seconds: float,
     host: str | None = None,
     clock: Callable[[], float] = time.time,
     open_listener: Callable[[], socket.socket] = listen,
 ) -> NodeExchange:
     """Connect to the other nodes' doctors and return what all of them found.
 
-    Waits up to ``timeout_seconds`` for the others; the whole takes at most twice that and some
+    Waits for the others until the request's timeout; the whole takes at most twice that and some
     20 s. ``open_listener`` opens the socket that the others connect to. Raises OSError on rank 0
     if the master's port is taken, and on every rank if there is no route to the master.
     """
     listener = open_listener()
-    with answer_probes(own.rank, listener):
+    with answer_probes(request.rank, listener):
         port = listener.getsockname()[1]
         host = host or socket.gethostname()
-        report = NodeReport(own.rank, host, route_to(own.master_ip), port, dict(facts))
-        exchange = _collect_nodes if own.rank == 0 else _join_master
-        return exchange(own, report, timeout_seconds, clock)
+        report = NodeReport(request.rank, host, route_to(request.master_ip), port, dict(facts))
+        exchange = _collect_nodes if request.rank == 0 else _join_master
+        return exchange(request, report, clock)
 
 
 def _collect_nodes(
-    own: NodeAddress, report: NodeReport, timeout_seconds: float, clock: Callable[[], float]
+    request: CheckRequest, report: NodeReport, clock: Callable[[], float]
 ) -> NodeExchange:
     """Run the exchange on rank 0."""
     nodes = {0: report}
     connections: dict[int, socket.socket] = {}
     problems: list[str] = []
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + request.timeout_seconds
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(listen(own.master_port))
-        while len(nodes) < own.num_nodes and time.monotonic() < deadline:
+        listener = stack.enter_context(listen(request.master_port))
+        while len(nodes) < request.num_nodes and time.monotonic() < deadline:
             # Another program, or a node that has gone: it counts as missing.
             with contextlib.suppress(OSError, KeyError, TypeError):
                 listener.settimeout(seconds_until(deadline))
@@ -113,7 +102,7 @@ def _collect_nodes(
                 soon = min(deadline, time.monotonic() + _HELLO_SECONDS)
                 hello = receive(connection, deadline=soon)
                 node = NodeReport(**hello["node"])
-                problem = _refusal(node, hello["num_nodes"], own, nodes)
+                problem = _refusal(node, hello["num_nodes"], request, nodes)
                 send(connection, {"refused": problem}, deadline=soon)
                 if problem:
                     problems.append(problem)
@@ -122,7 +111,7 @@ def _collect_nodes(
                     receive(connection, deadline=soon)
                     send(connection, {"time": clock()}, deadline=soon)
                 nodes[node.rank], connections[node.rank] = node, connection
-        limit = min(_MOST_SECONDS_A_PAIR, timeout_seconds)
+        limit = min(_MOST_SECONDS_A_PAIR, request.timeout_seconds)
         addresses = [(node.rank, node.address, node.port) for node in nodes.values()]
         _send_to_all(connections.values(), {"addresses": addresses, "seconds": limit})
         nodes[0] = replace(report, unreached=probe_ranks(0, addresses, limit))
@@ -134,15 +123,15 @@ def _collect_nodes(
                 problems.append(f"rank {rank} came and left before it had told what it reached")
         reports = [asdict(node) for node in nodes.values()]
         _send_to_all(connections.values(), {"nodes": reports, "problems": problems})
-    return NodeExchange(own, nodes, tuple(problems))
+    return NodeExchange(request, nodes, tuple(problems))
 
 
 def _refusal(
-    node: NodeReport, num_nodes: int, own: NodeAddress, nodes: Mapping[int, NodeReport]
+    node: NodeReport, num_nodes: int, request: CheckRequest, nodes: Mapping[int, NodeReport]
 ) -> str:
     """Return why rank 0 refuses the node; "" if it takes it in."""
-    if num_nodes != own.num_nodes:
-        return f"rank {node.rank} was started with --num-nodes {num_nodes}, rank 0 with {own.num_nodes}"
+    if num_nodes != request.num_nodes:
+        return f"rank {node.rank} was started with --num-nodes {num_nodes}, rank 0 with {request.num_nodes}"
     if node.rank in nodes:
         return f"rank {node.rank} was started twice: on {nodes[node.rank].host} and on {node.host}"
     return ""
@@ -155,33 +144,33 @@ def _send_to_all(connections: Iterable[socket.socket], message: Mapping[str, Any
 
 
 def _join_master(
-    own: NodeAddress, report: NodeReport, timeout_seconds: float, clock: Callable[[], float]
+    request: CheckRequest, report: NodeReport, clock: Callable[[], float]
 ) -> NodeExchange:
     """Run the exchange on the other ranks."""
-    where = f"{own.master_ip}:{own.master_port}"
+    where = f"{request.master_ip}:{request.master_port}"
     try:
-        master = _reach(own, time.monotonic() + timeout_seconds)
+        master = _reach(request, time.monotonic() + request.timeout_seconds)
     except OSError as error:
-        why = f"did not reach rank 0 at {where} within {timeout_seconds:g} s ({reason(error)})"
-        return NodeExchange(own, {}, (f"rank {own.rank} {why}",))
+        why = f"did not reach rank 0 at {where} within {request.timeout_seconds:g} s ({reason(error)})"
+        return NodeExchange(request, {}, (f"rank {request.rank} {why}",))
     try:
         with master:
-            return _report_to(master, own, report, timeout_seconds, clock)
+            return _report_to(master, request, report, clock)
     except (LookupError, TypeError, ValueError):
         problem = f"what answers at {where} is no lab doctor of this version"
     except OSError as error:
         why = f"but no lab doctor answered to the end ({reason(error)})"
-        problem = f"rank {own.rank} reached {where}, {why}"
-    return NodeExchange(own, {}, (problem,))
+        problem = f"rank {request.rank} reached {where}, {why}"
+    return NodeExchange(request, {}, (problem,))
 
 
-def _reach(own: NodeAddress, deadline: float) -> socket.socket:
+def _reach(request: CheckRequest, deadline: float) -> socket.socket:
     """Return a connection to rank 0, which may start later. Raises OSError after the deadline."""
     last_error: OSError = TimeoutError()
     while (left := deadline - time.monotonic()) > 0:
         try:
             master = socket.create_connection(
-                (own.master_ip, own.master_port), timeout=min(left, _MOST_SECONDS_A_PAIR)
+                (request.master_ip, request.master_port), timeout=min(left, _MOST_SECONDS_A_PAIR)
             )
             if master.getsockname() != master.getpeername():
                 return master
@@ -194,28 +183,26 @@ def _reach(own: NodeAddress, deadline: float) -> socket.socket:
 
 def _report_to(
     master: socket.socket,
-    own: NodeAddress,
+    request: CheckRequest,
     report: NodeReport,
-    timeout_seconds: float,
     clock: Callable[[], float],
 ) -> NodeExchange:
     """Exchange reports with rank 0.
 
     Raises LookupError, TypeError or ValueError if it sends other messages, OSError if it breaks off.
     """
-    soon = time.monotonic() + timeout_seconds + _GRACE_SECONDS
-    send(master, {"num_nodes": own.num_nodes, "node": asdict(report)}, deadline=soon)
-    refusal = receive(master, deadline=soon)["refused"]
-    if refusal:
-        return NodeExchange(own, {}, (refusal,))
+    soon = time.monotonic() + request.timeout_seconds + _GRACE_SECONDS
+    send(master, {"num_nodes": request.num_nodes, "node": asdict(report)}, deadline=soon)
+    if refusal := receive(master, deadline=soon)["refused"]:
+        return NodeExchange(request, {}, (refusal,))
     report = replace(report, clock=_measure_clock(master, clock))
-    others = receive(master, deadline=time.monotonic() + timeout_seconds + _GRACE_SECONDS)
-    unreached = probe_ranks(own.rank, others["addresses"], others["seconds"])
+    others = receive(master, deadline=time.monotonic() + request.timeout_seconds + _GRACE_SECONDS)
+    unreached = probe_ranks(request.rank, others["addresses"], others["seconds"])
     soon = time.monotonic() + others["seconds"] + 2 * _GRACE_SECONDS
     send(master, asdict(replace(report, unreached=unreached)), deadline=soon)
     end = receive(master, deadline=soon)
     nodes = [NodeReport(**entry) for entry in end["nodes"]]
-    return NodeExchange(own, {node.rank: node for node in nodes}, tuple(end["problems"]))
+    return NodeExchange(request, {node.rank: node for node in nodes}, tuple(end["problems"]))
 
 
 def _measure_clock(master: socket.socket, clock: Callable[[], float]) -> tuple[float, float]:

@@ -16,8 +16,7 @@ from lab.doctor.files import code_digest, dataset_fact
 from lab.doctor.machine import torch_facts
 from lab.doctor.node_exchange import NodeExchange, NodeReport
 
-FAR_SECONDS = 1.0
-"""If clocks differ by more, the times in the logs of different nodes cannot be compared."""
+_FAR_SECONDS = 1.0  # clocks further apart: times in the logs of two nodes cannot be compared
 
 _MOST_NAMED = 8
 
@@ -49,13 +48,11 @@ def results_of(exchange: NodeExchange) -> list[CheckResult]:
 
 def _attendance(exchange: NodeExchange) -> CheckResult:
     """Check that all nodes took part."""
-    own = exchange.own
+    request = exchange.request
     if not exchange.nodes:
         return failure("nodes", "; ".join(exchange.problems), _remedy_if_alone(exchange))
-    text = (
-        f"{len(exchange.nodes)} of {own.num_nodes} nodes met at {own.master_ip}:{own.master_port}"
-    )
-    missing = sorted({*range(own.num_nodes)} - exchange.nodes.keys())
+    text = f"{len(exchange.nodes)} of {request.num_nodes} nodes met at {request.master_ip}:{request.master_port}"
+    missing = sorted({*range(request.num_nodes)} - exchange.nodes.keys())
     problems = [*([f"missing: {_ranks(missing)}"] if missing else []), *exchange.problems]
     if not problems:
         return ok("nodes", text)
@@ -69,12 +66,12 @@ def _attendance(exchange: NodeExchange) -> CheckResult:
 
 def _remedy_if_alone(exchange: NodeExchange) -> str:
     """Return what to do on a node that reached no other one, or that rank 0 refused."""
-    own, problems = exchange.own, "; ".join(exchange.problems)
+    request, problems = exchange.request, "; ".join(exchange.problems)
     if "started twice" in problems or "--num-nodes" in problems:
         return "give every node the same --num-nodes and a --rank of its own"
     if "connection refused" in problems:
-        return f"run lab doctor with --rank 0 on {own.master_ip} at the same time; where it runs, the port differs"
-    return f"check --master-ip, and open port {own.master_port} on rank 0's node"
+        return f"run lab doctor with --rank 0 on {request.master_ip} at the same time; where it runs, the port differs"
+    return f"check --master-ip, and open port {request.master_port} on rank 0's node"
 
 
 def _connections(nodes: Sequence[NodeReport]) -> CheckResult:
@@ -108,7 +105,7 @@ def _clocks(nodes: Sequence[NodeReport]) -> CheckResult:
     far = [
         f"rank {rank}'s by {ahead:+.2f} s (±{uncertainty:.3f} s)"
         for rank, ahead, uncertainty in measured
-        if abs(ahead) - uncertainty > FAR_SECONDS
+        if abs(ahead) - uncertainty > _FAR_SECONDS
     ]
     if far:
         return warning(
@@ -188,7 +185,7 @@ def _backend(nodes: Sequence[NodeReport]) -> CheckResult:
 
 
 def _cores(nodes: Sequence[NodeReport]) -> CheckResult:
-    """Compare the ranks that share a machine with its cores; with GPUs, a rank has one of its own."""
+    """Compare the ranks that share a machine with its cores; with GPUs, a rank has one of its request."""
     crowded = []
     for host, ranks in Counter(node.host for node in nodes).items():
         cores = min(node.facts.get("cores", ranks) for node in nodes if node.host == host)

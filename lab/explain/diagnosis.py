@@ -14,13 +14,12 @@ from pathlib import Path
 
 from common.errors import UserError
 
+# In printed order: what began it, what followed, what other ranks print about it, no errors.
 KINDS = ("cause", "symptom", "echo", "note")
-"""In printed order: what began it, what followed, what other ranks print about it, no errors."""
 OWN = "own_exception"
 _TABLE = Path(__file__).with_name("known_errors.toml")
 _LONGEST_LINE = 4000
-SHOWN = 160
-"""Characters of a line that are shown."""
+SHOWN = 160  # characters of a line
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = (
     r"^(?:\[?(?:rank|node )?\d+\]?[:|] ?)?\s*"  # of a launcher: "[rank1]: ", "node 2| ", "3: "

@@ -10,10 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from lab.doctor.check_result import CheckRequest
 from lab.doctor.connectivity import listen
-from lab.doctor.node_exchange import NodeAddress, connect_nodes
+from lab.doctor.node_exchange import connect_nodes
 from lab.doctor.node_findings import results_of
 
 
@@ -60,10 +62,19 @@ def find(settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return what a node found, by name."""
     ahead = settings.get("clock_ahead", 0.0)
     listeners: dict[str, Callable[[], Any]] = {"open": listen, "closed": Closed, "deaf": Deaf}
-    exchange = connect_nodes(
-        NodeAddress("127.0.0.1", settings["master_port"], settings["num_nodes"], settings["rank"]),
-        settings.get("facts", {}),
+    request = CheckRequest(
+        "127.0.0.1",
+        settings["master_port"],
+        settings["num_nodes"],
+        settings["rank"],
+        dataset="digits",
+        data_dir=Path(),
+        output_dir=Path(),
         timeout_seconds=settings["timeout"],
+    )
+    exchange = connect_nodes(
+        request,
+        settings.get("facts", {}),
         host=settings.get("host"),
         clock=lambda: time.time() + ahead,
         open_listener=listeners[settings.get("listener", "open")],

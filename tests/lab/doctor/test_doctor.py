@@ -23,7 +23,7 @@ from lab.doctor import examination, files, machine, network, node_exchange
 from lab.doctor.check_result import CheckRequest, CheckResult, ok
 from lab.doctor.examination import as_json, examine, request_of
 from lab.doctor.machine import TorchFacts
-from lab.doctor.node_exchange import NodeAddress, connect_nodes
+from lab.doctor.node_exchange import connect_nodes
 from tests.helpers import (
     CIFAR,
     LONG,
@@ -54,7 +54,7 @@ FACTS = {
 @pytest.fixture
 def asked(tmp_path: Path) -> CheckRequest:
     """A plan for this machine alone."""
-    return CheckRequest(None, free_port(), None, None, "digits", tmp_path / "data", tmp_path, 5.0)
+    return CheckRequest("", free_port(), 0, 0, "digits", tmp_path / "data", tmp_path, 5.0)
 
 
 @pytest.fixture
@@ -571,11 +571,11 @@ def test_on_nodes_with_addresses_of_their_own_one_of_them_cut_off(tmp_path: Path
     )
 
 
-def test_nothing_is_left_of_a_meeting() -> None:
+def test_nothing_is_left_of_a_meeting(asked: CheckRequest) -> None:
     before = set(threading.enumerate())
-    port = free_port()
-    alone = connect_nodes(NodeAddress("127.0.0.1", port, 2, 0), FACTS, timeout_seconds=0.5)
+    request = replace(asked, master_ip="127.0.0.1", num_nodes=2, timeout_seconds=0.5)
+    alone = connect_nodes(request, FACTS)
     assert set(alone.nodes) == {0}
     assert set(threading.enumerate()) == before
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", port))
+        probe.bind(("127.0.0.1", request.master_port))
