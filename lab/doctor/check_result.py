@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+# A run can start; it can start, but may be slow, mislead or stop later; it would fail.
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 
 
@@ -31,21 +32,6 @@ class CheckResult:
     status: str
     text: str
     remedy: str = ""
-
-
-def ok(name: str, text: str) -> CheckResult:
-    """Return a result that does not stand in the way of a run."""
-    return CheckResult(name, OK, text)
-
-
-def warning(name: str, text: str, remedy: str) -> CheckResult:
-    """Return the result for a run that can start, but may be slow, mislead or stop later."""
-    return CheckResult(name, WARNING, text, remedy)
-
-
-def failure(name: str, text: str, remedy: str) -> CheckResult:
-    """Return the result for a run that would fail."""
-    return CheckResult(name, FAILURE, text, remedy)
 
 
 def reason(error: OSError) -> str:

@@ -21,14 +21,6 @@ _AT_ONCE = 16
 _POLL_SECONDS = 0.2
 
 
-def listen(port: int = 0) -> socket.socket:
-    """Return a socket that listens on all addresses (0: a free port).
-
-    Raises OSError if the port is taken.
-    """
-    return socket.create_server(("", port), backlog=128)
-
-
 def seconds_until(deadline: float) -> float:
     """Return the seconds left, for ``settimeout``: never 0, which would mean not to wait."""
     return max(0.001, deadline - time.monotonic())

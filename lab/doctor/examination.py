@@ -21,7 +21,7 @@ from rich.text import Text
 from common.errors import UserError
 from common.utils.processes import in_thread
 from lab.doctor import files, machine, network
-from lab.doctor.check_result import FAILURE, WARNING, CheckRequest, CheckResult, failure, reason
+from lab.doctor.check_result import FAILURE, WARNING, CheckRequest, CheckResult, reason
 from lab.doctor.node_exchange import connect_nodes
 from lab.doctor.node_findings import own_facts, results_of
 
@@ -90,7 +90,9 @@ def examine(request: CheckRequest) -> Iterator[CheckResult]:
         return
     blocked = [one for one in found if one.name in ("port", "interface") and one.status == FAILURE]
     if blocked:
-        yield failure("nodes", f"not met, because of the {blocked[0].name}", blocked[0].remedy)
+        yield CheckResult(
+            "nodes", FAILURE, f"not met, because of the {blocked[0].name}", blocked[0].remedy
+        )
         return
     limit = 3 * request.timeout_seconds + _CHECK_SECONDS
     results = _limited("nodes", functools.partial(_connect_nodes, request), limit)
@@ -99,10 +101,11 @@ def examine(request: CheckRequest) -> Iterator[CheckResult]:
 
 def _connect_nodes(request: CheckRequest) -> list[CheckResult]:
     try:
-        return results_of(connect_nodes(request, own_facts(request)))
+        nodes, problems = connect_nodes(request, own_facts(request))
     except OSError as error:
-        text = f"not met ({reason(error)})"
-        return [failure("nodes", text, "see the lines on port and interface")]
+        remedy = "see the lines on port and interface"
+        return [CheckResult("nodes", FAILURE, f"not met ({reason(error)})", remedy)]
+    return results_of(request, nodes, problems)
 
 
 def _limited(name: str, ask: Callable[[], T], seconds: float) -> T | CheckResult:
@@ -110,11 +113,19 @@ def _limited(name: str, ask: Callable[[], T], seconds: float) -> T | CheckResult
     answer = in_thread(ask)
     wait([answer], seconds)
     if not answer.done():
-        remedy = "look for a disk or a name server that hangs"
-        return failure(name, f"no answer within {seconds:g} s", remedy)
+        return CheckResult(
+            name,
+            FAILURE,
+            f"no answer within {seconds:g} s",
+            "look for a disk or a name server that hangs",
+        )
     if error := answer.exception():  # one broken check must not hide the others
-        text = f"could not be looked at ({type(error).__name__}: {error})"
-        return failure(name, text, "tell the authors")
+        return CheckResult(
+            name,
+            FAILURE,
+            f"could not be looked at ({type(error).__name__}: {error})",
+            "tell the authors",
+        )
     return answer.result()
 
 
@@ -161,8 +172,11 @@ def main_doctor(args: argparse.Namespace) -> int:
 
 
 def _print(console: Console, result: CheckResult) -> None:
-    status = (f"{result.status:<8}", _STYLES[result.status])
-    console.print(Text.assemble(status, f" {result.name:<13} {result.text}"))
+    style = _STYLES[result.status]
+    console.print(
+        Text.assemble((f"{result.status:<8}", style), f" {result.name:<13} {result.text}")
+    )
     if result.remedy:
-        style = "dim" if result.status == WARNING else ""
-        console.print(Text(f"{'':<22} -> {result.remedy}", style=style))
+        console.print(
+            Text(f"{'':<22} -> {result.remedy}", style="dim" if result.status == WARNING else "")
+        )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.utils.environment import git
 from common.utils.source_hash import source_digests
-from lab.doctor.check_result import CheckRequest, CheckResult, failure, ok, warning
+from lab.doctor.check_result import FAILURE, OK, WARNING, CheckRequest, CheckResult
 from lab.doctor.machine import torch_facts
 
 # A checkpoint of VGG-11 with SGD's momentum: two times 9,231,114 parameters of 4 bytes.
@@ -23,27 +23,32 @@ def check_dataset(request: CheckRequest) -> CheckResult:
     """Check that the dataset's files are there and whole."""
     name, folder = request.dataset, request.data_dir
     if name == "digits":
-        return ok("dataset", "digits come with scikit-learn")
+        return CheckResult("dataset", OK, "digits come with scikit-learn")
     if name == "folder":
         return _image_folder(folder)
     if torch_facts().error is not None:
-        return warning(
-            "dataset", "not looked at, since torch cannot be imported", "see the line on torch"
+        return CheckResult(
+            "dataset",
+            WARNING,
+            "not looked at, since torch cannot be imported",
+            "see the line on torch",
         )
     missing, damaged = dataset_state(name, folder)
     if damaged:
-        return failure(
+        return CheckResult(
             "dataset",
+            FAILURE,
             f"{name} in {folder} is damaged, sizes or MD5 are wrong: {', '.join(damaged)}",
             "remove those files: the parts download them again; or copy them from a node where they are whole",
         )
     if missing:
-        return warning(
+        return CheckResult(
             "dataset",
+            WARNING,
             f"{name} is not in {folder} (missing: {', '.join(missing)})",
             "where this node has no network, copy the folder from one that has it; else the parts download it first",
         )
-    return ok("dataset", f"{name} in {folder}, whole by MD5")
+    return CheckResult("dataset", OK, f"{name} in {folder}, whole by MD5")
 
 
 @cache
@@ -72,12 +77,13 @@ def _image_folder(folder: Path) -> CheckResult:
     }
     lacking = [f"{split}/<class>/" for split, found in classes.items() if not found]
     if lacking:
-        return failure(
+        return CheckResult(
             "dataset",
+            FAILURE,
             f"{folder} has no {' and no '.join(lacking)}",
             "give --data-dir, a folder with train/<class>/* and test/<class>/*",
         )
-    return ok("dataset", f"{len(classes['train'])} classes in {folder}")
+    return CheckResult("dataset", OK, f"{len(classes['train'])} classes in {folder}")
 
 
 def dataset_fact(request: CheckRequest) -> str:
@@ -92,8 +98,8 @@ def dataset_fact(request: CheckRequest) -> str:
             if path.is_file()
         ]
         return f"folder of {len(listed)} images, {hashlib.sha256(chr(10).join(listed).encode()).hexdigest()[:12]}"
-    missing, damaged = dataset_state(request.dataset, request.data_dir)
-    return f"{request.dataset} {'damaged' if damaged else 'missing' if missing else 'whole'}"
+    states = {OK: "whole", WARNING: "missing", FAILURE: "damaged"}
+    return f"{request.dataset} {states[check_dataset(request).status]}"
 
 
 def check_disk(
@@ -103,22 +109,24 @@ def check_disk(
     folder = request.output_dir
     there = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        return failure(
+        return CheckResult(
             "disk",
+            FAILURE,
             f"{folder} cannot be written ({there} {'is no folder' if not there.is_dir() else 'is read-only'})",
             "give another --output-dir, or permit writing there",
         )
     free = usage(there).free
     text = f"{free / 1e9:.1f} GB free in {there}; a checkpoint of VGG-11 takes {_CHECKPOINT_BYTES / 1e6:.0f} MB"
     if free < 2 * _CHECKPOINT_BYTES:  # the new one is whole before an old one goes
-        return failure("disk", text, "make room, or give --output-dir on another disk")
+        return CheckResult("disk", FAILURE, text, "make room, or give --output-dir on another disk")
     if free < _ROOM_FOR * _CHECKPOINT_BYTES:
-        return warning(
+        return CheckResult(
             "disk",
+            WARNING,
             text,
             f"give --keep-checkpoints {max(1, free // _CHECKPOINT_BYTES - 1)}, or make room",
         )
-    return ok("disk", text)
+    return CheckResult("disk", OK, text)
 
 
 def check_code(_request: CheckRequest) -> CheckResult:
@@ -126,7 +134,7 @@ def check_code(_request: CheckRequest) -> CheckResult:
     commit = git("rev-parse", "--short", "HEAD")
     changes = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
     which = f"commit {commit}{changes}," if commit else "no git commit;"
-    return ok("code", f"{which} code {code_digest()}")
+    return CheckResult("code", OK, f"{which} code {code_digest()}")
 
 
 @cache

@@ -18,7 +18,7 @@ import psutil
 from common.utils.environment import package_version
 from common.utils.system import missing_features, usable_cores
 from lab.cluster import tools
-from lab.doctor.check_result import CheckRequest, CheckResult, failure, ok, warning
+from lab.doctor.check_result import FAILURE, OK, WARNING, CheckRequest, CheckResult
 
 _LEAST_MEMORY = 1_500_000_000
 _LEAST_SHARED_MEMORY = 256_000_000
@@ -55,14 +55,17 @@ def torch_facts() -> TorchFacts:
 
 def check_python(_request: CheckRequest) -> CheckResult:
     """Report which Python runs this."""
-    return ok("python", f"Python {platform.python_version()}, {sys.executable}")
+    return CheckResult("python", OK, f"Python {platform.python_version()}, {sys.executable}")
 
 
 def check_system(_request: CheckRequest) -> CheckResult | None:
     """Report what this system lacks; None on Linux."""
     missing = " ".join(missing_features())
-    remedy = "for measurements and lab cluster, use Linux or WSL2"
-    return warning("system", missing, remedy) if missing else None
+    if not missing:
+        return None
+    return CheckResult(
+        "system", WARNING, missing, "for measurements and lab cluster, use Linux or WSL2"
+    )
 
 
 def check_torch(_request: CheckRequest) -> CheckResult:
@@ -71,21 +74,24 @@ def check_torch(_request: CheckRequest) -> CheckResult:
     text = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     facts = torch_facts()
     if facts.error is None:
-        return ok("torch", f"{text}: a pair that can be imported")
+        return CheckResult("torch", OK, f"{text}: a pair that can be imported")
     if None in versions.values():
-        return failure(
+        return CheckResult(
             "torch",
+            FAILURE,
             text,
             "install both in one command: pip install torch torchvision, or make setup",
         )
     if re.search("torchvision|operator|undefined symbol|custom C", facts.error):
-        return failure(
+        return CheckResult(
             "torch",
+            FAILURE,
             f"{text} do not match ({facts.error})",
             "install both in one command: pip install --upgrade torch torchvision",
         )
-    return failure(
+    return CheckResult(
         "torch",
+        FAILURE,
         f"{text} cannot be imported ({facts.error})",
         "install them again: make clean setup",
     )
@@ -95,30 +101,34 @@ def check_gpus(_request: CheckRequest) -> CheckResult:
     """Report what torch can compute on."""
     facts = torch_facts()
     if facts.error is not None:
-        return warning(
-            "gpu", "not looked at, since torch cannot be imported", "see the line on torch"
+        return CheckResult(
+            "gpu", WARNING, "not looked at, since torch cannot be imported", "see the line on torch"
         )
     if facts.gpus:
         gpus = f"{len(facts.gpus)} x {facts.gpus[0]}"
         if facts.nccl is not None:
-            build = f"CUDA {facts.cuda_build}, NCCL {facts.nccl}"
-            return ok("gpu", f"{gpus}, {build}: one rank a GPU")
-        return warning(
+            return CheckResult(
+                "gpu", OK, f"{gpus}, CUDA {facts.cuda_build}, NCCL {facts.nccl}: one rank a GPU"
+            )
+        return CheckResult(
             "gpu",
+            WARNING,
             f"{gpus}, but this torch has no NCCL: ranks would use Gloo, on CPUs",
             "install a torch with NCCL: pip install --upgrade torch torchvision",
         )
     if shutil.which("nvidia-smi") is None:
-        return ok("gpu", "none: ranks train on CPUs, with Gloo")
+        return CheckResult("gpu", OK, "none: ranks train on CPUs, with Gloo")
     if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return warning(
+        return CheckResult(
             "gpu",
+            WARNING,
             f"none can be seen with CUDA_VISIBLE_DEVICES={hidden!r}",
             "unset CUDA_VISIBLE_DEVICES",
         )
     build = f"CUDA {facts.cuda_build}" if facts.cuda_build else "for CPUs"
-    return warning(
+    return CheckResult(
         "gpu",
+        WARNING,
         f"the driver is there, but torch ({build}) sees no GPU",
         "run nvidia-smi: where it shows a GPU, install a torch for the CUDA version that it names",
     )
@@ -132,12 +142,13 @@ def check_cores(request: CheckRequest) -> CheckResult:
     text = f"{cores} usable cores{of_all}{bf16[torch_facts().fast_bf16]}"
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > cores:
-        return warning(
+        return CheckResult(
             "cpu",
+            WARNING,
             f"{text}; OMP_NUM_THREADS={threads} asks for more threads than cores",
             f"unset OMP_NUM_THREADS, or give --threads {cores} at most",
         )
-    return ok("cpu", text)
+    return CheckResult("cpu", OK, text)
 
 
 def check_memory(_request: CheckRequest) -> CheckResult:
@@ -145,8 +156,9 @@ def check_memory(_request: CheckRequest) -> CheckResult:
     free = psutil.virtual_memory().available
     text = f"{free / 1e9:.1f} GB free"
     if free < _LEAST_MEMORY:
-        return warning(
+        return CheckResult(
             "memory",
+            WARNING,
             f"{text}; a rank of VGG-11 takes about 1 GB",
             "end other processes, or start fewer ranks here",
         )
@@ -154,12 +166,13 @@ def check_memory(_request: CheckRequest) -> CheckResult:
         shared = shutil.disk_usage("/dev/shm").total
         text += f", {shared / 1e9:.1f} GB in /dev/shm"
         if shared < _LEAST_SHARED_MEMORY:
-            return warning(
+            return CheckResult(
                 "memory",
+                WARNING,
                 f"{text}, through which NCCL passes data between GPUs",
                 "start the container with --shm-size=1g",
             )
-    return ok("memory", text)
+    return CheckResult("memory", OK, text)
 
 
 def check_open_files(request: CheckRequest) -> CheckResult:
@@ -167,27 +180,34 @@ def check_open_files(request: CheckRequest) -> CheckResult:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _FILES_BESIDE + _FILES_A_NODE * (request.num_nodes or 1)
     if limit != resource.RLIM_INFINITY and limit < needed:
-        return warning(
+        return CheckResult(
             "open files",
+            WARNING,
             f"{limit} a process, {needed} may be needed",
             f"ulimit -n {max(needed, 4096)}",
         )
-    return ok("open files", f"{'no limit' if limit == resource.RLIM_INFINITY else limit} a process")
+    return CheckResult(
+        "open files", OK, f"{'no limit' if limit == resource.RLIM_INFINITY else limit} a process"
+    )
 
 
 def check_cluster_tools(_request: CheckRequest) -> CheckResult:
     """Check whether ``lab cluster`` can make nodes of namespaces on this machine."""
     if (refused := tools.namespaces_refused()) is not None:
-        return warning(
+        return CheckResult(
             "lab cluster",
+            WARNING,
             "cannot make nodes with links of their own here (the parts don't need it)",
             refused,
         )
     if not tools.has_tbf():
-        return warning(
+        return CheckResult(
             "lab cluster",
+            WARNING,
             "the kernel cannot limit a link's rate (sch_tbf)",
             "sudo modprobe sch_tbf, or leave --rate out",
         )
     netem = "" if tools.has_netem() else "; no --latency: the kernel lacks netem"
-    return ok("lab cluster", f"ip, tc and unshare are there, namespaces are allowed{netem}")
+    return CheckResult(
+        "lab cluster", OK, f"ip, tc and unshare are there, namespaces are allowed{netem}"
+    )

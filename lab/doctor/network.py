@@ -4,6 +4,7 @@ What needs the other nodes is in node_exchange.py.
 """
 
 import contextlib
+import itertools
 import os
 import socket
 from collections.abc import Callable
@@ -11,8 +12,7 @@ from collections.abc import Callable
 import psutil
 
 from common.utils.network import interface_of, is_loopback, is_own_address, route_to
-from lab.doctor.check_result import CheckRequest, CheckResult, failure, ok, reason, warning
-from lab.doctor.connectivity import listen
+from lab.doctor.check_result import FAILURE, OK, WARNING, CheckRequest, CheckResult, reason
 
 _PROBE_SECONDS = 5.0
 _OWN_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -20,8 +20,8 @@ _OWN_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 def _own_addresses() -> list[str]:
     """Return this node's IPv4 addresses, those of loopback last."""
-    entries = [entry for found in psutil.net_if_addrs().values() for entry in found]
-    own = [entry.address for entry in entries if entry.family == socket.AF_INET]
+    entries = itertools.chain.from_iterable(psutil.net_if_addrs().values())
+    own = (entry.address for entry in entries if entry.family == socket.AF_INET)
     return sorted(own, key=is_loopback)
 
 
@@ -32,40 +32,46 @@ def check_interface(request: CheckRequest) -> CheckResult | None:
     try:
         own = route_to(request.master_ip)
     except socket.gaierror:
-        return failure(
+        return CheckResult(
             "interface",
+            FAILURE,
             f"--master-ip {request.master_ip} is not an address and no known host name",
             "give the IP address of rank 0's node",
         )
     except OSError as error:
-        return failure(
+        return CheckResult(
             "interface",
+            FAILURE,
             f"no route to {request.master_ip} ({reason(error)})",
             "give an address of rank 0's node in a network that this node is in, too",
         )
     name = interface_of(own)
     if request.num_nodes and request.rank == 0 and not is_own_address(request.master_ip):
-        return failure(
+        return CheckResult(
             "interface",
+            FAILURE,
             f"rank 0 is this node, but {request.master_ip} is none of its addresses",
             f"give the one that the other nodes reach: {', '.join(_own_addresses()) or 'none found'}",
         )
     for variable in _OWN_VARIABLES:
         chosen = os.environ.get(variable)
         if chosen and chosen not in psutil.net_if_addrs():
-            return failure(
+            return CheckResult(
                 "interface",
+                FAILURE,
                 f"{variable}={chosen}, which this node does not have",
                 f"unset {variable}",
             )
         if chosen and name is not None and chosen != name:
-            return warning(
+            return CheckResult(
                 "interface",
+                WARNING,
                 f"{variable}={chosen}, but {name} ({own}) routes to {request.master_ip}",
                 f"unset {variable}: the parts choose {name}",
             )
-    return ok(
+    return CheckResult(
         "interface",
+        OK,
         f"{name or own} ({own}) routes to {request.master_ip}; the parts tell Gloo and NCCL to take it",
     )
 
@@ -80,20 +86,22 @@ def check_host_name(
         addresses += dict.fromkeys(entry[4][0] for entry in resolve(host, None))
     text = f"{host} resolves to {', '.join(addresses)}" if addresses else f"{host} has no address"
     if addresses and not is_loopback(addresses[0]):
-        return ok("host name", text)
+        return CheckResult("host name", OK, text)
     master = "" if request.num_nodes == 1 else request.master_ip
     try:
         own = route_to(master or "127.0.0.1")
     except OSError:
-        return warning(
+        return CheckResult(
             "host name",
+            WARNING,
             f"{text}, which Gloo would give to the other nodes",
             "see the line on the interface",
         )
     if is_loopback(own):
-        return ok("host name", f"{text}: right on one machine")
-    return warning(
+        return CheckResult("host name", OK, f"{text}: right on one machine")
+    return CheckResult(
         "host name",
+        WARNING,
         f"{text}, which Gloo would give to the other nodes; the parts choose the right interface",
         f"nothing for the parts; for other programs: export GLOO_SOCKET_IFNAME={interface_of(own)}",
     )
@@ -105,16 +113,19 @@ def check_port(request: CheckRequest) -> CheckResult | None:
         return None
     port = request.master_port
     try:
-        listen(port).close()  # with SO_REUSEADDR, as torch's store does
+        socket.create_server(("", port)).close()  # with SO_REUSEADDR, as torch's store does
     except PermissionError:
-        return failure("port", f"{port} is for root alone", "give a --master-port from 1024 on")
+        return CheckResult(
+            "port", FAILURE, f"{port} is for root alone", "give a --master-port from 1024 on"
+        )
     except OSError as error:
-        return failure(
+        return CheckResult(
             "port",
+            FAILURE,
             f"{port} is taken by {_holder(port)} ({reason(error)})",
             "end that process, or give another --master-port on every node",
         )
-    return ok("port", f"{port} is free")
+    return CheckResult("port", OK, f"{port} is free")
 
 
 def _holder(port: int) -> str:
@@ -128,8 +139,9 @@ def _holder(port: int) -> str:
                 and connection.pid is not None
             ):
                 process = psutil.Process(connection.pid)
-                command = " ".join(process.cmdline())[:100]
-                return f"{process.name()}, process {connection.pid}: {command}"
+                return (
+                    f"{process.name()}, process {process.pid}: {' '.join(process.cmdline())[:100]}"
+                )
     return f"a process of another user (sudo ss -ltnp 'sport = :{port}' names it)"
 
 
@@ -143,14 +155,17 @@ def check_master(request: CheckRequest) -> CheckResult | None:
             (request.master_ip, request.master_port),
             timeout=min(_PROBE_SECONDS, request.timeout_seconds),
         ):
-            return ok("master", f"{address} answers, and something listens there")
+            return CheckResult("master", OK, f"{address} answers, and something listens there")
     except ConnectionRefusedError:
-        return ok(
-            "master", f"{request.master_ip} answers; nothing listens on {request.master_port} yet"
+        return CheckResult(
+            "master",
+            OK,
+            f"{request.master_ip} answers; nothing listens on {request.master_port} yet",
         )
     except OSError as error:
-        return failure(
+        return CheckResult(
             "master",
+            FAILURE,
             f"{address} cannot be reached ({reason(error)})",
             f"check the address, and open port {request.master_port} on that node",
         )

@@ -2,8 +2,7 @@
 
 Call ``connect_nodes`` on every node. Each node sends rank 0 its report, measures its clock against
 rank 0's, receives the addresses of all nodes, connects to each of them (connectivity.py), and sends
-rank 0 the completed report. Rank 0 sends all reports to all, so every node ends with the same
-NodeExchange.
+rank 0 the completed report. Rank 0 sends all reports to all, so every node ends with the same.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ from common.utils.network import route_to
 from lab.doctor.check_result import CheckRequest, reason
 from lab.doctor.connectivity import (
     answer_probes,
-    listen,
     probe_ranks,
     receive,
     seconds_until,
@@ -49,51 +47,46 @@ class NodeReport:
     unreached: Sequence[tuple[int, str]] = ()
 
 
-@dataclass(frozen=True)
-class NodeExchange:
-    """The nodes that connected, by rank, and what went wrong, in words.
-
-    ``nodes`` is empty if this node reached no other one.
-    """
-
-    request: CheckRequest
-    nodes: Mapping[int, NodeReport]
-    problems: tuple[str, ...] = ()
-
-
 def connect_nodes(
     request: CheckRequest,
     facts: Mapping[str, Any],
     *,
     host: str | None = None,
     clock: Callable[[], float] = time.time,
-    open_listener: Callable[[], socket.socket] = listen,
-) -> NodeExchange:
-    """Connect to the other nodes' doctors and return what all of them found.
+    open_listener: Callable[[tuple[str, int]], socket.socket] = socket.create_server,
+) -> tuple[dict[int, NodeReport], list[str]]:
+    """Connect to the other nodes' doctors.
+
+    Returns the report of each node that connected, by rank (none if this node reached no other
+    one), and what went wrong, in words.
 
     Waits for the others until the request's timeout; the whole takes at most twice that and some
     20 s. ``open_listener`` opens the socket that the others connect to. Raises OSError on rank 0
     if the master's port is taken, and on every rank if there is no route to the master.
     """
-    listener = open_listener()
+    listener = open_listener(("", 0))
     with answer_probes(request.rank, listener):
-        port = listener.getsockname()[1]
-        host = host or socket.gethostname()
-        report = NodeReport(request.rank, host, route_to(request.master_ip), port, dict(facts))
+        report = NodeReport(
+            request.rank,
+            host or socket.gethostname(),
+            route_to(request.master_ip),
+            listener.getsockname()[1],
+            dict(facts),
+        )
         exchange = _collect_nodes if request.rank == 0 else _join_master
         return exchange(request, report, clock)
 
 
 def _collect_nodes(
     request: CheckRequest, report: NodeReport, clock: Callable[[], float]
-) -> NodeExchange:
+) -> tuple[dict[int, NodeReport], list[str]]:
     """Run the exchange on rank 0."""
     nodes = {0: report}
     connections: dict[int, socket.socket] = {}
     problems: list[str] = []
     deadline = time.monotonic() + request.timeout_seconds
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(listen(request.master_port))
+        listener = stack.enter_context(socket.create_server(("", request.master_port)))
         while len(nodes) < request.num_nodes and time.monotonic() < deadline:
             # Another program, or a node that has gone: it counts as missing.
             with contextlib.suppress(OSError, KeyError, TypeError):
@@ -121,9 +114,9 @@ def _collect_nodes(
                 nodes[rank] = NodeReport(**receive(connection, deadline=deadline))
             except (OSError, TypeError):
                 problems.append(f"rank {rank} came and left before it had told what it reached")
-        reports = [asdict(node) for node in nodes.values()]
-        _send_to_all(connections.values(), {"nodes": reports, "problems": problems})
-    return NodeExchange(request, nodes, tuple(problems))
+        outcome = {"nodes": [asdict(node) for node in nodes.values()], "problems": problems}
+        _send_to_all(connections.values(), outcome)
+    return nodes, problems
 
 
 def _refusal(
@@ -145,23 +138,23 @@ def _send_to_all(connections: Iterable[socket.socket], message: Mapping[str, Any
 
 def _join_master(
     request: CheckRequest, report: NodeReport, clock: Callable[[], float]
-) -> NodeExchange:
+) -> tuple[dict[int, NodeReport], list[str]]:
     """Run the exchange on the other ranks."""
     where = f"{request.master_ip}:{request.master_port}"
+    limit = request.timeout_seconds
     try:
-        master = _reach(request, time.monotonic() + request.timeout_seconds)
+        master = _reach(request, time.monotonic() + limit)
     except OSError as error:
-        why = f"did not reach rank 0 at {where} within {request.timeout_seconds:g} s ({reason(error)})"
-        return NodeExchange(request, {}, (f"rank {request.rank} {why}",))
+        problem = f"did not reach rank 0 at {where} within {limit:g} s ({reason(error)})"
+        return {}, [f"rank {request.rank} {problem}"]
     try:
         with master:
             return _report_to(master, request, report, clock)
     except (LookupError, TypeError, ValueError):
-        problem = f"what answers at {where} is no lab doctor of this version"
+        return {}, [f"what answers at {where} is no lab doctor of this version"]
     except OSError as error:
-        why = f"but no lab doctor answered to the end ({reason(error)})"
-        problem = f"rank {request.rank} reached {where}, {why}"
-    return NodeExchange(request, {}, (problem,))
+        problem = f"but no lab doctor answered to the end ({reason(error)})"
+        return {}, [f"rank {request.rank} reached {where}, {problem}"]
 
 
 def _reach(request: CheckRequest, deadline: float) -> socket.socket:
@@ -186,7 +179,7 @@ def _report_to(
     request: CheckRequest,
     report: NodeReport,
     clock: Callable[[], float],
-) -> NodeExchange:
+) -> tuple[dict[int, NodeReport], list[str]]:
     """Exchange reports with rank 0.
 
     Raises LookupError, TypeError or ValueError if it sends other messages, OSError if it breaks off.
@@ -194,15 +187,14 @@ def _report_to(
     soon = time.monotonic() + request.timeout_seconds + _GRACE_SECONDS
     send(master, {"num_nodes": request.num_nodes, "node": asdict(report)}, deadline=soon)
     if refusal := receive(master, deadline=soon)["refused"]:
-        return NodeExchange(request, {}, (refusal,))
+        return {}, [refusal]
     report = replace(report, clock=_measure_clock(master, clock))
     others = receive(master, deadline=time.monotonic() + request.timeout_seconds + _GRACE_SECONDS)
     unreached = probe_ranks(request.rank, others["addresses"], others["seconds"])
     soon = time.monotonic() + others["seconds"] + 2 * _GRACE_SECONDS
     send(master, asdict(replace(report, unreached=unreached)), deadline=soon)
     end = receive(master, deadline=soon)
-    nodes = [NodeReport(**entry) for entry in end["nodes"]]
-    return NodeExchange(request, {node.rank: node for node in nodes}, tuple(end["problems"]))
+    return {node["rank"]: NodeReport(**node) for node in end["nodes"]}, end["problems"]
 
 
 def _measure_clock(master: socket.socket, clock: Callable[[], float]) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """What the nodes' exchange shows: missing nodes, pairs that cannot connect, and what differs.
 
-``own_facts`` is what a node sends to the others; ``results_of`` turns a NodeExchange into results,
-the same ones on every node.
+``own_facts`` is what a node sends to the others; ``results_of`` turns what ``connect_nodes``
+returns into results, the same ones on every node.
 """
 
 import platform
@@ -11,10 +11,10 @@ from typing import Any
 
 from common.utils.environment import git, package_version
 from common.utils.system import usable_cores
-from lab.doctor.check_result import CheckRequest, CheckResult, failure, ok, warning
+from lab.doctor.check_result import FAILURE, OK, WARNING, CheckRequest, CheckResult
 from lab.doctor.files import code_digest, dataset_fact
 from lab.doctor.machine import torch_facts
-from lab.doctor.node_exchange import NodeExchange, NodeReport
+from lab.doctor.node_exchange import NodeReport
 
 _FAR_SECONDS = 1.0  # clocks further apart: times in the logs of two nodes cannot be compared
 
@@ -36,41 +36,49 @@ def own_facts(request: CheckRequest) -> dict[str, Any]:
     }
 
 
-def results_of(exchange: NodeExchange) -> list[CheckResult]:
-    """Return what the exchange showed."""
-    if not exchange.nodes:
-        return [_attendance(exchange)]
-    nodes = [exchange.nodes[rank] for rank in sorted(exchange.nodes)]
-    between_nodes = (_connections, _clocks, _versions, _code, _dataset, _backend)
-    checks = (*between_nodes, _cores) if len(nodes) > 1 else (_cores,)
-    return [_attendance(exchange), *(check(nodes) for check in checks)]
+def results_of(
+    request: CheckRequest, nodes_by_rank: Mapping[int, NodeReport], problems: Sequence[str]
+) -> list[CheckResult]:
+    """Return what ``connect_nodes`` showed: its nodes by rank, and its problems."""
+    attendance = _attendance(request, nodes_by_rank, problems)
+    nodes = [nodes_by_rank[rank] for rank in sorted(nodes_by_rank)]
+    if len(nodes) < 2:
+        return [attendance, *([_cores(nodes)] if nodes else [])]
+    checks = (_connections, _clocks, _versions, _code, _dataset, _backend, _cores)
+    return [attendance, *(check(nodes) for check in checks)]
 
 
-def _attendance(exchange: NodeExchange) -> CheckResult:
+def _attendance(
+    request: CheckRequest, nodes: Mapping[int, NodeReport], problems: Sequence[str]
+) -> CheckResult:
     """Check that all nodes took part."""
-    request = exchange.request
-    if not exchange.nodes:
-        return failure("nodes", "; ".join(exchange.problems), _remedy_if_alone(exchange))
-    text = f"{len(exchange.nodes)} of {request.num_nodes} nodes met at {request.master_ip}:{request.master_port}"
-    missing = sorted({*range(request.num_nodes)} - exchange.nodes.keys())
-    problems = [*([f"missing: {_ranks(missing)}"] if missing else []), *exchange.problems]
-    if not problems:
-        return ok("nodes", text)
-    return failure(
+    if not nodes:
+        text = "; ".join(problems)
+        return CheckResult("nodes", FAILURE, text, _remedy_if_alone(request, text))
+    missing = sorted({*range(request.num_nodes)} - nodes.keys())
+    text = f"{len(nodes)} of {request.num_nodes} nodes met at {request.master_ip}:{request.master_port}"
+    if not missing and not problems:
+        return CheckResult("nodes", OK, text)
+    if missing:
+        text += f"; missing: {_ranks(missing)}"
+    return CheckResult(
         "nodes",
+        FAILURE,
         "; ".join([text, *problems]),
-        "run lab doctor on every node within --timeout, with the same --master-ip and --num-nodes and a --rank of "
-        "its own",
+        "run lab doctor on every node within --timeout, with the same --master-ip and --num-nodes "
+        "and a --rank of its own",
     )
 
 
-def _remedy_if_alone(exchange: NodeExchange) -> str:
+def _remedy_if_alone(request: CheckRequest, problem: str) -> str:
     """Return what to do on a node that reached no other one, or that rank 0 refused."""
-    request, problems = exchange.request, "; ".join(exchange.problems)
-    if "started twice" in problems or "--num-nodes" in problems:
+    if "started twice" in problem or "--num-nodes" in problem:
         return "give every node the same --num-nodes and a --rank of its own"
-    if "connection refused" in problems:
-        return f"run lab doctor with --rank 0 on {request.master_ip} at the same time; where it runs, the port differs"
+    if "connection refused" in problem:
+        return (
+            f"run lab doctor with --rank 0 on {request.master_ip} at the same time; where it runs, "
+            "the port differs"
+        )
     return f"check --master-ip, and open port {request.master_port} on rank 0's node"
 
 
@@ -79,8 +87,9 @@ def _connections(nodes: Sequence[NodeReport]) -> CheckResult:
     directions = len(nodes) * (len(nodes) - 1)
     targets = [other for node in nodes for other, _ in node.unreached]
     if not targets:
-        return ok(
+        return CheckResult(
             "connections",
+            OK,
             f"each node reaches each, {directions} directions, at ports that the system chose",
         )
     addresses = {node.rank: node.address for node in nodes}
@@ -91,8 +100,9 @@ def _connections(nodes: Sequence[NodeReport]) -> CheckResult:
     ]
     more = f"; and {len(broken) - _MOST_NAMED} more" if len(broken) > _MOST_NAMED else ""
     worst = max(sorted(set(targets)), key=targets.count)
-    return failure(
+    return CheckResult(
         "connections",
+        FAILURE,
         f"{len(broken)} of {directions} directions fail: {'; '.join(broken[:_MOST_NAMED])}{more}",
         f"on rank {worst}'s node, let the firewall pass every port from the other nodes (Gloo and NCCL choose theirs)",
     )
@@ -101,22 +111,24 @@ def _connections(nodes: Sequence[NodeReport]) -> CheckResult:
 def _clocks(nodes: Sequence[NodeReport]) -> CheckResult:
     measured = [(node.rank, *node.clock) for node in nodes if node.clock is not None]
     if not measured:
-        return ok("clocks", "not compared")
+        return CheckResult("clocks", OK, "not compared")
     far = [
         f"rank {rank}'s by {ahead:+.2f} s (±{uncertainty:.3f} s)"
         for rank, ahead, uncertainty in measured
         if abs(ahead) - uncertainty > _FAR_SECONDS
     ]
     if far:
-        return warning(
+        return CheckResult(
             "clocks",
+            WARNING,
             f"off rank 0's: {', '.join(far[:_MOST_NAMED])}; times in the nodes' logs cannot be compared (measured "
             "durations don't depend on it)",
             "synchronise the clocks on every node: timedatectl set-ntp true",
         )
     _, ahead, uncertainty = max(measured, key=lambda clock: abs(clock[1]))
-    return ok(
+    return CheckResult(
         "clocks",
+        OK,
         f"within {abs(ahead) * 1e3:.2g} ms of rank 0's (±{uncertainty * 1e3:.2g} ms)",
     )
 
@@ -129,15 +141,19 @@ def _versions(nodes: Sequence[NodeReport]) -> CheckResult:
     }
     text = "; ".join(differing.values())
     if differing.keys() & {"torch", "torchvision"}:
-        return failure(
-            "versions", text, "install the same on every node: make setup, from one checkout"
+        return CheckResult(
+            "versions",
+            FAILURE,
+            text,
+            "install the same on every node: make setup, from one checkout",
         )
     minor_versions = {str(node.facts.get("python")).rpartition(".")[0] for node in nodes}
     if len(minor_versions) > 1:
-        return warning("versions", text, "use the same Python on every node")
+        return CheckResult("versions", WARNING, text, "use the same Python on every node")
     facts = nodes[0].facts
-    return ok(
+    return CheckResult(
         "versions",
+        OK,
         f"torch {facts.get('torch')}, torchvision {facts.get('torchvision')} on every node",
     )
 
@@ -145,29 +161,32 @@ def _versions(nodes: Sequence[NodeReport]) -> CheckResult:
 def _code(nodes: Sequence[NodeReport]) -> CheckResult:
     codes, commits = _by_value(nodes, "code"), _by_value(nodes, "commit")
     if len(codes) > 1:
-        difference = f"changes to {next(iter(commits))}, files {_values_text(codes)}"
-        if len(commits) > 1:
-            difference = f"commits {_values_text(commits)}"
-        return failure(
+        changes = f"changes to {next(iter(commits))}, files {_values_text(codes)}"
+        difference = f"commits {_values_text(commits)}" if len(commits) > 1 else changes
+        return CheckResult(
             "same code",
+            FAILURE,
             f"the nodes have other code: {difference}",
             "check out the same commit on every node: git pull",
         )
     if len(commits) > 1:
-        return ok(
-            "same code", f"the same files that train, from other commits: {_values_text(commits)}"
+        return CheckResult(
+            "same code",
+            OK,
+            f"the same files that train, from other commits: {_values_text(commits)}",
         )
     commit = nodes[0].facts.get("commit")
     which = f"commit {commit}" if commit else f"no git commit; code {next(iter(codes))}"
-    return ok("same code", f"{which} on every node")
+    return CheckResult("same code", OK, f"{which} on every node")
 
 
 def _dataset(nodes: Sequence[NodeReport]) -> CheckResult:
     values = _by_value(nodes, "dataset")
     if len(values) == 1:
-        return ok("same dataset", f"{next(iter(values))} on every node")
-    return failure(
+        return CheckResult("same dataset", OK, f"{next(iter(values))} on every node")
+    return CheckResult(
         "same dataset",
+        FAILURE,
         f"the nodes differ: {_values_text(values)}",
         "copy the dataset from one node to all, and give the same --dataset",
     )
@@ -175,29 +194,39 @@ def _dataset(nodes: Sequence[NodeReport]) -> CheckResult:
 
 def _backend(nodes: Sequence[NodeReport]) -> CheckResult:
     gpus = _by_value(nodes, "gpus")
-    if "0" in gpus and len(gpus) > 1:
-        return warning(
-            "backend",
-            f"some nodes have GPUs and some have none ({_values_text(gpus)}): all would use Gloo, on CPUs",
-            "leave out the nodes without a GPU",
-        )
-    return ok("backend", "Gloo, on CPUs" if "0" in gpus else "NCCL, a rank a GPU")
+    if "0" not in gpus:
+        return CheckResult("backend", OK, "NCCL, a rank a GPU")
+    if len(gpus) == 1:
+        return CheckResult("backend", OK, "Gloo, on CPUs")
+    return CheckResult(
+        "backend",
+        WARNING,
+        f"some nodes have GPUs and some have none ({_values_text(gpus)}): all would use Gloo, "
+        "on CPUs",
+        "leave out the nodes without a GPU",
+    )
 
 
 def _cores(nodes: Sequence[NodeReport]) -> CheckResult:
-    """Compare the ranks that share a machine with its cores; with GPUs, a rank has one of its request."""
-    crowded = []
-    for host, ranks in Counter(node.host for node in nodes).items():
-        cores = min(node.facts.get("cores", ranks) for node in nodes if node.host == host)
-        if ranks > cores:
-            crowded.append(f"{host} has {ranks} ranks and {cores} cores")
-    if crowded:
-        return warning(
-            "cores",
-            f"{'; '.join(crowded)}: they take turns, and step times show the machine, not the strategy",
-            "start as many ranks a machine as it has cores, or measure with --compute measured",
-        )
-    return ok("cores", "no more ranks than cores on any machine")
+    """Compare the ranks that share a machine with its cores, from their facts."""
+    ranks = Counter(node.host for node in nodes)
+    cores = {
+        host: min(node.facts.get("cores", count) for node in nodes if node.host == host)
+        for host, count in ranks.items()
+    }
+    crowded = [
+        f"{host} has {count} ranks and {cores[host]} cores"
+        for host, count in ranks.items()
+        if count > cores[host]
+    ]
+    if not crowded:
+        return CheckResult("cores", OK, "no more ranks than cores on any machine")
+    return CheckResult(
+        "cores",
+        WARNING,
+        f"{'; '.join(crowded)}: they take turns, and step times show the machine, not the strategy",
+        "start as many ranks a machine as it has cores, or measure with --compute measured",
+    )
 
 
 def _by_value(nodes: Sequence[NodeReport], name: str) -> Mapping[str, list[int]]:

@@ -68,7 +68,6 @@ class Found:
 @cache
 def known_errors() -> tuple[KnownError, ...]:
     """Return the table, in its order."""
-    entries = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
     return tuple(
         KnownError(
             name,
@@ -80,7 +79,7 @@ def known_errors() -> tuple[KnownError, ...]:
             re.compile(entry.get("after", "")),
             tuple(entry.get("hides", ())),
         )
-        for name, entry in entries.items()
+        for name, entry in tomllib.loads(_TABLE.read_text(encoding="utf-8")).items()
     )
 
 

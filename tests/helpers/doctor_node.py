@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from lab.doctor.check_result import CheckRequest
-from lab.doctor.connectivity import listen
 from lab.doctor.node_exchange import connect_nodes
 from lab.doctor.node_findings import results_of
 
@@ -22,9 +21,9 @@ from lab.doctor.node_findings import results_of
 class Closed:
     """A socket that is bound and refuses connections, as a firewall does that rejects packets."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: tuple[str, int]) -> None:
         self._listener = socket.socket()
-        self._listener.bind(("", 0))
+        self._listener.bind(address)
 
     def getsockname(self) -> tuple[str, int]:
         return self._listener.getsockname()
@@ -43,8 +42,8 @@ class Closed:
 class Deaf(Closed):
     """A socket with a full queue: the kernel drops connections, as a firewall that drops packets."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, address: tuple[str, int]) -> None:
+        super().__init__(address)
         self._listener.listen(0)
         self._clients = []
         for _ in range(4):
@@ -61,7 +60,11 @@ class Deaf(Closed):
 def find(settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return what a node found, by name."""
     ahead = settings.get("clock_ahead", 0.0)
-    listeners: dict[str, Callable[[], Any]] = {"open": listen, "closed": Closed, "deaf": Deaf}
+    listeners: dict[str, Callable[[tuple[str, int]], Any]] = {
+        "open": socket.create_server,
+        "closed": Closed,
+        "deaf": Deaf,
+    }
     request = CheckRequest(
         "127.0.0.1",
         settings["master_port"],
@@ -72,14 +75,14 @@ def find(settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         output_dir=Path(),
         timeout_seconds=settings["timeout"],
     )
-    exchange = connect_nodes(
+    nodes, problems = connect_nodes(
         request,
         settings.get("facts", {}),
         host=settings.get("host"),
         clock=lambda: time.time() + ahead,
         open_listener=listeners[settings.get("listener", "open")],
     )
-    return {result.name: asdict(result) for result in results_of(exchange)}
+    return {result.name: asdict(result) for result in results_of(request, nodes, problems)}
 
 
 if __name__ == "__main__":

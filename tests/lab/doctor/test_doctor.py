@@ -20,7 +20,7 @@ from common.errors import UserError
 from lab.cli import build_parser, main
 from lab.cluster import Cluster, tools
 from lab.doctor import examination, files, machine, network, node_exchange
-from lab.doctor.check_result import CheckRequest, CheckResult, ok
+from lab.doctor.check_result import OK, CheckRequest, CheckResult
 from lab.doctor.examination import as_json, examine, request_of
 from lab.doctor.machine import TorchFacts
 from lab.doctor.node_exchange import connect_nodes
@@ -247,7 +247,7 @@ def test_what_is_no_doctor_is_not_taken_for_one(
 
 
 def test_a_free_port_and_who_holds_another(asked: CheckRequest, stranger: subprocess.Popen) -> None:
-    assert network.check_port(asked) == ok("port", f"{asked.master_port} is free")
+    assert network.check_port(asked) == CheckResult("port", OK, f"{asked.master_port} is free")
     found = network.check_port(replace(asked, master_port=int(stranger.stdout.readline())))
     assert found.status == "failure"
     assert re.search(rf"is taken by python[\d.]*, process {stranger.pid}: .*python", found.text)
@@ -283,8 +283,8 @@ def test_whether_the_master_s_node_answers(
         network, "is_own_address", lambda host: False
     )  # loopback stands for another node
     there = replace(asked, master_ip="127.0.0.1")
-    assert network.check_master(there) == ok(
-        "master", f"127.0.0.1 answers; nothing listens on {there.master_port} yet"
+    assert network.check_master(there) == CheckResult(
+        "master", OK, f"127.0.0.1 answers; nothing listens on {there.master_port} yet"
     )
     listening = network.check_master(replace(there, master_port=int(stranger.stdout.readline())))
     assert (listening.status, "something listens there" in listening.text) == ("ok", True)
@@ -574,8 +574,8 @@ def test_on_nodes_with_addresses_of_their_own_one_of_them_cut_off(tmp_path: Path
 def test_nothing_is_left_of_a_meeting(asked: CheckRequest) -> None:
     before = set(threading.enumerate())
     request = replace(asked, master_ip="127.0.0.1", num_nodes=2, timeout_seconds=0.5)
-    alone = connect_nodes(request, FACTS)
-    assert set(alone.nodes) == {0}
+    nodes, problems = connect_nodes(request, FACTS)
+    assert (set(nodes), problems) == ({0}, [])
     assert set(threading.enumerate()) == before
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", request.master_port))
