@@ -1,4 +1,6 @@
-"""What a run's ``environment.json`` records, and constants of the environment. torch is imported only inside functions.
+"""What a run's ``environment.json`` records, and constants of the environment.
+
+torch is imported only inside functions.
 
 What it reads below /proc only Linux has; elsewhere it asks the standard library.
 """

@@ -1,4 +1,4 @@
-"""This machine's addresses and interfaces, and the one that routes to another host. Imports no torch."""
+"""This machine's addresses and interfaces, and the route to another host. Imports no torch."""
 
 import contextlib
 import socket

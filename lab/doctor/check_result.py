@@ -1,4 +1,4 @@
-"""What a check is given and what it returns: ``CheckRequest``, ``CheckResult``. Imports no torch."""
+"""What a check is given, ``CheckRequest``, and what it returns, ``CheckResult``."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,8 @@
 """``lab doctor`` itself: run every check, then print the findings or give them as JSON.
 
-``request_of`` reads the flags, ``examine`` runs the checks, ``main_doctor`` prints. A new check is a
-function in one of the other files and an entry of CHECKS. Each check runs in a daemon thread and is
-abandoned after a time limit, so none can hang the command.
+``request_of`` reads the flags, ``examine`` runs the checks, ``main_doctor`` prints. A new check is
+a function in one of the other files and an entry of CHECKS. Each check runs in a daemon thread and
+is abandoned after a time limit, so none can hang the command.
 """
 
 import argparse
@@ -53,13 +53,13 @@ def request_of(args: argparse.Namespace) -> CheckRequest:
         args.rank is not None and args.master_ip is None
     ):
         raise UserError(
-            "lab doctor: give --master-ip, --num-nodes and --rank together to try the network between the nodes, or "
-            "--master-ip alone, or none of them"
+            "lab doctor: give --master-ip, --num-nodes and --rank together to try the network "
+            "between the nodes, or --master-ip alone, or none of them"
         )
     if args.rank is not None and not 0 <= args.rank < args.num_nodes:
         raise UserError(
-            f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; ranks count from 0, so give 0 to "
-            f"{args.num_nodes - 1}"
+            f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; ranks count from 0, so give "
+            f"0 to {args.num_nodes - 1}"
         )
     if not 1 <= args.master_port <= 65535:
         raise UserError(f"--master-port: got {args.master_port}, give 1 to 65535")
@@ -94,8 +94,11 @@ def examine(request: CheckRequest) -> Iterator[CheckResult]:
             "nodes", FAILURE, f"not met, because of the {blocked[0].name}", blocked[0].remedy
         )
         return
-    limit = 3 * request.timeout_seconds + _CHECK_SECONDS
-    results = _limited("nodes", functools.partial(_connect_nodes, request), limit)
+    results = _limited(
+        "nodes",
+        functools.partial(_connect_nodes, request),
+        3 * request.timeout_seconds + _CHECK_SECONDS,
+    )
     yield from [results] if isinstance(results, CheckResult) else results
 
 

@@ -39,14 +39,16 @@ def check_dataset(request: CheckRequest) -> CheckResult:
             "dataset",
             FAILURE,
             f"{name} in {folder} is damaged, sizes or MD5 are wrong: {', '.join(damaged)}",
-            "remove those files: the parts download them again; or copy them from a node where they are whole",
+            "remove those files: the parts download them again; or copy them from a node where "
+            "they are whole",
         )
     if missing:
         return CheckResult(
             "dataset",
             WARNING,
             f"{name} is not in {folder} (missing: {', '.join(missing)})",
-            "where this node has no network, copy the folder from one that has it; else the parts download it first",
+            "where this node has no network, copy the folder from one that has it; else the parts "
+            "download it first",
         )
     return CheckResult("dataset", OK, f"{name} in {folder}, whole by MD5")
 
@@ -97,7 +99,8 @@ def dataset_fact(request: CheckRequest) -> str:
             for path in sorted((request.data_dir / split).rglob("*"))
             if path.is_file()
         ]
-        return f"folder of {len(listed)} images, {hashlib.sha256(chr(10).join(listed).encode()).hexdigest()[:12]}"
+        digest = hashlib.sha256("\n".join(listed).encode()).hexdigest()
+        return f"folder of {len(listed)} images, {digest[:12]}"
     states = {OK: "whole", WARNING: "missing", FAILURE: "damaged"}
     return f"{request.dataset} {states[check_dataset(request).status]}"
 
@@ -112,11 +115,15 @@ def check_disk(
         return CheckResult(
             "disk",
             FAILURE,
-            f"{folder} cannot be written ({there} {'is no folder' if not there.is_dir() else 'is read-only'})",
+            f"{folder} cannot be written "
+            f"({there} {'is read-only' if there.is_dir() else 'is no folder'})",
             "give another --output-dir, or permit writing there",
         )
     free = usage(there).free
-    text = f"{free / 1e9:.1f} GB free in {there}; a checkpoint of VGG-11 takes {_CHECKPOINT_BYTES / 1e6:.0f} MB"
+    text = (
+        f"{free / 1e9:.1f} GB free in {there}; "
+        f"a checkpoint of VGG-11 takes {_CHECKPOINT_BYTES / 1e6:.0f} MB"
+    )
     if free < 2 * _CHECKPOINT_BYTES:  # the new one is whole before an old one goes
         return CheckResult("disk", FAILURE, text, "make room, or give --output-dir on another disk")
     if free < _ROOM_FOR * _CHECKPOINT_BYTES:

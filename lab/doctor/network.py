@@ -51,7 +51,8 @@ def check_interface(request: CheckRequest) -> CheckResult | None:
             "interface",
             FAILURE,
             f"rank 0 is this node, but {request.master_ip} is none of its addresses",
-            f"give the one that the other nodes reach: {', '.join(_own_addresses()) or 'none found'}",
+            "give the one that the other nodes reach: "
+            f"{', '.join(_own_addresses()) or 'none found'}",
         )
     for variable in _OWN_VARIABLES:
         chosen = os.environ.get(variable)
@@ -72,14 +73,15 @@ def check_interface(request: CheckRequest) -> CheckResult | None:
     return CheckResult(
         "interface",
         OK,
-        f"{name or own} ({own}) routes to {request.master_ip}; the parts tell Gloo and NCCL to take it",
+        f"{name or own} ({own}) routes to {request.master_ip}; the parts tell Gloo and NCCL "
+        "to take it",
     )
 
 
 def check_host_name(
     request: CheckRequest, *, resolve: Callable[..., list] = socket.getaddrinfo
 ) -> CheckResult:
-    """Check which interface Gloo would choose by itself: the one that the host's name resolves to."""
+    """Check what the host's name resolves to, since Gloo would choose that interface."""
     host = socket.gethostname()
     addresses: list[str] = []
     with contextlib.suppress(OSError):

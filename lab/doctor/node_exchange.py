@@ -114,8 +114,10 @@ def _collect_nodes(
                 nodes[rank] = NodeReport(**receive(connection, deadline=deadline))
             except (OSError, TypeError):
                 problems.append(f"rank {rank} came and left before it had told what it reached")
-        outcome = {"nodes": [asdict(node) for node in nodes.values()], "problems": problems}
-        _send_to_all(connections.values(), outcome)
+        _send_to_all(
+            connections.values(),
+            {"nodes": [asdict(node) for node in nodes.values()], "problems": problems},
+        )
     return nodes, problems
 
 
@@ -124,7 +126,10 @@ def _refusal(
 ) -> str:
     """Return why rank 0 refuses the node; "" if it takes it in."""
     if num_nodes != request.num_nodes:
-        return f"rank {node.rank} was started with --num-nodes {num_nodes}, rank 0 with {request.num_nodes}"
+        return (
+            f"rank {node.rank} was started with --num-nodes {num_nodes}, "
+            f"rank 0 with {request.num_nodes}"
+        )
     if node.rank in nodes:
         return f"rank {node.rank} was started twice: on {nodes[node.rank].host} and on {node.host}"
     return ""
@@ -141,20 +146,25 @@ def _join_master(
 ) -> tuple[dict[int, NodeReport], list[str]]:
     """Run the exchange on the other ranks."""
     where = f"{request.master_ip}:{request.master_port}"
-    limit = request.timeout_seconds
     try:
-        master = _reach(request, time.monotonic() + limit)
+        master = _reach(request, time.monotonic() + request.timeout_seconds)
     except OSError as error:
-        problem = f"did not reach rank 0 at {where} within {limit:g} s ({reason(error)})"
-        return {}, [f"rank {request.rank} {problem}"]
+        problem = (
+            f"rank {request.rank} did not reach rank 0 at {where} "
+            f"within {request.timeout_seconds:g} s ({reason(error)})"
+        )
+        return {}, [problem]
     try:
         with master:
             return _report_to(master, request, report, clock)
     except (LookupError, TypeError, ValueError):
         return {}, [f"what answers at {where} is no lab doctor of this version"]
     except OSError as error:
-        problem = f"but no lab doctor answered to the end ({reason(error)})"
-        return {}, [f"rank {request.rank} reached {where}, {problem}"]
+        problem = (
+            f"rank {request.rank} reached {where}, "
+            f"but no lab doctor answered to the end ({reason(error)})"
+        )
+        return {}, [problem]
 
 
 def _reach(request: CheckRequest, deadline: float) -> socket.socket:
@@ -182,7 +192,8 @@ def _report_to(
 ) -> tuple[dict[int, NodeReport], list[str]]:
     """Exchange reports with rank 0.
 
-    Raises LookupError, TypeError or ValueError if it sends other messages, OSError if it breaks off.
+    Raises LookupError, TypeError or ValueError for messages of another form, OSError if it breaks
+    off.
     """
     soon = time.monotonic() + request.timeout_seconds + _GRACE_SECONDS
     send(master, {"num_nodes": request.num_nodes, "node": asdict(report)}, deadline=soon)

@@ -17,12 +17,11 @@ from lab.doctor.machine import torch_facts
 from lab.doctor.node_exchange import NodeReport
 
 _FAR_SECONDS = 1.0  # clocks further apart: times in the logs of two nodes cannot be compared
-
 _MOST_NAMED = 8
 
 
 def own_facts(request: CheckRequest) -> dict[str, Any]:
-    """Return what this node sends to the others: versions, code, dataset, GPUs, cores. Plain values."""
+    """Return what this node sends to the others, as plain values."""
     torch = torch_facts()
     return {
         "python": platform.python_version(),
@@ -56,7 +55,10 @@ def _attendance(
         text = "; ".join(problems)
         return CheckResult("nodes", FAILURE, text, _remedy_if_alone(request, text))
     missing = sorted({*range(request.num_nodes)} - nodes.keys())
-    text = f"{len(nodes)} of {request.num_nodes} nodes met at {request.master_ip}:{request.master_port}"
+    text = (
+        f"{len(nodes)} of {request.num_nodes} nodes met at "
+        f"{request.master_ip}:{request.master_port}"
+    )
     if not missing and not problems:
         return CheckResult("nodes", OK, text)
     if missing:
@@ -94,7 +96,8 @@ def _connections(nodes: Sequence[NodeReport]) -> CheckResult:
         )
     addresses = {node.rank: node.address for node in nodes}
     broken = [
-        f"rank {node.rank} ({node.address}) does not reach rank {other} ({addresses.get(other, '?')}): {why}"
+        f"rank {node.rank} ({node.address}) does not reach "
+        f"rank {other} ({addresses.get(other, '?')}): {why}"
         for node in nodes
         for other, why in node.unreached
     ]
@@ -104,7 +107,8 @@ def _connections(nodes: Sequence[NodeReport]) -> CheckResult:
         "connections",
         FAILURE,
         f"{len(broken)} of {directions} directions fail: {'; '.join(broken[:_MOST_NAMED])}{more}",
-        f"on rank {worst}'s node, let the firewall pass every port from the other nodes (Gloo and NCCL choose theirs)",
+        f"on rank {worst}'s node, let the firewall pass every port from the other nodes (Gloo and "
+        "NCCL choose theirs)",
     )
 
 
@@ -121,8 +125,8 @@ def _clocks(nodes: Sequence[NodeReport]) -> CheckResult:
         return CheckResult(
             "clocks",
             WARNING,
-            f"off rank 0's: {', '.join(far[:_MOST_NAMED])}; times in the nodes' logs cannot be compared (measured "
-            "durations don't depend on it)",
+            f"off rank 0's: {', '.join(far[:_MOST_NAMED])}; times in the nodes' logs cannot be "
+            "compared (measured durations don't depend on it)",
             "synchronise the clocks on every node: timedatectl set-ntp true",
         )
     _, ahead, uncertainty = max(measured, key=lambda clock: abs(clock[1]))
@@ -147,15 +151,10 @@ def _versions(nodes: Sequence[NodeReport]) -> CheckResult:
             text,
             "install the same on every node: make setup, from one checkout",
         )
-    minor_versions = {str(node.facts.get("python")).rpartition(".")[0] for node in nodes}
-    if len(minor_versions) > 1:
+    if len({str(node.facts.get("python")).rpartition(".")[0] for node in nodes}) > 1:
         return CheckResult("versions", WARNING, text, "use the same Python on every node")
-    facts = nodes[0].facts
-    return CheckResult(
-        "versions",
-        OK,
-        f"torch {facts.get('torch')}, torchvision {facts.get('torchvision')} on every node",
-    )
+    same = ", ".join(f"{name} {nodes[0].facts.get(name)}" for name in ("torch", "torchvision"))
+    return CheckResult("versions", OK, f"{same} on every node")
 
 
 def _code(nodes: Sequence[NodeReport]) -> CheckResult:
@@ -209,16 +208,11 @@ def _backend(nodes: Sequence[NodeReport]) -> CheckResult:
 
 def _cores(nodes: Sequence[NodeReport]) -> CheckResult:
     """Compare the ranks that share a machine with its cores, from their facts."""
-    ranks = Counter(node.host for node in nodes)
-    cores = {
-        host: min(node.facts.get("cores", count) for node in nodes if node.host == host)
-        for host, count in ranks.items()
-    }
-    crowded = [
-        f"{host} has {count} ranks and {cores[host]} cores"
-        for host, count in ranks.items()
-        if count > cores[host]
-    ]
+    crowded = []
+    for host, ranks in Counter(node.host for node in nodes).items():
+        cores = min(node.facts.get("cores", ranks) for node in nodes if node.host == host)
+        if ranks > cores:
+            crowded.append(f"{host} has {ranks} ranks and {cores} cores")
     if not crowded:
         return CheckResult("cores", OK, "no more ranks than cores on any machine")
     return CheckResult(

@@ -26,7 +26,8 @@ _PREFIX = (
 )
 _EXCEPTION = re.compile(_PREFIX + r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?::|$)")
 _WRAPPERS = re.compile(
-    r"ChildFailedError|DistBackendError|Caught \w+ in DataLoader worker|KeyboardInterrupt|SystemExit"
+    r"ChildFailedError|DistBackendError|Caught \w+ in DataLoader worker"
+    r"|KeyboardInterrupt|SystemExit"
 )
 _CHAINED = re.compile(
     "^(The above exception was the direct cause of|During handling of the above exception)"
@@ -127,15 +128,14 @@ def _own_exception(line: LogLine, *, echoed: bool) -> KnownError:
 
     ``echoed``: other ranks ended because of it.
     """
-    cause = f"{re.sub(_PREFIX, '', line.text)[:SHOWN]} is none of the errors known here."
-    if echoed:
-        cause = "A rank raised it and ended; what the others say of their connections followed from that."
     return KnownError(
         OWN,
         "an exception of the program itself",
         "cause" if echoed else "note",
         (),
-        cause,
+        "A rank raised it and ended; what the others say of their connections followed from that."
+        if echoed
+        else f"{re.sub(_PREFIX, '', line.text)[:SHOWN]} is none of the errors known here.",
         "Read the traceback above that line: its last frame in your own code is the place to look.",
     )
 
@@ -149,8 +149,8 @@ def read_lines(source: str) -> list[LogLine]:
         content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:
         raise UserError(
-            f"lab explain: {source} cannot be read ({error.strerror or error}): give the file that holds the output "
-            "of a rank, or - for standard input"
+            f"lab explain: {source} cannot be read ({error.strerror or error}): give the file that "
+            "holds the output of a rank, or - for standard input"
         ) from error
     text = content.decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
     return [

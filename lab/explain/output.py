@@ -24,8 +24,8 @@ def main_explain(args: argparse.Namespace) -> int:
         console.print(_nothing_known(lines))
     elif all(one.error.kind == "echo" for one in errors):
         console.print(
-            "These are echoes: what failed first stands in another rank's output. Give all of them at once, e.g. "
-            "lab explain rank*.txt"
+            "These are echoes: what failed first stands in another rank's output. Give all of them "
+            "at once, e.g. lab explain rank*.txt"
         )
     for one in found[len(errors) :]:  # notes come last
         _print(console, one, heading="noted: ", several=len(args.logs) > 1)
@@ -34,11 +34,15 @@ def main_explain(args: argparse.Namespace) -> int:
 
 def _nothing_known(lines: Sequence[LogLine]) -> str:
     if not lines:
-        return "The log is empty. A rank that says nothing was killed or has not begun: look at how it was started."
+        return (
+            "The log is empty. A rank that says nothing was killed or has not begun: look at how "
+            "it was started."
+        )
     return (
-        f"No known error in {len(lines):,} lines. If the run failed all the same: read the first traceback of each rank, the "
-        "earliest by time; run again with --debug (TORCH_DISTRIBUTED_DEBUG=INFO, NCCL_DEBUG=INFO); `dmesg` tells of "
-        "processes that were killed; `lab doctor` checks the machine."
+        f"No known error in {len(lines):,} lines. If the run failed all the same: read the first "
+        "traceback of each rank, the earliest by time; run again with --debug "
+        "(TORCH_DISTRIBUTED_DEBUG=INFO, NCCL_DEBUG=INFO); `dmesg` tells of processes that were "
+        "killed; `lab doctor` checks the machine."
     )
 
 
@@ -56,4 +60,7 @@ def _excerpt(one: Found) -> str:
     text = one.line.text.strip()
     ends = [match.end() for pattern in one.error.patterns if (match := pattern.search(text))]
     begin = max(0, ends[0] - SHOWN // 2) if ends and ends[0] > SHOWN else 0
-    return f"{'…' if begin else ''}{text[begin : begin + SHOWN]}{'…' if len(text) > begin + SHOWN else ''}"
+    return (
+        f"{'…' if begin else ''}{text[begin : begin + SHOWN]}"
+        f"{'…' if len(text) > begin + SHOWN else ''}"
+    )

@@ -1,5 +1,6 @@
-"""A node of ``lab doctor`` for tests: ``find`` runs one; ``python doctor_node.py JSON`` prints its findings. No torch.
+"""A node of ``lab doctor`` for tests: ``find`` runs one, without torch.
 
+``python doctor_node.py JSON`` prints its findings.
 Settings: master_port, num_nodes, rank, timeout, facts, clock_ahead (seconds), listener (open,
 closed: refuses connections, deaf: drops them).
 """
@@ -40,7 +41,7 @@ class Closed:
 
 
 class Deaf(Closed):
-    """A socket with a full queue: the kernel drops connections, as a firewall that drops packets."""
+    """A socket with a full queue, so that the kernel drops packets as a firewall does."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         super().__init__(address)
