@@ -1,11 +1,13 @@
 """The group of ranks: ``process_group`` opens and closes it, ``World`` says which rank of it this process is."""
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -19,7 +21,6 @@ from common.distributed.failures import (
 from common.distributed.launch_env import LaunchSpec, launch_from_environment
 from common.distributed.rendezvous import RankPlacement, rendezvous
 from common.errors import GroupError, Stopped, UserError
-from common.utils.network import interface_of, route_to
 
 
 @dataclass(frozen=True)
@@ -160,12 +161,16 @@ def _choose_interface(master_ip: str) -> None:
     Gloo would use the one that the host's name resolves to, which is often loopback.
     """
     try:
-        name = interface_of(route_to(master_ip))
+        family, kind, _, _, address = socket.getaddrinfo(master_ip, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # a datagram socket chooses a route and sends nothing
+            own = probe.getsockname()[0]
     except OSError:
         return  # an unknown name or no route: the rendezvous reports it
-    if name is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == own for entry in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def set_debug() -> None:

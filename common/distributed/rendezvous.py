@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from common.distributed.failures import first_line
 from common.distributed.launch_env import LaunchSpec
 from common.errors import GroupError, UserError
-from common.utils.network import is_own_address
 from common.utils.processes import in_thread
 from common.utils.system import free_port
 
@@ -216,7 +216,7 @@ def _missing_message(store: dist.TCPStore, launch: LaunchSpec, timeout_seconds: 
     names = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing[:20]))
     names += f" and {len(missing) - 20} more" if len(missing) > 20 else ""
     hint = ""
-    if launch.rank == 0 and not is_own_address(_host(launch)):
+    if launch.rank == 0 and not _is_own_address(_host(launch)):
         hint = f" (note that {launch.master_ip} is none of this node's own addresses)"
     return (
         f"{launch.size - len(missing)} of {launch.size} ranks came to {_address(launch)} within {timeout_seconds:g} "
@@ -252,6 +252,12 @@ def _lost(launch: LaunchSpec) -> GroupError:
         f"lost rank 0 at {_address(launch)} while the ranks were meeting: it does not answer any more. Its node "
         "stands still, or the link to it is cut"
     )
+
+
+def _is_own_address(host: str) -> bool:
+    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None)]
+    return any(address in own or address.startswith("127.") for address in found)
 
 
 def _joined(rank: int) -> str:

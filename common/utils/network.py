@@ -1,4 +1,4 @@
-"""This machine's addresses and interfaces, and the route to another host. Imports no torch."""
+"""This machine's addresses and interfaces, and the route from it to another machine. No torch here."""
 
 import contextlib
 import socket
@@ -6,35 +6,40 @@ import socket
 import psutil
 
 
-def route_to(host: str) -> str:
-    """Return this machine's address on the route to ``host``.
+def resolve(host: str) -> set[str]:
+    """Return the addresses of a host name or address; none where the name is unknown."""
+    with contextlib.suppress(OSError):
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    return set()
 
-    A datagram socket chooses the route and sends nothing. Raises OSError if the name is unknown
-    or there is no route.
-    """
+
+def route_to(host: str) -> str:
+    """Return this machine's address on the route to ``host``; OSError for an unknown name or without a route."""
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(address)
+        probe.connect(address)  # a datagram socket chooses a route and sends nothing
         return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str | None:
-    """Return the interface that has this address; None if no interface has it."""
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in entries):
-            return name
-    return None
+    """Return the name of this machine's interface that has the address."""
+    interfaces = psutil.net_if_addrs().items()
+    return next(
+        (
+            name
+            for name, entries in interfaces
+            if any(entry.address == address for entry in entries)
+        ),
+        None,
+    )
 
 
-def is_own_address(host: str) -> bool:
-    """Return whether one of the host's addresses is this machine's; False for an unknown name."""
+def is_own(host: str) -> bool:
+    """Return whether one of the addresses of ``host`` is one of this machine's."""
     own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
-    with contextlib.suppress(OSError):
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None)]
-        return any(address in own or is_loopback(address) for address in found)
-    return False
+    return any(address in own or is_loopback(address) for address in resolve(host))
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether the address reaches this machine only."""
+    """Return whether the address reaches no other machine."""
     return address.startswith("127.") or address in ("::1", "localhost")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import psutil
 
-from common.utils.network import interface_of, is_loopback, is_own_address, route_to
+from common.utils.network import interface_of, is_loopback, is_own, route_to
 from lab.doctor.check_result import FAILURE, OK, WARNING, CheckRequest, CheckResult, reason
 
 _PROBE_SECONDS = 5.0
@@ -46,7 +46,7 @@ def check_interface(request: CheckRequest) -> CheckResult | None:
             "give an address of rank 0's node in a network that this node is in, too",
         )
     name = interface_of(own)
-    if request.num_nodes and request.rank == 0 and not is_own_address(request.master_ip):
+    if request.num_nodes and request.rank == 0 and not is_own(request.master_ip):
         return CheckResult(
             "interface",
             FAILURE,
@@ -111,7 +111,7 @@ def check_host_name(
 
 def check_port(request: CheckRequest) -> CheckResult | None:
     """Check on rank 0's node that the port is free, else find out who holds it."""
-    if request.rank != 0 or (request.master_ip and not is_own_address(request.master_ip)):
+    if request.rank != 0 or (request.master_ip and not is_own(request.master_ip)):
         return None
     port = request.master_port
     try:
@@ -149,7 +149,7 @@ def _holder(port: int) -> str:
 
 def check_master(request: CheckRequest) -> CheckResult | None:
     """Check that the master's node answers, if there are no other ranks to connect to."""
-    if not request.master_ip or request.num_nodes or is_own_address(request.master_ip):
+    if not request.master_ip or request.num_nodes or is_own(request.master_ip):
         return None
     address = f"{request.master_ip}:{request.master_port}"
     try:

@@ -279,9 +279,7 @@ def test_the_way_to_the_master(asked: CheckRequest, monkeypatch: pytest.MonkeyPa
 def test_whether_the_master_s_node_answers(
     asked: CheckRequest, stranger: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        network, "is_own_address", lambda host: False
-    )  # loopback stands for another node
+    monkeypatch.setattr(network, "is_own", lambda host: False)  # loopback stands for another node
     there = replace(asked, master_ip="127.0.0.1")
     assert network.check_master(there) == CheckResult(
         "master", OK, f"127.0.0.1 answers; nothing listens on {there.master_port} yet"
