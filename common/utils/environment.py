@@ -1,8 +1,7 @@
 """What a run's ``environment.json`` records, and constants of the environment.
 
-torch is imported only inside functions.
-
-What it reads below /proc only Linux has; elsewhere it asks the standard library.
+torch is imported only inside functions. On Linux it reads /proc, elsewhere it asks the standard
+library.
 """
 
 import os
@@ -22,7 +21,7 @@ _PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "matplotlib", "pil
 
 
 def environment() -> dict[str, Any]:
-    """Return what a reader needs to judge the numbers: versions, CPU, GPU, threads, git commit."""
+    """Return what the numbers depend on: versions, CPU, GPUs, threads, git commit."""
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -44,22 +43,21 @@ def environment() -> dict[str, Any]:
 def peak_memory_bytes() -> int:
     """Return the largest resident set of this process so far."""
     # On Linux ru_maxrss would count what the parent held when it started this process.
-    for line in _lines_of("/proc/self/status"):
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
+    status = dict(line.split(":", 1) for line in _lines_of("/proc/self/status"))
+    if "VmHWM" in status:
+        return int(status["VmHWM"].split()[0]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _cpu_name() -> str:
-    for line in _lines_of("/proc/cpuinfo"):
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    lines = [line for line in _lines_of("/proc/cpuinfo") if line.startswith("model name")]
+    named = lines[0].split(":", 1)[1].strip() if lines else platform.processor()
+    return named or platform.machine()
 
 
 def _lines_of(path: str) -> list[str]:
-    """Return the lines of a file below /proc; none where there is no such file."""
+    """Return the lines of a file below /proc; none if there is no such file."""
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -76,7 +74,7 @@ def package_version(package: str) -> str | None:
 
 def git(*arguments: str) -> str | None:
     """Return what git prints about this checkout; None without git or a checkout."""
-    if not IN_CHECKOUT:  # around an installed package somebody else's repository may lie
+    if not IN_CHECKOUT:  # an installed package may lie inside somebody else's repository
         return None
     try:
         done = subprocess.run(
