@@ -34,9 +34,9 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpus": gpus,
         "cuda": torch.version.cuda if gpus else None,
-        **{name: _version(name) for name in _PACKAGES},
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_changes": bool(_git("status", "--porcelain")),
+        **{name: package_version(name) for name in _PACKAGES},
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_changes": bool(git("status", "--porcelain")),
     }
 
 
@@ -64,14 +64,16 @@ def _lines_of(path: str) -> list[str]:
         return []
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def _git(*arguments: str) -> str | None:
+def git(*arguments: str) -> str | None:
+    """Return what git prints about this checkout; None without git or a checkout."""
     if not IN_CHECKOUT:  # an installed package may lie inside somebody else's repository
         return None
     try:

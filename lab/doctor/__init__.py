@@ -1,1 +1,1 @@
-"""``lab doctor``: find what would make a run fail, before it starts. ``examine`` (examination.py) runs every check."""
+"""``lab doctor``: find what would make a run fail, before it starts. See examination.py."""

@@ -1,19 +1,23 @@
-"""What a check is given and what it returns: ``CheckRequest``, ``CheckResult``. Imports no torch."""
+"""What a check is given, ``CheckRequest``, and what it returns, ``CheckResult``."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
+# A run can start; it can start, but may be slow, mislead or stop later; it would fail.
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """Which run is planned; ``num_nodes`` and ``rank`` are given together, and with ``master_ip``."""
+    """The planned run. ``num_nodes`` is 0 if this machine is to be checked alone, without others.
 
-    master_ip: str | None
+    ``master_ip`` is "" if there is none; ``num_nodes`` is given with it only.
+    """
+
+    master_ip: str
     master_port: int
-    num_nodes: int | None
-    rank: int | None
+    num_nodes: int
+    rank: int
     dataset: str
     data_dir: Path
     output_dir: Path
@@ -22,7 +26,7 @@ class CheckRequest:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found: ``name`` of the check, ``status`` ok, warning or failure, a sentence, and the one thing to do."""
+    """What a check found: its name, a status, a sentence, and what to do unless all is well."""
 
     name: str
     status: str
@@ -30,23 +34,9 @@ class CheckResult:
     remedy: str = ""
 
 
-def ok(name: str, text: str) -> CheckResult:
-    """Nothing stands in the way."""
-    return CheckResult(name, OK, text)
-
-
-def warning(name: str, text: str, remedy: str) -> CheckResult:
-    """A run can start, but may be slow, or misleading, or stop later."""
-    return CheckResult(name, WARNING, text, remedy)
-
-
-def failure(name: str, text: str, remedy: str) -> CheckResult:
-    """A run would fail."""
-    return CheckResult(name, FAILURE, text, remedy)
-
-
 def reason(error: OSError) -> str:
     """Return why a connection failed, in a few words."""
     if isinstance(error, TimeoutError):
         return "no answer"
-    return (error.strerror or str(error) or type(error).__name__).lower()
+    # socket.create_server appends "(while attempting to bind on address …)".
+    return (error.strerror or str(error) or type(error).__name__).lower().split(" (while ")[0]

@@ -1,86 +1,102 @@
-"""Test whether every node reaches every other one, as Gloo connects them: all to all, at ports that the system chooses.
+"""Connections between doctors: JSON messages, and a test whether each node reaches each other one.
 
-``ProbeServer`` answers at this node's port while it is open; ``probe_ranks`` connects to the others' ports.
+A message is a JSON object on one line; every wait for one has a deadline (of ``time.monotonic``).
+Gloo and NCCL connect all nodes to each other, at ports that the system chooses, and so does the
+test: ``answer_probes`` answers at this node's port, ``probe_ranks`` connects to the others' ports.
 """
 
+import contextlib
+import json
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
+from typing import Any
 
 from lab.doctor.check_result import reason
-from lab.doctor.json_messages import accept, receive, send
 
+_LONGEST_BYTES = 1 << 20
 _AT_ONCE = 16
 _POLL_SECONDS = 0.2
-_ANSWER_SECONDS = 3.0
 
 
-class ProbeServer:
-    """Answers every connection to ``listener`` with this node's rank, in its own thread, until the ``with`` ends."""
+def seconds_until(deadline: float) -> float:
+    """Return the seconds left, for ``settimeout``: never 0, which would mean not to wait."""
+    return max(0.001, deadline - time.monotonic())
 
-    def __init__(self, rank: int, listener: socket.socket) -> None:
-        self.port: int = listener.getsockname()[1]
-        self._rank, self._listener, self._ended = rank, listener, threading.Event()
-        self._thread = threading.Thread(target=self._answer, daemon=True)
 
-    def __enter__(self) -> "ProbeServer":
-        self._thread.start()
-        return self
+def send(connection: socket.socket, message: Mapping[str, Any], *, deadline: float) -> None:
+    """Send one message. Raises OSError, TimeoutError after the deadline."""
+    connection.settimeout(seconds_until(deadline))
+    connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._listener.close()
 
-    def _answer(self) -> None:
-        while not self._ended.is_set():
-            try:
-                connection = accept(self._listener, deadline=time.monotonic() + _POLL_SECONDS)
-            except OSError:  # a bound socket that does not listen
-                return
-            if connection is None:
-                continue
-            with connection:
-                try:
-                    soon = time.monotonic() + _ANSWER_SECONDS
-                    receive(connection, deadline=soon)
-                    send(connection, {"rank": self._rank}, deadline=soon)
-                except OSError:
-                    pass  # the node that connected reports it
+def receive(connection: socket.socket, *, deadline: float) -> dict[str, Any]:
+    """Return the next message. The two ends take turns, so no other one follows it yet.
+
+    Raises OSError if the other end closes, sends no JSON object (another program), or sends
+    nothing; TimeoutError after the deadline.
+    """
+    content = b""
+    while b"\n" not in content and len(content) <= _LONGEST_BYTES:
+        connection.settimeout(seconds_until(deadline))
+        piece = connection.recv(1 << 16)
+        if not piece:
+            raise ConnectionResetError("it closed the connection")
+        content += piece
+    try:
+        return dict(json.loads(content))
+    except (TypeError, ValueError) as error:
+        raise OSError("no lab doctor at the other end") from error
+
+
+@contextlib.contextmanager
+def answer_probes(rank: int, listener: socket.socket) -> Iterator[None]:
+    """Answer every connection to ``listener`` with this node's rank, until the ``with`` ends.
+
+    Closes ``listener`` in the end.
+    """
+    ended = threading.Event()
+    listener.settimeout(_POLL_SECONDS)
+
+    def answer() -> None:
+        while not ended.is_set():
+            # No connection within the timeout, or one that broke: the other end reports it.
+            with contextlib.suppress(OSError), listener.accept()[0] as connection:
+                send(connection, {"rank": rank}, deadline=time.monotonic() + _POLL_SECONDS)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        listener.close()
 
 
 def probe_ranks(
-    rank: int, addresses: Mapping[int, tuple[str, int]], limit_seconds: float
-) -> dict[int, str]:
+    rank: int, addresses: Iterable[tuple[int, str, int]], limit_seconds: float
+) -> list[tuple[int, str]]:
     """Connect to every other rank, several at once, each within ``limit_seconds``.
 
-    Returns the reason for each rank that was not reached.
+    ``addresses`` holds rank, host and port of each node. Returns the ranks that were not reached,
+    in order, each with the reason.
     """
-    others = [other for other in addresses if other != rank]
-    if not others:
-        return {}
-    with ThreadPoolExecutor(min(_AT_ONCE, len(others))) as pool:
-        reasons = pool.map(
-            lambda other: _probe(rank, other, addresses[other], limit_seconds), others
-        )
-        return {other: why for other, why in zip(others, reasons, strict=True) if why}
+    others = sorted(address for address in addresses if address[0] != rank)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        reasons = pool.map(lambda address: _probe(address, limit_seconds), others)
+        return [(other, why) for (other, *_), why in zip(others, reasons, strict=True) if why]
 
 
-def _probe(rank: int, other: int, address: tuple[str, int], limit_seconds: float) -> str:
-    """Return "" where that rank answers, else why not."""
+def _probe(address: tuple[int, str, int], limit_seconds: float) -> str:
+    """Return why that rank does not answer; "" if it does."""
+    rank, host, port = address
     deadline = time.monotonic() + limit_seconds
     try:
-        with socket.create_connection(address, timeout=limit_seconds) as connection:
-            send(connection, {"rank": rank}, deadline=deadline)
+        with socket.create_connection((host, port), timeout=limit_seconds) as connection:
             answer = receive(connection, deadline=deadline).get("rank")
     except OSError as error:
         return reason(error)
-    return "" if answer == other else f"rank {answer} answers there"
+    return "" if answer == rank else f"rank {answer} answers there"

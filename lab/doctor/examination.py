@@ -1,28 +1,31 @@
-"""``lab doctor`` itself: run every check, print the findings or give them as JSON.
+"""``lab doctor`` itself: run every check, then print the findings or give them as JSON.
 
-``request_of`` reads the flags, ``examine`` runs the checks, ``main_doctor`` prints. A new check is a function in one of the other
-files and an entry of CHECKS; none may hang, so each runs in a daemon thread, which is abandoned after a time limit.
+``request_of`` reads the flags, ``examine`` runs the checks, ``main_doctor`` prints. A new check is
+a function in one of the other files and an entry of CHECKS. Each check runs in a daemon thread and
+is abandoned after a time limit, so none can hang the command.
 """
 
 import argparse
 import functools
 import json
 import socket
-import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
 from common.errors import UserError
+from common.utils.processes import in_thread
 from lab.doctor import files, machine, network
-from lab.doctor.check_result import FAILURE, WARNING, CheckRequest, CheckResult, failure, reason
-from lab.doctor.node_exchange import NodeAddress, connect_nodes
+from lab.doctor.check_result import FAILURE, WARNING, CheckRequest, CheckResult, reason
+from lab.doctor.node_exchange import connect_nodes
 from lab.doctor.node_findings import own_facts, results_of
 
-FORMAT = 1
+T = TypeVar("T")
 CHECKS: tuple[Callable[[CheckRequest], CheckResult | None], ...] = (
     machine.check_python,
     machine.check_system,
@@ -45,28 +48,28 @@ _STYLES = {"ok": "green", WARNING: "yellow", FAILURE: "bold red"}
 
 
 def request_of(args: argparse.Namespace) -> CheckRequest:
-    """Return what the flags ask; UserError where they don't go together."""
+    """Return what the flags ask for. Raises UserError if they don't go together."""
     if (args.num_nodes is None) != (args.rank is None) or (
         args.rank is not None and args.master_ip is None
     ):
         raise UserError(
-            "lab doctor: give --master-ip, --num-nodes and --rank together to try the network between the nodes, or "
-            "--master-ip alone, or none of them"
+            "lab doctor: give --master-ip, --num-nodes and --rank together to try the network "
+            "between the nodes, or --master-ip alone, or none of them"
         )
     if args.rank is not None and not 0 <= args.rank < args.num_nodes:
         raise UserError(
-            f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; ranks count from 0, so give 0 to "
-            f"{args.num_nodes - 1}"
+            f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; ranks count from 0, so give "
+            f"0 to {args.num_nodes - 1}"
         )
     if not 1 <= args.master_port <= 65535:
         raise UserError(f"--master-port: got {args.master_port}, give 1 to 65535")
     if args.timeout <= 0:
         raise UserError(f"--timeout: got {args.timeout:g}, give seconds above 0")
     return CheckRequest(
-        args.master_ip,
+        args.master_ip or "",
         args.master_port,
-        args.num_nodes,
-        args.rank,
+        args.num_nodes or 0,
+        args.rank or 0,
         args.dataset,
         args.data_dir,
         args.output_dir.absolute(),
@@ -74,110 +77,107 @@ def request_of(args: argparse.Namespace) -> CheckRequest:
     )
 
 
-def examine(
-    request: CheckRequest, *, on_result: Callable[[CheckResult], None] = lambda result: None
-) -> list[CheckResult]:
-    """Run every check, in order, and then compare with the other nodes, if any; ``on_result`` receives each result at once."""
-    found: list[CheckResult] = []
-
-    def add(results: Sequence[CheckResult]) -> None:
-        for result in results:
-            found.append(result)
-            on_result(result)
-
-    def run_check(check: Callable[[CheckRequest], CheckResult | None]) -> list[CheckResult]:
-        result = check(request)
-        return [] if result is None else [result]
-
+def examine(request: CheckRequest) -> Iterator[CheckResult]:
+    """Run every check, in order, then exchange findings with the other nodes, if any."""
+    found = []
     for check in CHECKS:
         name = check.__name__.removeprefix("check_").replace("_", " ")
-        add(_limited(name, functools.partial(run_check, check), _CHECK_SECONDS))
-    if request.rank is not None:
-        blocked = [
-            one for one in found if one.name in ("port", "interface") and one.status == FAILURE
-        ]
-        if blocked:
-            add([failure("nodes", f"not met, because of the {blocked[0].name}", blocked[0].remedy)])
-        else:
-            limit = 3 * request.timeout_seconds + _CHECK_SECONDS
-            add(_limited("nodes", lambda: _connect_nodes(request), limit))
-    return found
+        result = _limited(name, functools.partial(check, request), _CHECK_SECONDS)
+        if result is not None:
+            found.append(result)
+            yield result
+    if not request.num_nodes:
+        return
+    blocked = [one for one in found if one.name in ("port", "interface") and one.status == FAILURE]
+    if blocked:
+        yield CheckResult(
+            "nodes", FAILURE, f"not met, because of the {blocked[0].name}", blocked[0].remedy
+        )
+        return
+    results = _limited(
+        "nodes",
+        functools.partial(_connect_nodes, request),
+        3 * request.timeout_seconds + _CHECK_SECONDS,
+    )
+    yield from [results] if isinstance(results, CheckResult) else results
 
 
 def _connect_nodes(request: CheckRequest) -> list[CheckResult]:
-    assert request.master_ip is not None  # ``request_of`` takes the three together
-    assert request.num_nodes is not None
-    assert request.rank is not None
-    own = NodeAddress(request.master_ip, request.master_port, request.num_nodes, request.rank)
     try:
-        return results_of(
-            connect_nodes(own, own_facts(request), timeout_seconds=request.timeout_seconds)
-        )
+        nodes, problems = connect_nodes(request, own_facts(request))
     except OSError as error:
-        return [
-            failure("nodes", f"not met ({reason(error)})", "see the lines on port and interface")
-        ]
+        remedy = "see the lines on port and interface"
+        return [CheckResult("nodes", FAILURE, f"not met ({reason(error)})", remedy)]
+    return results_of(request, nodes, problems)
 
 
-def _limited(name: str, ask: Callable[[], list[CheckResult]], seconds: float) -> list[CheckResult]:
-    """Run a check in a thread; one that takes too long or raises is a failure, too."""
-    answer: list[list[CheckResult]] = []
-
-    def run() -> None:
-        try:
-            answer.append(ask())
-        except Exception as error:  # one broken check must not hide the others
-            text = f"could not be looked at ({type(error).__name__}: {error})"
-            answer.append([failure(name, text, "tell the authors")])
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not answer:
-        remedy = "look for a disk or a name server that hangs"
-        return [failure(name, f"no answer within {seconds:g} s", remedy)]
-    return answer[0]
+def _limited(name: str, ask: Callable[[], T], seconds: float) -> T | CheckResult:
+    """Return what ``ask`` returns; if it takes too long or raises, a failure named ``name``."""
+    answer = in_thread(ask)
+    wait([answer], seconds)
+    if not answer.done():
+        return CheckResult(
+            name,
+            FAILURE,
+            f"no answer within {seconds:g} s",
+            "look for a disk or a name server that hangs",
+        )
+    if error := answer.exception():  # one broken check must not hide the others
+        return CheckResult(
+            name,
+            FAILURE,
+            f"could not be looked at ({type(error).__name__}: {error})",
+            "tell the authors",
+        )
+    return answer.result()
 
 
 def as_json(request: CheckRequest, results: Sequence[CheckResult]) -> dict[str, Any]:
     """Return the findings as docs/troubleshooting.md describes them."""
+    counts = Counter(result.status for result in results)
     return {
-        "format": FORMAT,
+        "format": 1,
         "what": "lab doctor",
         "host": socket.gethostname(),
-        "rank": request.rank,
-        "num_nodes": request.num_nodes,
-        "ok": not _count(results, FAILURE),
-        "failures": _count(results, FAILURE),
-        "warnings": _count(results, WARNING),
-        "findings": [asdict(one) for one in results],
+        "rank": request.rank if request.num_nodes else None,
+        "num_nodes": request.num_nodes or None,
+        "ok": not counts[FAILURE],
+        "failures": counts[FAILURE],
+        "warnings": counts[WARNING],
+        "findings": [asdict(result) for result in results],
     }
 
 
 def main_doctor(args: argparse.Namespace) -> int:
-    """Print the findings; return 0 without a failure, else 1. UserError on flags that don't go together."""
+    """Print the findings; return 1 if there is a failure, else 0.
+
+    Raises UserError if the flags don't go together.
+    """
     request = request_of(args)
-    if args.json:
-        results = examine(request)
-        print(json.dumps(as_json(request, results), indent=1))
-        return 1 if _count(results, FAILURE) else 0
     console = Console(highlight=False, soft_wrap=True)
-    results = examine(request, on_result=lambda result: _print(console, result))
-    failures, warnings = _count(results, FAILURE), _count(results, WARNING)
-    counts = f"{failures} failure{'s' * (failures != 1)}, {warnings} warning{'s' * (warnings != 1)}"
-    console.print(Text(f"{counts}: {'not ready' if failures else 'ready to run'}", style="bold"))
-    return 1 if failures else 0
-
-
-def _count(results: Sequence[CheckResult], status: str) -> int:
-    return sum(one.status == status for one in results)
+    results = []
+    for result in examine(request):
+        results.append(result)
+        if not args.json:
+            _print(console, result)
+    found = as_json(request, results)
+    if args.json:
+        print(json.dumps(found, indent=1))
+    else:
+        failures, warnings = found["failures"], found["warnings"]
+        counts = (
+            f"{failures} failure{'s' * (failures != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+        )
+        console.print(
+            Text(f"{counts}: {'ready to run' if found['ok'] else 'not ready'}", style="bold")
+        )
+    return 0 if found["ok"] else 1
 
 
 def _print(console: Console, result: CheckResult) -> None:
+    style = _STYLES[result.status]
     console.print(
-        Text.assemble(
-            (f"{result.status:<8}", _STYLES[result.status]), f" {result.name:<13} {result.text}"
-        )
+        Text.assemble((f"{result.status:<8}", style), f" {result.name:<13} {result.text}")
     )
     if result.remedy:
         console.print(

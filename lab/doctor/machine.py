@@ -1,10 +1,9 @@
-"""Checks of this machine alone: Python, torch, GPUs, cores, memory, open files, and what ``lab cluster`` needs.
+"""Checks of this machine alone: packages, GPUs, cores, memory, open files, ``lab cluster``'s needs.
 
-Each check takes the CheckRequest and returns one CheckResult. torch is imported once, by ``torch_facts``.
+Each check takes the CheckRequest and returns one CheckResult. ``torch_facts`` alone imports torch.
 """
 
 import contextlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -16,11 +15,11 @@ from functools import cache
 
 import psutil
 
+from common.utils.environment import package_version
 from common.utils.system import missing_features, usable_cores
 from lab.cluster import tools
-from lab.doctor.check_result import CheckRequest, CheckResult, failure, ok, warning
+from lab.doctor.check_result import FAILURE, OK, WARNING, CheckRequest, CheckResult
 
-_OLDEST_PYTHON = (3, 11)
 _LEAST_MEMORY = 1_500_000_000
 _LEAST_SHARED_MEMORY = 256_000_000
 _FILES_BESIDE, _FILES_A_NODE = 256, 4
@@ -28,154 +27,138 @@ _FILES_BESIDE, _FILES_A_NODE = 256, 4
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What torch says of itself and the machine; ``error`` is set, and nothing else, where it cannot be imported."""
+    """What torch reports; only ``error`` is set if it cannot be imported."""
 
     error: str | None = None
     cuda_build: str | None = None
     gpus: tuple[str, ...] = ()
     nccl: str | None = None
-    fast_bf16: bool = False
+    fast_bf16: bool | None = None
 
 
 @cache
 def torch_facts() -> TorchFacts:
-    """Import torch and torchvision (seconds) and return what they say."""
+    """Import torch and torchvision, which takes seconds, and return what they report."""
     try:
         import torch
         import torchvision  # noqa: F401 - fails where the pair does not match
 
         from common.training_engine.amp import cpu_has_fast_bf16
     except Exception as error:  # a broken installation raises anything
-        return TorchFacts(
-            error=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        )
+        first_line = str(error).strip().partition("\n")[0]
+        return TorchFacts(error=f"{type(error).__name__}: {first_line}")
     gpus = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    nccl = (
-        ".".join(map(str, torch.cuda.nccl.version()))
-        if gpus and torch.distributed.is_nccl_available()
-        else None
-    )
+    has_nccl = gpus and torch.distributed.is_nccl_available()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
     return TorchFacts(None, torch.version.cuda, gpus, nccl, cpu_has_fast_bf16())
 
 
-def package_version(package: str) -> str | None:
-    """Return the version of an installed package, None where it is not there."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def check_python(_request: CheckRequest) -> CheckResult:
-    """Which Python runs this."""
-    text = f"Python {platform.python_version()}, {sys.executable}"
-    if sys.version_info < _OLDEST_PYTHON:
-        return failure(
-            "python",
-            text,
-            "install Python 3.11 or later, then e.g. make clean && make PYTHON=python3.12 setup",
-        )
-    return ok("python", text)
+    """Report which Python runs this."""
+    return CheckResult("python", OK, f"Python {platform.python_version()}, {sys.executable}")
 
 
 def check_system(_request: CheckRequest) -> CheckResult | None:
-    """What this system lacks; nothing on Linux."""
-    missing = missing_features()
+    """Report what this system lacks; None on Linux."""
+    missing = " ".join(missing_features())
     if not missing:
         return None
-    return warning(
-        "system", " ".join(missing), "for measurements and lab cluster, use Linux or WSL2"
+    return CheckResult(
+        "system", WARNING, missing, "for measurements and lab cluster, use Linux or WSL2"
     )
 
 
 def check_torch(_request: CheckRequest) -> CheckResult:
-    """torch and torchvision are there and belong together."""
-    torch, vision, facts = package_version("torch"), package_version("torchvision"), torch_facts()
-    text = f"torch {torch or 'missing'}, torchvision {vision or 'missing'}"
+    """Check that torch and torchvision are there and match."""
+    versions = {name: package_version(name) for name in ("torch", "torchvision")}
+    text = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+    facts = torch_facts()
     if facts.error is None:
-        return ok("torch", f"{text}: a pair that can be imported")
-    if torch is None or vision is None:
-        return failure(
+        return CheckResult("torch", OK, f"{text}: a pair that can be imported")
+    if None in versions.values():
+        return CheckResult(
             "torch",
+            FAILURE,
             text,
             "install both in one command: pip install torch torchvision, or make setup",
         )
     if re.search("torchvision|operator|undefined symbol|custom C", facts.error):
-        return failure(
+        return CheckResult(
             "torch",
+            FAILURE,
             f"{text} do not match ({facts.error})",
             "install both in one command: pip install --upgrade torch torchvision",
         )
-    return failure(
+    return CheckResult(
         "torch",
+        FAILURE,
         f"{text} cannot be imported ({facts.error})",
         "install them again: make clean setup",
     )
 
 
 def check_gpus(_request: CheckRequest) -> CheckResult:
-    """What torch can compute on."""
+    """Report what torch can compute on."""
     facts = torch_facts()
     if facts.error is not None:
-        return warning(
-            "gpu", "not looked at, since torch cannot be imported", "see the line on torch"
+        return CheckResult(
+            "gpu", WARNING, "not looked at, since torch cannot be imported", "see the line on torch"
         )
     if facts.gpus:
-        if facts.nccl is None:
-            return warning(
-                "gpu",
-                f"{len(facts.gpus)} x {facts.gpus[0]}, but this torch has no NCCL: ranks "
-                "would use Gloo, on CPUs",
-                "install a torch with NCCL: pip install --upgrade torch torchvision",
+        gpus = f"{len(facts.gpus)} x {facts.gpus[0]}"
+        if facts.nccl is not None:
+            return CheckResult(
+                "gpu", OK, f"{gpus}, CUDA {facts.cuda_build}, NCCL {facts.nccl}: one rank a GPU"
             )
-        return ok(
+        return CheckResult(
             "gpu",
-            f"{len(facts.gpus)} x {facts.gpus[0]}, CUDA {facts.cuda_build}, NCCL {facts.nccl}: one rank a GPU",
+            WARNING,
+            f"{gpus}, but this torch has no NCCL: ranks would use Gloo, on CPUs",
+            "install a torch with NCCL: pip install --upgrade torch torchvision",
         )
     if shutil.which("nvidia-smi") is None:
-        return ok("gpu", "none: ranks train on CPUs, with Gloo")
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None:
-        return warning(
+        return CheckResult("gpu", OK, "none: ranks train on CPUs, with Gloo")
+    if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return CheckResult(
             "gpu",
+            WARNING,
             f"none can be seen with CUDA_VISIBLE_DEVICES={hidden!r}",
             "unset CUDA_VISIBLE_DEVICES",
         )
     build = f"CUDA {facts.cuda_build}" if facts.cuda_build else "for CPUs"
-    return warning(
+    return CheckResult(
         "gpu",
+        WARNING,
         f"the driver is there, but torch ({build}) sees no GPU",
         "run nvidia-smi: where it shows a GPU, install a torch for the CUDA version that it names",
     )
 
 
 def check_cores(request: CheckRequest) -> CheckResult:
-    """Cores that this process may use, and whether the environment asks for more threads."""
-    cores, facts = usable_cores(), torch_facts()
+    """Check that the environment does not ask for more threads than this process has cores."""
+    cores = usable_cores()
     of_all = f" of {os.cpu_count()}" if os.cpu_count() != cores else ""
-    bf16 = (
-        ""
-        if facts.error is not None
-        else (", fast bf16" if facts.fast_bf16 else ", no fast bf16: AMP stays off on CPUs")
-    )
-    text = f"{cores} usable cores{of_all}{bf16}"
+    bf16 = {True: ", fast bf16", False: ", no fast bf16: AMP stays off on CPUs", None: ""}
+    text = f"{cores} usable cores{of_all}{bf16[torch_facts().fast_bf16]}"
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > cores:
-        return warning(
+        return CheckResult(
             "cpu",
+            WARNING,
             f"{text}; OMP_NUM_THREADS={threads} asks for more threads than cores",
             f"unset OMP_NUM_THREADS, or give --threads {cores} at most",
         )
-    return ok("cpu", text)
+    return CheckResult("cpu", OK, text)
 
 
 def check_memory(_request: CheckRequest) -> CheckResult:
-    """Memory that is free, and shared memory, which containers keep small."""
+    """Check that there is free memory, and shared memory, of which containers have little."""
     free = psutil.virtual_memory().available
     text = f"{free / 1e9:.1f} GB free"
     if free < _LEAST_MEMORY:
-        return warning(
+        return CheckResult(
             "memory",
+            WARNING,
             f"{text}; a rank of VGG-11 takes about 1 GB",
             "end other processes, or start fewer ranks here",
         )
@@ -183,41 +166,48 @@ def check_memory(_request: CheckRequest) -> CheckResult:
         shared = shutil.disk_usage("/dev/shm").total
         text += f", {shared / 1e9:.1f} GB in /dev/shm"
         if shared < _LEAST_SHARED_MEMORY:
-            return warning(
+            return CheckResult(
                 "memory",
+                WARNING,
                 f"{text}, through which NCCL passes data between GPUs",
                 "start the container with --shm-size=1g",
             )
-    return ok("memory", text)
+    return CheckResult("memory", OK, text)
 
 
 def check_open_files(request: CheckRequest) -> CheckResult:
-    """Sockets and files that a process may hold: Gloo needs a few for each other rank."""
+    """Check how many files a process may hold: Gloo needs a few sockets for each other rank."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _FILES_BESIDE + _FILES_A_NODE * (request.num_nodes or 1)
     if limit != resource.RLIM_INFINITY and limit < needed:
-        return warning(
+        return CheckResult(
             "open files",
+            WARNING,
             f"{limit} a process, {needed} may be needed",
             f"ulimit -n {max(needed, 4096)}",
         )
-    return ok("open files", f"{'no limit' if limit == resource.RLIM_INFINITY else limit} a process")
+    return CheckResult(
+        "open files", OK, f"{'no limit' if limit == resource.RLIM_INFINITY else limit} a process"
+    )
 
 
 def check_cluster_tools(_request: CheckRequest) -> CheckResult:
-    """Whether ``lab cluster`` can make nodes of namespaces on this machine."""
-    refused = tools.namespaces_refused()
-    if refused is not None:
-        return warning(
+    """Check whether ``lab cluster`` can make nodes of namespaces on this machine."""
+    if (refused := tools.namespaces_refused()) is not None:
+        return CheckResult(
             "lab cluster",
+            WARNING,
             "cannot make nodes with links of their own here (the parts don't need it)",
             refused,
         )
     if not tools.has_tbf():
-        return warning(
+        return CheckResult(
             "lab cluster",
+            WARNING,
             "the kernel cannot limit a link's rate (sch_tbf)",
             "sudo modprobe sch_tbf, or leave --rate out",
         )
     netem = "" if tools.has_netem() else "; no --latency: the kernel lacks netem"
-    return ok("lab cluster", f"ip, tc and unshare are there, namespaces are allowed{netem}")
+    return CheckResult(
+        "lab cluster", OK, f"ip, tc and unshare are there, namespaces are allowed{netem}"
+    )

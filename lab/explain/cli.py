@@ -11,8 +11,8 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         commands,
         "explain",
         run=_explain,
-        help="after a failure: the known errors in the output of one or several ranks, the likely cause first, "
-        "with what to do",
+        help="after a failure: the known errors in the output of one or several ranks, the likely "
+        "cause first, with what to do",
     )
     parser.add_argument(
         "logs", nargs="+", metavar="LOG", help="outputs of ranks, read as one; - is standard input"

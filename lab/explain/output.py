@@ -10,51 +10,57 @@ from lab.explain.diagnosis import SHOWN, Found, LogLine, explain, read_lines
 
 
 def main_explain(args: argparse.Namespace) -> int:
-    """Print the known errors in ``args.logs``, read as one log; return 0. UserError if one is unreadable."""
+    """Print the known errors in ``args.logs``, read as one log; return 0.
+
+    Raises UserError if a log cannot be read.
+    """
     lines = [line for source in args.logs for line in read_lines(source)]
     found = explain(lines)
     errors = [one for one in found if one.error.kind != "note"]
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     for number, one in enumerate(errors, start=1):
         _print(console, one, heading=f"{number}. ", several=len(args.logs) > 1)
     if not errors:
-        console.print(_nothing_known(lines), markup=False)
+        console.print(_nothing_known(lines))
     elif all(one.error.kind == "echo" for one in errors):
         console.print(
-            "These are echoes: what failed first stands in another rank's output. Give all of them at once, e.g. "
-            "lab explain rank*.txt",
-            markup=False,
+            "These are echoes: what failed first stands in another rank's output. Give all of them "
+            "at once, e.g. lab explain rank*.txt"
         )
-    for one in found:
-        if one.error.kind == "note":
-            _print(console, one, heading="noted: ", several=len(args.logs) > 1)
+    for one in found[len(errors) :]:  # notes come last
+        _print(console, one, heading="noted: ", several=len(args.logs) > 1)
     return 0
 
 
 def _nothing_known(lines: Sequence[LogLine]) -> str:
     if not lines:
-        return "The log is empty. A rank that says nothing was killed or has not begun: look at how it was started."
+        return (
+            "The log is empty. A rank that says nothing was killed or has not begun: look at how "
+            "it was started."
+        )
     return (
-        f"No known error in {len(lines):,} lines. If the run failed all the same: read the first traceback of each rank, the "
-        "earliest by time; run again with --debug (TORCH_DISTRIBUTED_DEBUG=INFO, NCCL_DEBUG=INFO); `dmesg` tells of "
-        "processes that were killed; `lab doctor` checks the machine."
+        f"No known error in {len(lines):,} lines. If the run failed all the same: read the first "
+        "traceback of each rank, the earliest by time; run again with --debug "
+        "(TORCH_DISTRIBUTED_DEBUG=INFO, NCCL_DEBUG=INFO); `dmesg` tells of processes that were "
+        "killed; `lab doctor` checks the machine."
     )
 
 
 def _print(console: Console, one: Found, *, heading: str, several: bool) -> None:
     where = f"{one.line.file}:{one.line.number}" if several else f"line {one.line.number}"
     more = f" (and {one.count - 1} more)" if one.count > 1 else ""
-    indent = " " * 3
     kind = "" if one.error.kind in ("cause", "note") else f"  ({one.error.kind})"
     console.print(Text.assemble(heading, (one.error.title, "bold"), kind))
-    console.print(Text(f"{indent}{where}: {_excerpt(one)}{more}", style="dim"))
-    console.print(Text(f"{indent}cause: {one.error.cause}"))
-    console.print(Text(f"{indent}cure:  {one.error.cure}"))
+    console.print(Text(f"   {where}: {_excerpt(one)}{more}", style="dim"))
+    console.print(Text(f"   cause: {one.error.cause}\n   cure:  {one.error.cure}"))
 
 
 def _excerpt(one: Found) -> str:
-    """The line, or of a long one the part that shows the error."""
+    """Return the line; of a long one, the part that shows the error."""
     text = one.line.text.strip()
-    match = next((match for pattern in one.error.patterns if (match := pattern.search(text))), None)
-    begin = 0 if match is None or match.end() <= SHOWN else max(0, match.end() - SHOWN // 2)
-    return f"{'…' if begin else ''}{text[begin : begin + SHOWN]}{'…' if len(text) > begin + SHOWN else ''}"
+    ends = [match.end() for pattern in one.error.patterns if (match := pattern.search(text))]
+    begin = max(0, ends[0] - SHOWN // 2) if ends and ends[0] > SHOWN else 0
+    return (
+        f"{'…' if begin else ''}{text[begin : begin + SHOWN]}"
+        f"{'…' if len(text) > begin + SHOWN else ''}"
+    )

@@ -1,6 +1,8 @@
-"""A node of ``lab doctor`` for tests: ``find`` runs one; ``python doctor_node.py JSON`` prints what it found as JSON. No torch.
+"""A node of ``lab doctor`` for tests: ``find`` runs one, without torch.
 
-Settings: master_port, num_nodes, rank, timeout, facts, clock_ahead (seconds), listener (open, closed: refuses, deaf: drops).
+``python doctor_node.py JSON`` prints its findings.
+Settings: master_port, num_nodes, rank, timeout, facts, clock_ahead (seconds), listener (open,
+closed: refuses connections, deaf: drops them).
 """
 
 import json
@@ -9,33 +11,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from lab.doctor.json_messages import listen
-from lab.doctor.node_exchange import NodeAddress, connect_nodes
+from lab.doctor.check_result import CheckRequest
+from lab.doctor.node_exchange import connect_nodes
 from lab.doctor.node_findings import results_of
 
 
-def closed() -> socket.socket:
-    """A socket that is bound and refuses: what a firewall does that rejects."""
-    listener = socket.socket()
-    listener.bind(("", 0))
-    return listener
+class Closed:
+    """A socket that is bound and refuses connections, as a firewall does that rejects packets."""
 
-
-class Deaf:
-    """A socket whose queue is full, so that the kernel drops what comes: what a firewall does that drops packets."""
-
-    def __init__(self) -> None:
+    def __init__(self, address: tuple[str, int]) -> None:
         self._listener = socket.socket()
-        self._listener.bind(("", 0))
-        self._listener.listen(0)
-        self._clients = []
-        for _ in range(4):
-            client = socket.socket()
-            client.setblocking(False)
-            client.connect_ex(("127.0.0.1", self._listener.getsockname()[1]))
-            self._clients.append(client)
+        self._listener.bind(address)
 
     def getsockname(self) -> tuple[str, int]:
         return self._listener.getsockname()
@@ -48,6 +37,23 @@ class Deaf:
         raise TimeoutError
 
     def close(self) -> None:
+        self._listener.close()
+
+
+class Deaf(Closed):
+    """A socket with a full queue, so that the kernel drops packets as a firewall does."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        super().__init__(address)
+        self._listener.listen(0)
+        self._clients = []
+        for _ in range(4):
+            client = socket.socket()
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", self._listener.getsockname()[1]))
+            self._clients.append(client)
+
+    def close(self) -> None:
         for one in (*self._clients, self._listener):
             one.close()
 
@@ -55,16 +61,29 @@ class Deaf:
 def find(settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return what a node found, by name."""
     ahead = settings.get("clock_ahead", 0.0)
-    listeners: dict[str, Callable[[], Any]] = {"open": listen, "closed": closed, "deaf": Deaf}
-    exchange = connect_nodes(
-        NodeAddress("127.0.0.1", settings["master_port"], settings["num_nodes"], settings["rank"]),
-        settings.get("facts", {}),
+    listeners: dict[str, Callable[[tuple[str, int]], Any]] = {
+        "open": socket.create_server,
+        "closed": Closed,
+        "deaf": Deaf,
+    }
+    request = CheckRequest(
+        "127.0.0.1",
+        settings["master_port"],
+        settings["num_nodes"],
+        settings["rank"],
+        dataset="digits",
+        data_dir=Path(),
+        output_dir=Path(),
         timeout_seconds=settings["timeout"],
+    )
+    nodes, problems = connect_nodes(
+        request,
+        settings.get("facts", {}),
         host=settings.get("host"),
         clock=lambda: time.time() + ahead,
         open_listener=listeners[settings.get("listener", "open")],
     )
-    return {result.name: asdict(result) for result in results_of(exchange)}
+    return {result.name: asdict(result) for result in results_of(request, nodes, problems)}
 
 
 if __name__ == "__main__":

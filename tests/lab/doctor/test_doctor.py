@@ -20,10 +20,10 @@ from common.errors import UserError
 from lab.cli import build_parser, main
 from lab.cluster import Cluster, tools
 from lab.doctor import examination, files, machine, network, node_exchange
-from lab.doctor.check_result import CheckRequest, CheckResult, ok
+from lab.doctor.check_result import OK, CheckRequest, CheckResult
 from lab.doctor.examination import as_json, examine, request_of
 from lab.doctor.machine import TorchFacts
-from lab.doctor.node_exchange import NodeAddress, connect_nodes
+from lab.doctor.node_exchange import connect_nodes
 from tests.helpers import (
     CIFAR,
     LONG,
@@ -54,7 +54,7 @@ FACTS = {
 @pytest.fixture
 def asked(tmp_path: Path) -> CheckRequest:
     """A plan for this machine alone."""
-    return CheckRequest(None, free_port(), None, None, "digits", tmp_path / "data", tmp_path, 5.0)
+    return CheckRequest("", free_port(), 0, 0, "digits", tmp_path / "data", tmp_path, 5.0)
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def test_what_is_no_doctor_is_not_taken_for_one(
 
 
 def test_a_free_port_and_who_holds_another(asked: CheckRequest, stranger: subprocess.Popen) -> None:
-    assert network.check_port(asked) == ok("port", f"{asked.master_port} is free")
+    assert network.check_port(asked) == CheckResult("port", OK, f"{asked.master_port} is free")
     found = network.check_port(replace(asked, master_port=int(stranger.stdout.readline())))
     assert found.status == "failure"
     assert re.search(rf"is taken by python[\d.]*, process {stranger.pid}: .*python", found.text)
@@ -281,8 +281,8 @@ def test_whether_the_master_s_node_answers(
 ) -> None:
     monkeypatch.setattr(network, "is_own", lambda host: False)  # loopback stands for another node
     there = replace(asked, master_ip="127.0.0.1")
-    assert network.check_master(there) == ok(
-        "master", f"127.0.0.1 answers; nothing listens on {there.master_port} yet"
+    assert network.check_master(there) == CheckResult(
+        "master", OK, f"127.0.0.1 answers; nothing listens on {there.master_port} yet"
     )
     listening = network.check_master(replace(there, master_port=int(stranger.stdout.readline())))
     assert (listening.status, "something listens there" in listening.text) == ("ok", True)
@@ -409,7 +409,7 @@ def test_a_check_that_hangs_or_breaks_is_a_finding(
     monkeypatch.setattr(examination, "CHECKS", (check_slow_disk, check_odd, machine.check_python))
     monkeypatch.setattr(examination, "_CHECK_SECONDS", 0.5)
     try:
-        found = examine(asked)
+        found = list(examine(asked))
     finally:
         ends.set()
     assert [(one.name, one.status) for one in found] == [
@@ -569,11 +569,11 @@ def test_on_nodes_with_addresses_of_their_own_one_of_them_cut_off(tmp_path: Path
     )
 
 
-def test_nothing_is_left_of_a_meeting() -> None:
+def test_nothing_is_left_of_a_meeting(asked: CheckRequest) -> None:
     before = set(threading.enumerate())
-    port = free_port()
-    alone = connect_nodes(NodeAddress("127.0.0.1", port, 2, 0), FACTS, timeout_seconds=0.5)
-    assert alone.missing == [1]
+    request = replace(asked, master_ip="127.0.0.1", num_nodes=2, timeout_seconds=0.5)
+    nodes, problems = connect_nodes(request, FACTS)
+    assert (set(nodes), problems) == ({0}, [])
     assert set(threading.enumerate()) == before
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", port))
+        probe.bind(("127.0.0.1", request.master_port))

@@ -1,4 +1,4 @@
-"""``lab explain`` on texts that real failures gave (tests/lab/explain/logs): each is told as what it is, good runs as nothing."""
+"""``lab explain`` on the output of real failures (tests/lab/explain/logs), and of good runs."""
 
 import io
 import re
@@ -124,7 +124,7 @@ def test_the_order_of_ranks_does_not_matter() -> None:
 
 
 def test_several_files_are_read_as_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The survivor's log alone has an echo only; with the other one the cause is found, with its file."""
+    """The survivor's log alone has an echo only; with the other log, the cause is found."""
     rank0, rank1 = (LOGS / "exception_one_rank.txt").read_text().split("--- rank 1\n")
     for number, text in enumerate((rank0, rank1)):
         (tmp_path / f"rank{number}.txt").write_text(text)
