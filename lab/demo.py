@@ -5,7 +5,6 @@ Each way is started as on real nodes, by its own command; the distributed ones a
 
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from common.distributed.spawn import run_local_ranks
 from common.utils.paths import IN_CHECKOUT, REPORTS, part_command
 from common.utils.system import free_port
 
@@ -60,39 +60,26 @@ def main() -> int:
 
 def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
     """Start one way on ``ranks`` local processes and return its summary, or None if a process failed."""
-    address = ["--master-ip", "127.0.0.1", "--master-port", str(free_port(29500))]
-    before = set(_summaries())
-    with tempfile.TemporaryFile("w+") as errors:
-        processes: list[subprocess.Popen] = []
-        try:
-            for rank in range(ranks):
-                group = [*address, "--num-nodes", str(ranks), "--rank", str(rank)]
-                flags = group if ranks > 1 else []
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *command, *flags],
-                        stderr=None if rank == 0 else errors,
-                    )
-                )
-            statuses = [process.wait(timeout=_LIMIT_SECONDS) for process in processes]
-        except subprocess.TimeoutExpired:
+    group = ["--master-ip", "127.0.0.1", "--master-port", str(free_port(29500))]
+    group += ["--num-nodes", str(ranks), "--rank"]
+    with tempfile.TemporaryFile() as errors:
+        exits = run_local_ranks(
+            [
+                [sys.executable, *command, *([*group, str(rank)] if ranks > 1 else [])]
+                for rank in range(ranks)
+            ],
+            outputs=[None, *[errors] * (ranks - 1)],
+            limit_seconds=_LIMIT_SECONDS,
+        )
+        if exits.timed_out:
             console.print(f"not done within {_LIMIT_SECONDS} s")
-            return None
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-        if any(statuses):
+        elif exits.failed:
             errors.seek(0)
-            console.print(errors.read(), markup=False)
-            return None
-    newest = max(set(_summaries()) - before, key=lambda path: path.stat().st_mtime)
+            console.print(errors.read().decode(errors="replace"), markup=False)
+    if any(exits.statuses):
+        return None
+    newest = max(REPORTS.glob("*/*/summary.json"), key=lambda path: path.stat().st_mtime)
     return json.loads(newest.read_text(encoding="utf-8"))
-
-
-def _summaries() -> list[Path]:
-    return list(REPORTS.glob("*/*/summary.json"))
 
 
 def show(results: list[dict[str, Any]]) -> None:
