@@ -1,6 +1,7 @@
-"""The ``lab`` command: compare strategies, report on runs, calibrate, predict, make clusters, find what is wrong.
+"""The ``lab`` command and its subcommands.
 
-Each subcommand imports what it needs when it is called, so that ``lab --help`` and ``lab predict`` answer at once.
+Each subcommand imports what it needs when it is called, so that ``lab --help`` and ``lab predict``
+answer at once.
 """
 
 import argparse
@@ -20,7 +21,10 @@ from lab.ssh.cli import add_flags as add_ssh
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    """Run the command line and return the exit status.
+
+    0 done, 1 failed, 2 wrong input, 130 interrupted.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     end = given.index("--") if "--" in given else len(given)
     flags = given[end + 1 :]
@@ -30,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.typed = shlex.join(["lab", *given])
         if flags and not getattr(args, "passes_flags", False):
             raise UserError(
-                f"-- {' '.join(flags)}: only lab compare, lab launch, lab cluster run and lab cluster shell "
+                f"-- {' '.join(flags)}: only lab compare, lab launch, lab cluster run and lab "
+                "cluster shell "
                 "take what follows --"
             )
         return args.run(args)
@@ -44,7 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands and their flags."""
-    parser = OneLineErrorParser(prog="lab", description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = OneLineErrorParser(
+        prog="lab",
+        description="The ``lab`` command: compare strategies, report on runs, calibrate, predict, "
+        "make clusters, find what is wrong.",
+        allow_abbrev=False,
+    )
     commands = parser.add_subparsers(
         required=True, metavar="COMMAND", parser_class=OneLineErrorParser
     )

@@ -1,6 +1,7 @@
-"""``make demo``: the four ways on the embedded digits, one after the other, and a table that compares them.
+"""Train in the four ways on the embedded digits and compare them in a table: ``make demo``.
 
-Each way is started as on real nodes, by its own command; the distributed ones as two ranks on this machine.
+Each way is started as on real nodes, by its own command; the distributed ones as two ranks on this
+machine.
 """
 
 import json
@@ -41,7 +42,8 @@ def main() -> int:
         plural = "es" if ranks > 1 else ""
         group = " --master-ip 127.0.0.1 --num-nodes 2 --rank 0 and 1" if ranks > 1 else ""
         console.print(
-            f"\n[bold]{part}, {sync}, {ranks} process{plural}[/bold]: python {shown} {' '.join(settings)}{group}",
+            f"\n[bold]{part}, {sync}, {ranks} process{plural}[/bold]: python {shown} "
+            f"{' '.join(settings)}{group}",
             soft_wrap=True,
         )
         summary = run_way([*part_command(part), *settings], ranks)
@@ -51,7 +53,8 @@ def main() -> int:
         results.append(summary)
     show(results)
     console.print(
-        f"\n{time.perf_counter() - began:.0f} s in all. The same four commands with --dataset cifar10 train on "
+        f"\n{time.perf_counter() - began:.0f} s in all. The same four commands with --dataset "
+        "cifar10 train on "
         "CIFAR-10; README.md says how to start them on real nodes.",
         soft_wrap=True,
     )
@@ -59,7 +62,7 @@ def main() -> int:
 
 
 def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
-    """Start one way on ``ranks`` local processes and return its summary, or None if a process failed."""
+    """Run one way on ``ranks`` local processes and return its summary. None if a process failed."""
     group = ["--master-ip", "127.0.0.1", "--master-port", str(free_port(29500))]
     group += ["--num-nodes", str(ranks), "--rank"]
     with tempfile.TemporaryFile() as errors:

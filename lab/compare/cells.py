@@ -1,7 +1,7 @@
-"""The cells of a comparison, and its runs: which strategy on how many nodes, and the command that each node is started by.
+"""The cells of a comparison (which strategy on how many nodes), its runs, and the command of each.
 
-``plan_cells`` lists the cells and ``in_turns`` their runs in order. ``node_command`` is what a student would type on each
-node.
+``plan_cells`` lists the cells and ``in_turns`` their runs in order. ``node_command`` is what a
+student would type on each node.
 """
 
 import contextlib
@@ -30,10 +30,11 @@ _AVERAGING_PERIOD = 4  # the default of local_sgd
 class Settings:
     """What a comparison measures. An interrupted comparison resumes if its settings are equal.
 
-    ``batch_size`` is global with "strong" scaling, of one node with "weak". ``steps`` are measured, after ``warmup`` others.
-    With ``until_accuracy`` each of ``seeds`` trains once, for at most ``epochs`` epochs; else the first seed trains
-    ``repeats`` times. ``rates`` are of the nodes' links, such as "200mbit", each on its own cluster; none: over loopback.
-    ``compute`` is "real" or a profile of emulated compute, as for the parts. Every run gets ``flags`` unchanged.
+    ``batch_size`` is global with "strong" scaling, of one node with "weak". ``steps`` are measured,
+    after ``warmup`` others. With ``until_accuracy`` each of ``seeds`` trains once, for at most
+    ``epochs`` epochs; else the first seed trains ``repeats`` times. ``rates`` are of the nodes'
+    links, such as "200mbit", each on its own cluster; none: over loopback. ``compute`` is "real" or
+    a profile of emulated compute, as for the parts. Every run gets ``flags`` unchanged.
     """
 
     nodes: tuple[int, ...]
@@ -64,22 +65,26 @@ class Settings:
         for flag, values in counts.items():
             if not values or min(values) < 1:
                 raise UserError(
-                    f"{flag}: got {' '.join(map(str, values)) or 'nothing'}, give whole numbers of at least 1"
+                    f"{flag}: got {' '.join(map(str, values)) or 'nothing'}, give whole numbers "
+                    "of at least 1"
                 )
         unknown = [name for name in self.sync if name not in STRATEGIES]
         rules = (
             (
                 not unknown,
-                f"--sync: got {', '.join(unknown)}; choose from {', '.join(STRATEGIES)}, or 'all' or 'exact'",
+                f"--sync: got {', '.join(unknown)}; choose from {', '.join(STRATEGIES)}, or 'all' "
+                "or 'exact'",
             ),
             (
                 self.scaling == "weak" or max(self.nodes) <= self.batch_size,
-                f"--nodes: got {max(self.nodes)}, more than the {self.batch_size} samples of a global batch: give "
+                f"--nodes: got {max(self.nodes)}, more than the {self.batch_size} samples of a "
+                "global batch: give "
                 "fewer nodes or a larger --batch-size",
             ),
             (
                 self.until_accuracy is None or 0 < self.until_accuracy <= 1,
-                f"--until-accuracy: got {self.until_accuracy}, give a fraction above 0 and of at most 1, e.g. 0.6",
+                f"--until-accuracy: got {self.until_accuracy}, give a fraction above 0 and of at "
+                "most 1, e.g. 0.6",
             ),
             (
                 len({parse_rate(rate) for rate in self.rates}) == len(self.rates),
@@ -87,7 +92,8 @@ class Settings:
             ),
             (
                 not self.emulated or self.until_accuracy is None,
-                f"--compute {self.compute} learns nothing, so there is no accuracy to reach: leave out "
+                f"--compute {self.compute} learns nothing, so there is no accuracy to reach: "
+                "leave out "
                 "--until-accuracy, or --compute",
             ),
         )
@@ -130,22 +136,26 @@ class Settings:
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
         }
-        rates: list[Any] = [*self.rates]
-        return values | {"rates": rates or [None]}
+        return values | {"rates": [*(self.rates or (None,))]}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Settings":
         """The settings with these values of ``as_json``; other keys are ignored."""
-        known: dict[str, Any] = {field.name: values[field.name] for field in fields(cls)}
+        known = {field.name: values[field.name] for field in fields(cls)}
         known["rates"] = [rate for rate in known["rates"] if rate is not None]
-        for name, value in known.items():
-            known[name] = tuple(value) if isinstance(value, list) else value
-        return cls(**known)
+        arguments: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in known.items()
+        }
+        return cls(**arguments)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A repeat (from 0) of a cell, by its ``number`` in the comparison. Only this run writes to ``path`` and ``logs``."""
+    """A repeat (from 0) of a cell, by its ``number`` in the comparison.
+
+    No other run writes to ``path`` and ``logs``.
+    """
 
     folder: Path
     settings: Settings
@@ -184,7 +194,7 @@ class Run:
 
 
 def plan_cells(settings: Settings) -> list[dict[str, Any]]:
-    """Return the cells without repeats: one node once, and each strategy once for each larger number of nodes and rate."""
+    """Return the cells without repeats: one node, then each strategy at each rate on more."""
     rates: Sequence[str | None] = settings.rates or (None,)
     turns = [
         (sync, nodes, rate)
@@ -228,7 +238,10 @@ def new_cell(
 
 
 def in_turns(folder: Path, settings: Settings, cells: Sequence[dict[str, Any]]) -> list[Run]:
-    """Return all runs: each cell once, then each again in the opposite order, so that a drift affects all cells alike."""
+    """Return all runs: each cell once, then each again in the opposite order, and so on.
+
+    So a drift of the machine affects all cells alike.
+    """
     turns = [
         (cell, repeat)
         for repeat in range(len(settings.seeds_to_run))
@@ -250,7 +263,7 @@ def part_of(sync: str) -> str:
 
 
 def node_command(run: Run) -> list[str]:
-    """Return each node's command after ``python``, without ``--master-ip``, ``--num-nodes`` and ``--rank``."""
+    """Return what follows ``python`` on each node, without address, number of nodes and rank."""
     settings, sync = run.settings, run.cell["sync"]
     timed = settings.until_accuracy is None
     flags = {

@@ -97,8 +97,9 @@ def add_compare(commands: argparse._SubParsersAction) -> None:
         commands,
         "compare",
         run=_compare,
-        help="train with each strategy on each number of nodes, in turns, and write reports/compare-<time>/ "
-        "with tables, figures and report.html; what follows -- goes to every run",
+        help="train with each strategy on each number of nodes, in turns, and write "
+        "reports/compare-<time>/ with tables, figures and report.html; what follows -- goes to "
+        "every run",
     )
     parser.set_defaults(passes_flags=True)
     for flag, options in COMPARE_FLAGS.items():
@@ -111,8 +112,8 @@ def add_report(commands: argparse._SubParsersAction) -> None:
         commands,
         "report",
         run=_report,
-        help="the same report from the folders of runs that were started by hand, or anew from a comparison's "
-        "folder",
+        help="the same report from the folders of runs that were started by hand, or anew from a "
+        "comparison's folder",
     )
     parser.add_argument(
         "runs",
@@ -136,8 +137,8 @@ def add_run_cell(commands: argparse._SubParsersAction) -> None:
         commands,
         "run-cell",
         run=_run_cell,
-        help="one run of lab compare --plan, started on each of its nodes by a scheduler or by hand; lab report puts them "
-        "together",
+        help="one run of lab compare --plan, started on each of its nodes by a scheduler or by "
+        "hand; lab report puts them together",
     )
     parser.add_argument(
         "folder",
@@ -169,11 +170,12 @@ def strategies(names: Sequence[str]) -> tuple[str, ...]:
 
     'all' and 'exact' name several strategies.
     """
-    chosen = set(names) - {"all", "exact"}
-    if "all" in names or "exact" in names:
-        chosen |= {name for name in STRATEGIES if "all" in names or is_exact(name)}
-    unknown = sorted(chosen - set(STRATEGIES))
-    return (*(name for name in STRATEGIES if name in chosen), *unknown)
+    known = [
+        name
+        for name in STRATEGIES
+        if name in names or "all" in names or ("exact" in names and is_exact(name))
+    ]
+    return (*known, *sorted(set(names) - {"all", "exact", *STRATEGIES}))
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -224,7 +226,8 @@ def _run_cell(args: argparse.Namespace) -> int:
         return 0
     if not 0 <= args.rank < args.num_nodes:
         raise UserError(
-            f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; give 0 to {args.num_nodes - 1}"
+            f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; give 0 to "
+            f"{args.num_nodes - 1}"
         )
     return run_cell(
         args.folder,

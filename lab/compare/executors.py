@@ -1,7 +1,7 @@
-"""Start a comparison's runs: over loopback, or on emulated nodes whose links have a rate (lab/cluster).
+"""Start a comparison's runs, over loopback or on emulated nodes whose links have a rate.
 
-``Executors`` is a context manager; ``run`` starts a command on some nodes and waits. It makes the cluster of a rate at its
-first run and keeps it, so that the nodes import torch once.
+``Executors`` is a context manager; ``run`` starts a command on some nodes and waits. It makes the
+cluster of a rate at its first run and keeps it, so that the nodes import torch once.
 """
 
 import contextlib
@@ -52,10 +52,11 @@ class Executors:
         logs: Path,
         limit_seconds: float,
     ) -> str | None:
-        """Run ``python command`` on ``nodes`` nodes whose links have this ``rate`` (None: over loopback).
+        """Run ``python command`` on ``nodes`` nodes and wait for its end.
 
-        logs : start of the names of the output files. Returns None if all nodes succeed, else the error message of the node
-        that failed first. Raises GroupError if the cluster cannot be made.
+        rate : of their links; None: over loopback. logs : start of the names of the output files.
+        Returns None if all nodes succeed, else the error message of the node that failed first.
+        Raises GroupError if the cluster cannot be made.
         """
         if rate is None or nodes == 1:
             return _run_over_loopback(command, nodes, logs=logs, limit_seconds=limit_seconds)

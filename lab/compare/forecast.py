@@ -1,6 +1,7 @@
-"""The event model applied to the cells of a comparison: ``forecast_on_links`` turns networks and compute into a prediction.
+"""Apply the event model to the cells of a comparison: ``forecast_on_links``.
 
-``kinds_of`` says which messages must be measured for it, ``emulated_compute`` what a step takes with emulated compute.
+``kinds_of`` says which messages must be measured for it, ``emulated_compute`` what a step takes
+with emulated compute.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,16 +53,22 @@ def forecast_on_links(
             )
         except NotImplementedError:
             continue
-        why = (caveats or {}).get(nodes, "")
-        cells[cell["id"]] = _entry(cell, prediction, plan, gradients, why=why)
-    floors = {
-        f"{nodes} nodes{'' if rate is None else f', {rate}'}": f"{network.rate('all_reduce').floor_seconds * 1e3:.2g} ms"
+        cells[cell["id"]] = _entry(
+            cell, prediction, plan, gradients, why=(caveats or {}).get(nodes, "")
+        )
+    rates = {
+        f"{nodes} nodes{'' if rate is None else f', {rate}'}": network.rate("all_reduce")
         for (nodes, rate), network in networks.items()
     }
     return {
         "made": datetime.now().isoformat(timespec="seconds"),
         "cells": cells,
-        "calibration": {"compute": source, "least time of an all_reduce": floors},
+        "calibration": {
+            "compute": source,
+            "least time of an all_reduce": {
+                link: f"{rate.floor_seconds * 1e3:.2g} ms" for link, rate in rates.items()
+            },
+        },
     }
 
 
@@ -97,7 +104,7 @@ def kinds_of(
     gradients: Sequence[GradientSize],
     nodes: int,
 ) -> list[str]:
-    """Return the kinds of operations that these strategies use among ``nodes`` nodes, for lab/calibrate/link_probe.py."""
+    """Return the kinds of operations of these strategies, for lab/calibrate/link_probe.py."""
     kinds: dict[str, None] = {}
     for plan in message_plans(strategies, options).values():
         try:

@@ -1,7 +1,7 @@
 """``lab report``: turn the folders of runs that were started by hand into a comparison's results.
 
-``collect`` is the one call. Runs that differ in what they trained, or on which machines, form different groups. No figure
-mixes groups, and the report names their differences first.
+``collect`` is the one call. Runs that differ in what they trained, or on which machines, form
+different groups. No figure mixes groups, and the report names their differences first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,15 +70,18 @@ def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
 def _read(folder: Path, scaling: str) -> dict[str, Any]:
     if not (folder / "config.json").exists():
         raise UserError(
-            f"{folder} is no folder of a run (it has no config.json): give reports/<part>-<sync>/<time>, as rank 0 "
+            f"{folder} is no folder of a run (it has no config.json): give "
+            "reports/<part>-<sync>/<time>, as rank 0 "
             "wrote it"
         )
     config, environment = read_json(folder / "config.json"), read_json(folder / "environment.json")
     nodes = config["world_size"]
     repeat = read_repeat(folder, seed=config["seed"])
-    facts = {name: config.get(name) for name in _TRAINING}
-    facts |= {name: environment.get(name) for name in MACHINE_FACTS}
-    facts["compute"] = _compute(folder, config)
+    facts = (
+        {name: config.get(name) for name in _TRAINING}
+        | {name: environment.get(name) for name in MACHINE_FACTS}
+        | {"compute": _compute(folder, config)}
+    )
     if scaling == "weak":
         facts["batch_size"] /= nodes
         facts["total_steps"] = None  # an epoch has fewer steps on more nodes
@@ -99,7 +102,7 @@ def _read(folder: Path, scaling: str) -> dict[str, Any]:
 def _cells(
     runs: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the cells of these runs by group and number of nodes, and the cells' timelines by their ids."""
+    """Return the cells of these runs in order, and the timelines by the cells' ids."""
     cells: dict[str, dict[str, Any]] = {}
     results: dict[str, Any] = {"timelines": {}}
     for run in runs:
@@ -140,7 +143,8 @@ def _warnings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     warnings = []
     if any(run["crowded"] for run in runs):
         warnings.append(
-            "in some runs more ranks shared a machine than it has cores: their step times tell of the machine"
+            "in some runs more ranks shared a machine than it has cores: their step times tell of "
+            "the machine"
         )
     if len({run["environment"].get("git_commit") for run in runs}) > 1:
         warnings.append("the runs were made by different commits of this project")

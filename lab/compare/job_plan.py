@@ -1,7 +1,7 @@
-"""The plan of a comparison whose runs others start: its runs by number and its prediction, fixed before any run.
+"""Plan a comparison whose runs others start: number the runs and predict, before any run.
 
-``plan_comparison`` writes it, as a ``results.json`` whose cells are all pending and which no run writes to. ``planned_run``
-is for the nodes of a run, ``how_to_run`` for the reader.
+``plan_comparison`` writes it, as a ``results.json`` whose cells are all pending and which no run
+writes to. ``planned_run`` is for the nodes of a run, ``how_to_run`` for the reader.
 """
 
 import hashlib
@@ -28,9 +28,12 @@ _JOB_SCRIPT = Path("launch") / "slurm-compare.sbatch"
 def plan_comparison(
     settings: Settings, *, reports: Path, anew: bool, command: str, predicts: bool
 ) -> tuple[Path, dict[str, Any]]:
-    """Return folder and results of a planned comparison: the newest unfinished one with the same settings and code, or a new one.
+    """Return folder and results of a planned comparison.
 
-    predicts : from this machine's calibration, if there is one and no run has begun. Raises UserError on emulated links.
+    It is the newest unfinished one with the same settings and code, or a new one.
+
+    predicts : from this machine's calibration, if there is one and no run has begun. Raises
+    UserError on emulated links.
     """
     if settings.rates:
         raise UserError(
@@ -40,9 +43,9 @@ def plan_comparison(
     folder, results = open_comparison(
         settings, reports=reports, anew=anew, command=command, code=code_of_runs()
     )
-    begun = (folder / "logs").exists() or (folder / "runs").exists()
-    calibrated = calibration_path().exists()
-    if predicts and calibrated and results["prediction"] is None and not begun:
+    begun = any((folder / name).exists() for name in ("logs", "runs"))
+    predicts = predicts and results["prediction"] is None and not begun
+    if predicts and calibration_path().exists():
         from lab.compare.prediction import predict_plan
 
         calibration = load_calibration(calibration_path())
@@ -52,10 +55,16 @@ def plan_comparison(
 
 
 def code_of_runs() -> dict[str, str]:
-    """Return torch's version and digests of the code of a run, by file. Runs of a plan are comparable if all are equal."""
-    files = [name for name in _RUN_BY if (REPOSITORY / name).is_file()]  # a wheel has no PartX
-    contents = {name: (REPOSITORY / name).read_bytes().replace(b"\r\n", b"\n") for name in files}
-    digests = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in contents.items()}
+    """Return torch's version and a digest of each file that a run uses.
+
+    Times are comparable only if all are equal.
+    """
+    paths = [REPOSITORY / name for name in _RUN_BY]
+    digests = {
+        name: hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()[:12]
+        for name, path in zip(_RUN_BY, paths, strict=True)
+        if path.is_file()  # a wheel has no PartX/main.py
+    }
     return dict(sorted((code_facts() | digests).items()))
 
 
@@ -63,7 +72,8 @@ def planned_runs(folder: Path, results: dict[str, Any]) -> list[Run]:
     """Return all runs of a plan, by number. UserError unless these are the results of a plan."""
     if "plan" not in results:
         raise UserError(
-            f"{folder} is a comparison, but no plan, and its runs are lab compare's own: give the folder of a "
+            f"{folder} is a comparison, but no plan, and its runs are lab compare's own: give the "
+            "folder of a "
             "lab compare --plan"
         )
     settings = Settings.from_json(results["settings"])
@@ -75,15 +85,17 @@ def planned_runs(folder: Path, results: dict[str, Any]) -> list[Run]:
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{folder / 'results.json'}: the plan in it is damaged; plan anew with lab compare --plan --new"
+            f"{folder / 'results.json'}: the plan in it is damaged; plan anew with lab compare "
+            "--plan --new"
         ) from error
 
 
 def planned_run(folder: Path, number: int) -> tuple[Run, dict[str, str]]:
-    """Return run ``number`` of the plan in ``folder`` and the code that it needs. UserError if there is none."""
+    """Return run ``number`` of the plan in ``folder`` and its code. UserError if there is none."""
     if not folder.is_dir():
         raise UserError(
-            f"{folder} is not there on {os.uname().nodename}: the folder of a plan belongs on a file system that all "
+            f"{folder} is not there on {os.uname().nodename}: the folder of a plan belongs on a "
+            "file system that all "
             "nodes share (lab compare --output-dir)"
         )
     if not (folder / "results.json").exists():
@@ -113,7 +125,7 @@ def failure_file(run: Run, rank: int) -> Path:
 
 
 def outcome_of(run: Run) -> dict[str, Any] | None:
-    """Return what was measured, as a repeat of lab/compare/results.py. None unless the run has succeeded."""
+    """Return what the run measured, as a repeat. None unless it has succeeded."""
     try:
         return read_run(run)
     except UserError:

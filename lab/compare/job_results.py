@@ -1,7 +1,9 @@
-"""Merge what the runs of a plan have written so far into ``results.json``; its warnings name what is missing or failed.
+"""Merge what the runs of a plan have written so far into ``results.json``.
 
-``merge_results`` may be called at any moment, also during runs; nothing else writes ``results.json``. ``why_failed`` and
-``try_lock`` are for the runs, too.
+Its warnings name what is missing or failed.
+
+``merge_results`` may be called at any moment, also during runs; nothing else writes
+``results.json``. ``why_failed`` and ``try_lock`` are for the runs, too.
 """
 
 import contextlib
@@ -36,7 +38,10 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class State:
-    """How far a run is: "done", "failed", "under way" or "missing". ``outcome`` is its repeat, empty unless done or failed."""
+    """How far a run is: "done", "failed", "under way" or "missing".
+
+    outcome : its repeat; empty unless done or failed.
+    """
 
     run: Run
     word: str
@@ -44,10 +49,10 @@ class State:
 
 
 def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
-    """Return ``results`` of the plan in ``folder`` with what its runs have left there, and write them to ``results.json``.
+    """Return ``results`` with what the runs of the plan have left in ``folder``, and write them.
 
-    Runs on different kinds of machines form different groups. Runs that were merged before stay if the folder of all runs is
-    gone (cleaned up, or not copied).
+    Runs on different kinds of machines form different groups. Runs that were merged before stay if
+    the folder of all runs is gone (cleaned up, or not copied).
     """
     runs, cleaned_up = planned_runs(folder, results), not (folder / "runs").exists()
     before = {
@@ -77,14 +82,15 @@ def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
         "groups": groups if len(groups) > 1 else {},
         "environment": read_json(environments[0]) if environments else results["environment"],
     }
-    results["warnings"] = _warnings(states, results)
-    results["plan"]["to_do"] = [run.number for run in _to_do(states)]
+    to_do = [state.run for state in states if state.word in ("missing", "failed")]
+    results["warnings"] = _warnings(states, to_do, results)
+    results["plan"]["to_do"] = [run.number for run in to_do]
     write_results(folder / "results.json", results)
     return results
 
 
 def describe_plan(folder: Path, results: dict[str, Any]) -> list[str]:
-    """Return how to start what is missing of a plan, line by line. results : as ``merge_results`` returned them."""
+    """Return lines that say how to start what is missing, from results of ``merge_results``."""
     runs = planned_runs(folder, results)
     to_do = [runs[number] for number in results["plan"]["to_do"]]
     lines = [f"{len(to_do)} of {len(runs)} runs to do, in {folder}"]
@@ -92,18 +98,20 @@ def describe_plan(folder: Path, results: dict[str, Any]) -> list[str]:
         lines = [
             f"{lines[0]}: {runs_by_nodes(to_do)}",
             f"with Slurm:   {how_to_run(to_do)}",
-            f"by hand:      lab run-cell {folder} --run K --master-ip IP --num-nodes N --rank R   # on each of its nodes",
+            f"by hand:      lab run-cell {folder} --run K --master-ip IP --num-nodes N --rank R   "
+            "# on each of its nodes",
         ]
     predicted = (
         f"predicted from {calibration_path()}"
         if results["prediction"]
-        else "not predicted: that takes a calibration of such nodes (lab calibrate), before the first run"
+        else "not predicted: that takes a calibration of such nodes (lab calibrate), before the "
+        "first run"
     )
     return [lines[0], predicted, *lines[1:], f"at any time:  lab report {folder}"]
 
 
 def why_failed(run: Run) -> str | None:
-    """Return which rank of a run failed first and its error message. None if no rank has noted a failure."""
+    """Return which rank failed first and its error message. None if no rank noted a failure."""
     notes = sorted(run.logs.glob("rank*.failed.json"), key=lambda path: path.stat().st_mtime_ns)
     statuses = {
         int(path.name.removeprefix("rank").split(".")[0]): read_json(path)["status"]
@@ -141,7 +149,8 @@ def _state(run: Run, before: dict[str, dict[str, Any]]) -> State:
     if why is None and next(run.logs.glob("rank*.txt"), None) is None:
         return State(run, "missing")
     killed = (
-        "no end was noted: killed, or its node lost; or still under way, where the nodes' file system has no locks (its "
+        "no end was noted: killed, or its node lost; or still under way, where the nodes' file "
+        "system has no locks (its "
         f"output: {log})"
     )
     return State(run, "failed", failed_run(run, why or killed))
@@ -160,7 +169,7 @@ def _where(run: Run, outcome: dict[str, Any]) -> dict[str, Any]:
 def _cells(
     states: Sequence[State], machines: Sequence[dict[str, Any]], *, repeats: int
 ) -> list[dict[str, Any]]:
-    """Return all cells of the plan, then those of other groups than the first, with the repeats that they have."""
+    """Return all cells of the plan, then those of the other groups, with their repeats."""
     cells = {(0, state.run.cell["id"]): _empty(state.run.cell, 0) for state in states}
     for state in states:
         planned, outcome = state.run.cell, state.outcome
@@ -191,15 +200,17 @@ def _differences(done: Sequence[State]) -> list[str]:
     return differences
 
 
-def _warnings(states: Sequence[State], results: dict[str, Any]) -> list[str]:
+def _warnings(states: Sequence[State], to_do: Sequence[Run], results: dict[str, Any]) -> list[str]:
     """What a reader must know, and how to go on."""
     warnings = []
     by_word = grouped((state.word, state) for state in states)
     done, failed = by_word.get("done", []), by_word.get("failed", [])
     if results["groups"]:
         warnings.append(
-            "the runs were on different kinds of machines; for one group of all, remove the folders in runs/ of those on "
-            "the others, and start these again on one kind (with Slurm: sbatch --constraint or --nodelist)"
+            "the runs were on different kinds of machines; for one group of all, remove the "
+            "folders in runs/ of those on "
+            "the others, and start these again on one kind (with Slurm: sbatch --constraint or "
+            "--nodelist)"
         )
     if unequal := [state.run.number for state in done if not state.outcome["equal_weights"]]:
         warnings.append(f"the ranks ended with different weights in runs {spans(unequal)}")
@@ -219,13 +230,9 @@ def _warnings(states: Sequence[State], results: dict[str, Any]) -> list[str]:
     ]
     if len(failed) > _SHOWN:
         warnings.append(f"failed, too: {_by_cell(failed[_SHOWN:])}")
-    if to_do := _to_do(states):
+    if to_do:
         warnings.append(f"to go on, unless they wait in a queue: {how_to_run(to_do)}")
     return warnings
-
-
-def _to_do(states: Sequence[State]) -> list[Run]:
-    return [state.run for state in states if state.word in ("missing", "failed")]
 
 
 def _by_cell(states: Sequence[State]) -> str:

@@ -1,8 +1,9 @@
 """One run of a plan on one of its nodes, as any launcher starts it on each: ``lab run-cell``.
 
-Order: leave a finished run alone, refuse one that another job holds, check nodes and code, run the part as a child process,
-and write its output to ``logs/<cell>-<repeat>/rank<r>.txt``. After a failure each rank writes ``rank<r>.failed.json`` there,
-and rank 0 raises the error of the rank that failed first. No other run writes there.
+Order: leave a finished run alone, refuse one that another job holds, check nodes and code, run the
+part as a child process, and write its output to ``logs/<cell>-<repeat>/rank<r>.txt``. After a
+failure each rank writes ``rank<r>.failed.json`` there, and rank 0 raises the error of the rank that
+failed first. No other run writes there.
 """
 
 import contextlib
@@ -44,9 +45,9 @@ _WRONG_INPUT = 2
 def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
     """Run this node's part of run ``number`` of the plan in ``folder``; return the exit status.
 
-    launch : rank, and the number of nodes, of which the last have nothing to do if the cell has fewer. Raises UserError if
-    another job holds the run and, on rank 0, if it cannot run here; GroupError, on rank 0, if it failed. The other ranks
-    write the reason to their logs.
+    launch : rank, and the number of nodes, of which the last have nothing to do if the cell has
+    fewer. Raises UserError if another job holds the run and, on rank 0, if it cannot run here;
+    GroupError, on rank 0, if it failed. The other ranks write the reason to their logs.
     """
     run, code = planned_run(folder, number)
     if launch.rank >= run.nodes:
@@ -85,9 +86,9 @@ def _succeed(launch: LaunchSpec, words: str) -> int:
 
 @contextlib.contextmanager
 def _claimed(path: Path) -> Iterator[IO[bytes]]:
-    """Open and lock this rank's log, so that a second job with the same run notices, if the file system has locks.
+    """Open and lock this rank's log, so that a second job with the same run is refused.
 
-    The part inherits the lock.
+    The part inherits the lock. A file system without locks lets both jobs run.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,11 +109,12 @@ def _claimed(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
-    """Raise UserError if there are too few nodes, or this node has other code than the plan was made with."""
+    """Raise UserError if there are too few nodes, or this node has other code than the plan."""
     name, nodes = name_of(run), run.nodes
     if launch.size < nodes:
         raise UserError(
-            f"{name} needs {nodes} nodes, and there {'is' if launch.size == 1 else 'are'} {launch.size}: start "
+            f"{name} needs {nodes} nodes, and there {'is' if launch.size == 1 else 'are'} "
+            f"{launch.size}: start "
             f"it on {nodes} or more, e.g. by sbatch --nodes={nodes}"
         )
     if nodes > 1 and launch.master_ip is None:
@@ -123,13 +125,14 @@ def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
     if other := sorted(name for name in here | dict(code) if here.get(name) != code.get(name)):
         shown = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
         raise UserError(
-            f"{os.uname().nodename} has other code than the plan was made with ({shown}), and its times would not "
+            f"{os.uname().nodename} has other code than the plan was made with ({shown}), and its "
+            "times would not "
             "be comparable: go back to that code, or plan anew with lab compare --plan"
         )
 
 
 def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> tuple[int, str]:
-    """Run the part to its end; return its exit status as a shell does, and which signal to this process stopped it, if any.
+    """Run the part to its end; return its exit status, as a shell does, and why it was stopped.
 
     A signal is passed on as SIGTERM; the part then has ``_GRACE_SECONDS`` to end.
     """
@@ -159,7 +162,8 @@ def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> tuple[int, str]:
             signal.signal(number, handler)
     [status] = exits.statuses
     why = (
-        f"stopped by {signal.Signals(received[0]).name}, as at a time limit or after a node's loss; started again, the "
+        f"stopped by {signal.Signals(received[0]).name}, as at a time limit or after a node's "
+        "loss; started again, the "
         "run begins anew"
         if received and status != 0
         else ""
@@ -170,12 +174,11 @@ def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> tuple[int, str]:
 def _remove(path: Path) -> None:
     try:
         shutil.rmtree(path)
-    except FileNotFoundError:
-        pass
     except OSError as error:
-        raise UserError(
-            f"{path}, of an earlier attempt, cannot be removed ({error.strerror})"
-        ) from error
+        if path.exists():
+            raise UserError(
+                f"{path}, of an earlier attempt, cannot be removed ({error.strerror})"
+            ) from error
 
 
 def _note_failure(run: Run, launch: LaunchSpec, log: IO[bytes], status: int, why: str) -> None:

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, and what it says of the run: its times, why it failed, on which machine it was.
+"""Read what a run left in its folder: its times, its failure, the machine that it was on.
 
 ``read_run`` returns the repeat of a finished run, ``failed_run`` that of a failed one.
 """
@@ -32,7 +32,8 @@ def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
         return parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path} cannot be read ({error}): the run has not ended, or its folder was not copied whole"
+            f"{path} cannot be read ({error}): the run has not ended, or its folder was not "
+            "copied whole"
         ) from error
 
 
@@ -77,7 +78,10 @@ def failed_run(run: Run, message: str) -> dict[str, Any]:
 
 
 def time_to_accuracy(path: Path, accuracy: float) -> dict[str, float | int | None]:
-    """Return training time (without evaluations) and steps until the end of the first epoch that reached ``accuracy``."""
+    """Return training time and steps until the end of the first epoch that reached ``accuracy``.
+
+    Evaluations do not count.
+    """
     seconds = 0.0
     steps_per_epoch = read_json(path / "config.json")["steps_per_epoch"]
     for epoch in _read_lines(path / "epochs.jsonl"):
@@ -102,7 +106,8 @@ def describe_times(outcome: Mapping[str, Any]) -> str:
 def describe_failure(statuses: Mapping[int, int], logs: Mapping[int, Path]) -> str:
     """Return which rank failed first and its error message.
 
-    statuses : of the failed ranks, in the order in which they ended. logs : the file of each rank's output.
+    statuses : of the failed ranks, in the order in which they ended. logs : the file of each rank's
+    output.
     """
     texts = {
         rank: logs[rank].read_text(encoding="utf-8", errors="replace")

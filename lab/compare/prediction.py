@@ -1,7 +1,7 @@
 """Predict a comparison before its first run, from what this machine or its nodes take now.
 
-``predict_comparison`` measures and predicts; ``predict_plan`` uses an earlier calibration, since a plan's runs are on other
-machines. forecast.py is the arithmetic of both.
+``predict_comparison`` measures and predicts; ``predict_plan`` uses an earlier calibration, since a
+plan's runs are on other machines. forecast.py is the arithmetic of both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,9 @@ console = Console(highlight=False)
 def predict_comparison(
     results: dict[str, Any], settings: Settings, folder: Path, executors: Executors
 ) -> None:
-    """Set the ``prediction`` of ``results``, from measurements of now: a machine is not equally fast every day.
+    """Measure now and set the ``prediction`` of ``results``.
+
+    An earlier measurement would not do: a machine is not equally fast every day.
 
     Raises GroupError if the messages of emulated nodes cannot be measured.
     """
@@ -71,8 +73,8 @@ def predict_plan(
 ) -> dict[str, Any]:
     """Return the prediction for nodes that are machines of their own.
 
-    Out of scope are cells of several nodes if messages were measured over loopback, and all cells if the steps were those of
-    another model.
+    Out of scope are cells of several nodes if messages were measured over loopback, and all cells
+    if the steps were those of another model.
     """
     compute_at, gradients, _ = _compute(settings, folder, calibration, own_machines=True)
     caveats = {} if settings.emulated else _other_model(settings, calibration)
@@ -97,7 +99,8 @@ def _predict_over_loopback(
 ) -> dict[str, Any]:
     """Return the prediction for ranks that share this machine.
 
-    In scope is what the model claims to within 20 %: exact strategies with no more ranks than cores.
+    In scope is what the model claims to within 20 %: exact strategies with no more ranks than
+    cores.
     """
     compute_at, gradients, source = _compute(settings, folder, calibration, own_machines=False)
     prediction = forecast_on_links(
@@ -131,7 +134,7 @@ def _other_model(settings: Settings, calibration: Calibration) -> dict[int, str]
 def _compute(
     settings: Settings, folder: Path, calibration: Calibration | None, *, own_machines: bool
 ) -> tuple[Callable[[int], StepCompute], Sequence[GradientSize], str]:
-    """Return a rank's step by the number of nodes, the gradients' sizes, and where the times come from.
+    """Return a rank's step by number of nodes, the gradients' sizes, and the source of the times.
 
     calibration : None only if compute is emulated, by the profile in ``folder``.
     """

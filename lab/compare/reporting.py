@@ -1,7 +1,8 @@
-"""What ``lab compare``, ``lab compare --plan`` and ``lab report`` do, and what they print at the end."""
+"""Carry out ``lab compare``, ``lab compare --plan`` and ``lab report``, and print the outcome."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -22,9 +23,9 @@ console = Console(highlight=False)
 def compare_and_report(
     settings: Settings, *, reports: Path, anew: bool, predicts: bool, command: str
 ) -> int:
-    """Predict, run the comparison and report on it, or after Ctrl-C on what is finished. Return the exit status.
+    """Predict, run the comparison, write its report and return the exit status: 1 if a cell failed.
 
-    The status is 1 if a cell failed.
+    After Ctrl-C the report shows what is finished.
     """
     executors = Executors(max(settings.nodes), settings.rates)
     folder, results = open_comparison(settings, reports=reports, anew=anew, command=command)
@@ -34,10 +35,10 @@ def compare_and_report(
     except KeyboardInterrupt:
         status, results = INTERRUPTED, read_results(folder / "results.json")
         console.print(
-            f"interrupted; every process is ended, what is finished is kept. The same command goes on with {folder}",
+            "interrupted; every process is ended, what is finished is kept. The same command "
+            f"goes on with {folder}",
             soft_wrap=True,
         )
-    write_report(folder, results)
     failed = [
         cell["id"]
         for cell in results["cells"]
@@ -47,14 +48,14 @@ def compare_and_report(
         console.print(
             f"failed: {', '.join(failed)}; the same command tries them again", soft_wrap=True
         )
-    _print_table(folder)
+    _write_and_print(folder, results)
     return status or int(bool(failed))
 
 
 def plan_and_describe(
     settings: Settings, *, reports: Path, anew: bool, predicts: bool, command: str
 ) -> int:
-    """Plan a comparison, or find the unfinished plan of the same one, and print how to start its runs."""
+    """Plan a comparison, or find its unfinished plan, and print how to start the runs."""
     folder, results = plan_comparison(
         settings, reports=reports, anew=anew, command=command, predicts=predicts
     )
@@ -64,7 +65,7 @@ def plan_and_describe(
 
 
 def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
-    """Report on runs that were started by hand, or again on one comparison, in its own folder. Return the exit status."""
+    """Report on runs that were started by hand, or again on one comparison, in its own folder."""
     comparisons = [run for run in runs if (run / "results.json").exists()]
     if comparisons and len(runs) > 1:
         raise UserError(f"{comparisons[0]} is a comparison: give it alone, or folders of runs")
@@ -81,11 +82,11 @@ def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
         write_results(folder / "results.json", results)
     for difference in results["differences"]:
         console.print(f"not comparable: {difference}", soft_wrap=True)
-    write_report(folder, results)
-    _print_table(folder)
+    _write_and_print(folder, results)
     return 0
 
 
-def _print_table(folder: Path) -> None:
+def _write_and_print(folder: Path, results: dict[str, Any]) -> None:
+    write_report(folder, results)
     console.print((folder / "table.md").read_text(encoding="utf-8"), markup=False, soft_wrap=True)
     console.print(f"report: {folder / 'report.html'}", soft_wrap=True)

@@ -1,9 +1,10 @@
-"""``results.json``: what a comparison measured. Read, checked and written here; docs/comparing.md explains it.
+"""Read, check and write ``results.json``, which holds what a comparison measured.
 
-A comparison has cells (a strategy on a number of nodes), a cell has repeats (runs), a repeat has a row for each rank.
+A comparison has cells (a strategy on a number of nodes), a cell has repeats (runs), a repeat has a
+row for each rank.
 
     format, kind ("compare" or "report"), created, finished, emulated
-    settings      what was asked for: dataset, model, batch_size, steps, warmup, repeats, seeds, nodes, sync, ...
+    settings      what was asked for: dataset, model, batch_size, steps, nodes, sync, ...
     environment   of the machine, as in a run's environment.json
     warnings      what a reader must know first
     differences   why runs cannot be compared (only from ``lab report``)
@@ -16,8 +17,9 @@ A comparison has cells (a strategy on a number of nodes), a cell has repeats (ru
                   runs (cell and repeat), to_do (their numbers)
     timelines     by cell: one step, as in a run's timeline.json
 
-All values are seconds and bytes. ``median`` is over the repeats of the mean over the ranks. ``interval`` is the 95 % interval
-of the mean over repeats by Student's t, [null, null] for a single repeat. Cells of different ``group`` are not comparable.
+docs/comparing.md explains it for readers. All values are seconds and bytes. ``median`` is over the
+repeats of the mean over the ranks. ``interval`` is the 95 % interval of the mean over repeats by
+Student's t, [null, null] for a single repeat. Cells of different ``group`` are not comparable.
 """
 
 import json
@@ -58,7 +60,10 @@ _PARTS_OF_CELL = {
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Return the content of a ``results.json``. UserError, with the file's name, if it is cut, foreign or of another format."""
+    """Return the content of a ``results.json``.
+
+    UserError, with the file's name, if it is cut, foreign or of another format.
+    """
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -69,7 +74,8 @@ def read_results(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is no results.json of lab compare; left as it is")
     if results["format"] != FORMAT:
         raise UserError(
-            f"{path} has format {results['format']!r}, this version reads {FORMAT}: use the version that wrote it; "
+            f"{path} has format {results['format']!r}, this version reads {FORMAT}: use the "
+            "version that wrote it; "
             "left as it is"
         )
     _check_parts(path, results, _PARTS_OF_RESULTS, "")
@@ -105,7 +111,10 @@ def take_timeline(
 
 
 def summarise(cell: dict[str, Any], *, repeats: int) -> None:
-    """Set status, message, median and interval of a cell from its repeats; it is done when it has ``repeats``."""
+    """Set status, message, median and interval of a cell from its repeats.
+
+    The cell is done when it has ``repeats`` good ones.
+    """
     by_status = grouped((repeat["status"], repeat) for repeat in cell["repeats"])
     done, failed = by_status.get("done", []), by_status.get("failed", [])
     status = "failed" if failed else "pending"

@@ -1,13 +1,13 @@
-"""Run the cells of a comparison in turns, each as a student would start it, and keep what is finished whatever happens.
+"""Run the cells of a comparison in turns, and save the results after each run.
 
-``open_comparison`` finds an interrupted comparison with the same settings or begins a new one. ``run_comparison`` then fixes
-the prediction and runs what is missing; executors.py says where.
+``open_comparison`` finds an interrupted comparison with the same settings or begins a new one.
+``run_comparison`` then fixes the prediction and runs what is missing; executors.py says where.
 """
 
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,42 +38,43 @@ def open_comparison(
     command: str = "lab compare",
     code: Mapping[str, str] | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Return folder and results of the newest unfinished comparison with these settings, or of a new one.
+    """Return folder and results of the newest unfinished comparison like this, or of a new one.
 
     Parameters
     ----------
     reports : receives ``compare-<time>/``, and is searched for an unfinished comparison.
     anew : begin a new one in any case.
     command : what was typed, for the reader.
-    code : given for a plan, whose runs others start (job_plan.py). An unfinished plan needs the same code; any other
-        comparison needs the same machine.
+    code : given for a plan, whose runs others start (job_plan.py). An unfinished plan needs the
+        same code; any other comparison needs the same machine.
 
     A notice names results that cannot be read, or that another version wrote; they stay unchanged.
     """
-    # Imports torch, which takes seconds: other commands of lab need it earlier or not at all.
+    # Imports torch, which takes seconds: --help must not wait for it.
     from common.utils.environment import environment
 
     here = environment()
-    if not anew:
-        now = code if code is not None else {name: here.get(name) for name in _SAME_MACHINE}
-        found = _find_unfinished(settings, reports, now, planned=code is not None)
-        if found is not None:
-            return found
+    now = code if code is not None else {name: here.get(name) for name in _SAME_MACHINE}
+    found = None if anew else _find_unfinished(settings, reports, now, planned=code is not None)
+    return found or _begin(settings, reports, command, here, code)
+
+
+def _begin(
+    settings: Settings,
+    reports: Path,
+    command: str,
+    here: dict[str, Any],
+    code: Mapping[str, str] | None,
+) -> tuple[Path, dict[str, Any]]:
+    """Return folder and results of a new comparison, whose runs are all pending."""
     profile = (
         load_profile(settings.compute, model=settings.model, machine=here["cpu"])
         if settings.emulated
         else None
     )
-    cells, cores = plan_cells(settings), here["usable_cores"]
+    cells = plan_cells(settings)
     folder = new_folder(reports, "compare")
     computes_here = not here["gpus"] and not settings.emulated and code is None
-    for cell in cells:
-        cell["oversubscribed"] = computes_here and cell["nodes"] > cores
-    crowded = sorted({cell["nodes"] for cell in cells if cell["oversubscribed"]})
-    warning = (
-        f"{' and '.join(map(str, crowded))} ranks share {cores} cores: their forward and backward take turns, so "
-        "step times tell of the machine, not of as many nodes, and waiting for slower ranks grows"
-    )
     results = {
         "format": FORMAT,
         "kind": "compare",
@@ -82,7 +83,7 @@ def open_comparison(
         "emulated": settings.emulated or bool(settings.rates),
         "settings": settings.as_json() | {"command": command},
         "environment": here,
-        "warnings": [warning] if crowded else [],
+        "warnings": _mark_oversubscribed(cells, here["usable_cores"]) if computes_here else [],
         "differences": [],
         "prediction": None,
         "cells": cells,
@@ -91,18 +92,31 @@ def open_comparison(
     if code is not None:
         runs = [[run.cell["id"], run.repeat] for run in in_turns(folder, settings, cells)]
         results["plan"] = {"code": dict(code), "runs": runs}
-    if (
-        profile is not None
-    ):  # the comparison's own copy: it stays the same however long the comparison takes
+    if profile is not None:  # the comparison's own copy, which stays the same
         write_atomically(profile_file(folder), json.dumps(profile.as_json(), indent=1).encode())
     write_results(folder / "results.json", results)
     return folder, results
 
 
+def _mark_oversubscribed(cells: Sequence[dict[str, Any]], cores: int) -> list[str]:
+    """Mark the cells with more ranks than cores; return a warning if there are any."""
+    for cell in cells:
+        cell["oversubscribed"] = cell["nodes"] > cores
+    crowded = sorted({cell["nodes"] for cell in cells if cell["oversubscribed"]})
+    warning = (
+        f"{' and '.join(map(str, crowded))} ranks share {cores} cores: their forward and backward "
+        "take turns, so "
+        "step times tell of the machine, not of as many nodes, and waiting for slower ranks grows"
+    )
+    return [warning] if crowded else []
+
+
 def _find_unfinished(
     settings: Settings, reports: Path, now: Mapping[str, Any], *, planned: bool
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return folder and results of the newest unfinished comparison, without its failed runs, which are tried again.
+    """Return folder and results of the newest unfinished comparison with these settings.
+
+    Its failed runs are left out: they are tried again.
 
     now : facts of the machine, or of the code if ``planned``, that must be the same.
     """
@@ -140,8 +154,8 @@ def run_comparison(
 ) -> None:
     """Run what is missing of an opened comparison, and write ``results.json`` after every run.
 
-    predicts : predict the step times before the first run. Raises KeyboardInterrupt after Ctrl-C, when all processes have
-    ended and the results are saved.
+    predicts : predict the step times before the first run. Raises KeyboardInterrupt after Ctrl-C,
+    when all processes have ended and the results are saved.
     """
     with executors:
         if predicts and results["prediction"] is None:

@@ -1,4 +1,4 @@
-"""The output of several nodes on one terminal: each line behind its node's number."""
+"""The output of several nodes on one terminal: each line has its node's number in front."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,9 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 class PrefixedOutput:
-    """Shows each line behind its node's number, on a terminal in a colour of the node; nothing more once the reader is gone.
+    """Shows each line with its node's number in front, on a terminal in the node's colour.
+
+    It shows nothing more once nobody reads the output.
 
     shown : whether a node's lines are shown.
     """
@@ -29,5 +31,5 @@ class PrefixedOutput:
         try:
             self._console.print(text.append(line, style="default"), soft_wrap=True)
         except (OSError, SystemExit):
-            # The pipe is closed. rich would end this thread, which must go on reading from the nodes.
+            # The pipe is closed. rich would end this thread, which must keep reading.
             self._shown = lambda node: False
