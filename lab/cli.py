@@ -35,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if flags and not getattr(args, "passes_flags", False):
             raise UserError(
                 f"-- {' '.join(flags)}: only lab compare, lab launch, lab cluster run and lab "
-                "cluster shell "
-                "take what follows --"
+                "cluster shell take what follows --"
             )
         return args.run(args)
     except (UserError, GroupError) as error:

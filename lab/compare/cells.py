@@ -78,8 +78,7 @@ class Settings:
             (
                 self.scaling == "weak" or max(self.nodes) <= self.batch_size,
                 f"--nodes: got {max(self.nodes)}, more than the {self.batch_size} samples of a "
-                "global batch: give "
-                "fewer nodes or a larger --batch-size",
+                "global batch: give fewer nodes or a larger --batch-size",
             ),
             (
                 self.until_accuracy is None or 0 < self.until_accuracy <= 1,
@@ -93,8 +92,7 @@ class Settings:
             (
                 not self.emulated or self.until_accuracy is None,
                 f"--compute {self.compute} learns nothing, so there is no accuracy to reach: "
-                "leave out "
-                "--until-accuracy, or --compute",
+                "leave out --until-accuracy, or --compute",
             ),
         )
         for holds, message in rules:

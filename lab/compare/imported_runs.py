@@ -71,8 +71,7 @@ def _read(folder: Path, scaling: str) -> dict[str, Any]:
     if not (folder / "config.json").exists():
         raise UserError(
             f"{folder} is no folder of a run (it has no config.json): give "
-            "reports/<part>-<sync>/<time>, as rank 0 "
-            "wrote it"
+            "reports/<part>-<sync>/<time>, as rank 0 wrote it"
         )
     config, environment = read_json(folder / "config.json"), read_json(folder / "environment.json")
     nodes = config["world_size"]

@@ -73,8 +73,7 @@ def planned_runs(folder: Path, results: dict[str, Any]) -> list[Run]:
     if "plan" not in results:
         raise UserError(
             f"{folder} is a comparison, but no plan, and its runs are lab compare's own: give the "
-            "folder of a "
-            "lab compare --plan"
+            "folder of a lab compare --plan"
         )
     settings = Settings.from_json(results["settings"])
     cells = {cell["id"]: cell for cell in results["cells"]}
@@ -95,8 +94,7 @@ def planned_run(folder: Path, number: int) -> tuple[Run, dict[str, str]]:
     if not folder.is_dir():
         raise UserError(
             f"{folder} is not there on {os.uname().nodename}: the folder of a plan belongs on a "
-            "file system that all "
-            "nodes share (lab compare --output-dir)"
+            "file system that all nodes share (lab compare --output-dir)"
         )
     if not (folder / "results.json").exists():
         raise UserError(

@@ -150,8 +150,7 @@ def _state(run: Run, before: dict[str, dict[str, Any]]) -> State:
         return State(run, "missing")
     killed = (
         "no end was noted: killed, or its node lost; or still under way, where the nodes' file "
-        "system has no locks (its "
-        f"output: {log})"
+        f"system has no locks (its output: {log})"
     )
     return State(run, "failed", failed_run(run, why or killed))
 
@@ -208,9 +207,8 @@ def _warnings(states: Sequence[State], to_do: Sequence[Run], results: dict[str, 
     if results["groups"]:
         warnings.append(
             "the runs were on different kinds of machines; for one group of all, remove the "
-            "folders in runs/ of those on "
-            "the others, and start these again on one kind (with Slurm: sbatch --constraint or "
-            "--nodelist)"
+            "folders in runs/ of those on the others, and start these again on one kind (with "
+            "Slurm: sbatch --constraint or --nodelist)"
         )
     if unequal := [state.run.number for state in done if not state.outcome["equal_weights"]]:
         warnings.append(f"the ranks ended with different weights in runs {spans(unequal)}")

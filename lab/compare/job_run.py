@@ -114,8 +114,7 @@ def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
     if launch.size < nodes:
         raise UserError(
             f"{name} needs {nodes} nodes, and there {'is' if launch.size == 1 else 'are'} "
-            f"{launch.size}: start "
-            f"it on {nodes} or more, e.g. by sbatch --nodes={nodes}"
+            f"{launch.size}: start it on {nodes} or more, e.g. by sbatch --nodes={nodes}"
         )
     if nodes > 1 and launch.master_ip is None:
         raise UserError(
@@ -126,8 +125,8 @@ def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
         shown = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
         raise UserError(
             f"{os.uname().nodename} has other code than the plan was made with ({shown}), and its "
-            "times would not "
-            "be comparable: go back to that code, or plan anew with lab compare --plan"
+            "times would not be comparable: go back to that code, or plan anew with lab compare "
+            "--plan"
         )
 
 
@@ -163,8 +162,7 @@ def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> tuple[int, str]:
     [status] = exits.statuses
     why = (
         f"stopped by {signal.Signals(received[0]).name}, as at a time limit or after a node's "
-        "loss; started again, the "
-        "run begins anew"
+        "loss; started again, the run begins anew"
         if received and status != 0
         else ""
     )

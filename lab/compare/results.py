@@ -75,8 +75,7 @@ def read_results(path: Path) -> dict[str, Any]:
     if results["format"] != FORMAT:
         raise UserError(
             f"{path} has format {results['format']!r}, this version reads {FORMAT}: use the "
-            "version that wrote it; "
-            "left as it is"
+            "version that wrote it; left as it is"
         )
     _check_parts(path, results, _PARTS_OF_RESULTS, "")
     for index, cell in enumerate(results["cells"]):

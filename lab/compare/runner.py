@@ -105,8 +105,8 @@ def _mark_oversubscribed(cells: Sequence[dict[str, Any]], cores: int) -> list[st
     crowded = sorted({cell["nodes"] for cell in cells if cell["oversubscribed"]})
     warning = (
         f"{' and '.join(map(str, crowded))} ranks share {cores} cores: their forward and backward "
-        "take turns, so "
-        "step times tell of the machine, not of as many nodes, and waiting for slower ranks grows"
+        "take turns, so step times tell of the machine, not of as many nodes, and waiting for "
+        "slower ranks grows"
     )
     return [warning] if crowded else []
 
