@@ -24,9 +24,9 @@ from loader import REPOSITORY, describe_machine, whole_number
 
 sys.path.insert(0, str(REPOSITORY))
 
-from lab.compare.cells import Settings
 from lab.compare.executors import Executors
 from lab.compare.runner import open_comparison, run_comparison
+from lab.compare.settings import Settings
 
 AIMS = {
     "ddp": 0.05,

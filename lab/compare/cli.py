@@ -13,7 +13,7 @@ from common.models import MODELS
 from common.sync import STRATEGIES, is_exact
 from common.utils.environment import DEFAULT_MASTER_PORT
 from common.utils.paths import REPORTS
-from lab.compare.cells import Settings
+from lab.compare.settings import Settings
 from lab.flags import add_command
 
 COMPARE_FLAGS: dict[str, dict[str, Any]] = {

@@ -16,12 +16,19 @@ from common.cost_model.calibration_file import calibration_path, load_calibratio
 from common.errors import UserError
 from common.utils.paths import REPOSITORY
 from common.utils.source_hash import code_facts
-from lab.compare.cells import Run, Settings
+from lab.compare.cells import Run
 from lab.compare.outcomes import read_run
 from lab.compare.results import grouped, read_results, write_results
 from lab.compare.runner import open_comparison
+from lab.compare.settings import Settings
 
-_RUN_BY = ("PartOne/main.py", "PartTwo/main.py", "PartThree/main.py", "lab/compare/cells.py")
+_RUN_BY = (
+    "PartOne/main.py",
+    "PartTwo/main.py",
+    "PartThree/main.py",
+    "lab/compare/cells.py",
+    "lab/compare/settings.py",
+)
 _JOB_SCRIPT = Path("launch") / "slurm-compare.sbatch"
 
 

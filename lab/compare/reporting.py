@@ -8,13 +8,13 @@ from rich.console import Console
 
 from common.errors import INTERRUPTED, UserError
 from common.utils.paths import new_folder
-from lab.compare.cells import Settings
 from lab.compare.executors import Executors
 from lab.compare.imported_runs import collect
 from lab.compare.job_plan import plan_comparison
 from lab.compare.job_results import describe_plan, merge_results
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison, run_comparison
+from lab.compare.settings import Settings
 from lab.report import write_report
 
 console = Console(highlight=False)

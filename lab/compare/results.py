@@ -147,12 +147,12 @@ def _of_repeat(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     row: dict[str, float | None] = {
         name: statistics.fmean(rank["seconds"][name] for rank in ranks) for name in TIMES
     }
-    others = [rank["bytes_sent"] for rank in ranks[1:]]
-    known = all(rank["bytes_sent"] is not None for rank in ranks)
+    sent = [rank["bytes_sent"] for rank in ranks]
+    known = None not in sent
     return row | {
         "peak_memory_bytes": statistics.fmean(rank["peak_memory_bytes"] for rank in ranks),
-        "root_bytes_sent": ranks[0]["bytes_sent"] if known else None,
-        "others_bytes_sent": (statistics.fmean(others) if others else 0.0) if known else None,
+        "root_bytes_sent": sent[0] if known else None,
+        "others_bytes_sent": statistics.fmean(sent[1:] or [0.0]) if known else None,
     }
 
 

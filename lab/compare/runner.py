@@ -19,10 +19,11 @@ from common.emulation.compute_profile import load_profile
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
 from common.utils.paths import new_folder
-from lab.compare.cells import Run, Settings, in_turns, node_command, plan_cells, profile_file
+from lab.compare.cells import Run, in_turns, node_command, plan_cells, profile_file
 from lab.compare.executors import Executors
 from lab.compare.outcomes import describe_times, failed_run, read_run
 from lab.compare.results import FORMAT, read_results, summarise, take_timeline, write_results
+from lab.compare.settings import Settings
 
 _LIMIT_SECONDS = 3600
 _SAME_MACHINE = ("python", "torch", "cpu", "usable_cores", "git_commit")

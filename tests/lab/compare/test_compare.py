@@ -19,12 +19,13 @@ from lab.cluster import Cluster
 from lab.cluster.tools import namespaces_refused
 from lab.compare import cells as cells_module
 from lab.compare import runner as runner_module
-from lab.compare.cells import Run, Settings, node_command, part_of, plan_cells
+from lab.compare.cells import Run, node_command, part_of, plan_cells
 from lab.compare.cli import strategies
 from lab.compare.executors import Executors
 from lab.compare.outcomes import time_to_accuracy
 from lab.compare.results import read_results
 from lab.compare.runner import open_comparison, run_comparison
+from lab.compare.settings import Settings
 from tests.helpers import Started, start_lab, user_environment, wait_until
 
 FAKE = REPOSITORY / "tests" / "helpers" / "fake_part.py"

@@ -15,11 +15,11 @@ from lab.cli import main
 from lab.compare import cells as cells_module
 from lab.compare import job_plan as plan_module
 from lab.compare import reporting
-from lab.compare.cells import Settings
 from lab.compare.job_plan import code_of_runs, plan_comparison, planned_runs, spans
 from lab.compare.job_results import merge_results
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison
+from lab.compare.settings import Settings
 from tests.helpers import Started, fake_part, user_environment, wait_until
 
 FAKE = REPOSITORY / "tests" / "helpers" / "fake_part.py"
