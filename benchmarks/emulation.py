@@ -24,10 +24,9 @@ from loader import REPOSITORY, describe_machine, whole_number
 
 sys.path.insert(0, str(REPOSITORY))
 
-from lab.compare.cells import Settings
 from lab.compare.executors import Executors
-from lab.compare.forecast import forecast_on_nodes
-from lab.compare.runner import compare
+from lab.compare.runner import open_comparison, run_comparison
+from lab.compare.settings import Settings
 
 AIMS = {
     "ddp": 0.05,
@@ -55,10 +54,9 @@ def measure(nodes: int, rate: str, arguments: argparse.Namespace, reports: Path)
         batch_size=arguments.batch_size,
     )
 
-    def predict(results: dict[str, Any], folder: Path, executors: Executors) -> None:
-        results["prediction"] = forecast_on_nodes(results, settings, folder, executors, {}, None)
-
-    _, results = compare(settings, reports=reports, anew=True, predict=predict)
+    executors = Executors(nodes, settings.rates)
+    folder, results = open_comparison(settings, reports=reports, anew=True)
+    run_comparison(settings, folder, results, executors, predicts=True)
     return results
 
 

@@ -1,6 +1,7 @@
-"""The ``lab`` command: compare strategies, report on runs, calibrate, predict, make clusters, find what is wrong.
+"""The ``lab`` command and its subcommands.
 
-Each subcommand imports what it needs when it is called, so that ``lab --help`` and ``lab predict`` answer at once.
+Each subcommand imports what it needs when it is called, so that ``lab --help`` and ``lab predict``
+answer at once.
 """
 
 import argparse
@@ -20,27 +21,26 @@ from lab.ssh.cli import add_flags as add_ssh
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    """Run the command line and return the exit status.
+
+    0 done, 1 failed, 2 wrong input, 130 interrupted.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    flags: list[str] = []
-    if "--" in given:
-        given, flags = given[: given.index("--")], given[given.index("--") + 1 :]
+    end = given.index("--") if "--" in given else len(given)
+    flags = given[end + 1 :]
     try:
-        args = build_parser().parse_args(given)
+        args = build_parser().parse_args(given[:end])
         args.flags = flags
-        args.typed = shlex.join(["lab", *given, *(["--", *flags] if flags else [])])
+        args.typed = shlex.join(["lab", *given])
         if flags and not getattr(args, "passes_flags", False):
             raise UserError(
-                f"-- {' '.join(flags)}: only lab compare, lab launch, lab cluster run and lab cluster shell "
-                "take what follows --"
+                f"-- {' '.join(flags)}: only lab compare, lab launch, lab cluster run and lab "
+                "cluster shell take what follows --"
             )
         return args.run(args)
-    except UserError as error:
+    except (UserError, GroupError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except GroupError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -48,19 +48,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands and their flags."""
-    parser = OneLineErrorParser(prog="lab", description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = OneLineErrorParser(
+        prog="lab",
+        description="The ``lab`` command: compare strategies, report on runs, calibrate, predict, "
+        "make clusters, find what is wrong.",
+        allow_abbrev=False,
+    )
     commands = parser.add_subparsers(
         required=True, metavar="COMMAND", parser_class=OneLineErrorParser
     )
-    add_compare(commands)
-    add_report(commands)
-    add_calibrate(commands)
-    add_predict(commands)
-    add_cluster(commands)
-    add_ssh(commands)
-    add_run_cell(commands)
-    add_doctor(commands)
-    add_explain(commands)
+    for add in (
+        add_compare,
+        add_report,
+        add_calibrate,
+        add_predict,
+        add_cluster,
+        add_ssh,
+        add_run_cell,
+        add_doctor,
+        add_explain,
+    ):
+        add(commands)
     return parser
 
 

@@ -1,11 +1,11 @@
-"""``make demo``: the four ways on the embedded digits, one after the other, and a table that compares them.
+"""Train in the four ways on the embedded digits and compare them in a table: ``make demo``.
 
-Each way is started as on real nodes, by its own command; the distributed ones as two ranks on this machine.
+Each way is started as on real nodes, by its own command; the distributed ones as two ranks on this
+machine.
 """
 
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from common.distributed.spawn import run_local_ranks
 from common.utils.paths import IN_CHECKOUT, REPORTS, part_command
 from common.utils.system import free_port
 
@@ -41,7 +42,8 @@ def main() -> int:
         plural = "es" if ranks > 1 else ""
         group = " --master-ip 127.0.0.1 --num-nodes 2 --rank 0 and 1" if ranks > 1 else ""
         console.print(
-            f"\n[bold]{part}, {sync}, {ranks} process{plural}[/bold]: python {shown} {' '.join(settings)}{group}",
+            f"\n[bold]{part}, {sync}, {ranks} process{plural}[/bold]: python {shown} "
+            f"{' '.join(settings)}{group}",
             soft_wrap=True,
         )
         summary = run_way([*part_command(part), *settings], ranks)
@@ -51,7 +53,8 @@ def main() -> int:
         results.append(summary)
     show(results)
     console.print(
-        f"\n{time.perf_counter() - began:.0f} s in all. The same four commands with --dataset cifar10 train on "
+        f"\n{time.perf_counter() - began:.0f} s in all. The same four commands with --dataset "
+        "cifar10 train on "
         "CIFAR-10; README.md says how to start them on real nodes.",
         soft_wrap=True,
     )
@@ -59,40 +62,27 @@ def main() -> int:
 
 
 def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
-    """Start one way on ``ranks`` local processes and return its summary, or None if a process failed."""
-    address = ["--master-ip", "127.0.0.1", "--master-port", str(free_port(29500))]
-    before = set(_summaries())
-    with tempfile.TemporaryFile("w+") as errors:
-        processes: list[subprocess.Popen] = []
-        try:
-            for rank in range(ranks):
-                group = [*address, "--num-nodes", str(ranks), "--rank", str(rank)]
-                flags = group if ranks > 1 else []
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *command, *flags],
-                        stderr=None if rank == 0 else errors,
-                    )
-                )
-            statuses = [process.wait(timeout=_LIMIT_SECONDS) for process in processes]
-        except subprocess.TimeoutExpired:
+    """Run one way on ``ranks`` local processes and return its summary. None if a process failed."""
+    group = ["--master-ip", "127.0.0.1", "--master-port", str(free_port(29500))]
+    group += ["--num-nodes", str(ranks), "--rank"]
+    with tempfile.TemporaryFile() as errors:
+        exits = run_local_ranks(
+            [
+                [sys.executable, *command, *([*group, str(rank)] if ranks > 1 else [])]
+                for rank in range(ranks)
+            ],
+            outputs=[None, *[errors] * (ranks - 1)],
+            limit_seconds=_LIMIT_SECONDS,
+        )
+        if exits.timed_out:
             console.print(f"not done within {_LIMIT_SECONDS} s")
-            return None
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-        if any(statuses):
+        elif exits.failed:
             errors.seek(0)
-            console.print(errors.read(), markup=False)
-            return None
-    newest = max(set(_summaries()) - before, key=lambda path: path.stat().st_mtime)
+            console.print(errors.read().decode(errors="replace"), markup=False)
+    if any(exits.statuses):
+        return None
+    newest = max(REPORTS.glob("*/*/summary.json"), key=lambda path: path.stat().st_mtime)
     return json.loads(newest.read_text(encoding="utf-8"))
-
-
-def _summaries() -> list[Path]:
-    return list(REPORTS.glob("*/*/summary.json"))
 
 
 def show(results: list[dict[str, Any]]) -> None:

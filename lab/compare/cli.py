@@ -1,18 +1,94 @@
-"""The flags of ``lab compare``, ``lab report`` and ``lab run-cell``. What they need is imported when one of them is called."""
+"""The flags and handlers of ``lab compare``, ``lab report`` and ``lab run-cell``.
+
+A handler imports what it needs when it is called, so that ``--help`` answers at once.
+"""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from common.config.schema import DEFAULT_GLOBAL_BATCH_SIZE
 from common.data import DATASETS
 from common.models import MODELS
 from common.sync import STRATEGIES, is_exact
 from common.utils.environment import DEFAULT_MASTER_PORT
 from common.utils.paths import REPORTS
+from lab.compare.settings import Settings
 from lab.flags import add_command
 
-ASSIGNMENT = ["gather_scatter", "all_reduce", "ddp"]
+COMPARE_FLAGS: dict[str, dict[str, Any]] = {
+    "--nodes": {
+        "type": int,
+        "nargs": "+",
+        "default": [1, 2],
+        "help": "numbers of ranks; 1 is PartOne",
+    },
+    "--sync": {
+        "nargs": "+",
+        "default": ["gather_scatter", "all_reduce", "ddp"],
+        "help": f"{', '.join(STRATEGIES)}; 'all', or 'exact'",
+    },
+    "--steps": {"type": int, "default": Settings.steps, "help": "measured steps of each run"},
+    "--warmup": {"type": int, "default": Settings.warmup, "help": "steps before them, left out"},
+    "--repeats": {"type": int, "default": Settings.repeats, "help": "runs of each cell"},
+    "--dataset": {
+        "default": Settings.dataset,
+        "choices": list(DATASETS),
+        "help": "what is trained on",
+    },
+    "--model": {"default": Settings.model, "choices": list(MODELS), "help": "what is trained"},
+    "--batch-size": {
+        "type": int,
+        "default": Settings.batch_size,
+        "help": "global batch; with --scaling weak that of one node",
+    },
+    "--scaling": {
+        "choices": ["strong", "weak"],
+        "default": Settings.scaling,
+        "help": "whether the global batch or that of a node stays the same",
+    },
+    "--seed": {"type": int, "default": 0, "help": "of every run; with --seeds the first one"},
+    "--until-accuracy": {
+        "type": float,
+        "help": "train until a test accuracy (a fraction), in place of --steps",
+    },
+    "--seeds": {
+        "type": int,
+        "default": 3,
+        "help": "of --until-accuracy: trainings of each cell, each with a seed of its own",
+    },
+    "--epochs": {
+        "type": int,
+        "default": Settings.epochs,
+        "help": "of --until-accuracy: at most so many",
+    },
+    "--rate": {
+        "nargs": "+",
+        "default": [],
+        "help": "of the links of emulated nodes, e.g. 200mbit 1gbit; each cell "
+        "runs at each of them (default: over loopback)",
+    },
+    "--compute": {
+        "default": Settings.compute,
+        "help": "'real', or whose times layers take by sleeping: 'measured' on this "
+        "machine by lab calibrate, a name in reports/profiles/, or a FILE.json",
+    },
+    "--output-dir": {"type": Path, "default": REPORTS, "help": "receives compare-<time>/"},
+    "--new": {
+        "action": "store_true",
+        "help": "begin anew, also where the same comparison was interrupted",
+    },
+    "--no-predict": {
+        "action": "store_true",
+        "help": "don't calibrate the machine and predict the step times first",
+    },
+    "--plan": {
+        "action": "store_true",
+        "help": "run nothing: write down the runs by number, for jobs on other "
+        "machines, and say how to start them",
+    },
+}
+"""The flags of ``lab compare``, with their arguments of ``add_argument``."""
 
 
 def add_compare(commands: argparse._SubParsersAction) -> None:
@@ -21,82 +97,13 @@ def add_compare(commands: argparse._SubParsersAction) -> None:
         commands,
         "compare",
         run=_compare,
-        help="train with each strategy on each number of nodes, in turns, and write reports/compare-<time>/ "
-        "with tables, figures and report.html; what follows -- goes to every run",
+        help="train with each strategy on each number of nodes, in turns, and write "
+        "reports/compare-<time>/ with tables, figures and report.html; what follows -- goes to "
+        "every run",
     )
     parser.set_defaults(passes_flags=True)
-    parser.add_argument(
-        "--nodes", type=int, nargs="+", default=[1, 2], help="numbers of ranks; 1 is PartOne"
-    )
-    parser.add_argument(
-        "--sync", nargs="+", default=ASSIGNMENT, help=f"{', '.join(STRATEGIES)}; 'all', or 'exact'"
-    )
-    parser.add_argument("--steps", type=int, default=30, help="measured steps of each run")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before them, left out")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each cell")
-    parser.add_argument(
-        "--dataset", default="cifar10", choices=list(DATASETS), help="what is trained on"
-    )
-    parser.add_argument("--model", default="vgg11", choices=list(MODELS), help="what is trained")
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=DEFAULT_GLOBAL_BATCH_SIZE,
-        help="global batch; with --scaling weak that of one node",
-    )
-    parser.add_argument(
-        "--scaling",
-        choices=["strong", "weak"],
-        default="strong",
-        help="whether the global batch or that of a node stays the same",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of every run; with --seeds the first one"
-    )
-    parser.add_argument(
-        "--until-accuracy",
-        type=float,
-        help="train until a test accuracy (a fraction), in place of --steps",
-    )
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        default=3,
-        help="of --until-accuracy: trainings of each cell, each with a seed of its own",
-    )
-    parser.add_argument(
-        "--epochs", type=int, default=20, help="of --until-accuracy: at most so many"
-    )
-    parser.add_argument(
-        "--rate",
-        nargs="+",
-        default=[],
-        help="of the links of emulated nodes, e.g. 200mbit 1gbit; each cell "
-        "runs at each of them (default: over loopback)",
-    )
-    parser.add_argument(
-        "--compute",
-        default="real",
-        help="'real', or whose times layers take by sleeping: 'measured' on this "
-        "machine by lab calibrate, a name in reports/profiles/, or a FILE.json",
-    )
-    parser.add_argument("--output-dir", type=Path, default=REPORTS, help="receives compare-<time>/")
-    parser.add_argument(
-        "--new",
-        action="store_true",
-        help="begin anew, also where the same comparison was interrupted",
-    )
-    parser.add_argument(
-        "--no-predict",
-        action="store_true",
-        help="don't calibrate the machine and predict the step times first",
-    )
-    parser.add_argument(
-        "--plan",
-        action="store_true",
-        help="run nothing: write down the runs by number, for jobs on other "
-        "machines, and say how to start them",
-    )
+    for flag, options in COMPARE_FLAGS.items():
+        parser.add_argument(flag, **options)
 
 
 def add_report(commands: argparse._SubParsersAction) -> None:
@@ -105,8 +112,8 @@ def add_report(commands: argparse._SubParsersAction) -> None:
         commands,
         "report",
         run=_report,
-        help="the same report from the folders of runs that were started by hand, or anew from a comparison's "
-        "folder",
+        help="the same report from the folders of runs that were started by hand, or anew from a "
+        "comparison's folder",
     )
     parser.add_argument(
         "runs",
@@ -125,12 +132,14 @@ def add_report(commands: argparse._SubParsersAction) -> None:
 
 
 def add_run_cell(commands: argparse._SubParsersAction) -> None:
-    """Add ``run-cell`` to the subcommands of ``lab``."""
-    about = (
-        "one run of lab compare --plan, started on each of its nodes by a scheduler or by hand; lab report puts them "
-        "together"
+    """Add ``lab run-cell``."""
+    parser = add_command(
+        commands,
+        "run-cell",
+        run=_run_cell,
+        help="one run of lab compare --plan, started on each of its nodes by a scheduler or by "
+        "hand; lab report puts them together",
     )
-    parser = add_command(commands, "run-cell", run=_run_cell, help=about)
     parser.add_argument(
         "folder",
         type=Path,
@@ -157,23 +166,22 @@ def add_run_cell(commands: argparse._SubParsersAction) -> None:
 
 
 def strategies(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the strategies that ``--sync`` names, each once, in the dict's order; 'all' and 'exact' stand for several."""
-    chosen = set(names) - {"all", "exact"}
-    if "all" in names or "exact" in names:
-        chosen |= {name for name in STRATEGIES if "all" in names or is_exact(name)}
-    unknown = sorted(chosen - set(STRATEGIES))
-    return (*(name for name in STRATEGIES if name in chosen), *unknown)
+    """Return the strategies that ``--sync`` names, each once, in the order of ``STRATEGIES``.
+
+    'all' and 'exact' name several strategies.
+    """
+    known = [
+        name
+        for name in STRATEGIES
+        if name in names or "all" in names or ("exact" in names and is_exact(name))
+    ]
+    return (*known, *sorted(set(names) - {"all", "exact", *STRATEGIES}))
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from lab.compare.cells import Settings
-    from lab.compare.commands import compare_and_report, plan_runs
+    from lab.compare.reporting import compare_and_report, plan_and_describe
 
-    seeds = (
-        tuple(range(args.seed, args.seed + args.seeds))
-        if args.until_accuracy is not None
-        else (args.seed,)
-    )
+    seeds = args.seeds if args.until_accuracy is not None else 1
     settings = Settings(
         nodes=tuple(args.nodes),
         sync=strategies(args.sync),
@@ -184,22 +192,15 @@ def _compare(args: argparse.Namespace) -> int:
         model=args.model,
         batch_size=args.batch_size,
         scaling=args.scaling,
-        seeds=seeds,
+        seeds=tuple(range(args.seed, args.seed + seeds)),
         until_accuracy=args.until_accuracy,
         epochs=args.epochs,
         flags=tuple(args.flags),
         rates=tuple(args.rate),
         compute=args.compute,
     )
-    if args.plan:
-        return plan_runs(
-            settings,
-            reports=args.output_dir,
-            anew=args.new,
-            predicts=not args.no_predict,
-            command=args.typed,
-        )
-    return compare_and_report(
+    do = plan_and_describe if args.plan else compare_and_report
+    return do(
         settings,
         reports=args.output_dir,
         anew=args.new,
@@ -209,7 +210,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from lab.compare.commands import report_on
+    from lab.compare.reporting import report_on
 
     return report_on(args.runs, reports=args.output_dir, scaling=args.scaling)
 
@@ -225,7 +226,8 @@ def _run_cell(args: argparse.Namespace) -> int:
         return 0
     if not 0 <= args.rank < args.num_nodes:
         raise UserError(
-            f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; give 0 to {args.num_nodes - 1}"
+            f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; give 0 to "
+            f"{args.num_nodes - 1}"
         )
     return run_cell(
         args.folder,

@@ -1,19 +1,20 @@
-"""Start a comparison's runs: over loopback, or on emulated nodes with links of a rate (lab/cluster).
+"""Start a comparison's runs, over loopback or on emulated nodes whose links have a rate.
 
-``Executors`` is a context manager; ``run`` starts a command on some nodes and waits. The cluster of
-a rate is made when it is first needed and kept, so that torch is imported once for all runs on it.
+``Executors`` is a context manager; ``run`` starts a command on some nodes and waits. It makes the
+cluster of a rate at its first run and keeps it, so that the nodes import torch once.
 """
 
 import contextlib
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from common.distributed.spawn import run_local_ranks
 from common.errors import GroupError
-from common.utils.processes import find_root_failure
+from common.utils.system import free_port
 from lab.cluster import Cluster
-from lab.processes.local_ranks import run_nodes
+from lab.compare.outcomes import describe_failure
 
 _NODE_FLAGS = ("--master-ip", "{master}", "--master-port", "{port}", "--rank", "{rank}")
 
@@ -26,14 +27,14 @@ class Executors:
     most_nodes : the largest number of nodes of any run; each cluster has that many.
     rates : of the links, one cluster for each.
 
-    Raises UserError, before anything runs, where this machine allows no such cluster.
+    Raises UserError, before anything runs, if this machine allows no such cluster.
     """
 
     def __init__(self, most_nodes: int, rates: Sequence[str] = ()) -> None:
         self._most_nodes = most_nodes
         for rate in rates:
             Cluster(most_nodes, rate=rate)
-        self._clusters: dict[str, Any] = {}
+        self._clusters: dict[str, Cluster] = {}
 
     def __enter__(self) -> "Executors":
         return self
@@ -51,15 +52,18 @@ class Executors:
         logs: Path,
         limit_seconds: float,
     ) -> str | None:
-        """Run ``python command`` on ``nodes`` nodes whose links have this ``rate`` (None: over loopback).
+        """Run ``python command`` on ``nodes`` nodes and wait for its end.
 
-        logs : start of the names of the output files. Returns None where all ended well, else the error message of the node
-        that failed first. Raises GroupError where the cluster cannot be made.
+        rate : of their links; None: over loopback. logs : start of the names of the output files.
+        Returns None if all nodes succeed, else the error message of the node that failed first.
+        Raises GroupError if the cluster cannot be made.
         """
         if rate is None or nodes == 1:
-            return run_nodes(command, nodes, logs=logs, limit_seconds=limit_seconds)
+            return _run_over_loopback(command, nodes, logs=logs, limit_seconds=limit_seconds)
         shutil.rmtree(logs, ignore_errors=True)  # of a run that was interrupted
-        cluster = self._cluster(rate, logs)
+        if rate not in self._clusters:
+            self._clusters[rate] = Cluster(self._most_nodes, rate=rate, logs=logs).__enter__()
+        cluster = self._clusters[rate]
         try:
             cluster.start(
                 ["python", *command, *_NODE_FLAGS, "--num-nodes", str(nodes)],
@@ -69,24 +73,35 @@ class Executors:
             ends = cluster.wait(limit_seconds=limit_seconds, stop_at_failure=True)
         except (GroupError, TimeoutError) as error:
             self._close(rate)  # ends what still runs; the next run gets a new cluster
-            if isinstance(error, GroupError):
-                return str(error)
-            return f"not done within {limit_seconds:g} s: {error}"
+            late = isinstance(error, TimeoutError)
+            return f"not done within {limit_seconds:g} s: {error}" if late else str(error)
         failed = {end.node: end.status for end in ends if end.status != 0}
-        if not failed:
-            return None
-        texts = {
-            node: cluster.log(node, logs).read_text(encoding="utf-8", errors="replace")
-            for node in failed
-        }
-        culprit, message = find_root_failure(list(failed), failed, texts, name="rank")
-        return f"{message} (its output: {cluster.log(culprit, logs)})"
-
-    def _cluster(self, rate: str, logs: Path) -> Cluster:
-        if rate not in self._clusters:
-            self._clusters[rate] = Cluster(self._most_nodes, rate=rate, logs=logs).__enter__()
-        return self._clusters[rate]
+        paths = {node: cluster.log(node, logs) for node in failed}
+        return describe_failure(failed, paths) if failed else None
 
     def _close(self, rate: str) -> None:
         with contextlib.suppress(GroupError):
             self._clusters.pop(rate).close()
+
+
+def _run_over_loopback(
+    command: Sequence[str], nodes: int, *, logs: Path, limit_seconds: float
+) -> str | None:
+    """As ``Executors.run``; the output of rank r goes to ``logs``-rank<r>.txt."""
+    group = ["--master-ip", "127.0.0.1", "--master-port", str(free_port())]
+    group += ["--num-nodes", str(nodes), "--rank"]
+    logs.parent.mkdir(parents=True, exist_ok=True)
+    paths = {rank: logs.with_name(f"{logs.name}-rank{rank}.txt") for rank in range(nodes)}
+    with contextlib.ExitStack() as files:
+        exits = run_local_ranks(
+            [
+                [sys.executable, *command, *([*group, str(rank)] if nodes > 1 else [])]
+                for rank in paths
+            ],
+            outputs=[files.enter_context(path.open("wb")) for path in paths.values()],
+            limit_seconds=limit_seconds,
+        )
+    if exits.timed_out:
+        return f"not done within {limit_seconds:g} s"
+    failed = {rank: exits.statuses[rank] for rank in exits.failed}
+    return describe_failure(failed, paths) if failed else None

@@ -1,7 +1,7 @@
 """``lab report``: turn the folders of runs that were started by hand into a comparison's results.
 
-``collect`` is the one call. Runs that differ in what they trained, or on which machines, form different groups, which no figure
-mixes; the report names the differences first.
+``collect`` is the one call. Runs that differ in what they trained, or on which machines, form
+different groups. No figure mixes groups, and the report names their differences first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.sync import is_exact
-from lab.compare.results import FORMAT, read_json, read_repeat, summarise
+from lab.compare.cells import new_cell
+from lab.compare.outcomes import MACHINE_FACTS, ranks_share_cores, read_json, read_repeat
+from lab.compare.results import FORMAT, distinct, grouped, summarise, take_timeline
 
 _TRAINING = (
     "dataset",
@@ -34,13 +35,12 @@ _TRAINING = (
     "untimed_steps",
     "compute",
 )
-_MACHINE = ("cpu", "gpus", "torch", "usable_cores")
 
 
 def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
     """Return the results of these runs, as lab/compare/results.py documents them.
 
-    UserError where a folder is missing, given twice, or holds no run that has ended.
+    UserError if a folder is missing, given twice, or without a finished run.
     """
     folders = [folder.resolve() for folder in folders]
     if len(set(folders)) < len(folders):
@@ -48,50 +48,21 @@ def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
     runs = [_read(folder, scaling) for folder in folders]
     facts = [run["facts"] for run in runs]
     differing = [name for name in facts[0] if any(one[name] != facts[0][name] for one in facts)]
-    kinds: list[dict[str, Any]] = []
-    for one in facts:
-        if one not in kinds:
-            kinds.append(one)
-    cells: dict[str, dict[str, Any]] = {}
-    timelines: dict[str, Any] = {}
-    for run in runs:
-        group = kinds.index(run["facts"])
-        name = f"{run['sync']}-n{run['nodes']}" + (f"-g{group}" if group else "")
-        cell = cells.setdefault(
-            name,
-            {
-                "id": name,
-                "sync": run["sync"],
-                "nodes": run["nodes"],
-                "rate": None,
-                "batch_size": run["batch_size"],
-                "exact": is_exact(run["sync"]),
-                "group": group,
-                "oversubscribed": run["crowded"],
-                "status": "done",
-                "message": None,
-                "repeats": [],
-            },
-        )
-        cell["repeats"].append(run["repeat"] | {"repeat": len(cell["repeats"])})
-        if (run["folder"] / "timeline.json").exists() and name not in timelines:
-            timelines[name] = read_json(run["folder"] / "timeline.json")
-    for cell in cells.values():
-        summarise(cell, repeats=len(cell["repeats"]))
-    ordered = sorted(cells.values(), key=lambda cell: (cell["group"], cell["nodes"]))
+    groups = distinct(facts)
+    cells, timelines = _cells(runs, groups)
     return {
         "format": FORMAT,
         "kind": "report",
         "created": datetime.now().isoformat(timespec="seconds"),
         "finished": True,
         "emulated": any(one["compute"] != "real" for one in facts),
-        "settings": _settings(runs, ordered, scaling),
+        "settings": _settings(runs, cells, scaling),
         "environment": runs[0]["environment"],
         "warnings": _warnings(runs),
         "differences": [_difference(name, runs) for name in differing],
         "prediction": None,
-        "groups": {str(index): one for index, one in enumerate(kinds)},
-        "cells": ordered,
+        "groups": {str(index): one for index, one in enumerate(groups)},
+        "cells": cells,
         "timelines": timelines,
     }
 
@@ -99,22 +70,20 @@ def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
 def _read(folder: Path, scaling: str) -> dict[str, Any]:
     if not (folder / "config.json").exists():
         raise UserError(
-            f"{folder} is no folder of a run (it has no config.json): give reports/<part>-<sync>/<time>, as rank 0 "
-            "wrote it"
+            f"{folder} is no folder of a run (it has no config.json): give "
+            "reports/<part>-<sync>/<time>, as rank 0 wrote it"
         )
     config, environment = read_json(folder / "config.json"), read_json(folder / "environment.json")
     nodes = config["world_size"]
     repeat = read_repeat(folder, seed=config["seed"])
-    facts = {name: config.get(name) for name in _TRAINING} | {
-        name: environment.get(name) for name in _MACHINE
-    }
-    facts |= {"compute": _compute(folder, config)}
+    facts = (
+        {name: config.get(name) for name in _TRAINING}
+        | {name: environment.get(name) for name in MACHINE_FACTS}
+        | {"compute": _compute(folder, config)}
+    )
     if scaling == "weak":
         facts["batch_size"] /= nodes
-        facts |= {"total_steps": None}  # an epoch has fewer steps on more nodes
-    hosts: dict[str, int] = {}
-    for rank in repeat["ranks"]:
-        hosts[rank["host"]] = hosts.get(rank["host"], 0) + 1
+        facts["total_steps"] = None  # an epoch has fewer steps on more nodes
     return {
         "folder": folder,
         "sync": config["sync"] if nodes > 1 else "none",
@@ -123,15 +92,36 @@ def _read(folder: Path, scaling: str) -> dict[str, Any]:
         "facts": facts,
         "repeat": repeat,
         "environment": environment,
-        "hosts": len(hosts),
-        "crowded": facts["compute"] == "real"
-        and not environment.get("gpus")
-        and max(hosts.values()) > environment["usable_cores"],
+        "crowded": ranks_share_cores(
+            repeat["ranks"], environment, emulated=facts["compute"] != "real"
+        ),
     }
 
 
+def _cells(
+    runs: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the cells of these runs in order, and the timelines by the cells' ids."""
+    cells: dict[str, dict[str, Any]] = {}
+    results: dict[str, Any] = {"timelines": {}}
+    for run in runs:
+        new = new_cell(
+            run["sync"],
+            run["nodes"],
+            batch_size=run["batch_size"],
+            group=groups.index(run["facts"]),
+        )
+        cell = cells.setdefault(new["id"], new | {"oversubscribed": run["crowded"]})
+        cell["repeats"].append(run["repeat"] | {"repeat": len(cell["repeats"])})
+        take_timeline(results, cell, run["repeat"], run["folder"])
+    for cell in cells.values():
+        summarise(cell, repeats=len(cell["repeats"]))
+    ordered = sorted(cells.values(), key=lambda cell: (cell["group"], cell["nodes"]))
+    return ordered, results["timelines"]
+
+
 def _compute(folder: Path, config: Mapping[str, Any]) -> str:
-    """How it computed: "real", or by which profile, since a file's name does not identify it."""
+    """Return "real" or the profile of emulated compute: a file's name would not identify it."""
     if config.get("compute", "real") == "real":
         return "real"
     profile = read_json(folder / "profile.json")
@@ -139,18 +129,21 @@ def _compute(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def _difference(name: str, runs: Sequence[Mapping[str, Any]]) -> str:
-    """One setting that is not the same, with who has which value."""
-    values: dict[str, list[str]] = {}
-    for run in runs:
-        values.setdefault(str(run["facts"][name]), []).append("/".join(run["folder"].parts[-2:]))
-    return f"{name}: " + "; ".join(f"{value} in {', '.join(who)}" for value, who in values.items())
+    """Return a fact that is not the same everywhere, with the runs of each value."""
+    owners = grouped((str(run["facts"][name]), _short_name(run)) for run in runs)
+    return f"{name}: " + "; ".join(f"{value} in {', '.join(who)}" for value, who in owners.items())
+
+
+def _short_name(run: Mapping[str, Any]) -> str:
+    return "/".join(run["folder"].parts[-2:])
 
 
 def _warnings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     warnings = []
     if any(run["crowded"] for run in runs):
         warnings.append(
-            "in some runs more ranks shared a machine than it has cores: their step times tell of the machine"
+            "in some runs more ranks shared a machine than it has cores: their step times tell of "
+            "the machine"
         )
     if len({run["environment"].get("git_commit") for run in runs}) > 1:
         warnings.append("the runs were made by different commits of this project")
@@ -180,5 +173,5 @@ def _settings(
         "rates": [None],
         "until_accuracy": None,
         "compute": facts["compute"],
-        "command": "lab report " + " ".join("/".join(run["folder"].parts[-2:]) for run in runs),
+        "command": "lab report " + " ".join(map(_short_name, runs)),
     }

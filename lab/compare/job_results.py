@@ -1,228 +1,240 @@
-"""Merge what the runs of a plan have written so far into ``results.json``; its warnings name what is missing or failed.
+"""Merge what the runs of a plan have written so far into ``results.json``.
 
-``merge_results`` may be called at any moment, also while runs are under way; it alone writes ``results.json``. ``why_failed``
-is also what a run prints at its end.
+Its warnings name what is missing or failed.
+
+``merge_results`` may be called at any moment, also during runs; nothing else writes
+``results.json``. ``why_failed`` and ``try_lock`` are for the runs, too.
 """
 
+import contextlib
 import fcntl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from common.errors import UserError
-from common.utils.processes import find_root_failure
-from lab.compare.job_plan import PlannedRun, check_plan, how_to_run, planned_runs, spans
-from lab.compare.results import failed_run, read_json, summarise, take_timeline, write_results
+from common.cost_model.calibration_file import calibration_path
+from lab.compare.cells import Run
+from lab.compare.job_plan import (
+    how_to_run,
+    name_of,
+    outcome_of,
+    output_file,
+    planned_runs,
+    runs_by_nodes,
+    spans,
+)
+from lab.compare.outcomes import (
+    MACHINE_FACTS,
+    describe_failure,
+    failed_run,
+    ranks_share_cores,
+    read_json,
+)
+from lab.compare.results import distinct, grouped, summarise, take_timeline, write_results
 
-_MACHINE = ("cpu", "gpus", "torch", "usable_cores")
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class State:
-    """How far a run is: "done", "failed", "under way" or "missing". ``outcome`` is its repeat, empty unless done or failed."""
+    """How far a run is: "done", "failed", "under way" or "missing".
 
-    run: PlannedRun
+    outcome : its repeat; empty unless done or failed.
+    """
+
+    run: Run
     word: str
     outcome: dict[str, Any] = field(default_factory=dict)
 
 
 def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
-    """Return the results of the plan in ``folder`` with what its runs have left there, and write them to ``results.json``.
+    """Return ``results`` with what the runs of the plan have left in ``folder``, and write them.
 
-    results : as ``read_results`` returned them. Runs on different kinds of machines come into different groups. Where the folder
-    of all runs is gone (cleaned up, or not copied), those that were merged before stay.
+    Runs on different kinds of machines form different groups. Runs that were merged before stay if
+    the folder of all runs is gone (cleaned up, or not copied).
     """
-    check_plan(folder, results)
-    runs = planned_runs(folder, results)
+    runs, cleaned_up = planned_runs(folder, results), not (folder / "runs").exists()
     before = {
         repeat["folder"]: repeat
         for cell in results["cells"]
         for repeat in cell["repeats"]
-        if repeat["status"] == "done" and not (folder / "runs").exists()
+        if repeat["status"] == "done" and cleaned_up
     }
     states = [_state(run, before) for run in runs]
     done = [state for state in states if state.word == "done"]
-    machines = _machines(done)
+    kinds = [state.outcome["machine"] for state in done]
+    machines = sorted(distinct(kinds), key=lambda kind: -kinds.count(kind))
     cells = _cells(states, machines, repeats=len(runs) // len({run.cell["id"] for run in runs}))
-    results["timelines"] = {} if (folder / "runs").exists() else results["timelines"]
+    if not cleaned_up:
+        results["timelines"] = {}
     for cell in cells:
         for outcome in cell["repeats"]:
             take_timeline(results, cell, outcome, folder)
     environments = [
         path for state in done if (path := state.run.path / "environment.json").exists()
     ]
+    groups = {str(group): machine for group, machine in enumerate(machines)}
     results |= {
         "cells": cells,
         "finished": len(done) == len(runs),
         "differences": _differences(done),
-        "groups": {str(group): machine for group, machine in enumerate(machines)}
-        if len(machines) > 1
-        else {},
+        "groups": groups if len(groups) > 1 else {},
         "environment": read_json(environments[0]) if environments else results["environment"],
     }
-    results["warnings"] = _warnings(states, results)
-    results["plan"]["to_do"] = [run.number for run in _to_do(states)]
+    to_do = [state.run for state in states if state.word in ("missing", "failed")]
+    results["warnings"] = _warnings(states, to_do, results)
+    results["plan"]["to_do"] = [run.number for run in to_do]
     write_results(folder / "results.json", results)
     return results
 
 
-def why_failed(run: PlannedRun) -> str | None:
-    """Return which rank of a run failed first and its error message; None where no rank has noted a failure."""
+def describe_plan(folder: Path, results: dict[str, Any]) -> list[str]:
+    """Return lines that say how to start what is missing, from results of ``merge_results``."""
+    runs = planned_runs(folder, results)
+    to_do = [runs[number] for number in results["plan"]["to_do"]]
+    lines = [f"{len(to_do)} of {len(runs)} runs to do, in {folder}"]
+    if to_do:
+        lines = [
+            f"{lines[0]}: {runs_by_nodes(to_do)}",
+            f"with Slurm:   {how_to_run(to_do)}",
+            f"by hand:      lab run-cell {folder} --run K --master-ip IP --num-nodes N --rank R   "
+            "# on each of its nodes",
+        ]
+    predicted = (
+        f"predicted from {calibration_path()}"
+        if results["prediction"]
+        else "not predicted: that takes a calibration of such nodes (lab calibrate), before the "
+        "first run"
+    )
+    return [lines[0], predicted, *lines[1:], f"at any time:  lab report {folder}"]
+
+
+def why_failed(run: Run) -> str | None:
+    """Return which rank failed first and its error message. None if no rank noted a failure."""
     notes = sorted(run.logs.glob("rank*.failed.json"), key=lambda path: path.stat().st_mtime_ns)
     statuses = {
-        int(path.name[len("rank") :].split(".")[0]): read_json(path)["status"] for path in notes
+        int(path.name.removeprefix("rank").split(".")[0]): read_json(path)["status"]
+        for path in notes
     }
-    if not statuses:
-        return None
-    logs = {rank: run.log(rank) for rank in statuses}
-    texts = {
-        rank: log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        for rank, log in logs.items()
-    }
-    culprit, message = find_root_failure(list(statuses), statuses, texts, name="rank")
-    return f"{message} (its output: {run.log(culprit)})"
+    logs = {rank: output_file(run, rank) for rank in statuses}
+    return describe_failure(statuses, logs) if statuses else None
 
 
-def _state(run: PlannedRun, before: dict[str, dict[str, Any]]) -> State:
-    outcome = run.outcome()
+def try_lock(file: IO[bytes], kind: int) -> bool:
+    """Lock an open file (LOCK_EX or LOCK_SH); return False if another process holds the lock.
+
+    True on a file system without locks.
+    """
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _state(run: Run, before: dict[str, dict[str, Any]]) -> State:
+    outcome = outcome_of(run)
     if outcome is not None:
         return State(run, "done", outcome | _where(run, outcome))
     if known := before.get(str(run.path.relative_to(run.folder))):
         return State(run, "done", known)
-    if _held(run.log(0)):
-        return State(run, "under way")
+    log = output_file(run, 0)
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        if not try_lock(file, fcntl.LOCK_SH):  # the run holds it
+            return State(run, "under way")
     why = why_failed(run)
-    if why is None and next(run.logs.glob("rank*.txt"), None) is not None:
-        why = (
-            f"no end was noted: killed, or its node lost; or still under way, where the nodes' file system has no locks (its "
-            f"output: {run.log(0)})"
-        )
-    if why is None:
+    if why is None and next(run.logs.glob("rank*.txt"), None) is None:
         return State(run, "missing")
-    return State(
-        run, "failed", failed_run(run.settings, run.cell, run.repeat, run.folder, message=why)
+    killed = (
+        "no end was noted: killed, or its node lost; or still under way, where the nodes' file "
+        f"system has no locks (its output: {log})"
     )
+    return State(run, "failed", failed_run(run, why or killed))
 
 
-def _held(log: Path) -> bool:
-    """Whether the run that writes this log is under way."""
-    try:
-        with log.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no such file, or no locks
-        return False
-    return False
-
-
-def _where(run: PlannedRun, outcome: dict[str, Any]) -> dict[str, Any]:
-    """Return on which kind of machine a run was, and whether more ranks than cores shared it."""
-    try:
-        machine = read_json(run.path / "environment.json")
-    except UserError:
-        machine = {}
-    hosts = [rank["host"] for rank in outcome["ranks"]]
-    crowded = (
-        not run.settings.emulated
-        and not machine.get("gpus")
-        and max(map(hosts.count, hosts)) > machine.get("usable_cores", len(hosts))
-    )
-    return {"machine": {name: machine.get(name) for name in _MACHINE}, "crowded": crowded}
-
-
-def _machines(done: Sequence[State]) -> list[dict[str, Any]]:
-    """The kinds of machines, the one of most runs first."""
-    kinds = [state.outcome["machine"] for state in done]
-    different = [kind for index, kind in enumerate(kinds) if kind not in kinds[:index]]
-    return sorted(different, key=lambda kind: -kinds.count(kind))
+def _where(run: Run, outcome: dict[str, Any]) -> dict[str, Any]:
+    """Return the kind of machine that a run was on, and whether more ranks than cores shared it."""
+    path = run.path / "environment.json"
+    machine = read_json(path) if path.exists() else {}
+    return {
+        "machine": {name: machine.get(name) for name in MACHINE_FACTS},
+        "crowded": ranks_share_cores(outcome["ranks"], machine, emulated=run.settings.emulated),
+    }
 
 
 def _cells(
     states: Sequence[State], machines: Sequence[dict[str, Any]], *, repeats: int
 ) -> list[dict[str, Any]]:
-    """All cells of the plan, and those of other groups than the first with the repeats that they have."""
-    cells: dict[tuple[int, str], dict[str, Any]] = {}
+    """Return all cells of the plan, then those of the other groups, with their repeats."""
+    cells = {(0, state.run.cell["id"]): _empty(state.run.cell, 0) for state in states}
     for state in states:
-        name, outcome = state.run.cell["id"], state.outcome
-        cells.setdefault((0, name), _empty(state.run.cell, name, 0))
-        if not outcome:
-            continue
-        group = machines.index(outcome["machine"]) if state.word == "done" else 0
-        cell = cells.setdefault((group, name), _empty(state.run.cell, f"{name}-g{group}", group))
-        cell["repeats"].append(outcome)
-        cell["oversubscribed"] = cell["oversubscribed"] or outcome.get("crowded", False)
+        planned, outcome = state.run.cell, state.outcome
+        if outcome:
+            group = machines.index(outcome["machine"]) if state.word == "done" else 0
+            cell = cells.setdefault((group, planned["id"]), _empty(planned, group))
+            cell["repeats"].append(outcome)
+            cell["oversubscribed"] |= outcome.get("crowded", False)
     for cell in cells.values():
         cell["repeats"].sort(key=lambda outcome: outcome["repeat"])
         summarise(cell, repeats=len(cell["repeats"]) if cell["group"] else repeats)
     return sorted(cells.values(), key=lambda cell: cell["group"])
 
 
-def _empty(cell: dict[str, Any], name: str, group: int) -> dict[str, Any]:
+def _empty(cell: dict[str, Any], group: int) -> dict[str, Any]:
+    name = f"{cell['id']}-g{group}" if group else cell["id"]
     return cell | {"id": name, "group": group, "repeats": [], "oversubscribed": False}
 
 
 def _differences(done: Sequence[State]) -> list[str]:
-    """What is not the same on all machines, with which runs were where."""
+    """What is not the same on all machines, with the runs on each."""
     differences = []
-    for name in _MACHINE:
-        values: dict[str, list[int]] = {}
-        for state in done:
-            values.setdefault(str(state.outcome["machine"][name]), []).append(state.run.number)
-        if len(values) > 1:
-            runs = [f"{value} in runs {spans(numbers)}" for value, numbers in values.items()]
+    for name in MACHINE_FACTS:
+        numbers = grouped((str(state.outcome["machine"][name]), state.run.number) for state in done)
+        if len(numbers) > 1:
+            runs = (f"{value} in runs {spans(some)}" for value, some in numbers.items())
             differences.append(f"{name}: {'; '.join(runs)}")
     return differences
 
 
-def _warnings(states: Sequence[State], results: dict[str, Any]) -> list[str]:
+def _warnings(states: Sequence[State], to_do: Sequence[Run], results: dict[str, Any]) -> list[str]:
     """What a reader must know, and how to go on."""
     warnings = []
-    done, under_way, missing, failed = (
-        [state for state in states if state.word == word]
-        for word in ("done", "under way", "missing", "failed")
-    )
+    by_word = grouped((state.word, state) for state in states)
+    done, failed = by_word.get("done", []), by_word.get("failed", [])
     if results["groups"]:
         warnings.append(
-            "the runs were on different kinds of machines; for one group of all, remove the folders in runs/ of those on "
-            "the others, and start these again on one kind (with Slurm: sbatch --constraint or --nodelist)"
+            "the runs were on different kinds of machines; for one group of all, remove the "
+            "folders in runs/ of those on the others, and start these again on one kind (with "
+            "Slurm: sbatch --constraint or --nodelist)"
         )
     if unequal := [state.run.number for state in done if not state.outcome["equal_weights"]]:
         warnings.append(f"the ranks ended with different weights in runs {spans(unequal)}")
     calibrated = ((results["prediction"] or {}).get("calibration") or {}).get("cpu")
-    if done and calibrated is not None and calibrated != results["environment"].get("cpu"):
-        warnings.append(
-            f"the prediction is for {calibrated}, the runs were on {results['environment'].get('cpu')}"
-        )
+    cpu = results["environment"].get("cpu")
+    if done and calibrated is not None and calibrated != cpu:
+        warnings.append(f"the prediction is for {calibrated}, the runs were on {cpu}")
     if len(done) < len(states):
-        warnings.append(
-            f"{len(done)} of {len(states)} runs are done"
-            + "".join(
-                f"; {word}: {_by_cell(some)}"
-                for word, some in (("under way", under_way), ("missing", missing))
-                if some
-            )
-        )
+        rest = [
+            f"; {word}: {_by_cell(by_word[word])}"
+            for word in ("under way", "missing")
+            if word in by_word
+        ]
+        warnings.append(f"{len(done)} of {len(states)} runs are done{''.join(rest)}")
     warnings += [
-        f"failed: {state.run.name}: {state.outcome['message']}" for state in failed[:_SHOWN]
+        f"failed: {name_of(state.run)}: {state.outcome['message']}" for state in failed[:_SHOWN]
     ]
     if len(failed) > _SHOWN:
         warnings.append(f"failed, too: {_by_cell(failed[_SHOWN:])}")
-    if to_do := _to_do(states):
+    if to_do:
         warnings.append(f"to go on, unless they wait in a queue: {how_to_run(to_do)}")
     return warnings
 
 
-def _to_do(states: Sequence[State]) -> list[PlannedRun]:
-    return [state.run for state in states if state.word in ("missing", "failed")]
-
-
 def _by_cell(states: Sequence[State]) -> str:
-    numbers: dict[str, list[int]] = {}
-    for state in states:
-        numbers.setdefault(state.run.cell["id"], []).append(state.run.number)
+    numbers = grouped((state.run.cell["id"], state.run.number) for state in states)
     return ", ".join(
         f"{cell} (run{'s' if len(some) > 1 else ''} {spans(some)})"
         for cell, some in numbers.items()

@@ -1,8 +1,9 @@
 """One run of a plan on one of its nodes, as any launcher starts it on each: ``lab run-cell``.
 
-Order: skip a run that is done, refuse one that another job holds; check nodes and code; run the part as a child process and log
-its output to ``logs/<cell>-<repeat>/rank<r>.txt``; after a failure write ``rank<r>.failed.json`` there, and on rank 0 raise the
-error of the rank that failed first. No other run writes there.
+Order: leave a finished run alone, refuse one that another job holds, check nodes and code, run the
+part as a child process, and write its output to ``logs/<cell>-<repeat>/rank<r>.txt``. After a
+failure each rank writes ``rank<r>.failed.json`` there, and rank 0 raises the error of the rank that
+failed first. No other run writes there.
 """
 
 import contextlib
@@ -11,22 +12,27 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from statistics import fmean
-from typing import IO, Any
+from typing import IO
 
 from common.distributed.launch_env import LaunchSpec
+from common.distributed.spawn import run_local_ranks
 from common.errors import GroupError, UserError
 from common.utils.atomic_files import write_atomically
-from common.utils.processes import kill_on_parent_exit
-from lab.compare.cells import node_command
-from lab.compare.job_plan import PlannedRun, code_of_runs, planned_run
-from lab.compare.job_results import why_failed
-from lab.processes.local_ranks import end
+from lab.compare.cells import Run, node_command
+from lab.compare.job_plan import (
+    code_of_runs,
+    failure_file,
+    name_of,
+    outcome_of,
+    output_file,
+    planned_run,
+)
+from lab.compare.job_results import try_lock, why_failed
+from lab.compare.outcomes import describe_times
 
 _POLL_SECONDS = 0.1
 _LOCK_SECONDS = 1.0
@@ -39,39 +45,40 @@ _WRONG_INPUT = 2
 def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
     """Run this node's part of run ``number`` of the plan in ``folder``; return the exit status.
 
-    launch : rank and number of the nodes that there are, which may be more than the cell has: the last ones have nothing to do.
-    Raises UserError on a folder without that run and, on rank 0, on what cannot run here; GroupError, on rank 0, where the run
-    failed. The other ranks write the reason to their logs.
+    launch : rank, and the number of nodes, of which the last have nothing to do if the cell has
+    fewer. Raises UserError if another job holds the run and, on rank 0, if it cannot run here;
+    GroupError, on rank 0, if it failed. The other ranks write the reason to their logs.
     """
     run, code = planned_run(folder, number)
-    if launch.rank >= run.nodes and launch.size >= run.nodes:
+    if launch.rank >= run.nodes:
         return 0
-    with _claimed(run.log(launch.rank)) as log:
-        run.failure(launch.rank).unlink(missing_ok=True)
-        if run.outcome() is not None:
-            return _print_on_rank0(f"{run.name} is done already; left as it is", launch)
+    with _claimed(output_file(run, launch.rank)) as log:
+        failure_file(run, launch.rank).unlink(missing_ok=True)
+        if outcome_of(run) is not None:
+            return _succeed(launch, f"{name_of(run)} is done already; left as it is")
         log.truncate(0)
         try:
             _check(run, code, launch)
-            status, why = _supervise(run, launch, log)
+            status, why = _run_part(run, launch, log)
         except UserError as error:
             _note_failure(run, launch, log, _WRONG_INPUT, str(error))
             if launch.rank == 0:
                 raise
             return _WRONG_INPUT
-        outcome = run.outcome() if launch.rank == 0 else {}
-        if status == 0 and outcome is not None:
-            return _print_on_rank0(_measured(run, outcome), launch) if launch.rank == 0 else 0
+        if status == 0 and launch.rank > 0:
+            return 0
         if status == 0:
+            if outcome := outcome_of(run):
+                return _succeed(launch, f"{name_of(run)}: {describe_times(outcome)}")
             why = f"the part ended well, but {run.path} is not whole"
         _note_failure(run, launch, log, status, why)
     if launch.rank > 0:
         return 1
     _wait_for_others(run)
-    raise GroupError(f"{run.name}: {why_failed(run)}")
+    raise GroupError(f"{name_of(run)}: {why_failed(run)}")
 
 
-def _print_on_rank0(words: str, launch: LaunchSpec) -> int:
+def _succeed(launch: LaunchSpec, words: str) -> int:
     if launch.rank == 0:
         print(words, flush=True)
     return 0
@@ -79,8 +86,10 @@ def _print_on_rank0(words: str, launch: LaunchSpec) -> int:
 
 @contextlib.contextmanager
 def _claimed(path: Path) -> Iterator[IO[bytes]]:
-    """Open this rank's log and hold a lock on it, so that the same run in two jobs at once is noticed, where the nodes' file
-    system has locks. The part inherits it."""
+    """Open and lock this rank's log, so that a second job with the same run is refused.
+
+    The part inherits the lock. A file system without locks lets both jobs run.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("ab")
@@ -90,55 +99,49 @@ def _claimed(path: Path) -> Iterator[IO[bytes]]:
         ) from error
     with file:
         deadline = time.monotonic() + _LOCK_SECONDS  # a report takes the lock for a moment
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"this run is under way already: another job holds {path}; wait for its end"
-                    ) from None
-                time.sleep(_POLL_SECONDS)
-                continue
-            except OSError:
-                pass  # a file system without locks
-            break
+        while not try_lock(file, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"this run is under way already: another job holds {path}; wait for its end"
+                )
+            time.sleep(_POLL_SECONDS)
         yield file
 
 
-def _check(run: PlannedRun, code: Mapping[str, str], launch: LaunchSpec) -> None:
-    if launch.size < run.nodes:
+def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
+    """Raise UserError if there are too few nodes, or this node has other code than the plan."""
+    name, nodes = name_of(run), run.nodes
+    if launch.size < nodes:
         raise UserError(
-            f"{run.name} needs {run.nodes} nodes, and there {'is' if launch.size == 1 else 'are'} {launch.size}: start "
-            f"it on {run.nodes} or more, e.g. by sbatch --nodes={run.nodes}"
+            f"{name} needs {nodes} nodes, and there {'is' if launch.size == 1 else 'are'} "
+            f"{launch.size}: start it on {nodes} or more, e.g. by sbatch --nodes={nodes}"
         )
-    if run.nodes > 1 and launch.master_ip is None:
+    if nodes > 1 and launch.master_ip is None:
         raise UserError(
-            f"{run.name} has {run.nodes} nodes: give --master-ip, --num-nodes and --rank on each"
+            f"{name} has {nodes} nodes: give --master-ip, --num-nodes and --rank on each"
         )
     here = code_of_runs()
     if other := sorted(name for name in here | dict(code) if here.get(name) != code.get(name)):
         shown = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
         raise UserError(
-            f"{os.uname().nodename} has other code than the plan was made with ({shown}), and its times would not "
-            "be comparable: go back to that code, or plan anew with lab compare --plan"
+            f"{os.uname().nodename} has other code than the plan was made with ({shown}), and its "
+            "times would not be comparable: go back to that code, or plan anew with lab compare "
+            "--plan"
         )
 
 
-def _supervise(run: PlannedRun, launch: LaunchSpec, log: IO[bytes]) -> tuple[int, str]:
-    """Run the part to its end; return its exit status, and which signal to this process ended it, if one did, in words."""
-    command = [sys.executable, *node_command(run.settings, run.cell, run.repeat, run.folder)]
-    if run.nodes > 1:
-        command += [
-            "--master-ip",
-            str(launch.master_ip),
-            "--master-port",
-            str(launch.master_port),
-            "--num-nodes",
-            str(run.nodes),
-            "--rank",
-            str(launch.rank),
-        ]
+def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> tuple[int, str]:
+    """Run the part to its end; return its exit status, as a shell does, and why it was stopped.
+
+    A signal is passed on as SIGTERM; the part then has ``_GRACE_SECONDS`` to end.
+    """
+    group = {
+        "--master-ip": launch.master_ip,
+        "--master-port": launch.master_port,
+        "--num-nodes": run.nodes,
+        "--rank": launch.rank,
+    }
+    flags = [str(word) for flag in group.items() for word in flag] if run.nodes > 1 else []
     if launch.rank == 0:
         _remove(run.path)  # of an attempt that was interrupted; the others wait for rank 0
     received: list[int] = []
@@ -147,76 +150,47 @@ def _supervise(run: PlannedRun, launch: LaunchSpec, log: IO[bytes]) -> tuple[int
         for number in _SIGNALS
     }
     try:
-        status = _wait(
-            subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=kill_on_parent_exit(),
-            ),
-            received,
+        exits = run_local_ranks(
+            [[sys.executable, *node_command(run), *flags]],
+            outputs=[log],
+            grace_seconds=_GRACE_SECONDS,
+            stop_requested=lambda: bool(received),
         )
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if not received or status == 0:
-        return status, ""
-    name = signal.Signals(received[0]).name
-    return (
-        status,
-        f"stopped by {name}, as at a time limit or after a node's loss; started again, the run begins anew",
+    [status] = exits.statuses
+    why = (
+        f"stopped by {signal.Signals(received[0]).name}, as at a time limit or after a node's "
+        "loss; started again, the run begins anew"
+        if received and status != 0
+        else ""
     )
-
-
-def _wait(process: subprocess.Popen, received: list[int]) -> int:
-    """Wait for the part; pass a received signal on as SIGTERM, and kill it after a grace period. Return its exit status, as a
-    shell does."""
-    kill_at = None
-    try:
-        while process.poll() is None and (kill_at is None or time.monotonic() < kill_at):
-            if received and kill_at is None:
-                process.terminate()
-                kill_at = time.monotonic() + _GRACE_SECONDS
-            time.sleep(_POLL_SECONDS)
-    finally:
-        end([process])
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+    return status if status >= 0 else 128 - status, why
 
 
 def _remove(path: Path) -> None:
     try:
         shutil.rmtree(path)
-    except FileNotFoundError:
-        pass
     except OSError as error:
-        raise UserError(
-            f"{path}, of an earlier attempt, cannot be removed ({error.strerror})"
-        ) from error
+        if path.exists():
+            raise UserError(
+                f"{path}, of an earlier attempt, cannot be removed ({error.strerror})"
+            ) from error
 
 
-def _note_failure(
-    run: PlannedRun, launch: LaunchSpec, log: IO[bytes], status: int, why: str
-) -> None:
+def _note_failure(run: Run, launch: LaunchSpec, log: IO[bytes], status: int, why: str) -> None:
     if why:
         log.write(f"error: {why}\n".encode())
         log.flush()
     record = {"status": status, "host": os.uname().nodename}
-    write_atomically(run.failure(launch.rank), json.dumps(record).encode())
+    write_atomically(failure_file(run, launch.rank), json.dumps(record).encode())
 
 
-def _wait_for_others(run: PlannedRun) -> None:
-    """The other ranks, too, note why they failed, and one of them may be the first."""
+def _wait_for_others(run: Run) -> None:
+    """Wait a moment for the other ranks to note why they failed: one of them may be the first."""
     deadline = time.monotonic() + _OTHERS_SECONDS
     while time.monotonic() < deadline and not all(
-        run.failure(rank).exists() for rank in range(run.nodes)
+        failure_file(run, rank).exists() for rank in range(run.nodes)
     ):
         time.sleep(_POLL_SECONDS)
-
-
-def _measured(run: PlannedRun, outcome: Mapping[str, Any]) -> str:
-    step, sync = (
-        fmean(rank["seconds"][name] for rank in outcome["ranks"]) for name in ("step", "sync")
-    )
-    return f"{run.name}: {step:.3f} s a step, {sync:.3f} of it sync"

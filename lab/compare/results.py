@@ -1,33 +1,40 @@
-"""``results.json``: what a comparison measured. Read, checked, merged and written here; docs/comparing.md explains it.
+"""Read, check and write ``results.json``, which holds what a comparison measured.
 
-A comparison has cells (a strategy on a number of nodes), a cell has repeats (runs), a repeat has a row for each rank.
+A comparison has cells (a strategy on a number of nodes), a cell has repeats (runs), a repeat has a
+row for each rank.
 
     format, kind ("compare" or "report"), created, finished, emulated
-    settings      what was asked for: dataset, model, batch_size, steps, warmup, repeats, seeds, nodes, sync, scaling, command …
+    settings      what was asked for: dataset, model, batch_size, steps, nodes, sync, ...
     environment   of the machine, as in a run's environment.json
-    warnings      what a reader must know first; differences: why runs cannot be compared (``lab report`` alone)
-    prediction    null, or what was predicted before anything was measured: made, calibration, cells by id
-    cells         id, sync, nodes, rate, batch_size, exact, group, oversubscribed, status (done, partial, failed, pending),
-                  message, repeats (folder, seed, status, ranks, losses, test_accuracy, seconds_to_accuracy), median, interval
-    groups        settings of each group by its number, as a text (``lab report`` alone)
-    plan          of a comparison whose runs others start (job_plan.py): code (digests by file), runs (cell and repeat), to_do
-                  (their numbers)
+    warnings      what a reader must know first
+    differences   why runs cannot be compared (only from ``lab report``)
+    prediction    null, or what was predicted before the first run: made, calibration, cells by id
+    cells         id, sync, nodes, rate, batch_size, exact, group, oversubscribed,
+                  status (done, partial, failed, pending), message, median, interval,
+                  repeats (folder, seed, status, ranks, losses, test_accuracy, seconds_to_accuracy)
+    groups        settings of each group by its number, as a text (only from ``lab report``)
+    plan          of a comparison whose runs others start (job_plan.py): code (digests by file),
+                  runs (cell and repeat), to_do (their numbers)
     timelines     by cell: one step, as in a run's timeline.json
 
-Seconds and bytes throughout. ``median`` is over the repeats of the mean over the ranks; ``interval`` the 95 % interval of the
-mean over repeats by Student's t, [null, null] where there is but one. Cells of different ``group`` are not comparable.
+docs/comparing.md explains it for readers. All values are seconds and bytes. ``median`` is over the
+repeats of the mean over the ranks. ``interval`` is the 95 % interval of the mean over repeats by
+Student's t, [null, null] for a single repeat. Cells of different ``group`` are not comparable.
 """
 
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
-from lab.compare.cells import Settings, run_folder
+from lab.compare.outcomes import read_json
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 FORMAT = 1
 TIMES = ("step", "data", "forward", "backward", "sync", "update", "wait", "wire")
@@ -53,7 +60,10 @@ _PARTS_OF_CELL = {
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Return the content of a ``results.json``; UserError, naming the file, where it is cut, foreign or of another format."""
+    """Return the content of a ``results.json``.
+
+    UserError, with the file's name, if it is cut, foreign or of another format.
+    """
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -64,12 +74,14 @@ def read_results(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is no results.json of lab compare; left as it is")
     if results["format"] != FORMAT:
         raise UserError(
-            f"{path} has format {results['format']!r}, this version reads {FORMAT}: use the version that wrote it; "
-            "left as it is"
+            f"{path} has format {results['format']!r}, this version reads {FORMAT}: use the "
+            "version that wrote it; left as it is"
         )
     _check_parts(path, results, _PARTS_OF_RESULTS, "")
     for index, cell in enumerate(results["cells"]):
         _check_parts(path, cell, _PARTS_OF_CELL, f"cells[{index}].")
+    if "plan" in results:
+        _check_parts(path, results["plan"], {"code": dict, "runs": list}, "plan.")
     return results
 
 
@@ -82,125 +94,65 @@ def _check_parts(path: Path, content: Any, parts: Mapping[str, type], prefix: st
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Write ``results.json`` whole or not at all."""
+    """Write ``results.json`` completely or not at all."""
     write_atomically(
         path, (json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
     )
 
 
-def read_repeat(folder: Path, *, seed: int) -> dict[str, Any]:
-    """Return what a run that has ended left in ``folder``, as a repeat. UserError where it did not end."""
-    summary, ranks = read_json(folder / "summary.json"), read_json(folder / "ranks.json")
-    metrics = _read_lines(folder / "metrics.jsonl")
-    return {
-        "folder": str(folder),
-        "seed": seed,
-        "status": "done",
-        "ranks": ranks["ranks"],
-        "losses": [[entry["step"], entry["loss"]] for entry in metrics],
-        "test_accuracy": summary["test_accuracy"],
-        "seconds_to_accuracy": None,
-        "steps_to_accuracy": None,
-        "equal_weights": summary["ranks_hold_equal_weights"],
-    }
-
-
-def read_run(
-    settings: Settings, cell: Mapping[str, Any], repeat: int, folder: Path
-) -> dict[str, Any]:
-    """Return what the run of a cell left in the comparison's ``folder``, as a repeat. UserError where it did not end."""
-    path = run_folder(folder, cell, repeat)
-    outcome = read_repeat(path, seed=settings.seeds_to_run[repeat])
-    if settings.until_accuracy is not None:
-        outcome |= time_to_accuracy(path, settings.until_accuracy)
-    return outcome | {"repeat": repeat, "folder": str(path.relative_to(folder))}
-
-
-def failed_run(
-    settings: Settings, cell: Mapping[str, Any], repeat: int, folder: Path, *, message: str
-) -> dict[str, Any]:
-    """Return the repeat of a run that failed, with what it said."""
-    return {
-        "repeat": repeat,
-        "folder": str(run_folder(folder, cell, repeat).relative_to(folder)),
-        "seed": settings.seeds_to_run[repeat],
-        "status": "failed",
-        "message": message,
-        "ranks": [],
-        "losses": [],
-        "test_accuracy": None,
-        "seconds_to_accuracy": None,
-        "steps_to_accuracy": None,
-    }
-
-
-def time_to_accuracy(path: Path, accuracy: float) -> dict[str, float | int | None]:
-    """Training time (without the evaluations) and steps up to the end of the first epoch that reached ``accuracy``."""
-    seconds = 0.0
-    steps_per_epoch = read_json(path / "config.json")["steps_per_epoch"]
-    for epoch in _read_lines(path / "epochs.jsonl"):
-        seconds += epoch["seconds"]
-        if epoch["val_accuracy"] is not None and epoch["val_accuracy"] >= accuracy:
-            return {
-                "seconds_to_accuracy": seconds,
-                "steps_to_accuracy": epoch["epoch"] * steps_per_epoch,
-            }
-    return {"seconds_to_accuracy": None, "steps_to_accuracy": None}
-
-
 def take_timeline(
     results: dict[str, Any], cell: Mapping[str, Any], outcome: Mapping[str, Any], folder: Path
 ) -> None:
-    """Keep the timeline of a cell's first repeat that has one."""
+    """Put the timeline of a cell's first repeat that has one into ``results``."""
     timeline = folder / outcome["folder"] / "timeline.json"
     if outcome["status"] == "done" and cell["id"] not in results["timelines"] and timeline.exists():
         results["timelines"][cell["id"]] = read_json(timeline)
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file of a run. UserError where it is missing or cut."""
-    return _parsed(path, json.loads)
-
-
-def _read_lines(path: Path) -> list[Any]:
-    return _parsed(path, lambda text: [json.loads(line) for line in text.splitlines()])
-
-
-def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
-    try:
-        return parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}): the run has not ended, or its folder was not copied whole"
-        ) from error
-
-
 def summarise(cell: dict[str, Any], *, repeats: int) -> None:
-    """Set status, median and interval of a cell from its repeats, of which there shall be ``repeats``."""
-    done = [repeat for repeat in cell["repeats"] if repeat["status"] == "done"]
-    failed = [repeat for repeat in cell["repeats"] if repeat["status"] == "failed"]
-    cell["status"] = (
-        "done" if len(done) >= repeats else "partial" if done else "failed" if failed else "pending"
-    )
-    cell["message"] = failed[-1]["message"] if failed else None
-    cell["median"] = cell["interval"] = None
+    """Set status, message, median and interval of a cell from its repeats.
+
+    The cell is done when it has ``repeats`` good ones.
+    """
+    by_status = grouped((repeat["status"], repeat) for repeat in cell["repeats"])
+    done, failed = by_status.get("done", []), by_status.get("failed", [])
+    status = "failed" if failed else "pending"
     if done:
-        rows = [_of_repeat(repeat["ranks"]) for repeat in done]
-        cell["median"] = {name: _median([row[name] for row in rows]) for name in rows[0]}
-        cell["interval"] = {name: interval([row[name] for row in rows]) for name in rows[0]}
+        status = "done" if len(done) >= repeats else "partial"
+    rows = [_of_repeat(repeat["ranks"]) for repeat in done]
+    values = {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+    cell |= {
+        "status": status,
+        "message": failed[-1]["message"] if failed else None,
+        "median": {name: _median(column) for name, column in values.items()} or None,
+        "interval": {name: interval(column) for name, column in values.items()} or None,
+    }
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Return the values of each key, in the order of the pairs."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
+def distinct(values: Sequence[V]) -> list[V]:
+    """Return each value once, in their order; the values need no hash."""
+    return [value for index, value in enumerate(values) if value not in values[:index]]
 
 
 def _of_repeat(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Means over the ranks; of bytes, root and the others apart."""
+    """Means over the ranks; for bytes, of the root and of the other ranks."""
     row: dict[str, float | None] = {
         name: statistics.fmean(rank["seconds"][name] for rank in ranks) for name in TIMES
     }
-    others = [rank["bytes_sent"] for rank in ranks[1:]]
-    known = all(rank["bytes_sent"] is not None for rank in ranks)
+    sent = [rank["bytes_sent"] for rank in ranks]
+    known = None not in sent
     return row | {
         "peak_memory_bytes": statistics.fmean(rank["peak_memory_bytes"] for rank in ranks),
-        "root_bytes_sent": ranks[0]["bytes_sent"] if known else None,
-        "others_bytes_sent": (statistics.fmean(others) if others else 0.0) if known else None,
+        "root_bytes_sent": sent[0] if known else None,
+        "others_bytes_sent": statistics.fmean(sent[1:] or [0.0]) if known else None,
     }
 
 
@@ -210,7 +162,10 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def interval(values: Sequence[float | None]) -> list[float | None]:
-    """Return the 95 % interval of the mean of independent repeats, by Student's t, cut at 0; [None, None] for fewer than two."""
+    """Return the 95 % interval of the mean of independent repeats, by Student's t, cut at 0.
+
+    [None, None] for fewer than two.
+    """
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return [None, None]

@@ -1,1 +1,1 @@
-"""Processes of emulated nodes and hosts: their output behind a prefix, and one command on several ranks."""
+"""The output of processes on emulated nodes and hosts."""

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lab.compare.cells import Settings
 from lab.compare.job_plan import how_to_run, plan_comparison, planned_runs
 from lab.compare.job_results import merge_results
 from lab.compare.results import read_results
+from lab.compare.settings import Settings
 from tests.helpers import ROOT, slurm_cluster
 from tests.helpers.slurm_cluster import SlurmCluster
 

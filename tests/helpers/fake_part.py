@@ -53,14 +53,12 @@ def lab(arguments: list[str]) -> int:
     """``lab`` whose parts are this file."""
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from lab import cli
-    from lab.compare import cells, commands
-    from lab.compare import job_run as one_run
-    from lab.compare import runner as compare
+    from lab.compare import cells, job_run, reporting, runner
 
     real = cells.node_command
 
-    def command(*given: object) -> list[str]:
-        return [__file__, *real(*given)[1:], *os.environ.get("FLAGS", "").split()]
+    def command(run: cells.Run) -> list[str]:
+        return [__file__, *real(run)[1:], *os.environ.get("FLAGS", "").split()]
 
     def write_page(folder: Path, results: dict) -> None:
         (folder / "report.html").write_text(
@@ -68,8 +66,8 @@ def lab(arguments: list[str]) -> int:
         )
         (folder / "table.md").touch()
 
-    compare.node_command = one_run.node_command = command
-    commands.write_report = write_page
+    runner.node_command = job_run.node_command = command
+    reporting.write_report = write_page
     cells.part_of = lambda sync: "Part"
     return cli.main(arguments)
 

@@ -18,11 +18,14 @@ from common.utils.paths import REPOSITORY
 from lab.cluster import Cluster
 from lab.cluster.tools import namespaces_refused
 from lab.compare import cells as cells_module
-from lab.compare import runner as compare_module
-from lab.compare.cells import Settings, node_command, part_of, plan_cells, run_folder
+from lab.compare import runner as runner_module
+from lab.compare.cells import Run, node_command, part_of, plan_cells
 from lab.compare.cli import strategies
-from lab.compare.results import read_results, time_to_accuracy
-from lab.compare.runner import compare
+from lab.compare.executors import Executors
+from lab.compare.outcomes import time_to_accuracy
+from lab.compare.results import read_results
+from lab.compare.runner import open_comparison, run_comparison
+from lab.compare.settings import Settings
 from tests.helpers import Started, start_lab, user_environment, wait_until
 
 FAKE = REPOSITORY / "tests" / "helpers" / "fake_part.py"
@@ -38,14 +41,21 @@ def fake_parts(monkeypatch):
     started = []
     real = node_command
 
-    def command(settings, cell, repeat, folder):
-        started.append((cell["id"], repeat))
-        words = list(real(settings, cell, repeat, folder))
-        return [str(FAKE), *words[1:]]
+    def command(run):
+        started.append((run.cell["id"], run.repeat))
+        return [str(FAKE), *real(run)[1:]]
 
-    monkeypatch.setattr(compare_module, "node_command", command)
+    monkeypatch.setattr(runner_module, "node_command", command)
     monkeypatch.setattr(cells_module, "part_of", lambda sync: "Part")
     return started
+
+
+def compare(settings, *, reports):
+    """Run a comparison, as ``lab compare`` does before its report."""
+    executors = Executors(max(settings.nodes), settings.rates)
+    folder, results = open_comparison(settings, reports=reports)
+    run_comparison(settings, folder, results, executors)
+    return folder, results
 
 
 def asks(**changes):
@@ -65,7 +75,7 @@ def test_every_strategy_is_started_by_a_command_that_its_part_understands(sync, 
         nodes=(1 if sync == "none" else 3,), sync=(sync,), steps=7, warmup=2, batch_size=90
     )
     [cell] = plan_cells(settings)
-    command = node_command(settings, cell, 1, tmp_path)
+    command = node_command(Run(tmp_path, settings, cell, 1))
     part = Path(command[0]).parent.name
     assert part == part_of(sync)
     choices = {"PartOne": ("none",), "PartTwo": BY_HAND, "PartThree": BUILT_IN}[part]
@@ -88,7 +98,7 @@ def test_all_runs_of_a_comparison_have_equally_many_steps():
     steps = {
         command[command.index("--max-steps") + 1]
         for cell in plan_cells(settings)
-        for command in [list(node_command(settings, cell, 0, Path("x")))]
+        for command in [node_command(Run(Path("x"), settings, cell, 0))]
     }
     assert steps == {str(5 + 30 + 6)}
 
@@ -140,15 +150,15 @@ def test_each_rate_has_cells_of_its_own_and_one_node_has_none():
         ("all_reduce-n4-1gbit", "1 Gbit"),
         ("ring-n4-1gbit", "1 Gbit"),
     ]
-    folders = {run_folder(Path("x"), cell, 0) for cell in plan_cells(settings)}
+    folders = {Run(Path("x"), settings, cell, 0).path for cell in plan_cells(settings)}
     assert len(folders) == 5
-    command = list(node_command(settings, plan_cells(settings)[1], 0, Path("here")))
+    command = node_command(Run(Path("here"), settings, plan_cells(settings)[1], 0))
     assert command[command.index("--compute") + 1] == "here/profile.json", (
         "the comparison's own copy"
     )
     config = parse_arguments("PartTwo", "", {}, BY_HAND, command[1:])
     assert config.only_times
-    assert "--compute" not in node_command(asks(), plan_cells(asks())[0], 0, Path("here"))
+    assert "--compute" not in node_command(Run(Path("here"), asks(), plan_cells(asks())[0], 0))
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from common.sync.message_cost import GradientSize
 from lab.calibrate.layer_profile import save_profile
 from lab.calibrate.link_probe import LARGE, LARGEST, SMALL, measure_links, network_from
 from lab.cluster.tools import namespaces_refused
-from lab.compare.cells import Settings, plan_cells
+from lab.compare.cells import plan_cells
 from lab.compare.forecast import emulated_compute, emulated_compute_at, forecast_on_links, kinds_of
 from lab.compare.results import read_results
+from lab.compare.settings import Settings
 from tests.helpers import run_ranks, start_lab
 
 NOTHING = SectionTime(0.0, 0.0)

@@ -13,13 +13,13 @@ from common.cost_model.calibration_file import load_calibration, reference_path
 from common.utils.paths import REPOSITORY
 from lab.cli import main
 from lab.compare import cells as cells_module
-from lab.compare import commands
 from lab.compare import job_plan as plan_module
-from lab.compare.cells import Settings
+from lab.compare import reporting
 from lab.compare.job_plan import code_of_runs, plan_comparison, planned_runs, spans
 from lab.compare.job_results import merge_results
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison
+from lab.compare.settings import Settings
 from tests.helpers import Started, fake_part, user_environment, wait_until
 
 FAKE = REPOSITORY / "tests" / "helpers" / "fake_part.py"
@@ -377,7 +377,7 @@ def test_other_machines_are_groups_of_their_own(tmp_path, capsys, monkeypatch):
     """And lab report says what is missing, and draws what there is."""
     drawn = []
     monkeypatch.setattr(
-        commands,
+        reporting,
         "write_report",
         lambda folder, results: drawn.append(results) or (folder / "table.md").touch(),
     )
@@ -402,7 +402,7 @@ def test_other_machines_are_groups_of_their_own(tmp_path, capsys, monkeypatch):
     assert results["environment"]["cpu"] == "A"
     assert "different kinds of machines" in results["warnings"][0]
     (folder / "runs" / "Part-none" / "n1-2").rename(tmp_path / "removed")
-    assert commands.report_on([folder], reports=tmp_path, scaling="strong") == 0
+    assert reporting.report_on([folder], reports=tmp_path, scaling="strong") == 0
     out = capsys.readouterr().out
     assert "3 of 4 runs are done; missing: none-n1 (run 3)" in out
     assert "--array=3%1" in out

@@ -1,0 +1,92 @@
+"""Carry out ``lab compare``, ``lab compare --plan`` and ``lab report``, and print the outcome."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from common.errors import INTERRUPTED, UserError
+from common.utils.paths import new_folder
+from lab.compare.executors import Executors
+from lab.compare.imported_runs import collect
+from lab.compare.job_plan import plan_comparison
+from lab.compare.job_results import describe_plan, merge_results
+from lab.compare.results import read_results, write_results
+from lab.compare.runner import open_comparison, run_comparison
+from lab.compare.settings import Settings
+from lab.report import write_report
+
+console = Console(highlight=False)
+
+
+def compare_and_report(
+    settings: Settings, *, reports: Path, anew: bool, predicts: bool, command: str
+) -> int:
+    """Predict, run the comparison, write its report and return the exit status: 1 if a cell failed.
+
+    After Ctrl-C the report shows what is finished.
+    """
+    executors = Executors(max(settings.nodes), settings.rates)
+    folder, results = open_comparison(settings, reports=reports, anew=anew, command=command)
+    status = 0
+    try:
+        run_comparison(settings, folder, results, executors, predicts=predicts)
+    except KeyboardInterrupt:
+        status, results = INTERRUPTED, read_results(folder / "results.json")
+        console.print(
+            "interrupted; every process is ended, what is finished is kept. The same command "
+            f"goes on with {folder}",
+            soft_wrap=True,
+        )
+    failed = [
+        cell["id"]
+        for cell in results["cells"]
+        if any(one["status"] == "failed" for one in cell["repeats"])
+    ]
+    if failed:
+        console.print(
+            f"failed: {', '.join(failed)}; the same command tries them again", soft_wrap=True
+        )
+    _write_and_print(folder, results)
+    return status or int(bool(failed))
+
+
+def plan_and_describe(
+    settings: Settings, *, reports: Path, anew: bool, predicts: bool, command: str
+) -> int:
+    """Plan a comparison, or find its unfinished plan, and print how to start the runs."""
+    folder, results = plan_comparison(
+        settings, reports=reports, anew=anew, command=command, predicts=predicts
+    )
+    for line in describe_plan(folder, merge_results(folder, results)):
+        console.print(line, markup=False, soft_wrap=True)
+    return 0
+
+
+def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
+    """Report on runs that were started by hand, or again on one comparison, in its own folder."""
+    comparisons = [run for run in runs if (run / "results.json").exists()]
+    if comparisons and len(runs) > 1:
+        raise UserError(f"{comparisons[0]} is a comparison: give it alone, or folders of runs")
+    if comparisons:
+        folder = comparisons[0]
+        results = read_results(folder / "results.json")
+        if "plan" in results:
+            results = merge_results(folder, results)
+            for warning in results["warnings"]:
+                console.print(warning, markup=False, soft_wrap=True)
+    else:
+        results = collect(runs, scaling=scaling)
+        folder = new_folder(reports, "report")
+        write_results(folder / "results.json", results)
+    for difference in results["differences"]:
+        console.print(f"not comparable: {difference}", soft_wrap=True)
+    _write_and_print(folder, results)
+    return 0
+
+
+def _write_and_print(folder: Path, results: dict[str, Any]) -> None:
+    write_report(folder, results)
+    console.print((folder / "table.md").read_text(encoding="utf-8"), markup=False, soft_wrap=True)
+    console.print(f"report: {folder / 'report.html'}", soft_wrap=True)

@@ -1,0 +1,141 @@
+"""The settings of a comparison, checked: what ``lab compare`` measures."""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+from common.errors import UserError
+from common.sync import STRATEGIES
+from lab.units import parse_rate
+
+_STRATEGY_FLAGS = {
+    "--bucket-mb": float,
+    "--topk-ratio": float,
+    "--powersgd-rank": int,
+    "--averaging-period": int,
+}
+_AVERAGING_PERIOD = 4  # the default of local_sgd
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a comparison measures. An interrupted comparison resumes if its settings are equal.
+
+    ``batch_size`` is global with "strong" scaling, of one node with "weak". ``steps`` are measured,
+    after ``warmup`` others. With ``until_accuracy`` each of ``seeds`` trains once, for at most
+    ``epochs`` epochs; else the first seed trains ``repeats`` times. ``rates`` are of the nodes'
+    links, such as "200mbit", each on its own cluster; none: over loopback. ``compute`` is "real" or
+    a profile of emulated compute, as for the parts. Every run gets ``flags`` unchanged.
+    """
+
+    nodes: tuple[int, ...]
+    sync: tuple[str, ...]
+    steps: int = 30
+    warmup: int = 5
+    repeats: int = 3
+    dataset: str = "cifar10"
+    model: str = "vgg11"
+    batch_size: int = 256
+    scaling: str = "strong"
+    seeds: tuple[int, ...] = (0,)
+    until_accuracy: float | None = None
+    epochs: int = 20
+    flags: tuple[str, ...] = ()
+    rates: tuple[str, ...] = ()
+    compute: str = "real"
+
+    def __post_init__(self) -> None:
+        counts = {
+            "--nodes": self.nodes,
+            "--steps": (self.steps,),
+            "--warmup": (self.warmup,),
+            "--repeats": (self.repeats,),
+            "--batch-size": (self.batch_size,),
+            "--epochs": (self.epochs,),
+        }
+        for flag, values in counts.items():
+            if not values or min(values) < 1:
+                raise UserError(
+                    f"{flag}: got {' '.join(map(str, values)) or 'nothing'}, give whole numbers "
+                    "of at least 1"
+                )
+        unknown = [name for name in self.sync if name not in STRATEGIES]
+        rules = (
+            (
+                not unknown,
+                f"--sync: got {', '.join(unknown)}; choose from {', '.join(STRATEGIES)}, or 'all' "
+                "or 'exact'",
+            ),
+            (
+                self.scaling == "weak" or max(self.nodes) <= self.batch_size,
+                f"--nodes: got {max(self.nodes)}, more than the {self.batch_size} samples of a "
+                "global batch: give fewer nodes or a larger --batch-size",
+            ),
+            (
+                self.until_accuracy is None or 0 < self.until_accuracy <= 1,
+                f"--until-accuracy: got {self.until_accuracy}, give a fraction above 0 and of at "
+                "most 1, e.g. 0.6",
+            ),
+            (
+                len({parse_rate(rate) for rate in self.rates}) == len(self.rates),
+                f"--rate: got {' '.join(self.rates)}, the same twice: give each rate once",
+            ),
+            (
+                not self.emulated or self.until_accuracy is None,
+                f"--compute {self.compute} learns nothing, so there is no accuracy to reach: "
+                "leave out --until-accuracy, or --compute",
+            ),
+        )
+        for holds, message in rules:
+            if not holds:
+                raise UserError(message)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether layers sleep instead of computing."""
+        return self.compute != "real"
+
+    @property
+    def seeds_to_run(self) -> tuple[int, ...]:
+        """The seed of each repeat."""
+        return self.seeds if self.until_accuracy is not None else self.seeds[:1] * self.repeats
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of each run without ``until_accuracy``. The last ones record the timeline.
+
+        All strategies take equally many, since the learning rate depends on their number.
+        """
+        period = self.strategy_options.get("averaging_period", _AVERAGING_PERIOD)
+        return self.warmup + self.steps + (period if "local_sgd" in self.sync else 1)
+
+    @property
+    def strategy_options(self) -> dict[str, Any]:
+        """The strategies' options among the flags, by the names of the strategies' arguments."""
+        options: dict[str, Any] = {}
+        for flag, value in pairwise(self.flags):
+            if flag in _STRATEGY_FLAGS:
+                with contextlib.suppress(ValueError):  # the part itself reports a wrong value
+                    options[flag[2:].replace("-", "_")] = _STRATEGY_FLAGS[flag](value)
+        return options
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, as they come back from a JSON file."""
+        values = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
+        return values | {"rates": [*(self.rates or (None,))]}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Settings":
+        """The settings with these values of ``as_json``; other keys are ignored."""
+        known = {field.name: values[field.name] for field in fields(cls)}
+        known["rates"] = [rate for rate in known["rates"] if rate is not None]
+        arguments: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in known.items()
+        }
+        return cls(**arguments)
