@@ -48,16 +48,11 @@ class DDPFp16Plan(DDPPlan):
         return Operation("all_reduce", half, copied_bytes=3 * size, ready_bytes=ready_bytes)
 
 
-class OverlappedPlan(MessagePlan):
-    """As ``DDPPlan``, without its options."""
+class OverlappedPlan(DDPPlan):
+    """As ``DDPPlan``, without the search for unused parameters."""
 
     def __init__(self, *, bucket_mb: float | None = None) -> None:
-        super().__init__()
-        self.bucket_mb = bucket_mb
-
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        return DDPPlan(bucket_mb=self.bucket_mb).operations(sizes, ranks)
+        super().__init__(bucket_mb=bucket_mb)
 
 
 class DDPPowerSGDPlan(MessagePlan):

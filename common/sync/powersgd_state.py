@@ -4,7 +4,6 @@ Torch keeps it by bucket, but DDP's buckets change after its first step, also in
 after a resume. ``exchange`` is the hook; ``state_dict`` and ``load_state_dict`` are for between steps.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,15 +76,13 @@ class PerParameterState:
 
     def _thin(self, parameters: Sequence[Tensor]) -> dict[str, tuple[int, int]]:
         """Return the entries of each P and Q, in torch's order: equal shapes follow one another."""
-        by_shape: dict[tuple[int, int], list[Tensor]] = {}
-        for parameter in parameters:
-            if is_compressed(parameter.shape, self._rank):
-                shape = (parameter.shape[0], math.prod(parameter.shape[1:]))
-                by_shape.setdefault(shape, []).append(parameter)
+        compressed = [p for p in parameters if is_compressed(p.shape, self._rank)]
+        shapes = [(len(p), p.numel() // len(p)) for p in compressed]  # as matrices
         return {
             self._names[parameter]: thin_entries(shape, self._rank)
-            for shape, alike in by_shape.items()
-            for parameter in alike
+            for shape in dict.fromkeys(shapes)
+            for parameter, its_shape in zip(compressed, shapes, strict=True)
+            if its_shape == shape
         }
 
     def state_dict(self) -> dict[str, Any]:
