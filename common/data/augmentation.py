@@ -1,8 +1,8 @@
 """Crop with padding 4, horizontal flip and normalisation, as tensor code for a whole batch.
 
 For the same offsets it gives what torchvision's ``RandomCrop(32, padding=4)``,
-``RandomHorizontalFlip``, ``ToTensor`` and ``Normalize`` give one image at a time. What a sample gets
-depends on (seed, epoch, sample) alone, and so not on the number of ranks.
+``RandomHorizontalFlip``, ``ToTensor`` and ``Normalize`` give one image at a time. What a sample
+gets depends on (seed, epoch, sample) alone, and so not on the number of ranks.
 """
 
 from dataclasses import dataclass
@@ -38,8 +38,8 @@ def draw(
 class Normaliser:
     """Turns bytes into floats: (value / 255 - mean) / std by channel.
 
-    Called with images of shape (batch, h, w, 3), uint8, it returns float32 of shape (batch, 3, h, w)
-    in channels_last strides.
+    Called with images of shape (batch, h, w, 3), uint8, it returns float32 of shape
+    (batch, 3, h, w) in channels_last strides.
     """
 
     def __init__(

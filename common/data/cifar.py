@@ -53,9 +53,9 @@ def _download_where_missing(
 ) -> None:
     """Download the files unless they are there and whole.
 
-    The process that holds the lock checks again and downloads if needed; the others wait, then find
-    the files. Files need the right MD5, so a download that was cut off is repeated. Raises UserError
-    with the reason and the alternatives.
+    The process that holds the lock checks again and downloads if needed; the others wait, then
+    find the files. Files need the right MD5, so a download that was cut off is repeated. Raises
+    UserError with the reason and the alternatives.
     """
     if _whole(kind, data_dir):
         return
@@ -77,9 +77,9 @@ def _download_where_missing(
         http.client.HTTPException,
     ) as error:
         raise UserError(
-            f"{name} is not in {data_dir} ({state}) and could not be downloaded from {url} ({_reason(error)}). "
-            f"Give --data-dir FOLDER, one that holds {kind.base_folder}/, --mirror URL of another host, or --dataset "
-            "digits, which needs no download"
+            f"{name} is not in {data_dir} ({state}) and could not be downloaded from {url} "
+            f"({_reason(error)}). Give --data-dir FOLDER, one that holds {kind.base_folder}/, "
+            "--mirror URL of another host, or --dataset digits, which needs no download"
         ) from error
 
 

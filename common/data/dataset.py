@@ -49,12 +49,12 @@ class Dataset:
             lowest, highest = int(labels.min()), int(labels.max())
             if lowest < 0 or highest >= len(self.class_names):
                 raise UserError(
-                    f"the {which} set of {self.name} has labels from {lowest} to {highest}, but there "
-                    f"are {len(self.class_names)} classes"
+                    f"the {which} set of {self.name} has labels from {lowest} to {highest}, "
+                    f"but there are {len(self.class_names)} classes"
                 )
 
     def normalised_as_imagenet(self) -> "Dataset":
-        """Return this dataset with ImageNet's mean and standard deviation, for pretrained models."""
+        """Return this dataset with ImageNet's mean and deviation, for pretrained models."""
         return replace(self, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 

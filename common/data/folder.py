@@ -20,7 +20,8 @@ def load_folder(data_dir: Path, mirror: str | None) -> Dataset:
     classes = _classes(data_dir / "train")
     if unknown := sorted(set(_classes(data_dir / "test")) - set(classes)):
         raise UserError(
-            f"{data_dir / 'test'} has classes that {data_dir / 'train'} has not: {', '.join(unknown)}"
+            f"{data_dir / 'test'} has classes that {data_dir / 'train'} has not: "
+            f"{', '.join(unknown)}"
         )
     train, test = (_read(data_dir / split, classes) for split in ("train", "test"))
     mean, std = pixel_statistics(train.images)
@@ -40,7 +41,8 @@ def _classes(folder: Path) -> list[str]:
     )
     if not classes:
         raise UserError(
-            f"--dataset folder: {folder} holds no folders; put each class's images in {folder}/<class>/"
+            f"--dataset folder: {folder} holds no folders; put each class's images in "
+            f"{folder}/<class>/"
         )
     return classes
 

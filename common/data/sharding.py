@@ -5,10 +5,10 @@
     shards         [ 0 ][ 1 ][ 2 ][ 3 ]                      mostly one for each rank
     micro-batches  [a|b][a|b][a|b][a|b]                      with 2 accumulation steps
 
-A job cuts every global batch into as many shards as it had ranks when it began, and a shard into as
-many micro-batches as it accumulates gradients over. A rank computes the micro-batches of one shard or
-of several. So neither the global batches nor the shards depend on the number of ranks, and over all
-ranks every sample comes exactly once an epoch.
+A job cuts every global batch into as many shards as it had ranks when it began, and a shard into
+as many micro-batches as it accumulates gradients over. A rank computes the micro-batches of one
+shard or of several. So neither the global batches nor the shards depend on the number of ranks, and
+over all ranks every sample comes exactly once an epoch.
 
 Common mistake: no sampler and one seed, so every rank trains on the same samples. Another:
 ``set_epoch`` is never called, so every epoch has the same order.
@@ -32,7 +32,7 @@ _ORDER_STREAM, AUGMENTATION_STREAM, STEP_STREAM = 1, 2, 3
 def stream_seed(seed: int, stream: int, *place: int) -> int:
     """Return a 63-bit seed for one random stream; different places give unrelated seeds.
 
-    ``seed + epoch`` in its place would give run 0 in epoch 2 the order of run 1 in epoch 1.
+    A plain ``seed + epoch`` would give seed 0 in epoch 2 the same order as seed 1 in epoch 1.
     """
     high, low = np.random.SeedSequence([seed, stream, *place]).generate_state(2)
     return int(high) << 31 | int(low) >> 1
@@ -100,8 +100,8 @@ class GlobalBatchSampler:
             )
         if samples < least:
             raise UserError(
-                f"the training set has {samples} images, too few for {shards} ranks: BatchNorm needs "
-                f"two samples a rank"
+                f"the training set has {samples} images, too few for {shards} ranks: "
+                "BatchNorm needs two samples a rank"
             )
         self.samples, self.seed, self.epoch = samples, seed, 1
         self._bounds = global_batch_bounds(samples, batch_size, count)

@@ -21,7 +21,7 @@ from common.errors import UserError
 class Transfer(nn.Module):
     """A pretrained network behind a bilinear resize.
 
-    ``forward`` takes images of shape (batch, 3, h, w), returns logits of shape (batch, num_classes).
+    ``forward`` takes images of shape (batch, 3, h, w) and returns logits, (batch, num_classes).
 
     Parameters
     ----------
@@ -77,7 +77,8 @@ def load_pretrained(model: Transfer, source: str | None) -> str:
         given |= {str(name).removeprefix("module."): value for name, value in state.items()}
     if any(getattr(given.get(name), "shape", None) != own[name].shape for name in wanted):
         raise UserError(
-            f"--pretrained-weights: {where} holds no state dict of torchvision's ResNet-18: give one as saved by "
+            f"--pretrained-weights: {where} holds no state dict of torchvision's ResNet-18: give "
+            "one as saved by "
             "torch.save(torchvision.models.resnet18(weights='DEFAULT').state_dict(), FILE)"
         )
     model.network.load_state_dict(own | {name: given[name] for name in wanted})
@@ -110,13 +111,15 @@ def _read(source: str | None, where: str) -> Any:
     ) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise UserError(
-            f"the pretrained weights could not be had from {where} ({reason}): give --pretrained-weights FILE, "
-            "a copy of that file from another machine. Training does not begin with random weights"
+            f"the pretrained weights could not be had from {where} ({reason}): give "
+            "--pretrained-weights FILE, a copy of that file from another machine. Training does "
+            "not begin with random weights"
         ) from error
     except Exception as error:  # a damaged file can raise anything
         if "://" in where:
             cached.unlink(missing_ok=True)
         reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
         raise UserError(
-            f"--pretrained-weights: {where} cannot be read as a file of weights ({reason}): copy it again"
+            f"--pretrained-weights: {where} cannot be read as a file of weights ({reason}): "
+            "copy it again"
         ) from error

@@ -1,7 +1,7 @@
-"""VGG with BatchNorm for 32x32 images (Simonyan & Zisserman, arXiv:1409.1556, configurations A, B, D and E).
+"""VGG with BatchNorm for 32x32 images (Simonyan & Zisserman, arXiv:1409.1556, A, B, D and E).
 
-Five poolings take 32x32 to 1x1, so the three fully connected layers of the original shrink to one of 512 -> classes,
-as in the CS744 assignment.
+Five poolings take 32x32 to 1x1, so one linear layer of 512 -> classes replaces the three of the
+original, as in the CS744 assignment.
 """
 
 from collections.abc import Sequence

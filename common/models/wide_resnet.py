@@ -13,7 +13,8 @@ from torch.nn import functional as F
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes.
 
-    ``forward`` takes (batch, channels_in, h, w) and returns (batch, channels_out, h / stride, w / stride).
+    ``forward`` takes a tensor of shape (batch, channels_in, h, w) and returns one of shape
+    (batch, channels_out, h / stride, w / stride).
     """
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:

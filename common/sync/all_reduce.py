@@ -7,8 +7,8 @@
 Sends: every rank, the root too, 2(N-1)P messages, 2(N-1)/N M bytes, and receives as much.
 Time: 2(N-1)P alpha + 2(N-1)/N M / B + (N-1)/N M gamma, and three copies of M bytes in memory.
     [Patarasuk, Yuan 2009]
-Common mistake: keeping the sum. It trains, with a learning rate N times too large. Another: averaging
-    the weights in place of the gradients, which leaves each rank its own momentum.
+Common mistake: keeping the sum. It trains, with a learning rate N times too large. Another:
+    averaging the weights in place of the gradients, which leaves each rank its own momentum.
 
 (N ranks, P parameter tensors, M bytes of gradients; alpha seconds a message, B bytes a second on a
 link, gamma seconds to add a byte.)

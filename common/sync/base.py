@@ -28,11 +28,11 @@ class GradientSync(MessagePlan):
     and ``period``.
     """
 
+    # False if lossy or periodic; such a strategy says what it keeps instead.
     exact = True
-    """False if lossy or periodic; such a strategy says what it keeps instead."""
 
+    # Whether all ranks have the same gradients after ``synchronize``, and so agree on overflow.
     equal_gradients = True
-    """Whether all ranks have the same gradients after ``synchronize``, and so agree on overflow."""
 
     def __init__(self) -> None:
         self._parameters: dict[str, nn.Parameter] = {}
@@ -69,8 +69,7 @@ class GradientSync(MessagePlan):
         Called before evaluation or a checkpoint. Nothing to do where ``synchronize`` suffices.
         """
 
-    settle = sync_replicas
-    """Older name of ``sync_replicas``, for one release."""
+    settle = sync_replicas  # the older name, for one release
 
     def __init_subclass__(cls) -> None:
         """Give a class that defines ``sync_replicas`` or ``settle`` the same method as both."""
@@ -137,9 +136,10 @@ class GradientSync(MessagePlan):
         for name, now, first in zip(self._parameters, pattern, self._first_pattern, strict=True):
             if now != first:
                 raise UserError(
-                    f"parameter {name!r} {'has a' if now else 'has no'} gradient in this step, unlike in the first one; "
-                    "the ranks agreed in the first step on which gradients they exchange. Use every parameter in every "
-                    "step, or PyTorch's DistributedDataParallel with find_unused_parameters=True"
+                    f"parameter {name!r} {'has a' if now else 'has no'} gradient in this step, "
+                    "unlike in the first one; the ranks agreed in the first step on which gradients "
+                    "they exchange. Use every parameter in every step, or PyTorch's "
+                    "DistributedDataParallel with find_unused_parameters=True"
                 )
         return self._exchanged
 

@@ -10,8 +10,8 @@ from common.sync.bucketing import bucket_sizes
 from common.sync.message_cost import GradientSize, Operation, with_shape
 from common.sync.message_plans import MessagePlan
 
+# PowerSGD compresses a gradient of more than this many times the entries of its thin matrices.
 POWERSGD_LEAST_GAIN = 2
-"""PowerSGD compresses a gradient if its thin matrices are smaller by more than this factor."""
 
 
 class DDPPlan(MessagePlan):

@@ -7,18 +7,18 @@
 
 overlapped.py does the same by hand.
 
-Sends: every rank, the root too, 2(N-1)K messages, 2(N-1)/N M bytes, for K buckets, and receives as
-    much. VGG-11 has three buckets, of 9.5, 27.2 and 0.3 MB. The first step, in which torch learns
-    the order of backward, sends all in one bucket. ``find_unused_parameters`` adds an ``all_reduce``
-    of 4 bytes a parameter.
+Sends: every rank, the root too, 2(N-1)K messages, 2(N-1)/N M bytes, for K buckets, and receives
+    as much. VGG-11 has three buckets, of 9.5, 27.2 and 0.3 MB. The first step, in which torch
+    learns the order of backward, sends all in one bucket. ``find_unused_parameters`` adds an
+    ``all_reduce`` of 4 bytes a parameter.
 Time: what backward does not hide. Bucket k, of M_k bytes, is full at r_k and summed at
     c_k = max(r_k, c_(k-1)) + 2(N-1) alpha + 2(N-1)/N M_k / B + (N-1)/N M_k gamma. The exposed time
     is c_K minus the end of backward. [Li et al., PyTorch Distributed, arXiv:2006.15704]
 Common mistake: calling the model itself in place of the wrapped one. The hooks then never run, and
     each rank trains by itself. Another: evaluating the wrapped model on rank 0 alone, which hangs.
 
-(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds to
-add a byte.)
+(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
+to add a byte.)
 """
 
 import warnings
@@ -55,8 +55,8 @@ class DDPWrapper(GradientSync):
         return self._wrapped
 
     def _wrap(self, model: nn.Module) -> DistributedDataParallel:
-        # broadcast_buffers=False: the engine averages BatchNorm's statistics over the ranks. It also
-        # keeps DDP from copying the buffers at the start, so they are copied here.
+        # broadcast_buffers=False, since the engine averages BatchNorm's statistics over the ranks.
+        # Then DDP does not copy the buffers at the start either, so they are copied here.
         broadcast_from_rank0(list(model.buffers()))
         device = next(model.parameters()).device
         with warnings.catch_warnings():
@@ -87,6 +87,6 @@ class DDP(DDPPlan, DDPWrapper):
     ----------
     bucket_mb : MiB that close a bucket; None: torch's default, 1 for the first, then 25
         (bucketing.py).
-    find_unused_parameters : let DDP look for parameters that a forward pass left out. Costs a walk of
-        the graph, one more ``all_reduce``, and buckets in the order of the parameters.
+    find_unused_parameters : let DDP look for parameters that a forward pass left out. Costs a walk
+        of the graph, one more ``all_reduce``, and buckets in the order of the parameters.
     """

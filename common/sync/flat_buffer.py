@@ -2,8 +2,8 @@
 
 A buffer is made once and kept. Every step, each gradient is copied into it, divided by the number
 of ranks on the way. Then ``p.grad`` becomes a view of the buffer, so nothing is copied back: what
-the exchange leaves in the buffer is what the optimiser reads. ``zero_grad(set_to_none=True)`` drops
-the view, not the buffer; the next backward makes a new gradient, which is copied in again.
+the exchange leaves in the buffer is what the optimiser reads. ``zero_grad(set_to_none=True)``
+drops the view, not the buffer; the next backward makes a new gradient, which is copied in again.
 """
 
 from collections.abc import Iterable, Sequence

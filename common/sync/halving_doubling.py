@@ -9,16 +9,17 @@ Doubling: the same rounds in reverse, in which the partners exchange their sums.
 
 Sends: with p the largest power of two up to N and L = log2 p, every rank 2L messages, 2(p-1)/p M
     bytes. The N-p surplus ranks take no part in the rounds: each sends 1 message, M bytes, to a
-    partner before and receives M back. These partners (the root is one where N > p) send 1 message,
-    M bytes, more.
+    partner before and receives M back. These partners (the root is one where N > p) send 1
+    message, M bytes, more.
 Time: 2L alpha + (p-1)/p M (2 / B + gamma); where N > p, 2 alpha + M (2 / B + gamma) more. And one
     copy of M bytes in memory; nothing is copied back (flat_buffer.py).
     [Thakur, Rabenseifner, Gropp 2005]
-Common mistake: forgetting the ranks beyond the power of two, whose gradients nobody adds. Another:
-    doubling in the order of halving, where a partner does not yet have the sum that it should send.
+Common mistake: forgetting the ranks beyond the power of two, whose gradients nobody adds.
+    Another: doubling in the order of halving, where a partner does not yet have the sum that it
+    should send.
 
-(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds to
-add a byte.) Each type of entry has a buffer of its own.
+(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
+to add a byte.) Each type of entry has a buffer of its own.
 """
 
 import torch

@@ -3,20 +3,20 @@
     rank 0   step step step step |mean| step step step step |mean|
     rank 1   step step step step |mean| step step step step |mean|      H = 4
 
-It is lossy. What it keeps: between two averages each rank takes H steps of plain training on its own
-    share. With H = 1 and SGD without momentum it equals ``all_reduce``. The optimiser's state stays
-    each rank's own until ``sync_replicas`` averages it with the weights, before evaluation and
-    checkpoint: a run that evaluates or saves more often averages more often.
+It is lossy. What it keeps: between two averages each rank takes H steps of plain training on its
+    own share. With H = 1 and SGD without momentum it equals ``all_reduce``. The optimiser's state
+    stays each rank's own until ``sync_replicas`` averages it with the weights, before evaluation
+    and checkpoint: a run that evaluates or saves more often averages more often.
 Sends: every H steps every rank, the root too, 2(N-1) messages, 2(N-1)/N M bytes, as a ring, and
     receives as much.
-Time: (2(N-1) alpha + 2(N-1)/N M / B + (N-1)/N M gamma) / H a step, and a copy of M bytes in memory to
-    the flat buffer and back, every H steps. [Stich, arXiv:1805.09767]
-Common mistake: evaluating or saving rank 0's weights between two averages: they are the weights of one
-    rank, not of all. Another: averaging weights after every step in place of gradients and calling it
-    ``all_reduce``; the momentum of the ranks differs.
+Time: (2(N-1) alpha + 2(N-1)/N M / B + (N-1)/N M gamma) / H a step, and a copy of M bytes in
+    memory to the flat buffer and back, every H steps. [Stich, arXiv:1805.09767]
+Common mistake: evaluating or saving rank 0's weights between two averages: they are the weights
+    of one rank, not of all. Another: averaging weights after every step in place of gradients and
+    calling it ``all_reduce``; the momentum of the ranks differs.
 
-(N ranks, M bytes of weights; alpha seconds a message, B bytes a second on a link, gamma seconds to add
-a byte.) Each type of entry has a message of its own.
+(N ranks, M bytes of weights; alpha seconds a message, B bytes a second on a link, gamma seconds
+to add a byte.) Each type of entry has a message of its own.
 """
 
 from collections.abc import Sequence

@@ -73,7 +73,7 @@ def with_shape(size: int) -> GradientSize:
 
 
 def buffers(sizes: Iterable[int]) -> list[GradientSize]:
-    """Return the flat buffers that hold gradients of these ``sizes``, one for each type of entry."""
+    """Return the flat buffers for gradients of these ``sizes``, one for each type of entry."""
     entries: dict[int, int] = {}
     for size in map(with_shape, sizes):
         entries[size.itemsize] = entries.get(size.itemsize, 0) + size.entries

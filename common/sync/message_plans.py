@@ -13,16 +13,16 @@ from fractions import Fraction
 from common.errors import UserError
 from common.sync.message_cost import GradientSize, Operation, buffers, sent_bytes, tree_children
 
+# Passes over memory around each collective: into contiguous strides, the division, and back.
 COPIES_PER_PARAMETER = 3
-"""Passes over memory around each collective: into contiguous strides, the division, and back."""
 
 
 class MessagePlan:
     """Base class of all plans. A plan defines ``operations``; one of sends and receives also
     defines ``bytes_sent``."""
 
+    # Steps after which the messages repeat.
     period = 1
-    """Steps after which the messages repeat."""
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """List what ``period`` steps send, in order, along the slowest path; for the cost model.
@@ -239,7 +239,7 @@ def largest_power(ranks: int) -> int:
 
 
 def halving_rounds(entries: int, rank: int, power: int) -> list[tuple[int, slice, slice]]:
-    """Return for each round the partner, the half that ``rank`` keeps and the half it gives away."""
+    """Return each round's partner, the half that ``rank`` keeps and the half that it gives away."""
     rounds, begin, end, distance = [], 0, entries, power // 2
     while distance:
         middle = (begin + end) // 2
@@ -251,5 +251,5 @@ def halving_rounds(entries: int, rank: int, power: int) -> list[tuple[int, slice
 
 
 def index_bytes(entries: int) -> int:
-    """Return the bytes of an index into ``entries`` entries: int32 while that suffices, or int64."""
+    """Return the bytes of an index into ``entries`` entries: of an int32, or else of an int64."""
     return 4 if entries < 2**31 else 8

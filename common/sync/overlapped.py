@@ -15,11 +15,11 @@ Time: what backward does not hide. Bucket k, of M_k bytes, is full at r_k and su
     is c_K minus the end of backward. And one copy of M bytes in memory; nothing is copied back
     (flat_buffer.py). [Li et al., PyTorch Distributed, arXiv:2006.15704]
     The first step, in which the ranks agree on their gradients, sends all buckets after backward.
-Common mistake: sending each bucket when it is full on this rank. Another rank may fill its buckets in
-    another order, and then gradients of different parameters are added up.
+Common mistake: sending each bucket when it is full on this rank. Another rank may fill its
+    buckets in another order, and then gradients of different parameters are added up.
 
-(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds to
-add a byte.) Each type of entry has buckets of its own.
+(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
+to add a byte.) Each type of entry has buckets of its own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -98,8 +98,8 @@ class Overlapped(OverlappedPlan, GradientSync):
             return
         if parameter not in self._missing:
             raise UserError(
-                "a parameter got a second gradient in one step, after the first one may have been sent: put "
-                "backward passes that do not end a step inside the strategy's no_sync()"
+                "a parameter got a second gradient in one step, after the first one may have been "
+                "sent: put backward passes that do not end a step inside the strategy's no_sync()"
             )
         bucket.take(parameter, divisor=dist.get_world_size())
         self._missing.remove(parameter)

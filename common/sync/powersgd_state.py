@@ -1,7 +1,8 @@
 """What PowerSGD keeps from step to step, by parameter.
 
 Torch keeps it by bucket, but DDP's buckets change after its first step, also in the first step
-after a resume. ``exchange`` is the hook; ``state_dict`` and ``load_state_dict`` are for between steps.
+after a resume. ``exchange`` is the hook; ``state_dict`` and ``load_state_dict`` are for between
+steps.
 """
 
 from collections.abc import Sequence
@@ -18,9 +19,10 @@ from common.sync.bucket_plans import POWERSGD_LEAST_GAIN, is_compressed, thin_en
 class _InTurn(dist.ProcessGroup):
     """The default process group, with all_reduces that block until they are done.
 
-    Torch's hook starts its second and third message when the one before ends; with Gloo this happens
-    in one of Gloo's own threads, which waits there. With several buckets the order then differs
-    between ranks, or the threads block each other. Here all of it runs in the thread of backward.
+    Torch's hook starts its second and third message when the one before ends. With Gloo this
+    happens in one of Gloo's own threads, which waits there. With several buckets the order then
+    differs between ranks, or the threads block each other. Here all of it runs in the thread of
+    backward.
     """
 
     def allreduce(self, *args: Any, **kwargs: Any) -> dist.Work:
@@ -55,7 +57,7 @@ class PerParameterState:
         self._qs: dict[str, Tensor] = {}
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Run torch's hook; before it, bring errors and Qs into the bucket's order if that is new."""
+        """Run torch's hook; first bring errors and Qs into the bucket's order if that is new."""
         index, parameters, state = bucket.index(), bucket.parameters(), self._hook_state
         names = [self._names[p] for p in parameters]
         thin = self._thin(parameters)

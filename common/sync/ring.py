@@ -4,15 +4,16 @@
     ^     |        and every rank adds its own (reduce-scatter); in N-1 more rounds the finished
     3 <-- 2        chunks travel around (all-gather). Each round moves M/N bytes on every link.
 
-Sends: every rank, the root too, 2(N-1) messages, 2(N-1)/N M bytes, and receives as much. (Up to two
-    entries more or fewer where N does not divide the number of entries.)
-Time: 2(N-1) (alpha + M/N / B) + (N-1)/N M gamma, and one copy of M bytes in memory. Nothing is copied
-    back, because ``p.grad`` becomes a view of the buffer (flat_buffer.py). [Patarasuk, Yuan 2009]
-Common mistake: a blocking ``send`` on every rank before any ``recv``: all wait for each other. Another
-    is an index off by one in the second half, so that one chunk is no sum.
+Sends: every rank, the root too, 2(N-1) messages, 2(N-1)/N M bytes, and receives as much. (Up to
+    two entries more or fewer where N does not divide the number of entries.)
+Time: 2(N-1) (alpha + M/N / B) + (N-1)/N M gamma, and one copy of M bytes in memory. Nothing is
+    copied back, because ``p.grad`` becomes a view of the buffer (flat_buffer.py).
+    [Patarasuk, Yuan 2009]
+Common mistake: a blocking ``send`` on every rank before any ``recv``: all wait for each other.
+    Another is an index off by one in the second half, so that one chunk is no sum.
 
-(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds to
-add a byte.) Each type of entry has a buffer of its own.
+(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
+to add a byte.) Each type of entry has a buffer of its own.
 """
 
 from itertools import pairwise

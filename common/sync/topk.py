@@ -4,17 +4,19 @@
                                           |
     every rank gets the k values and k indices of every rank (all_gather, a ring) and adds them up
 
-It is lossy. What it keeps: over all ranks, residuals before + gradients = residuals after + N times
-    the mean. No gradient is lost, some come late. With ``topk_ratio`` 1 it equals ``all_reduce``.
-Sends: of n entries of 4 bytes it sends k = ceil(topk_ratio n). Every rank, the root too, sends 2(N-1)
-    messages, 8(N-1)k bytes, and receives as much. That is fewer than a ring only if topk_ratio < 1/N.
-Time: 2(N-1) alpha + 8(N-1)k / B + (M + 4Nk) gamma, one copy of M bytes in memory, and the search for
-    the k largest, which takes longer than adding all n. [Stich et al., arXiv:1809.07599]
-Common mistake: dropping what is not sent: small gradients never arrive. Another: dividing each entry by
-    the number of ranks that sent it in place of N.
+It is lossy. What it keeps: over all ranks, residuals before + gradients = residuals after + N
+    times the mean. No gradient is lost, some come late. With ``topk_ratio`` 1 it equals
+    ``all_reduce``.
+Sends: of n entries of 4 bytes it sends k = ceil(topk_ratio n). Every rank, the root too, sends
+    2(N-1) messages, 8(N-1)k bytes, and receives as much. That is fewer than a ring only if
+    topk_ratio < 1/N.
+Time: 2(N-1) alpha + 8(N-1)k / B + (M + 4Nk) gamma, one copy of M bytes in memory, and the search
+    for the k largest, which takes longer than adding all n. [Stich et al., arXiv:1809.07599]
+Common mistake: dropping what is not sent: small gradients never arrive. Another: dividing each
+    entry by the number of ranks that sent it in place of N.
 
-(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds to
-add a byte.) Each type of entry has a buffer of its own.
+(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
+to add a byte.) Each type of entry has a buffer of its own.
 """
 
 from typing import Any
@@ -50,8 +52,8 @@ class TopK(TopKPlan, GradientSync):
         self._residuals = self._residuals or [torch.zeros_like(mean) for mean in means]
         if [r.shape for r in self._residuals] != [mean.shape for mean in means]:
             raise UserError(
-                "topk: the checkpoint's residual is of other gradients than this model's: resume with the "
-                "model that it was saved with"
+                "topk: the checkpoint's residual is of other gradients than this model's: "
+                "resume with the model that it was saved with"
             )
         for mean, residual in zip(means, self._residuals, strict=True):
             residual += mean

@@ -8,16 +8,16 @@ r"""A binomial tree by hand: sums go up to rank 0 in log2 N rounds, and the mean
      |
      7
 
-Sends: every rank but the root 1 message, M bytes, to its parent, and every rank 1 message, M bytes,
-    to each of its children. The root has L = ceil(log2 N) children, a leaf has none.
+Sends: every rank but the root 1 message, M bytes, to its parent, and every rank 1 message, M
+    bytes, to each of its children. The root has L = ceil(log2 N) children, a leaf has none.
 Time: 2L (alpha + M / B) + L M gamma, and one copy of M bytes in memory. Nothing is copied back,
     because ``p.grad`` becomes a view of the buffer (flat_buffer.py).
     [Thakur, Rabenseifner, Gropp 2005]
-Common mistake: waiting for a child that does not exist where N is no power of two. Another: sending
-    to the parent before all children are added.
+Common mistake: waiting for a child that does not exist where N is no power of two. Another:
+    sending to the parent before all children are added.
 
-(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds to
-add a byte.) Each type of entry has a buffer of its own.
+(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
+to add a byte.) Each type of entry has a buffer of its own.
 """
 
 import torch
