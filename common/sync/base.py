@@ -137,8 +137,8 @@ class GradientSync(MessagePlan):
             if now != first:
                 raise UserError(
                     f"parameter {name!r} {'has a' if now else 'has no'} gradient in this step, "
-                    "unlike in the first one; the ranks agreed in the first step on which gradients "
-                    "they exchange. Use every parameter in every step, or PyTorch's "
+                    "unlike in the first one; the ranks agreed in the first step on which "
+                    "gradients they exchange. Use every parameter in every step, or PyTorch's "
                     "DistributedDataParallel with find_unused_parameters=True"
                 )
         return self._exchanged
