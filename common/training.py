@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from common.checkpoint import load_checkpoint, load_model_state
-from common.distributed.collectives import broadcast_bytes, check_same_on_all_ranks
+from common.checkpoint import load_model_state
+from common.distributed.collectives import broadcast_checkpoint, check_same_on_all_ranks
 from common.distributed.process_group import World, current_world
 from common.errors import UserError
 from common.sync import STRATEGIES, build_sync
@@ -80,7 +80,7 @@ def prepare_model_for_training(
     if continue_flag:
         name, entries = str(continue_checkpoint_path), checkpoint
         if entries is None:
-            entries = _read_checkpoint(current_world(device), name)
+            entries = broadcast_checkpoint(current_world(device), name)
         load_model_state(unwrap(model), entries, name=name)
         _load_optimizer(optimizer, entries, name)
     if distribute_flag:
@@ -91,16 +91,6 @@ def prepare_model_for_training(
             )
         model = build_sync("ddp").prepare(model, optimizer)
     return model, nn.CrossEntropyLoss(label_smoothing=label_smoothing), optimizer
-
-
-def _read_checkpoint(world: World, path: str) -> dict[str, Any]:
-    """Return the checkpoint's entries on every rank; only rank 0 needs the file. Collective."""
-
-    def read() -> bytes:
-        load_checkpoint(Path(path))  # a damaged file is an error before it is sent
-        return Path(path).read_bytes()
-
-    return load_checkpoint(broadcast_bytes(world, read), name=path)
 
 
 def _load_optimizer(optimizer: Optimizer, entries: Mapping[str, Any], name: str) -> None:

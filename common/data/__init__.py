@@ -14,8 +14,8 @@ DATASETS = {
 
 
 def load_dataset(name: str, data_dir: Path, *, mirror: str | None = None) -> Any:
-    """Return the ``Dataset`` of that name, downloading CIFAR to ``data_dir`` where it is missing.
+    """Return the ``Dataset`` of that name; download CIFAR to ``data_dir`` if it is missing.
 
-    Raises UserError where it is unknown, missing and not to be had, damaged or empty.
+    Raises UserError if it is unknown, damaged or empty, or missing and cannot be downloaded.
     """
     return registry.load(DATASETS, name, kind="dataset")(Path(data_dir), mirror)

@@ -1,10 +1,11 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009) by torchvision's classes, downloaded by one process a machine."""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009), read by torchvision.
+
+One process of a machine downloads them; the others wait for it.
+"""
 
 import http.client
 import socket
 import tarfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,12 +27,12 @@ _CIFAR100_STATISTICS = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 
 
 def load_cifar10(data_dir: Path, mirror: str | None) -> Dataset:
-    """CIFAR-10: 50,000 and 10,000 images of 10 classes."""
+    """Return CIFAR-10: 50,000 and 10,000 images of 10 classes."""
     return _load(CIFAR10, "cifar10", data_dir, mirror, *_CIFAR10_STATISTICS)
 
 
 def load_cifar100(data_dir: Path, mirror: str | None) -> Dataset:
-    """CIFAR-100: 50,000 and 10,000 images of 100 classes."""
+    """Return CIFAR-100: 50,000 and 10,000 images of 100 classes."""
     return _load(CIFAR100, "cifar100", data_dir, mirror, *_CIFAR100_STATISTICS)
 
 
@@ -39,21 +40,22 @@ def _load(
     kind: type[CIFAR10], name: str, data_dir: Path, mirror: str | None, mean: tuple, std: tuple
 ) -> Dataset:
     _download_where_missing(kind, name, data_dir, mirror)
-    train, test = (kind(str(data_dir), train=is_train) for is_train in (True, False))
-    return Dataset(name, _image_set(train), _image_set(test), tuple(train.classes), mean, std)
-
-
-def _image_set(split: CIFAR10) -> ImageSet:
-    return ImageSet(torch.from_numpy(split.data), torch.tensor(split.targets, dtype=torch.int64))
+    splits = [kind(str(data_dir), train=is_train) for is_train in (True, False)]
+    train, test = (
+        ImageSet(torch.from_numpy(split.data), torch.tensor(split.targets, dtype=torch.int64))
+        for split in splits
+    )
+    return Dataset(name, train, test, tuple(splits[0].classes), mean, std)
 
 
 def _download_where_missing(
     kind: type[CIFAR10], name: str, data_dir: Path, mirror: str | None
 ) -> None:
-    """Download the files unless they are there and whole; UserError with the reason and the alternatives.
+    """Download the files unless they are there and whole.
 
-    The process that holds the lock checks and downloads if needed; the others wait, then find the files. torchvision accepts
-    files only if their MD5 is right, so what a crash left behind is downloaded again.
+    The process that holds the lock checks again and downloads if needed; the others wait, then
+    find the files. Files need the right MD5, so a download that was cut off is repeated. Raises
+    UserError with the reason and the alternatives.
     """
     if _whole(kind, data_dir):
         return
@@ -63,11 +65,7 @@ def _download_where_missing(
         data_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(data_dir / f".{name}.lock"):
             if not _whole(kind, data_dir):
-                with _stalls_end(_STALL_SECONDS):
-                    # Not kind(download=True), which does nothing where only the list of classes is missing or damaged.
-                    download_and_extract_archive(
-                        url, str(data_dir), filename=kind.filename, md5=kind.tgz_md5
-                    )
+                _download(kind, data_dir, url)
             if not _whole(kind, data_dir):
                 raise OSError(f"the archive that lies there lacks {_state(kind, data_dir)}")
     except (
@@ -79,9 +77,9 @@ def _download_where_missing(
         http.client.HTTPException,
     ) as error:
         raise UserError(
-            f"{name} is not in {data_dir} ({state}) and could not be downloaded from {url} ({_reason(error)}). "
-            f"Give --data-dir FOLDER, one that holds {kind.base_folder}/, --mirror URL of another host, or --dataset "
-            "digits, which needs no download"
+            f"{name} is not in {data_dir} ({state}) and could not be downloaded from {url} "
+            f"({_reason(error)}). Give --data-dir FOLDER, one that holds {kind.base_folder}/, "
+            "--mirror URL of another host, or --dataset digits, which needs no download"
         ) from error
 
 
@@ -116,13 +114,15 @@ def _url(kind: type[CIFAR10], mirror: str | None) -> str:
     return mirror if mirror.endswith(kind.filename) else f"{mirror.rstrip('/')}/{kind.filename}"
 
 
-@contextmanager
-def _stalls_end(seconds: float) -> Iterator[None]:
-    """Give up on a host that sends nothing for ``seconds``; urllib by itself would wait for ever."""
+def _download(kind: type[CIFAR10], data_dir: Path, url: str) -> None:
+    """Download and unpack; give up on a host that sends nothing for ``_STALL_SECONDS``."""
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
+    socket.setdefaulttimeout(_STALL_SECONDS)  # urllib by itself would wait for ever
     try:
-        yield
+        # Not kind(download=True), which does nothing if only the list of classes is missing.
+        download_and_extract_archive(
+            url, str(data_dir), filename=kind.filename, md5=kind.tgz_md5
+        )
     finally:
         socket.setdefaulttimeout(before)
 

@@ -1,4 +1,4 @@
-"""What a dataset is here: two sets of images in memory as bytes, and how to normalise them."""
+"""A dataset: two sets of images in memory as bytes, and how to normalise them."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ IMAGE_SIZE = 32
 
 @dataclass(frozen=True)
 class ImageSet:
-    """images : uint8 tensor of shape (n, 32, 32, 3); labels : int64 tensor of shape (n,), from 0."""
+    """images : uint8 tensor of shape (n, 32, 32, 3); labels : int64 of shape (n,), from 0."""
 
     images: Tensor
     labels: Tensor
@@ -20,21 +20,19 @@ class ImageSet:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def check(self, name: str, num_classes: int) -> None:
-        """UserError where there is no sample, or a label lies outside the classes."""
-        if len(self) == 0:
-            raise UserError(f"{name} has no images")
-        if int(self.labels.min()) < 0 or int(self.labels.max()) >= num_classes:
-            raise UserError(
-                f"{name} has labels from {int(self.labels.min())} to {int(self.labels.max())}, but there "
-                f"are {num_classes} classes"
-            )
-
 
 @dataclass(frozen=True)
 class Dataset:
-    """train, test : the two sets; class_names : by label; mean, std : of the training pixels by channel, in units of
-    the full scale (0 to 1); flip : whether a mirrored image is still one of its class."""
+    """Images and labels to train and test with.
+
+    Raises UserError if a set is empty or has a label outside the classes.
+
+    Parameters
+    ----------
+    class_names : by label.
+    mean, std : of the training pixels by channel, in units of the full scale (0 to 1).
+    flip : whether a mirrored image is still one of its class.
+    """
 
     name: str
     train: ImageSet
@@ -45,18 +43,29 @@ class Dataset:
     flip: bool = True
 
     def __post_init__(self) -> None:
-        self.train.check(f"the training set of {self.name}", len(self.class_names))
-        self.test.check(f"the test set of {self.name}", len(self.class_names))
+        for which, labels in (("training", self.train.labels), ("test", self.test.labels)):
+            if len(labels) == 0:
+                raise UserError(f"the {which} set of {self.name} has no images")
+            lowest, highest = int(labels.min()), int(labels.max())
+            if lowest < 0 or highest >= len(self.class_names):
+                raise UserError(
+                    f"the {which} set of {self.name} has labels from {lowest} to {highest}, "
+                    f"but there are {len(self.class_names)} classes"
+                )
 
     def normalised_as_imagenet(self) -> "Dataset":
-        """The same images with ImageNet's mean and standard deviation, for networks that have learned with these."""
+        """Return this dataset with ImageNet's mean and deviation, for pretrained models."""
         return replace(self, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 
 def pixel_statistics(
     images: Tensor,
 ) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """Return mean and standard deviation by channel, in units of the full scale, of images (n, h, w, 3), uint8."""
+    """Return mean and standard deviation by channel, in units of the full scale (0 to 1).
+
+    ``images`` : uint8 tensor of shape (n, h, w, 3).
+    """
+    # Counting the 256 values is exact, and needs no copy of the images as floats.
     counts = torch.stack(
         [torch.bincount(images[..., c].reshape(-1), minlength=256) for c in range(3)]
     ).double()

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits, which come with the library: the dataset that needs no download."""
+"""scikit-learn's handwritten digits: they come with the library and need no download."""
 
 from pathlib import Path
 
@@ -12,8 +12,10 @@ _SPLIT_SEED = 0
 
 
 def load_digits(data_dir: Path, mirror: str | None) -> Dataset:
-    """1,797 digits of 8x8 and 17 greys as 3x32x32 (each pixel repeated 4x4): 1,437 to train on, 360 to test, by class
-    in equal shares, always the same."""
+    """Return 1,437 digits to train and 360 to test with, always the same, by class in equal shares.
+
+    Each of the 8x8 pixels, of 17 greys, becomes 4x4 pixels of three equal channels.
+    """
     from sklearn.datasets import load_digits as load_bundled
     from sklearn.model_selection import train_test_split
 

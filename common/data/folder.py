@@ -1,4 +1,4 @@
-"""A dataset of one's own: ``train/<class>/*`` and ``test/<class>/*``, any images that Pillow reads."""
+"""The user's own images, of any kind that Pillow reads: ``train/<class>/*``, ``test/<class>/*``."""
 
 from pathlib import Path
 
@@ -12,14 +12,16 @@ from common.errors import UserError
 
 
 def load_folder(data_dir: Path, mirror: str | None) -> Dataset:
-    """Read every image, turned upright, its middle square scaled to 32x32; classes are the folders' names, sorted.
+    """Return all images, turned upright, with the middle square scaled to 32x32.
 
-    Raises UserError where a folder is missing or empty, an image cannot be read, or ``test`` has a class of its own.
+    The classes are the sorted names of the folders in ``train``. Raises UserError if a folder is
+    missing or empty, an image cannot be read, or ``test`` has a class that ``train`` lacks.
     """
     classes = _classes(data_dir / "train")
     if unknown := sorted(set(_classes(data_dir / "test")) - set(classes)):
         raise UserError(
-            f"{data_dir / 'test'} has classes that {data_dir / 'train'} has not: {', '.join(unknown)}"
+            f"{data_dir / 'test'} has classes that {data_dir / 'train'} has not: "
+            f"{', '.join(unknown)}"
         )
     train, test = (_read(data_dir / split, classes) for split in ("train", "test"))
     mean, std = pixel_statistics(train.images)
@@ -39,26 +41,27 @@ def _classes(folder: Path) -> list[str]:
     )
     if not classes:
         raise UserError(
-            f"--dataset folder: {folder} holds no folders; put each class's images in {folder}/<class>/"
+            f"--dataset folder: {folder} holds no folders; put each class's images in "
+            f"{folder}/<class>/"
         )
     return classes
 
 
 def _read(folder: Path, classes: list[str]) -> ImageSet:
-    images, labels = [], []
-    for label, name in enumerate(classes):
-        paths = sorted(
+    paths = {
+        folder / name: sorted(
             p for p in (folder / name).glob("**/*") if p.suffix.lower() in IMG_EXTENSIONS
         )
-        if not paths and folder.name == "train":
-            raise UserError(
-                f"--dataset folder: {folder / name} holds no image ({', '.join(IMG_EXTENSIONS)})"
-            )
-        images += [_read_image(path) for path in paths]
-        labels += [label] * len(paths)
-    if not images:
-        raise UserError(f"--dataset folder: {folder} holds no image ({', '.join(IMG_EXTENSIONS)})")
-    return ImageSet(torch.from_numpy(np.stack(images)), torch.tensor(labels, dtype=torch.int64))
+        for name in classes
+    }
+    # Each class needs images to train with; the test set may lack some classes.
+    empty = [place for place, found in paths.items() if not found and folder.name == "train"]
+    if empty or not any(paths.values()):
+        place = empty[0] if empty else folder
+        raise UserError(f"--dataset folder: {place} holds no image ({', '.join(IMG_EXTENSIONS)})")
+    images = np.stack([_read_image(path) for found in paths.values() for path in found])
+    labels = [label for label, found in enumerate(paths.values()) for _ in found]
+    return ImageSet(torch.from_numpy(images), torch.tensor(labels, dtype=torch.int64))
 
 
 def _read_image(path: Path) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Loaders: what the training and evaluation loops iterate over, as (images, labels) batches."""
+"""Loaders: the training and evaluation loops iterate over their (images, labels) batches."""
 
 from collections.abc import Iterator
 
@@ -11,41 +11,33 @@ from common.data.sharding import GlobalBatchSampler
 
 
 class TrainLoader:
-    """Augmented micro-batches of this rank's share: images float32 (batch, 3, 32, 32), channels_last; labels int64.
+    """Augmented micro-batches of this rank's share.
+
+    Images are float32 of shape (batch, 3, 32, 32) in channels_last strides, labels int64 of shape
+    (batch,).
 
     Parameters
     ----------
-    sampler : chooses the samples; ``set_epoch`` on it chooses the epoch.
-    device : where the set lies and the augmentation runs.
+    sampler : chooses the samples; its ``set_epoch`` chooses the epoch.
+    device : holds the whole set as bytes and runs the augmentation.
     """
 
     def __init__(
         self, dataset: Dataset, sampler: GlobalBatchSampler, *, device: torch.device | str = "cpu"
     ) -> None:
         self.sampler, self._flip, self._device = sampler, dataset.flip, torch.device(device)
+        # With these the engine weights the loss of each step, and numbers the micro-batches,
+        # without a message.
+        self.global_batch_sizes = sampler.global_batch_sizes
+        self.micro_batches, self.shards_here = sampler.micro_batches, sampler.shards_here
         self._crop_flip = RandomCropFlip(dataset.train.images.to(device))
         self._labels = dataset.train.labels.to(device)
         self._normalise = Normaliser(
             dataset.mean, dataset.std, width=dataset.train.images.shape[2], device=device
         )
 
-    @property
-    def global_batch_sizes(self) -> list[int]:
-        """Samples of each step over all ranks; the engine weights the loss by them without a message."""
-        return self.sampler.global_batch_sizes
-
-    @property
-    def micro_batches(self) -> range:
-        """Which micro-batches of each global batch come from here, in this order."""
-        return self.sampler.micro_batches
-
-    @property
-    def shards_here(self) -> int:
-        """Of how many shards they are."""
-        return self.sampler.shards_here
-
     def start_at(self, step: int) -> None:
-        """Leave out the first ``step`` global batches of the next epoch."""
+        """Skip the first ``step`` global batches of the next epoch."""
         self.sampler.start_at(step)
 
     def __len__(self) -> int:
@@ -65,9 +57,10 @@ class TrainLoader:
 
 
 class EvaluationLoader:
-    """Batches of this rank's share of a set, as they are: sample ids rank, rank + world_size, ..., no padding.
+    """Batches of this rank's share of a set, without augmentation and without padding.
 
-    Over all ranks every sample comes exactly once, whatever the number of ranks. ``ids`` are this rank's.
+    The share is the samples rank, rank + world_size, ..., in ``ids``. Over all ranks every sample
+    comes exactly once; a padded sampler would count some samples twice.
     """
 
     def __init__(

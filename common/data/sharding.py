@@ -1,12 +1,21 @@
 """Which rank sees which sample.
 
-The order of an epoch is one permutation that all ranks compute alike; each global batch is a slice of it. A job cuts every
-global batch into as many shards as it began with, and a shard into as many pieces as gradients are accumulated; a rank
-computes the pieces of one or several shards (mostly: one). So neither the global batches nor the shards depend on the
-number of ranks, and over all ranks every sample comes exactly once an epoch.
+    epoch          3 1 4 1 5 9 2 6 5 3 5 8 9 7 9 3 ...      one permutation, the same on every rank
+    global batch   [  step 1   ] [  step 2   ] ...           a slice of it for each step
+    shards         [ 0 ][ 1 ][ 2 ][ 3 ]                      mostly one for each rank
+    micro-batches  [a|b][a|b][a|b][a|b]                      with 2 accumulation steps
+
+A job cuts every global batch into as many shards as it had ranks when it began, and a shard into
+as many micro-batches as it accumulates gradients over. A rank computes the micro-batches of one
+shard or of several. So neither the global batches nor the shards depend on the number of ranks, and
+over all ranks every sample comes exactly once an epoch.
+
+Common mistake: no sampler and one seed, so every rank trains on the same samples. Another:
+``set_epoch`` is never called, so every epoch has the same order.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -14,29 +23,33 @@ from torch import Tensor
 
 from common.errors import UserError
 
+# BatchNorm needs two values a channel in training, and after VGG's last pooling a sample has one.
 _MIN_SAMPLES_PER_MICRO_BATCH = 2
-"""BatchNorm needs two values a channel in training, and after VGG's last pooling a sample has one."""
 
 _ORDER_STREAM, AUGMENTATION_STREAM, STEP_STREAM = 1, 2, 3
 
 
 def stream_seed(seed: int, stream: int, *place: int) -> int:
-    """Return a 63-bit seed for one random stream; different places give unrelated seeds."""
+    """Return a 63-bit seed for one random stream; different places give unrelated seeds.
+
+    A plain ``seed + epoch`` would give seed 0 in epoch 2 the same order as seed 1 in epoch 1.
+    """
     high, low = np.random.SeedSequence([seed, stream, *place]).generate_state(2)
     return int(high) << 31 | int(low) >> 1
 
 
 def epoch_order(samples: int, *, seed: int, epoch: int) -> Tensor:
     """Return the order of the samples in that epoch: a permutation, int64, of shape (samples,)."""
+    # A generator of its own: what a model or another library draws must not change the order.
     generator = torch.Generator().manual_seed(stream_seed(seed, _ORDER_STREAM, epoch))
     return torch.randperm(samples, generator=generator)
 
 
 def global_batch_bounds(samples: int, batch_size: int, micro_batches: int) -> list[int]:
-    """Return where each global batch begins, and at last ``samples``.
+    """Return the index at which each global batch begins, and at the end ``samples``.
 
-    All batches have ``batch_size`` samples but the last, which has the rest; a rest too small to give every piece two
-    samples joins the batch before it.
+    All batches have ``batch_size`` samples but the last, which has the rest. A rest too small to
+    give every micro-batch two samples joins the batch before it.
     """
     bounds = [*range(0, samples, batch_size), samples]
     if len(bounds) > 2 and samples - bounds[-2] < _MIN_SAMPLES_PER_MICRO_BATCH * micro_batches:
@@ -45,20 +58,23 @@ def global_batch_bounds(samples: int, batch_size: int, micro_batches: int) -> li
 
 
 def rank_share(samples: int, rank: int, world_size: int) -> slice:
-    """Return this rank's part of a batch of so many samples; shares differ by one sample at most."""
+    """Return this rank's part of a batch of ``samples``; shares differ by at most one sample.
+
+    For example, 10 samples on 4 ranks give 2, 3, 2 and 3.
+    """
     return slice(samples * rank // world_size, samples * (rank + 1) // world_size)
 
 
 class GlobalBatchSampler:
-    """This rank's sample ids, one int64 tensor for each of its pieces of each global batch.
+    """This rank's sample ids: one int64 tensor for each of its micro-batches of each global batch.
 
     Parameters
     ----------
     samples : size of the training set.
     batch_size : global batch size, over all ranks.
-    shards : parts of a global batch, each with BatchNorm statistics of its own; None: one a rank. With more ranks than
-        shards, some ranks get empty tensors.
-    accumulation_steps : pieces of a shard, computed one after the other.
+    shards : parts of a global batch, each with BatchNorm statistics of its own; None: one a rank.
+        With more ranks than shards, some ranks get empty tensors.
+    accumulation_steps : micro-batches of a shard, computed one after the other.
     """
 
     def __init__(
@@ -74,50 +90,51 @@ class GlobalBatchSampler:
     ) -> None:
         shards = shards or world_size
         count = shards * accumulation_steps
-        if batch_size < _MIN_SAMPLES_PER_MICRO_BATCH * count:
+        least = _MIN_SAMPLES_PER_MICRO_BATCH * count
+        if batch_size < least:
             parts = f"{shards} rank{'s' if shards > 1 else ''}"
             parts += f" x {accumulation_steps} accumulation steps" if accumulation_steps > 1 else ""
             raise UserError(
                 f"--batch-size: got {batch_size} for {parts}; "
-                f"BatchNorm needs two samples a rank, so give {_MIN_SAMPLES_PER_MICRO_BATCH * count} or more"
+                f"BatchNorm needs two samples a rank, so give {least} or more"
             )
-        if samples < _MIN_SAMPLES_PER_MICRO_BATCH * count:
+        if samples < least:
             raise UserError(
-                f"the training set has {samples} images, too few for {shards} ranks: BatchNorm needs "
-                "two samples a rank"
+                f"the training set has {samples} images, too few for {shards} ranks: "
+                "BatchNorm needs two samples a rank"
             )
         self.samples, self.seed, self.epoch = samples, seed, 1
         self._bounds = global_batch_bounds(samples, batch_size, count)
-        # With more ranks than shards, the last ranks get none.
+        # The shards are shared out like samples. With more ranks than shards, the last get none.
         own = range(shards)[rank_share(shards, rank, min(world_size, shards))]
         self.shards_here = max(1, len(own))
         self._count = count
         self.micro_batches = range(own.start * accumulation_steps, own.stop * accumulation_steps)
-        if not own:  # a rank without a shard takes part with no sample, under an unused number
+        if not own:  # it takes part with an empty micro-batch, under a number that nobody else has
             self.micro_batches = range(count + rank, count + rank + 1)
         self._start = 0
 
     @property
     def global_batch_sizes(self) -> list[int]:
         """Samples of each global batch, over all ranks."""
-        return [end - begin for begin, end in zip(self._bounds, self._bounds[1:], strict=False)]
+        return [end - begin for begin, end in pairwise(self._bounds)]
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, from 1, whose order the next iteration has."""
         self.epoch = epoch
 
     def start_at(self, step: int) -> None:
-        """Leave out the first ``step`` global batches in the next iteration, and in that only."""
+        """Skip the first ``step`` global batches in the next iteration, and in that only."""
         self._start = step
 
     def __len__(self) -> int:
         return len(self.global_batch_sizes) * len(self.micro_batches)
 
     def __iter__(self) -> Iterator[Tensor]:
+        # Every rank computes the whole order, so the ranks agree on it without a message.
         order = epoch_order(self.samples, seed=self.seed, epoch=self.epoch)
         start, self._start = self._start, 0
-        for begin, end in list(zip(self._bounds, self._bounds[1:], strict=False))[start:]:
+        for begin, end in list(pairwise(self._bounds))[start:]:
             for micro_batch in self.micro_batches:
-                has_samples = micro_batch < self._count
-                share = rank_share(end - begin, micro_batch, self._count)
-                yield order[begin:end][share if has_samples else slice(0)]
+                # (global batch,) -> (micro-batch,); numbers from ``_count`` on get an empty slice
+                yield order[begin:end][rank_share(end - begin, micro_batch, self._count)]

@@ -137,11 +137,6 @@ def gather_objects(world: World, mine: T) -> list[T]:
     return objects
 
 
-def broadcast_bytes(world: World, read: Callable[[], bytes], *, source: int = 0) -> bytes:
-    """Run ``read`` on rank ``source`` and return its bytes on every rank."""
-    return _run_on(world, source, read)
-
-
 def warn_of_equal_batches(world: World, inputs: Tensor, labels: Tensor) -> None:
     """Warn if all ranks load the same samples, the commonest mistake: without a sampler they do.
 

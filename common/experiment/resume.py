@@ -12,7 +12,7 @@ from typing import Any
 from common.checkpoint import load_checkpoint, newest_checkpoint
 from common.config.schema import Config
 from common.distributed.collectives import (
-    broadcast_bytes,
+    broadcast_checkpoint,
     gather_objects,
     run_on_all_ranks,
     run_on_rank0,
@@ -127,12 +127,7 @@ def find_checkpoint(config: Config, job: Job, world: World) -> ResumePoint | Non
         if not path:
             return None
 
-    def read() -> bytes:
-        load_checkpoint(Path(path))  # a damaged file is an error before it is sent
-        return Path(path).read_bytes()
-
-    entries = load_checkpoint(broadcast_bytes(world, read, source=source), name=path)
-    return ResumePoint(path, entries)
+    return ResumePoint(path, broadcast_checkpoint(world, path, source=source))
 
 
 def _newest_here(config: Config, job: Job) -> tuple[Path, int] | None:

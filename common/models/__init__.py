@@ -1,4 +1,4 @@
-"""Models by name; each builder takes the number of classes and returns an ``nn.Module``."""
+"""The models by name. Each builder takes the number of classes and returns an ``nn.Module``."""
 
 from typing import Any
 
@@ -17,10 +17,13 @@ MODELS = {
 }
 
 
+# Models that start with weights trained elsewhere; see transfer.py.
 PRETRAINED = ("resnet18_transfer",)
-"""Models that begin with weights trained elsewhere; see transfer.py."""
 
 
 def build_model(name: str, num_classes: int, **options: Any) -> Any:
-    """Return a freshly initialised model of that name with ``num_classes`` outputs, made with its builder's ``options``."""
+    """Return a freshly initialised model with ``num_classes`` outputs.
+
+    ``options`` : those of the model's builder. UserError with the choices if the name is unknown.
+    """
     return registry.load(MODELS, name, kind="model")(num_classes, **options)

@@ -1,7 +1,8 @@
-"""ResNet (He et al., arXiv:1512.03385) for 32x32 images: torchvision's networks with the stem of the CIFAR literature.
+"""ResNet (He et al., arXiv:1512.03385) for 32x32 images: torchvision's networks with another stem.
 
-The stem is one 3x3 convolution without stride and no pooling, so that the first stage still sees 32x32. As in torchvision,
-a bottleneck's stride lies in its 3x3 convolution ("ResNet v1.5").
+The stem is that of the CIFAR literature: one 3x3 convolution without stride and no pooling, so the
+first stage still sees 32x32. As in torchvision, a bottleneck has its stride in its 3x3 convolution
+("ResNet v1.5").
 """
 
 from torch import nn
@@ -11,12 +12,12 @@ from torchvision.models import resnet50 as torchvision_resnet50
 
 
 def resnet18(num_classes: int = 10) -> ResNet:
-    """ResNet-18 with the CIFAR stem: 11,173,962 parameters for 10 classes."""
+    """Return ResNet-18 with the CIFAR stem: 11,173,962 parameters for 10 classes."""
     return _with_cifar_stem(torchvision_resnet18(num_classes=num_classes))
 
 
 def resnet50(num_classes: int = 100) -> ResNet:
-    """ResNet-50 with the CIFAR stem: 23,705,252 parameters for 100 classes."""
+    """Return ResNet-50 with the CIFAR stem: 23,705,252 parameters for 100 classes."""
     return _with_cifar_stem(torchvision_resnet50(num_classes=num_classes))
 
 

@@ -1,7 +1,7 @@
 """torchvision's ResNet-18, trained on ImageNet, with a new last layer.
 
-The network has learned from images of 224x224 pixels, normalised by ImageNet's statistics: small images are enlarged inside
-``forward``, and the loaders normalise by ``--normalise imagenet``.
+The network has learned from images of 224x224 pixels, normalised with ImageNet's statistics. So
+``forward`` enlarges small images, and ``--normalise imagenet`` makes the loaders normalise alike.
 """
 
 import hashlib
@@ -17,17 +17,15 @@ from torchvision.models import resnet18 as torchvision_resnet18
 
 from common.errors import UserError
 
-_HEAD = "fc."
-
 
 class Transfer(nn.Module):
     """A pretrained network behind a bilinear resize.
 
-    ``forward`` takes images of shape (batch, 3, h, w) and returns logits of shape (batch, num_classes).
+    ``forward`` takes images of shape (batch, 3, h, w) and returns logits, (batch, num_classes).
 
     Parameters
     ----------
-    input_size : images reach the network with this height and width.
+    input_size : the height and width to which images are resized.
     """
 
     def __init__(self, network: nn.Module, *, input_size: int) -> None:
@@ -48,9 +46,9 @@ class Transfer(nn.Module):
 def resnet18_transfer(
     num_classes: int = 10, *, input_size: int = 224, unfreeze: bool = False
 ) -> Transfer:
-    """ResNet-18 with the ImageNet stem, still without its pretrained weights: see ``load_pretrained``.
+    """Return ResNet-18 with the ImageNet stem; ``load_pretrained`` adds the pretrained weights.
 
-    11,181,642 parameters for 10 classes, of which the last layer's 5,130 train; all of them with ``unfreeze``.
+    11,181,642 parameters for 10 classes. The last layer's 5,130 train; with ``unfreeze``, all do.
     """
     network = torchvision_resnet18(num_classes=num_classes)
     if not unfreeze:
@@ -60,38 +58,36 @@ def resnet18_transfer(
 
 
 def load_pretrained(model: Transfer, source: str | None) -> str:
-    """Load weights trained on ImageNet into all layers but the last one and return where they came from.
+    """Load weights trained on ImageNet into all layers but the last; return where they come from.
 
     Parameters
     ----------
-    source : a file, or a URL of one, with a state dict of torchvision's ResNet-18; None: torchvision's own download
-        (kept in torch's cache).
+    source : a file, or a URL of one, with a state dict of torchvision's ResNet-18; None:
+        torchvision's own download, which torch keeps in its cache.
 
-    Raises UserError where they cannot be had or do not fit.
+    Raises UserError if they cannot be read or do not fit.
     """
     where = source or ResNet18_Weights.IMAGENET1K_V1.url
     state = _read(source, where)
     own = model.network.state_dict()
-    wanted = {name for name in own if not name.startswith(_HEAD)}
+    wanted = {name for name in own if not name.startswith("fc.")}
+    # torchvision's older files lack BatchNorm's counters; torch accepts such files.
+    given = {name: own[name] for name in wanted if name.endswith(".num_batches_tracked")}
     if isinstance(state, dict):
-        # torchvision's older files lack BatchNorm's counters; torch accepts such files.
-        counters = {name: own[name] for name in wanted if name.endswith(".num_batches_tracked")}
-        given = {str(name).removeprefix("module."): value for name, value in state.items()}
-        state = counters | given
-    if not isinstance(state, dict) or any(
-        getattr(state.get(name), "shape", None) != own[name].shape for name in wanted
-    ):
+        given |= {str(name).removeprefix("module."): value for name, value in state.items()}
+    if any(getattr(given.get(name), "shape", None) != own[name].shape for name in wanted):
         raise UserError(
-            f"--pretrained-weights: {where} holds no state dict of torchvision's ResNet-18: give one as saved by "
+            f"--pretrained-weights: {where} holds no state dict of torchvision's ResNet-18: give "
+            "one as saved by "
             "torch.save(torchvision.models.resnet18(weights='DEFAULT').state_dict(), FILE)"
         )
-    model.network.load_state_dict(own | {name: state[name] for name in wanted})
+    model.network.load_state_dict(own | {name: given[name] for name in wanted})
     return where
 
 
 def _read(source: str | None, where: str) -> Any:
     cached = Path(torch.hub.get_dir(), "checkpoints", where.rpartition("/")[2])
-    # torch's cache goes by the file's name alone: another URL must not give this one's weights.
+    # torch's cache knows a file by its name alone, but two URLs may end alike.
     if source is not None:
         cached = cached.with_name(f"{hashlib.sha256(where.encode()).hexdigest()[:16]}.pth")
     try:
@@ -115,13 +111,15 @@ def _read(source: str | None, where: str) -> Any:
     ) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise UserError(
-            f"the pretrained weights could not be had from {where} ({reason}): give --pretrained-weights FILE, "
-            "a copy of that file from another machine. Training does not begin with random weights"
+            f"the pretrained weights could not be had from {where} ({reason}): give "
+            "--pretrained-weights FILE, a copy of that file from another machine. Training does "
+            "not begin with random weights"
         ) from error
     except Exception as error:  # a damaged file can raise anything
         if "://" in where:
             cached.unlink(missing_ok=True)
         reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
         raise UserError(
-            f"--pretrained-weights: {where} cannot be read as a file of weights ({reason}): copy it again"
+            f"--pretrained-weights: {where} cannot be read as a file of weights ({reason}): "
+            "copy it again"
         ) from error

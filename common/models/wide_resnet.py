@@ -1,5 +1,10 @@
-"""WideResNet (Zagoruyko & Komodakis, arXiv:1605.07146) for 32x32 images: residual blocks with BatchNorm and ReLU before each
-convolution, few layers deep and ``width`` times as many channels."""
+"""WideResNet (Zagoruyko & Komodakis, arXiv:1605.07146) for 32x32 images.
+
+Residual blocks with BatchNorm and ReLU before each convolution: fewer layers than a ResNet, and
+``width`` times as many channels.
+"""
+
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -8,7 +13,8 @@ from torch.nn import functional as F
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes.
 
-    ``forward`` takes (batch, channels_in, h, w) and returns (batch, channels_out, h / stride, w / stride).
+    ``forward`` takes a tensor of shape (batch, channels_in, h, w) and returns one of shape
+    (batch, channels_out, h / stride, w / stride).
     """
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
@@ -29,21 +35,23 @@ class ResidualBlock(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """Three stages at 32x32, 16x16 and 8x8 with 16, 32 and 64 times ``width`` channels, then the mean and a linear layer.
+    """Three stages at 32x32, 16x16 and 8x8, then the mean over the pixels and a linear layer.
 
-    ``forward`` takes images of shape (batch, 3, 32, 32) and returns logits of shape (batch, num_classes).
+    The stages have 16, 32 and 64 times ``width`` channels. ``forward`` takes images of shape
+    (batch, 3, 32, 32) and returns logits of shape (batch, num_classes).
 
     Parameters
     ----------
     depth : convolutions along the main path, 6 n + 4.
     """
 
-    def __init__(self, depth: int, width: int, num_classes: int) -> None:
+    def __init__(self, depth: int, width: int, num_classes: int = 100) -> None:
         super().__init__()
         blocks, rest = divmod(depth - 4, 6)
         assert rest == 0, depth
         self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
         layers, channels = [], 16
+        # The first block of a stage changes the number of channels and halves height and width.
         for stage, stride in ((16, 1), (32, 2), (64, 2)):
             for block in range(blocks):
                 layers.append(ResidualBlock(channels, stage * width, stride if block == 0 else 1))
@@ -60,11 +68,6 @@ class WideResNet(nn.Module):
         return self.classifier(F.relu(self.bn(self.blocks(self.conv(images)))).mean(dim=(2, 3)))
 
 
-def wide_resnet28_10(num_classes: int = 100) -> WideResNet:
-    """WRN-28-10: 36,536,884 parameters for 100 classes."""
-    return WideResNet(28, 10, num_classes)
-
-
-def wide_resnet16_4(num_classes: int = 100) -> WideResNet:
-    """WRN-16-4: 2,772,020 parameters for 100 classes."""
-    return WideResNet(16, 4, num_classes)
+# By depth and width; the argument is ``num_classes``. Parameters for 100 classes:
+wide_resnet28_10 = partial(WideResNet, 28, 10)  # 36,536,884
+wide_resnet16_4 = partial(WideResNet, 16, 4)  # 2,772,020

@@ -1,7 +1,7 @@
 """Gradient synchronisation: one strategy is one class in one file, chosen by name.
 
-To add one, write the class and its plan (message_plans.py) and add a line for each here; the tests, the comparisons and
-the cost model find both through these dicts.
+To add one, write the class and its plan (message_plans.py) and add a line for each here. The
+tests, the comparisons and the cost model find both through these dicts.
 """
 
 import inspect
@@ -31,6 +31,7 @@ STRATEGIES = {
     "local_sgd": "common.sync.local_sgd:LocalSGD",
 }
 
+# What each strategy sends, for the cost model; importing these imports no torch.
 MESSAGE_PLANS = {
     "none": "common.sync.message_plans:NoSyncPlan",
     "gather_scatter": "common.sync.message_plans:GatherScatterPlan",
@@ -48,16 +49,15 @@ MESSAGE_PLANS = {
     "topk": "common.sync.message_plans:TopKPlan",
     "local_sgd": "common.sync.message_plans:LocalSGDPlan",
 }
-"""What each sends, for the cost model; importing these imports no torch."""
 
+# PyTorch's DistributedDataParallel, which PartThree offers.
 BUILT_IN = tuple(name for name in STRATEGIES if name.startswith("ddp"))
-"""PyTorch's DistributedDataParallel, which PartThree offers."""
+# The others that exchange anything, which PartTwo offers.
 BY_HAND = tuple(name for name in STRATEGIES if name != "none" and name not in BUILT_IN)
-"""The others that exchange anything, which PartTwo offers."""
 
 
 def build_sync(name: str, **options: Any) -> Any:
-    """Return a new strategy (a ``GradientSync``) of that name, made with its class's ``options``.
+    """Return a new strategy (a ``GradientSync``); ``options`` are those of its class.
 
     Raises UserError with the choices if the name is unknown.
     """
@@ -65,15 +65,17 @@ def build_sync(name: str, **options: Any) -> Any:
 
 
 def build_sync_from(name: str, settings: Mapping[str, Any]) -> Any:
-    """Return a new strategy with those of ``settings`` that its class takes, by name."""
+    """Return a new strategy, made with those of ``settings`` that its class takes."""
     return _build_from(STRATEGIES, name, settings)
 
 
 def build_message_plan_from(name: str, settings: Mapping[str, Any]) -> "MessagePlan":
-    """Return the plan of the strategy of that name, with those of ``settings`` that it takes, by name.
+    """Return the message plan of a strategy, made with those of ``settings`` that it takes.
 
-    Imports no torch, except for a strategy that has no line in ``MESSAGE_PLANS``: that one is built itself, and tells what
-    it sends if its class defines ``operations``. UserError if the name is unknown.
+    Imports no torch, unless the strategy has no line in ``MESSAGE_PLANS``. Then the strategy itself
+    is built and returned; it says what it sends if its class defines ``operations``.
+
+    Raises UserError with the choices if the name is unknown.
     """
     return _build_from(MESSAGE_PLANS if name in MESSAGE_PLANS else STRATEGIES, name, settings)
 
@@ -85,5 +87,8 @@ def _build_from(table: Mapping[str, str], name: str, settings: Mapping[str, Any]
 
 
 def is_exact(name: str) -> bool:
-    """Return whether the strategy of that name leaves every rank the plain mean. UserError if it is unknown."""
+    """Return whether the strategy leaves the plain mean on every rank.
+
+    Raises UserError with the choices if the name is unknown.
+    """
     return registry.load(STRATEGIES, name, kind="strategy").exact

@@ -1,4 +1,18 @@
-"""all_reduce by hand: one collective for each parameter, no root."""
+"""all_reduce by hand: one collective for each parameter, no root.
+
+    0 --> 1        Gloo's all_reduce is a ring: N-1 rounds add, N-1 rounds pass the sums on.
+    ^     |        In each round every rank sends one part of 1/N of the tensor.
+    3 <-- 2        The next tensor waits until the one before is done.
+
+Sends: every rank, the root too, 2(N-1)P messages, 2(N-1)/N M bytes, and receives as much.
+Time: 2(N-1)P alpha + 2(N-1)/N M / B + (N-1)/N M gamma, and three copies of M bytes in memory.
+    [Patarasuk, Yuan 2009]
+Common mistake: keeping the sum. It trains, with a learning rate N times too large. Another:
+    averaging the weights in place of the gradients, which leaves each rank its own momentum.
+
+(N ranks, P parameter tensors, M bytes of gradients; alpha seconds a message, B bytes a second on a
+link, gamma seconds to add a byte.)
+"""
 
 import torch.distributed as dist
 from torch import nn
@@ -8,20 +22,10 @@ from common.sync.message_plans import AllReducePlan
 
 
 class AllReduce(AllReducePlan, GradientSync):
-    """For each parameter one ``all_reduce`` that sums over the ranks, then a division by their number.
-
-    With N ranks, P parameter tensors and M bytes of gradients, per step, as a ring: every rank, the root too, sends
-    2(N-1)P messages, 2(N-1)/N M bytes, and receives as many.
-    Time: 2(N-1)P alpha + 2(N-1)/N M / B (alpha: latency, B: bytes a second), and three copies of M bytes within memory. Each
-    parameter waits for the one before.
-    """
+    """For each parameter one ``all_reduce`` that sums, then a division by the number of ranks."""
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
-        size = dist.get_world_size()
-        for gradient in self.gradients():
-            total = gradient.contiguous()
-            dist.all_reduce(total, op=dist.ReduceOp.SUM)
-            total /= size
-            if total is not gradient:  # channels_last: `total` was a contiguous copy
-                gradient.copy_(total)
+        for gradient in self.contiguous_gradients():  # of any shape, e.g. (512, 256, 3, 3)
+            dist.all_reduce(gradient, op=dist.ReduceOp.SUM)
+            gradient /= dist.get_world_size()

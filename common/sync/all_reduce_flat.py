@@ -1,27 +1,31 @@
-"""all_reduce of one flat buffer: the latency of one message in place of one a parameter."""
+"""all_reduce of one flat buffer: the latency of one message in place of one for each parameter.
+
+    p1.grad p2.grad ... pP.grad        every rank copies its gradients / N into one buffer,
+    [----------- buffer ----------]    one all_reduce sums the buffers (a ring, see all_reduce.py),
+    p1.grad p2.grad ... pP.grad        and the gradients become views of the sum
+
+Sends: every rank, the root too, 2(N-1) messages, 2(N-1)/N M bytes, and receives as much.
+Time: 2(N-1) alpha + 2(N-1)/N M / B + (N-1)/N M gamma, and one copy of M bytes in memory. Nothing
+    is copied back, because ``p.grad`` becomes a view of the buffer (flat_buffer.py).
+    [Patarasuk, Yuan 2009]
+Common mistake: ``torch.cat`` makes a copy. Averaging it without writing it back to ``p.grad``
+    changes nothing.
+
+(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
+to add a byte.) Each type of entry has a buffer of its own.
+"""
 
 import torch.distributed as dist
 from torch import nn
 
 from common.sync.base import GradientSync
-from common.sync.flat_buffer import FlatBuffers
 from common.sync.message_plans import AllReduceFlatPlan
 
 
 class AllReduceFlat(AllReduceFlatPlan, GradientSync):
-    """All gradients go into one buffer (one a type), and one ``all_reduce`` sums it.
-
-    With N ranks and M bytes of gradients, per step, as a ring: every rank, the root too, sends 2(N-1) messages,
-    2(N-1)/N M bytes, and receives as many.
-    Time: 2(N-1) alpha + 2(N-1)/N M / B (alpha: latency, B: bytes a second), and one copy of M bytes within memory; as
-    ``p.grad`` becomes a view of the buffer (common/sync/flat_buffer.py), none back.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._buffers = FlatBuffers()
+    """One ``all_reduce`` sums all gradients."""
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
-        for buffer in self._buffers.of(self.exchanged()):
-            dist.all_reduce(buffer.collect(divisor=dist.get_world_size()), op=dist.ReduceOp.SUM)
+        for total in self.flat_gradients():  # (entries,), divided by N already
+            dist.all_reduce(total, op=dist.ReduceOp.SUM)

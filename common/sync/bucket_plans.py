@@ -1,31 +1,24 @@
-"""What a step sends where gradients go in buckets: the plans of ``overlapped`` and of DistributedDataParallel. No torch here."""
+"""What a step sends where gradients travel in buckets: ``overlapped`` and DDP's three ways.
+
+Like message_plans.py, this file imports no torch.
+"""
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
-from common.sync.bucketing import bucket_operations, bucket_sizes
-from common.sync.message_cost import GradientSize, Operation, itemsize
+from common.sync.bucketing import bucket_sizes
+from common.sync.message_cost import GradientSize, Operation, with_shape
 from common.sync.message_plans import MessagePlan
 
+# PowerSGD compresses a gradient of more than this many times the entries of its thin matrices.
 POWERSGD_LEAST_GAIN = 2
-"""PowerSGD compresses a gradient whose thin matrices are smaller by more than this."""
-
-
-class OverlappedPlan(MessagePlan):
-    """An all_reduce for each bucket, from when backward has filled it."""
-
-    def __init__(self, *, bucket_mb: float | None = None) -> None:
-        super().__init__()
-        self.bucket_mb = bucket_mb
-
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        return bucket_operations(sizes, self.bucket_mb)
 
 
 class DDPPlan(MessagePlan):
-    """As ``OverlappedPlan``; with ``find_unused_parameters`` one all_reduce more, of 4 bytes a parameter."""
+    """An all_reduce for each bucket, as soon as backward has filled it.
+
+    ``find_unused_parameters`` adds one all_reduce of 4 bytes a parameter.
+    """
 
     def __init__(
         self, *, bucket_mb: float | None = None, find_unused_parameters: bool = False
@@ -35,27 +28,38 @@ class DDPPlan(MessagePlan):
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
-        found = bucket_operations(sizes, self.bucket_mb, kept_as_built=self.find_unused_parameters)
-        return found + _search_for_unused(sizes, self.find_unused_parameters)
+        in_order = self.find_unused_parameters
+        return [
+            self.bucket_operation(size, ready)
+            for size, ready in bucket_sizes(sizes, self.bucket_mb, kept_as_built=in_order)
+        ] + _search_for_unused(sizes, self.find_unused_parameters)
+
+    def bucket_operation(self, size: GradientSize, ready_bytes: int) -> Operation:
+        """Return the all_reduce of one bucket, with the copy into it."""
+        return Operation("all_reduce", size, copied_bytes=size, ready_bytes=ready_bytes)
 
 
 class DDPFp16Plan(DDPPlan):
     """As ``DDPPlan``, in entries of 2 bytes."""
 
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        in_order = self.find_unused_parameters
-        found = [
-            Operation(
-                "all_reduce", GradientSize(size.shape, 2), copied_bytes=size * 3, ready_bytes=ready
-            )
-            for size, ready in bucket_sizes(sizes, self.bucket_mb, kept_as_built=in_order)
-        ]
-        return found + _search_for_unused(sizes, self.find_unused_parameters)
+    def bucket_operation(self, size: GradientSize, ready_bytes: int) -> Operation:
+        """See the base class; rounding to fp16 and back passes over the bucket twice more."""
+        half = GradientSize(size.shape, 2)
+        return Operation("all_reduce", half, copied_bytes=3 * size, ready_bytes=ready_bytes)
+
+
+class OverlappedPlan(DDPPlan):
+    """As ``DDPPlan``, without the search for unused parameters."""
+
+    def __init__(self, *, bucket_mb: float | None = None) -> None:
+        super().__init__(bucket_mb=bucket_mb)
 
 
 class DDPPowerSGDPlan(MessagePlan):
-    """For each type of entries three all_reduces: of what is not compressed, of all P, of all Q. From the third step on."""
+    """For each type of entry three all_reduces: uncompressed gradients, all P, all Q.
+
+    This is what every step from the third on sends.
+    """
 
     def __init__(self, *, powersgd_rank: int = 2, find_unused_parameters: bool = False) -> None:
         super().__init__()
@@ -63,27 +67,34 @@ class DDPPowerSGDPlan(MessagePlan):
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
-        found, rank = [], self.powersgd_rank
-        for kind in dict.fromkeys(map(itemsize, sizes)):
-            alike = [size for size in sizes if itemsize(size) == kind]
-            thin = [size for size in alike if is_compressed(_shape(size), rank)]
-            ps, qs = (
-                [thin_entries(_shape(size), rank)[which] for size in thin] for which in (0, 1)
+        found, shaped = [], [with_shape(size) for size in sizes]
+        for itemsize in dict.fromkeys(size.itemsize for size in shaped):
+            alike = [size for size in shaped if size.itemsize == itemsize]
+            thin = [size for size in alike if is_compressed(size.shape, self.powersgd_rank)]
+            entries = [thin_entries(size.shape, self.powersgd_rank) for size in thin]
+            plain, ps, qs = (
+                GradientSize((count,), itemsize)
+                for count in (
+                    (sum(alike) - sum(thin)) // itemsize,
+                    sum(p for p, _ in entries),
+                    sum(q for _, q in entries),
+                )
             )
-            first, *others = (
-                Operation("all_reduce", GradientSize((entries,), kind))
-                for entries in ((sum(alike) - sum(thin)) // kind, sum(ps), sum(qs))
-            )
-            # Errors are added and taken, copied and kept; gradients go into the bucket.
+            # The error is added to the gradients and subtracted again; both are copied once.
+            passes = 2 * sum(alike)
             found += [
-                replace(first, summed_bytes=2 * sum(alike), copied_bytes=2 * sum(alike)),
-                *others,
+                Operation("all_reduce", plain, summed_bytes=passes, copied_bytes=passes),
+                Operation("all_reduce", ps),
+                Operation("all_reduce", qs),
             ]
         return found + _search_for_unused(sizes, self.find_unused_parameters)
 
 
 def is_compressed(shape: Sequence[int], rank: int) -> bool:
-    """Whether torch's PowerSGD hook sends a gradient of that shape as thin matrices, since these are less than half its size."""
+    """Return whether torch's PowerSGD hook sends a gradient of that shape as thin matrices.
+
+    It does if these have less than half of the gradient's entries.
+    """
     rows, columns = shape[0] if shape else 1, math.prod(shape[1:])
     return (rows + columns) * min(rows, columns, rank) * POWERSGD_LEAST_GAIN < rows * columns
 
@@ -96,7 +107,3 @@ def thin_entries(shape: Sequence[int], rank: int) -> tuple[int, int]:
 
 def _search_for_unused(sizes: Sequence[int], wanted: bool) -> list[Operation]:
     return [Operation("all_reduce", 4 * len(sizes))] if wanted else []
-
-
-def _shape(size: int) -> tuple[int, ...]:
-    return getattr(size, "shape", (size // itemsize(size),))

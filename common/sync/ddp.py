@@ -1,4 +1,25 @@
-"""PyTorch's DistributedDataParallel: buckets of gradients, sent while backward still computes the others."""
+"""PyTorch's DistributedDataParallel: buckets of gradients, sent while backward goes on.
+
+    backward   ####################################
+    bucket 1            ========                      sent while backward computes the rest
+    bucket 2                        ==============
+    bucket 3                                       =  only what sticks out is waited for
+
+overlapped.py does the same by hand.
+
+Sends: every rank, the root too, 2(N-1)K messages, 2(N-1)/N M bytes, for K buckets, and receives
+    as much. VGG-11 has three buckets, of 9.5, 27.2 and 0.3 MB. The first step, in which torch
+    learns the order of backward, sends all in one bucket. ``find_unused_parameters`` adds an
+    ``all_reduce`` of 4 bytes a parameter.
+Time: what backward does not hide. Bucket k, of M_k bytes, is full at r_k and summed at
+    c_k = max(r_k, c_(k-1)) + 2(N-1) alpha + 2(N-1)/N M_k / B + (N-1)/N M_k gamma. The exposed time
+    is c_K minus the end of backward. [Li et al., PyTorch Distributed, arXiv:2006.15704]
+Common mistake: calling the model itself in place of the wrapped one. The hooks then never run, and
+    each rank trains by itself. Another: evaluating the wrapped model on rank 0 alone, which hangs.
+
+(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
+to add a byte.)
+"""
 
 import warnings
 from contextlib import AbstractContextManager
@@ -11,37 +32,47 @@ from common.sync.base import GradientSync, broadcast_from_rank0
 from common.sync.bucket_plans import DDPPlan
 
 
-class DDP(DDPPlan, GradientSync):
-    """DistributedDataParallel hooks into backward, so that ``synchronize`` has nothing left to do.
+class DDPWrapper(GradientSync):
+    """What the three ways through DistributedDataParallel share.
 
-    With N ranks and M bytes of gradients in K buckets (for VGG-11 three: 9.5, 27.2 and 0.3 MB), per step, as a ring:
-    every rank sends 2(N-1)K messages, 2(N-1)/N M bytes, and receives as many.
-    Time: that of the last bucket, plus what backward was too short to hide of the others:
-    c_k = max(r_k, c_{k-1}) + 2(N-1) alpha + 2(N-1)/N M_k / B, where r_k is when bucket k is ready and c_K the end.
-    The first step, in which torch learns the order of backward, sends all in one bucket.
-
-    Parameters
-    ----------
-    bucket_mb : MiB that close a bucket; None: torch's default, 1 in the first, then 25 (common/sync/bucketing.py).
-    find_unused_parameters : let DDP look for parameters that a forward pass left out: costs a walk of the graph, one more
-        ``all_reduce`` of 4 bytes a parameter, and buckets in the order of the parameters.
+    DistributedDataParallel hooks into backward, so ``synchronize`` has nothing left to do.
     """
 
-    def __init__(
-        self, *, bucket_mb: float | None = None, find_unused_parameters: bool = False
-    ) -> None:
-        super().__init__(bucket_mb=bucket_mb, find_unused_parameters=find_unused_parameters)
-        self._wrapped: DistributedDataParallel | None = None
+    bucket_mb: float | None
+    find_unused_parameters: bool
+    _wrapped: DistributedDataParallel | None = None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        """Return the model inside DistributedDataParallel; a model that is wrapped already is kept."""
-        self._wrapped, _ = wrap(
-            model,
-            self._wrapped,
-            bucket_mb=self.bucket_mb,
-            find_unused_parameters=self.find_unused_parameters,
-        )
+        """Return the model inside DistributedDataParallel; a model that is wrapped stays so.
+
+        Every rank gets rank 0's parameters and buffers.
+        """
+        if self._wrapped is None or model not in (self._wrapped, self._wrapped.module):
+            self._wrapped = (
+                model if isinstance(model, DistributedDataParallel) else self._wrap(model)
+            )
+            self.attach_hook(self._wrapped)
         return self._wrapped
+
+    def _wrap(self, model: nn.Module) -> DistributedDataParallel:
+        # broadcast_buffers=False, since the engine averages BatchNorm's statistics over the ranks.
+        # Then DDP does not copy the buffers at the start either, so they are copied here.
+        broadcast_from_rank0(list(model.buffers()))
+        device = next(model.parameters()).device
+        with warnings.catch_warnings():
+            # torch 2.15 has another name for broadcast_buffers, which torch 2.11 does not know.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            return DistributedDataParallel(
+                model,
+                device_ids=[device.index] if device.type == "cuda" else None,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                bucket_cap_mb=self.bucket_mb,
+                find_unused_parameters=self.find_unused_parameters,
+            )
+
+    def attach_hook(self, wrapped: DistributedDataParallel) -> None:
+        """Replace the plain all_reduce of each bucket, in the ways that do."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See the base class."""
@@ -49,30 +80,13 @@ class DDP(DDPPlan, GradientSync):
         return self._wrapped.no_sync()
 
 
-def wrap(
-    model: nn.Module,
-    wrapped: DistributedDataParallel | None,
-    *,
-    bucket_mb: float | None,
-    find_unused_parameters: bool,
-) -> tuple[DistributedDataParallel, bool]:
-    """Return the model inside DistributedDataParallel, and whether it was not yet what ``wrapped`` is; every rank gets
-    rank 0's parameters and buffers."""
-    if wrapped is not None and model in (wrapped, wrapped.module):
-        return wrapped, False
-    if isinstance(model, DistributedDataParallel):
-        return model, True
-    # With broadcast_buffers=False DDP leaves the buffers alone at its start, too.
-    broadcast_from_rank0(list(model.buffers()))
-    device = next(model.parameters()).device
-    with warnings.catch_warnings():
-        # torch 2.15 has another name for broadcast_buffers, which torch 2.11 does not know.
-        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        return DistributedDataParallel(
-            model,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-            bucket_cap_mb=bucket_mb,
-            find_unused_parameters=find_unused_parameters,
-        ), True
+class DDP(DDPPlan, DDPWrapper):
+    """DistributedDataParallel as it is.
+
+    Parameters
+    ----------
+    bucket_mb : MiB that close a bucket; None: torch's default, 1 for the first, then 25
+        (bucketing.py).
+    find_unused_parameters : let DDP look for parameters that a forward pass left out. Costs a walk
+        of the graph, one more ``all_reduce``, and buckets in the order of the parameters.
+    """

@@ -1,35 +1,41 @@
-"""DistributedDataParallel with PowerSGD, torch's hook: each gradient as a product of two thin matrices."""
+"""DistributedDataParallel with PowerSGD, torch's hook: each gradient as a product of thin matrices.
 
-from contextlib import AbstractContextManager
+    gradient + error   n x m  =  P (n x r) times Q^T (r x m)  +  new error
+    every rank:  P = G Q --all_reduce--> make orthogonal --> Q = G^T P --all_reduce--> G' = P Q^T
+
+A gradient of shape (n, m, ...) is G. Its error of the step before is added first; G - P Q^T is
+the error of this step, and Q is kept as the next step's start. Vectors, and matrices too small to
+gain by it, are summed as they are. All gradients share one bucket: so few bytes are sent that the
+latency of the messages counts.
+
+It is lossy. What it keeps: the mean over the ranks of (errors before + gradients) equals the mean
+    of (errors after) + what the optimiser gets. No gradient is lost, some come late. All ranks
+    have the same bits.
+Sends: from the third step on every rank, the root too, 6(N-1) messages, 2(N-1)/N (U + P + Q)
+    bytes, and receives as much. U is the bytes of what stays as it is, P and Q those of the thin
+    matrices. For VGG-11 with r = 2, U + P + Q = 0.22 MB of 36.9. The first two steps are plain
+    ``ddp`` in one bucket.
+Time: 6(N-1) alpha + 2(N-1)/N (U + P + Q) / B + ((N-1)/N (U + P + Q) + 2M) gamma, nothing of it
+    during backward; and the two products, each over all M bytes.
+    [Vogels et al., arXiv:1905.13727]
+Common mistake: dropping the error in place of adding it to the next gradient: the weights then
+    never move in the directions that r columns leave out.
+
+(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
+to add a byte.)
+"""
+
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from common.sync.base import GradientSync
 from common.sync.bucket_plans import DDPPowerSGDPlan
-from common.sync.ddp import wrap
+from common.sync.ddp import DDPWrapper
 from common.sync.powersgd_state import PerParameterState
 
-_ONE_BUCKET_MB = 2**20
 
-
-class DDPPowerSGD(DDPPowerSGDPlan, GradientSync):
-    """A gradient of shape (n, m, ...), with its error of the step before, becomes P Q^T of rank r: P = G Q is summed and
-    made orthogonal, Q = G^T P summed and kept for the next step, G - P Q^T kept as the error. Vectors, and what is too
-    small to gain by it, are summed as they are. All in one bucket: so little is sent that its messages' latency counts.
-
-    What it keeps: the mean over the ranks of errors before + gradients = that of errors after, + what the optimiser gets:
-    no gradient is lost, only late. All ranks get the same bits.
-    The first two steps are plain ``ddp`` in one bucket. From then on, with N ranks, U bytes of what stays as it is, and P
-    and Q bytes of thin matrices, per step, as rings: every rank sends 6(N-1) messages, 2(N-1)/N (U + P + Q) bytes, and
-    receives as many. For VGG-11 with r = 2, U + P + Q = 0.22 MB of 36.9.
-    Time: 6(N-1) alpha + 2(N-1)/N (U + P + Q) / B, nothing of it during backward, and the products, each twice over all M
-    bytes (alpha: latency, B: bytes a second).
+class DDPPowerSGD(DDPPowerSGDPlan, DDPWrapper):
+    """As ``ddp``, with torch's PowerSGD hook on one bucket.
 
     Parameters
     ----------
@@ -38,43 +44,17 @@ class DDPPowerSGD(DDPPowerSGDPlan, GradientSync):
     """
 
     exact = False
+    bucket_mb = 2**20  # more than any model has
 
-    def __init__(self, *, powersgd_rank: int = 2, find_unused_parameters: bool = False) -> None:
-        super().__init__(powersgd_rank=powersgd_rank, find_unused_parameters=find_unused_parameters)
-        self._wrapped: DistributedDataParallel | None = None
-        self._per_parameter: PerParameterState | None = None
-
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        """Return the model inside DistributedDataParallel, with the hook."""
-        self._wrapped, is_new = wrap(
-            model,
-            self._wrapped,
-            bucket_mb=_ONE_BUCKET_MB,
-            find_unused_parameters=self.find_unused_parameters,
-        )
-        if is_new:
-            self._per_parameter = PerParameterState(self._wrapped.module, rank=self.powersgd_rank)
-            self._wrapped.register_comm_hook(self._per_parameter, _hook)
-        return self._wrapped
-
-    def no_sync(self) -> AbstractContextManager[None]:
+    def attach_hook(self, wrapped: DistributedDataParallel) -> None:
         """See the base class."""
-        assert self._wrapped is not None, "prepare comes first"
-        return self._wrapped.no_sync()
+        self._per_parameter = PerParameterState(wrapped.module, rank=self.powersgd_rank)
+        wrapped.register_comm_hook(self._per_parameter, PerParameterState.exchange)
 
     def state_dict(self) -> dict[str, Any]:
-        """See the base class."""
-        assert self._per_parameter is not None, "prepare comes first"
+        """See the base class; after ``prepare``."""
         return self._per_parameter.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See the base class; after ``prepare``."""
-        assert self._per_parameter is not None, "prepare comes first"
         self._per_parameter.load_state_dict(state)
-
-
-def _hook(
-    per_parameter: PerParameterState, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    per_parameter.arrange(bucket)
-    return powerSGD_hook(per_parameter.state, bucket)

@@ -1,4 +1,18 @@
-"""Gather and scatter by hand: rank 0 collects every gradient, averages, and sends the mean back."""
+"""Gather and scatter by hand: rank 0 collects every gradient, averages, and sends the mean back.
+
+    1 --M--> +--------+ --M--> 1
+    2 --M--> | rank 0 | --M--> 2       all traffic passes one link: (N-1) M in, (N-1) M out
+    3 --M--> +--------+ --M--> 3
+
+Sends: every rank but the root P messages, M bytes; the root (N-1)P messages, (N-1)M bytes. Each
+    receives as much as it sends.
+Time: 2P alpha + 2(N-1)M / B + (N-1)M gamma, and three copies of M bytes in memory.
+Common mistake: dividing by a literal 4, or not at all. Another: calling ``gather`` on some ranks
+    only, for instance inside ``if rank == 0``; the others then wait until the timeout.
+
+(N ranks, P parameter tensors, M bytes of gradients; alpha seconds a message, B bytes a second on a
+link, gamma seconds to add a byte.)
+"""
 
 import torch
 import torch.distributed as dist
@@ -9,21 +23,15 @@ from common.sync.message_plans import GatherScatterPlan
 
 
 class GatherScatter(GatherScatterPlan, GradientSync):
-    """For each parameter a ``gather`` to rank 0, the mean there, and a ``scatter`` of it to all.
-
-    With N ranks, P parameter tensors and M bytes of gradients, per step: every rank but the root sends P messages,
-    M bytes, and receives as many; the root receives and sends (N-1)P messages, (N-1)M bytes.
-    Time: 2P alpha + 2(N-1)M / B, since everything passes the root's link (alpha: latency, B: bytes a second), and three copies
-    of M bytes within memory.
-    """
+    """For each parameter a ``gather`` to rank 0, the mean there, and a ``scatter`` to all ranks."""
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
         rank, size = dist.get_rank(), dist.get_world_size()
-        for gradient in self.gradients():
-            mine = gradient.contiguous()
-            gathered = [torch.empty_like(mine) for _ in range(size)] if rank == 0 else []
-            dist.gather(mine, gathered or None, dst=0)
+        for gradient in self.contiguous_gradients():  # of any shape, e.g. (512, 256, 3, 3)
+            # Only the root needs room for the N tensors that arrive.
+            gathered = [torch.empty_like(gradient) for _ in range(size)] if rank == 0 else []
+            dist.gather(gradient, gathered or None, dst=0)
 
             means = None
             if rank == 0:
@@ -31,7 +39,5 @@ class GatherScatter(GatherScatterPlan, GradientSync):
                 for other in gathered[1:]:
                     mean += other
                 mean /= size
-                means = [mean] * size
-            dist.scatter(mine, means, src=0)
-            if mine is not gradient:  # channels_last: `mine` was a contiguous copy
-                gradient.copy_(mine)
+                means = [mean] * size  # scatter wants a tensor for each rank; all are this one
+            dist.scatter(gradient, means, src=0)

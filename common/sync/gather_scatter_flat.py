@@ -1,32 +1,35 @@
-"""Gather and scatter of one flat buffer: the root still carries everything, but in one message a rank."""
+"""Gather and scatter of one flat buffer: all traffic still passes the root, in fewer messages.
+
+    1 --M--> +--------+ --M--> 1
+    2 --M--> | rank 0 | --M--> 2       as gather_scatter, but one message a rank each way
+    3 --M--> +--------+ --M--> 3
+
+Sends: every rank but the root 1 message, M bytes; the root N-1 messages, (N-1)M bytes. Each
+    receives as much as it sends. The root needs memory for N buffers.
+Time: 2 alpha + 2(N-1)M / B + (N-1)M gamma, and one copy of M bytes in memory. Nothing is copied
+    back, because ``p.grad`` becomes a view of the buffer (flat_buffer.py).
+Common mistake: averaging the buffer and forgetting ``p.grad``, which then still holds this rank's
+    own gradient.
+
+(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
+to add a byte.) Each type of entry has a buffer of its own.
+"""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from common.sync.base import GradientSync
-from common.sync.flat_buffer import FlatBuffers
 from common.sync.message_plans import GatherScatterFlatPlan
 
 
 class GatherScatterFlat(GatherScatterFlatPlan, GradientSync):
-    """All gradients go into one buffer (one a type): one ``gather`` to rank 0, the sum there, one ``scatter`` of it.
-
-    With N ranks and M bytes of gradients, per step: every rank but the root sends 1 message, M bytes, and receives as
-    much; the root receives and sends N-1 messages, (N-1)M bytes, and needs memory for N buffers.
-    Time: 2 alpha + 2(N-1)M / B + (N-1)M gamma (alpha: latency, B: bytes a second, gamma: seconds to add a byte), and one
-    copy of M bytes within memory; as ``p.grad`` becomes a view of the buffer (common/sync/flat_buffer.py), none back.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._buffers = FlatBuffers()
+    """One ``gather`` of all gradients to rank 0, their sum there, and one ``scatter`` of it."""
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
         rank, size = dist.get_rank(), dist.get_world_size()
-        for buffer in self._buffers.of(self.exchanged()):
-            mine = buffer.collect(divisor=size)
+        for mine in self.flat_gradients():  # (entries,), divided by N already: the sum is the mean
             gathered = [torch.empty_like(mine) for _ in range(size)] if rank == 0 else []
             dist.gather(mine, gathered or None, dst=0)
             for other in gathered[1:]:

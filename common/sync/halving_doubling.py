@@ -1,34 +1,43 @@
-"""Recursive halving and doubling by hand: as few bytes as a ring, in as few rounds as a tree."""
+"""Recursive halving and doubling by hand: the bytes of a ring in the rounds of a tree.
+
+    round 1 (halves):    0 <-> 4   1 <-> 5   2 <-> 6   3 <-> 7
+    round 2 (quarters):  0 <-> 2   1 <-> 3   4 <-> 6   5 <-> 7       then the same rounds backwards
+    round 3 (eighths):   0 <-> 1   2 <-> 3   4 <-> 5   6 <-> 7
+
+Halving: each rank gives its partner one half of what it still has, keeps the other half, and adds.
+Doubling: the same rounds in reverse, in which the partners exchange their sums.
+
+Sends: with p the largest power of two up to N and L = log2 p, every rank 2L messages, 2(p-1)/p M
+    bytes. The N-p surplus ranks take no part in the rounds: each sends 1 message, M bytes, to a
+    partner before and receives M back. These partners (the root is one where N > p) send 1
+    message, M bytes, more.
+Time: 2L alpha + (p-1)/p M (2 / B + gamma); where N > p, 2 alpha + M (2 / B + gamma) more. And one
+    copy of M bytes in memory; nothing is copied back (flat_buffer.py).
+    [Thakur, Rabenseifner, Gropp 2005]
+Common mistake: forgetting the ranks beyond the power of two, whose gradients nobody adds.
+    Another: doubling in the order of halving, where a partner does not yet have the sum that it
+    should send.
+
+(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
+to add a byte.) Each type of entry has a buffer of its own.
+"""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.sync.base import GradientSync
-from common.sync.flat_buffer import FlatBuffers
 from common.sync.message_plans import HalvingDoublingPlan, halving_rounds, largest_power
 from common.sync.p2p import send_and_receive
 
 
 class HalvingDoubling(HalvingDoublingPlan, GradientSync):
-    """In round k a rank exchanges half of what it still has with the rank N/2^k away and adds (halving); then the same
-    rounds backwards, with sums (doubling). All gradients in one flat buffer (one a type).
-
-    With N ranks, of which p is the largest power of two, L = log2 p, and M bytes of gradients, per step: a rank sends 2L
-    messages, 2(p-1)/p M bytes. The N-p ranks beyond p hand M bytes to partners before and get M back after: such a
-    partner, like the root where N > p, sends M more, the surplus rank M in all.
-    Time: 2L alpha + (p-1)/p M (2 / B + gamma), and where N > p 2 alpha + M (2 / B + gamma) more (alpha: latency, B: bytes
-    a second, gamma: seconds to add a byte); one copy of M bytes within memory, none back (common/sync/flat_buffer.py).
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._buffers = FlatBuffers()
+    """Halving and doubling of one flat buffer."""
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
-        for buffer in self._buffers.of(self.exchanged()):
-            halving_doubling_all_reduce(buffer.collect(divisor=dist.get_world_size()))
+        for total in self.flat_gradients():  # (entries,), divided by N already
+            halving_doubling_all_reduce(total)
 
 
 def halving_doubling_all_reduce(total: Tensor) -> None:
@@ -39,15 +48,19 @@ def halving_doubling_all_reduce(total: Tensor) -> None:
         dist.send(total, dst=rank - power)
         dist.recv(total, src=rank - power)
         return
-    others = torch.empty_like(total)
+
+    received = torch.empty_like(total)
     if rank + power < size:
-        dist.recv(others, src=rank + power)
-        total += others
+        dist.recv(received, src=rank + power)
+        total += received
+
+    # Each round's (partner, kept, given); both slices of ``total`` halve from round to round.
     rounds = halving_rounds(total.numel(), rank, power)
-    for partner, (begin, end), given in rounds:
-        send_and_receive(total[slice(*given)], others[begin:end], to=partner, source=partner)
-        total[begin:end] += others[begin:end]
+    for partner, kept, given in rounds:
+        send_and_receive(total[given], received[kept], to=partner, source=partner)
+        total[kept] += received[kept]
     for partner, kept, given in reversed(rounds):
-        send_and_receive(total[slice(*kept)], total[slice(*given)], to=partner, source=partner)
+        send_and_receive(total[kept], total[given], to=partner, source=partner)
+
     if rank + power < size:
         dist.send(total, dst=rank + power)

@@ -1,4 +1,23 @@
-"""Local SGD: every rank trains by itself, and every H steps the ranks average their weights."""
+"""Local SGD: every rank trains by itself, and every H steps the ranks average their weights.
+
+    rank 0   step step step step |mean| step step step step |mean|
+    rank 1   step step step step |mean| step step step step |mean|      H = 4
+
+It is lossy. What it keeps: between two averages each rank takes H steps of plain training on its
+    own share. With H = 1 and SGD without momentum it equals ``all_reduce``. The optimiser's state
+    stays each rank's own until ``sync_replicas`` averages it with the weights, before evaluation
+    and checkpoint: a run that evaluates or saves more often averages more often.
+Sends: every H steps every rank, the root too, 2(N-1) messages, 2(N-1)/N M bytes, as a ring, and
+    receives as much.
+Time: (2(N-1) alpha + 2(N-1)/N M / B + (N-1)/N M gamma) / H a step, and a copy of M bytes in
+    memory to the flat buffer and back, every H steps. [Stich, arXiv:1805.09767]
+Common mistake: evaluating or saving rank 0's weights between two averages: they are the weights
+    of one rank, not of all. Another: averaging weights after every step in place of gradients and
+    calling it ``all_reduce``; the momentum of the ranks differs.
+
+(N ranks, M bytes of weights; alpha seconds a message, B bytes a second on a link, gamma seconds
+to add a byte.) Each type of entry has a message of its own.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,15 +32,7 @@ from common.sync.message_plans import LocalSGDPlan
 
 
 class LocalSGD(LocalSGDPlan, GradientSync):
-    """No exchange of gradients; after every H-th step of the optimiser one ``all_reduce`` of all weights, divided by N.
-
-    What it keeps: between two averages each rank takes H steps of plain training on its own share; with H = 1 and SGD
-    without momentum it is ``all_reduce``. The optimiser's state stays each rank's own, until ``sync_replicas`` averages it with
-    the weights before evaluation and checkpoint: a training that is evaluated or saved more often averages more often.
-    With N ranks and M bytes of weights, per H steps, as a ring: every rank, the root too, sends 2(N-1) messages,
-    2(N-1)/N M bytes, and receives as many.
-    Time of a step, as a mean: (2(N-1) alpha + 2(N-1)/N M / B) / H (alpha: latency, B: bytes a second), and a copy of M bytes
-    within memory to the flat buffer and back; weights stay where the optimiser and the model have them.
+    """No exchange of gradients; after every H-th step the mean of all weights.
 
     Parameters
     ----------
@@ -33,7 +44,8 @@ class LocalSGD(LocalSGDPlan, GradientSync):
 
     def __init__(self, *, averaging_period: int = 4) -> None:
         super().__init__(averaging_period=averaging_period)
-        self._steps = self._since_average = self._since_replicas_equal = 0
+        self._steps = 0
+        self._weights_differ = self._state_differs = False  # between the ranks
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """See the base class."""
@@ -41,34 +53,34 @@ class LocalSGD(LocalSGDPlan, GradientSync):
         return super().prepare(model, optimizer)
 
     def synchronize(self, model: nn.Module) -> None:
-        """Send nothing; give zeros where other ranks have a gradient, so that all optimisers hold the same kind of state."""
-        self._weights = self.exchanged()
+        """Send nothing, but add zeros where only other ranks have a gradient.
+
+        Then the optimisers of all ranks hold the same kind of state, which can be averaged.
+        """
         self.gradients()
 
     def after_step(self, model: nn.Module) -> None:
         """See the base class."""
-        self._steps, self._since_average, self._since_replicas_equal = (
-            self._steps + 1,
-            self._since_average + 1,
-            self._since_replicas_equal + 1,
-        )
-        if self._steps % self.period == 0:
-            average([p.data for p in self._weights])
-            self._since_average = 0
+        self._steps += 1
+        self._state_differs = True
+        self._weights_differ = self._steps % self.period != 0
+        if not self._weights_differ:
+            average([p.data for p in self._exchanged])
 
     def sync_replicas(self, model: nn.Module) -> None:
-        """See the base class; twice in a row does what once does."""
-        if self._since_replicas_equal:
-            state = [
-                value
-                for p in self._weights
-                for _, value in sorted(self._optimizer.state.get(p, {}).items())
-                if isinstance(value, Tensor)
-                and value.shape == p.shape
-                and value.is_floating_point()
-            ]
-            average(([p.data for p in self._weights] if self._since_average else []) + state)
-            self._since_average = self._since_replicas_equal = 0
+        """See the base class. A second call in a row changes nothing."""
+        if not self._state_differs:
+            return
+        weights = [p.data for p in self._exchanged] if self._weights_differ else []
+        state = [
+            value
+            for p in self._exchanged
+            for _, value in sorted(self._optimizer.state.get(p, {}).items())
+            # Momentum and its kin, not counters of steps.
+            if isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()
+        ]
+        average(weights + state)
+        self._weights_differ = self._state_differs = False
 
     def state_dict(self) -> dict[str, Any]:
         """See the base class."""
@@ -81,12 +93,11 @@ class LocalSGD(LocalSGDPlan, GradientSync):
 
 @torch.no_grad()
 def average(tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its mean over the ranks, all of a type in one message."""
+    """Replace each tensor by its mean over the ranks; one message for each type of entry."""
     for kind in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor for tensor in tensors if tensor.dtype == kind]
         flat = torch.cat([tensor.contiguous().view(-1) for tensor in alike]) / dist.get_world_size()
         dist.all_reduce(flat)
-        for tensor, mean in zip(
-            alike, flat.split([tensor.numel() for tensor in alike]), strict=True
-        ):
+        means = flat.split([tensor.numel() for tensor in alike])
+        for tensor, mean in zip(alike, means, strict=True):
             tensor.copy_(mean.view_as(tensor))

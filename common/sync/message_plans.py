@@ -1,44 +1,46 @@
-"""What a step of each strategy sends, as a list of messages: one plan for each strategy, all in plain arithmetic.
+"""What a step of each strategy sends, as a list of messages, in plain arithmetic.
 
-A strategy's class derives from its plan and adds how the messages are sent. ``common.sync.build_message_plan_from``
-builds a plan alone: nothing here imports torch, so that ``lab predict`` answers within a second. The plans of strategies
-that fill buckets are in bucket_plans.py.
+Each strategy class derives from its plan here and adds the code that sends the messages. Nothing
+here imports torch, so `lab predict` can build a plan alone and answer within a second. The plans
+of the strategies that fill buckets are in bucket_plans.py.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from common.errors import UserError
-from common.sync.message_cost import (
-    Operation,
-    after_copy,
-    buffers,
-    payload_sent,
-    tree_children,
-)
+from common.sync.message_cost import GradientSize, Operation, buffers, sent_bytes, tree_children
 
+# Passes over memory around each collective: into contiguous strides, the division, and back.
 COPIES_PER_PARAMETER = 3
-"""Passes through memory beside each collective: into contiguous strides, the division, and back."""
 
 
 class MessagePlan:
-    """Base class of all plans. A plan defines ``operations``; one of sends and receives ``bytes_sent``, too."""
+    """Base class of all plans. A plan defines ``operations``; one of sends and receives also
+    defines ``bytes_sent``."""
 
+    # Steps after which the messages repeat.
     period = 1
-    """Steps after which what a step sends repeats itself."""
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """List what ``period`` steps send, in order, on the way that takes longest; for the cost model.
+        """List what ``period`` steps send, in order, along the slowest path; for the cost model.
 
-        ``sizes`` : bytes of each parameter's gradient, in the order of the parameters; ``GradientSize.of(parameters)``
-        for the strategies that look at types and shapes.
+        ``sizes`` : bytes of each parameter's gradient, in the order of the parameters. Strategies
+        that look at types and shapes need ``GradientSize.of(parameters)``.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what it sends")
 
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
-        """Return the payload bytes that ``rank`` sends in ``period`` steps; with exchanges a strategy must count by itself."""
-        return payload_sent(self.operations(sizes, ranks), rank=rank, ranks=ranks)
+        """Return the payload bytes that ``rank`` sends in ``period`` steps."""
+        return sum(
+            (
+                one.count * sent_bytes(one.kind, one.nbytes, rank=rank, ranks=ranks)
+                for one in self.operations(sizes, ranks)
+            ),
+            Fraction(0),
+        )
 
 
 class NoSyncPlan(MessagePlan):
@@ -54,11 +56,7 @@ class GatherScatterPlan(MessagePlan):
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
-        return [
-            operation
-            for size in sizes
-            for operation in _through_root(size, ranks, copied_bytes=COPIES_PER_PARAMETER * size)
-        ]
+        return _through_root(sizes, ranks, copies=COPIES_PER_PARAMETER)
 
 
 class GatherScatterFlatPlan(MessagePlan):
@@ -66,11 +64,18 @@ class GatherScatterFlatPlan(MessagePlan):
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
-        return [
-            operation
-            for size in buffers(sizes)
-            for operation in _through_root(size, ranks, copied_bytes=size)
-        ]
+        return _through_root(buffers(sizes), ranks, copies=1)
+
+
+def _through_root(sizes: Sequence[int], ranks: int, *, copies: int) -> list[Operation]:
+    return [
+        operation
+        for size in sizes
+        for operation in (
+            Operation("gather", size, summed_bytes=(ranks - 1) * size, copied_bytes=copies * size),
+            Operation("scatter", size),
+        )
+    ]
 
 
 class ReduceBroadcastPlan(MessagePlan):
@@ -100,79 +105,88 @@ class AllReduceFlatPlan(MessagePlan):
         return [Operation("all_reduce", size, copied_bytes=size) for size in buffers(sizes)]
 
 
-class TreePlan(MessagePlan):
-    """For each flat buffer as many rounds up the tree, and then down, as it has levels."""
+class RoundsPlan(MessagePlan):
+    """Base of the plans of sends and receives by hand: rounds of messages for each flat buffer."""
+
+    def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
+        """List the rounds that sum one flat buffer over two or more ranks."""
+        raise NotImplementedError
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        levels, found = (ranks - 1).bit_length(), []
-        for size in buffers(sizes) if levels else []:
-            up = Operation("exchange", size, count=levels, summed_bytes=size)
-            found += after_copy(size, [up, Operation("exchange", size, count=levels)])
+        """See the base class. The gradients are copied into the buffer before the first round."""
+        found = []
+        for size in buffers(sizes) if ranks > 1 else []:
+            first, *others = self.rounds(size, ranks)
+            repeats = [replace(first, count=first.count - 1)] if first.count > 1 else []
+            found += [replace(first, count=1, copied_bytes=size), *repeats, *others]
         return found
 
+
+class TreePlan(RoundsPlan):
+    """For each flat buffer one round a level up the tree, and one a level down."""
+
+    def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
+        """See the base class."""
+        up = Operation("exchange", size, count=(ranks - 1).bit_length(), summed_bytes=size)
+        return [up, replace(up, summed_bytes=0)]
+
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
-        """See the base class: all to the parent, and all to each child."""
+        """See the base class: everything to the parent, and everything to each child."""
         return Fraction(sum(sizes) * ((rank > 0) + tree_children(rank, ranks)))
 
 
-class RingPlan(MessagePlan):
-    """For each flat buffer N-1 rounds that add chunks up, and N-1 that hand the sums on."""
+class RingPlan(RoundsPlan):
+    """For each flat buffer N-1 rounds that add chunks up, and N-1 that pass the sums on."""
 
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
+    def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
         """See the base class."""
-        found = []
-        for size in buffers(sizes) if ranks > 1 else []:
-            longest = -(-(size // size.itemsize) // ranks) * size.itemsize
-            adding = Operation("exchange", longest, count=ranks - 1, summed_bytes=longest)
-            found += after_copy(size, [adding, Operation("exchange", longest, count=ranks - 1)])
-        return found
+        longest = -(-size.entries // ranks) * size.itemsize  # the division rounds up
+        adding = Operation("exchange", longest, count=ranks - 1, summed_bytes=longest)
+        return [adding, replace(adding, summed_bytes=0)]
 
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
-        """See the base class: all chunks but the next one, then all but the one after that."""
-
-        def chunk(index: int, entries: int) -> int:
-            return entries * (index % ranks + 1) // ranks - entries * (index % ranks) // ranks
-
+        """See the base class: first all chunks but the next one, then all but the one after."""
         return Fraction(
             sum(
-                size.itemsize * (2 * entries - chunk(rank + 1, entries) - chunk(rank + 2, entries))
+                size.itemsize
+                * (size.entries - _chunk_entries(size.entries, skipped % ranks, ranks))
                 for size in buffers(sizes)
-                for entries in [size // size.itemsize]
+                for skipped in (rank + 1, rank + 2)
             )
         )
 
 
-class HalvingDoublingPlan(MessagePlan):
-    """For each flat buffer rounds of halves, quarters, ... that are added up, and the same backwards."""
+def _chunk_entries(entries: int, index: int, ranks: int) -> int:
+    return entries * (index + 1) // ranks - entries * index // ranks
 
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        power, found = largest_power(ranks), []
-        for size in buffers(sizes):
-            fold = [size] if ranks > power else []
-            halves = [
-                -(-(size // size.itemsize) >> level) * size.itemsize
-                for level in range(1, power.bit_length())
-            ]
-            found += after_copy(
-                size,
-                [Operation("exchange", half, summed_bytes=half) for half in fold + halves]
-                + [Operation("exchange", half) for half in halves[::-1] + fold],
-            )
-        return found
+
+class HalvingDoublingPlan(RoundsPlan):
+    """For each flat buffer rounds that add halves, quarters, ... up, and the same backwards."""
+
+    def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
+        """See the base class. Ranks beyond a power of two cost one round of everything each way."""
+        power = largest_power(ranks)
+        parts = [size.entries] if ranks > power else []
+        parts += [-(-size.entries >> level) for level in range(1, power.bit_length())]
+        adding = [
+            Operation("exchange", part * size.itemsize, summed_bytes=part * size.itemsize)
+            for part in parts
+        ]
+        return adding + [replace(one, summed_bytes=0) for one in reversed(adding)]
 
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
-        """See the base class: the other half in each round, then its own."""
-        power, sent = largest_power(ranks), 0
-        for size in buffers(sizes):
-            if rank >= power:
-                sent += size
-                continue
-            rounds = halving_rounds(size // size.itemsize, rank, power)
-            entries = sum(b - a + d - c for _, (a, b), (c, d) in rounds)
-            sent += entries * size.itemsize + (rank + power < ranks) * size
-        return Fraction(sent)
+        """See the base class: what it gives away in each round, then what it has kept."""
+        power = largest_power(ranks)
+        if rank >= power:
+            return Fraction(sum(sizes))
+        for_the_surplus_rank = sum(sizes) if rank + power < ranks else 0
+        in_rounds = sum(
+            size.itemsize * (part.stop - part.start)
+            for size in buffers(sizes)
+            for _, kept, given in halving_rounds(size.entries, rank, power)
+            for part in (kept, given)
+        )
+        return Fraction(in_rounds + for_the_surplus_rank)
 
 
 class TopKPlan(MessagePlan):
@@ -191,12 +205,11 @@ class TopKPlan(MessagePlan):
         return min(entries, math.ceil(self.topk_ratio * entries))
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
+        """See the base class. Each rank adds its residual, then the parts of all ranks."""
         found = []
         for size in buffers(sizes):
-            entries = size // size.itemsize
-            count = self.count(entries)
-            values, indices = count * size.itemsize, count * index_bytes(entries)
+            count = self.count(size.entries)
+            values, indices = count * size.itemsize, count * index_bytes(size.entries)
             found += [
                 Operation("all_gather", values, summed_bytes=size, copied_bytes=size),
                 Operation("all_gather", indices, summed_bytes=ranks * values),
@@ -225,25 +238,18 @@ def largest_power(ranks: int) -> int:
     return 1 << (ranks.bit_length() - 1)
 
 
-def halving_rounds(
-    entries: int, rank: int, power: int
-) -> list[tuple[int, tuple[int, int], tuple[int, int]]]:
-    """Return, for each round, the partner, the half that ``rank`` keeps and the half that it gives away, as (begin, end)."""
+def halving_rounds(entries: int, rank: int, power: int) -> list[tuple[int, slice, slice]]:
+    """Return each round's partner, the half that ``rank`` keeps and the half that it gives away."""
     rounds, begin, end, distance = [], 0, entries, power // 2
     while distance:
-        low, high = (begin, (begin + end) // 2), ((begin + end) // 2, end)
+        middle = (begin + end) // 2
+        low, high = slice(begin, middle), slice(middle, end)
         kept, given = (high, low) if rank & distance else (low, high)
         rounds.append((rank ^ distance, kept, given))
-        (begin, end), distance = kept, distance // 2
+        begin, end, distance = kept.start, kept.stop, distance // 2
     return rounds
 
 
 def index_bytes(entries: int) -> int:
-    """Return the bytes of an index into ``entries`` entries: of int32 while that suffices, then of int64."""
+    """Return the bytes of an index into ``entries`` entries: of an int32, or else of an int64."""
     return 4 if entries < 2**31 else 8
-
-
-def _through_root(size: int, ranks: int, *, copied_bytes: int) -> list[Operation]:
-    added = (ranks - 1) * size
-    gather = Operation("gather", size, summed_bytes=added, copied_bytes=copied_bytes)
-    return [gather, Operation("scatter", size)]

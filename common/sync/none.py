@@ -1,4 +1,11 @@
-"""No synchronisation: one process sees the whole batch."""
+"""No synchronisation: one process sees the whole batch.
+
+    rank 0                         nobody to talk to
+
+Sends: nothing: no messages, 0 bytes.
+Time: 0 seconds.
+Common mistake: training with it on several ranks. Each of them then fits a model of its own.
+"""
 
 from torch import nn
 from torch.optim import Optimizer
@@ -8,8 +15,8 @@ from common.sync.message_plans import NoSyncPlan
 
 
 class NoSync(NoSyncPlan, GradientSync):
-    """The single node. No messages, 0 bytes, 0 seconds."""
+    """The single node."""
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        """Return the model as it is: there is nobody to agree with."""
+        """Return the model as it is; there is no rank 0 to copy from."""
         return model

@@ -1,11 +1,34 @@
-"""Buckets by hand: each is sent as soon as backward has made its gradients, while it still computes the others."""
+"""Buckets by hand: each is sent as soon as backward has filled it, while backward goes on.
 
-from collections.abc import Callable, Iterator, Sequence
+    backward   ####################################
+    bucket 1            ========                      sent while backward computes the rest
+    bucket 2                        ==============
+    bucket 3                                       =  only what sticks out is waited for
+
+A hook on each parameter copies its gradient into a bucket. A full bucket goes into an asynchronous
+``all_reduce``, in the same order on every rank; ``synchronize`` waits for all of them.
+
+Sends: every rank, the root too, 2(N-1)K messages, 2(N-1)/N M bytes, for K buckets, and receives as
+    much. VGG-11 has three buckets, of 9.5, 27.2 and 0.3 MB.
+Time: what backward does not hide. Bucket k, of M_k bytes, is full at r_k and summed at
+    c_k = max(r_k, c_(k-1)) + 2(N-1) alpha + 2(N-1)/N M_k / B + (N-1)/N M_k gamma. The exposed time
+    is c_K minus the end of backward. And one copy of M bytes in memory; nothing is copied back
+    (flat_buffer.py). [Li et al., PyTorch Distributed, arXiv:2006.15704]
+    The first step, in which the ranks agree on their gradients, sends all buckets after backward.
+Common mistake: sending each bucket when it is full on this rank. Another rank may fill its
+    buckets in another order, and then gradients of different parameters are added up.
+
+(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
+to add a byte.) Each type of entry has buckets of its own.
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from common.errors import UserError
@@ -17,119 +40,80 @@ from common.sync.message_cost import GradientSize
 
 
 class Overlapped(OverlappedPlan, GradientSync):
-    """A hook on each parameter copies its gradient into a bucket (``p.grad`` becomes a view of it, none is copied back);
-    a full one goes into an asynchronous ``all_reduce``, in the same order on every rank; ``synchronize`` waits for them.
-
-    With N ranks and M bytes of gradients in K buckets (for VGG-11 three: 9.5, 27.2 and 0.3 MB), per step, as a ring:
-    every rank sends 2(N-1)K messages, 2(N-1)/N M bytes, and receives as many.
-    Time: that of the last bucket, plus what backward was too short to hide of the others:
-    c_k = max(r_k, c_{k-1}) + 2(N-1) alpha + 2(N-1)/N M_k / B, where r_k is when bucket k is ready and c_K the end.
-    The first step, in which the ranks agree on their gradients, sends the same buckets after backward.
+    """Hooks that fill and send the buckets.
 
     Parameters
     ----------
-    bucket_mb : MiB that close a bucket; None: 1 in the first, then 25, as DistributedDataParallel has it.
+    bucket_mb : MiB that close a bucket; None: 1 for the first, then 25, as in
+        DistributedDataParallel.
     """
 
-    def __init__(self, *, bucket_mb: float | None = None) -> None:
-        super().__init__(bucket_mb=bucket_mb)
-        self._holding = False
-        self._hooks: list[Any] = []
-        self._forget()
-
-    def _forget(self) -> None:
-        self._buckets: list[_Bucket] = []  # none until the ranks have agreed
-        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
-        self._works: list[dist.Work] = []
+    _accumulating = False
+    _hooks: Sequence[Any] = ()
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """See the base class."""
         self.close()
-        super().prepare(model, optimizer)
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._gradient_ready)
-            for p in self._parameters.values()
-        ]
-        return model
+        self._works: list[dist.Work] = []
+        self._missing: set[nn.Parameter] = set()  # gradients that no bucket has in this step
+        return super().prepare(model, optimizer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See the base class; the hooks do nothing meanwhile."""
-        self._holding = True
+        self._accumulating = True
         try:
             yield
         finally:
-            self._holding = False
-
-    def _gradient_ready(self, parameter: nn.Parameter) -> None:
-        bucket = self._bucket_of.get(parameter)
-        if bucket is None or self._holding:
-            return
-        if parameter not in bucket.missing:
-            raise UserError(
-                "a parameter got a second gradient in one step, after the first one may have been sent: put "
-                "backward passes that do not end a step inside the strategy's no_sync()"
-            )
-        bucket.take(parameter)
-        if not bucket.missing:
-            self._send(lambda next_one: not next_one.missing)
-
-    def _send(self, may_go: "Callable[[_Bucket], bool]") -> None:
-        """Start the exchange of the next buckets, as long as they may go: never one before its turn."""
-        while len(self._works) < len(self._buckets) and may_go(self._buckets[len(self._works)]):
-            self._works.append(
-                dist.all_reduce(self._buckets[len(self._works)].close(), async_op=True)
-            )
+            self._accumulating = False
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
         parameters = self.exchanged()
-        if not self._buckets:
-            in_ready_order = parameters[::-1]
-            self._buckets = [
-                _Bucket([in_ready_order[i] for i in share])
-                for share in assign_buckets(GradientSize.of(in_ready_order), self.bucket_mb)
-            ]
-            self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.used}
-        self._send(lambda _: True)
-        for bucket, work in zip(self._buckets, self._works, strict=True):
+        if not self._buffers:
+            self._make_buckets(parameters)
+        # What no hook has brought: everything in the first step; later what this rank did not use.
+        for bucket in self._buffers:
+            for parameter in self._missing.intersection(bucket.parameters):
+                bucket.take(parameter, divisor=dist.get_world_size())
+        self._missing.clear()
+        self._send_full_buckets()
+        for work in self._works:
             work.wait()
-            bucket.open()
-        self._works = []
+        self._works, self._missing = [], set(parameters)
+
+    def _make_buckets(self, parameters: Sequence[nn.Parameter]) -> None:
+        ready_order = parameters[::-1]  # backward computes the last layer's gradients first
+        shares = assign_buckets(GradientSize.of(ready_order), self.bucket_mb)
+        self._buffers = [FlatBuffer([ready_order[i] for i in share]) for share in shares]
+        self._missing = set(parameters)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._gradient_ready, bucket))
+            for bucket in self._buffers
+            for parameter in bucket.parameters
+        ]
+
+    def _gradient_ready(self, bucket: FlatBuffer, parameter: nn.Parameter) -> None:
+        if self._accumulating:
+            return
+        if parameter not in self._missing:
+            raise UserError(
+                "a parameter got a second gradient in one step, after the first one may have been "
+                "sent: put backward passes that do not end a step inside the strategy's no_sync()"
+            )
+        bucket.take(parameter, divisor=dist.get_world_size())
+        self._missing.remove(parameter)
+        self._send_full_buckets()
+
+    def _send_full_buckets(self) -> None:
+        # One work a bucket that is under way. A full bucket waits for those before it, so that all
+        # ranks send the same buckets in the same order.
+        for bucket in self._buffers[len(self._works) :]:
+            if not self._missing.isdisjoint(bucket.parameters):
+                break
+            self._works.append(dist.all_reduce(bucket.tensor, async_op=True))
 
     def close(self) -> None:
         """See the base class."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
-        self._forget()
-
-
-class _Bucket:
-    """A flat buffer, and which of the gradients that this rank computes are still ``missing`` in it."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._buffer = FlatBuffer(parameters)
-        self._ranks = dist.get_world_size()
-        self.used = {p for p in parameters if p.grad is not None}
-        self._unused = [p for p in parameters if p.grad is None]
-        self.missing = set(self.used)
-
-    def take(self, parameter: nn.Parameter) -> None:
-        """Copy one gradient in."""
-        self._buffer.take(parameter, divisor=self._ranks)
-        self.missing.remove(parameter)
-
-    def close(self) -> Tensor:
-        """Return the buffer to be summed: with zeros for what other ranks alone compute, and with what no hook brought."""
-        for parameter in self._unused:
-            self._buffer.views[parameter].zero_()
-        for parameter in list(self.missing):
-            self.take(parameter)
-        return self._buffer.tensor
-
-    def open(self) -> None:
-        """After the exchange: give this rank the gradients that others alone computed, and begin anew."""
-        for parameter in self._unused:
-            parameter.grad = self._buffer.views[parameter]
-        self.missing = set(self.used)

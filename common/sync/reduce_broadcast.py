@@ -1,4 +1,19 @@
-"""Reduce and broadcast: the group adds on the way to rank 0, which need not receive every rank's gradients."""
+"""Reduce and broadcast: the ranks add on the way to rank 0, which never holds N gradients.
+
+    there: a ring that adds; its N parts end at rank 0     back: a binomial tree, 2 rounds for N = 4
+          0 --> 1 --> 2 --> 3 --> 0                            0 --> 2, then 0 --> 1 and 2 --> 3
+
+Sends, as Gloo does it: every rank N-1 messages a tensor, (N-1)/N M bytes, in the ring; every rank
+    but the root then 1 more a tensor, M/N bytes, to the root. On the way back the root sends
+    ceil(log2 N) messages a tensor, ceil(log2 N) M bytes; half of the ranks send nothing.
+Time: (N + ceil(log2 N)) P alpha + (2(N-1)/N + ceil(log2 N)) M / B + (N-1)/N M gamma.
+    [Thakur, Rabenseifner, Gropp 2005]
+Common mistake: using the tensor after ``reduce`` on a rank other than the root. It holds a partial
+    sum there.
+
+(N ranks, P parameter tensors, M bytes of gradients; alpha seconds a message, B bytes a second on a
+link, gamma seconds to add a byte.)
+"""
 
 import torch.distributed as dist
 from torch import nn
@@ -8,21 +23,12 @@ from common.sync.message_plans import ReduceBroadcastPlan
 
 
 class ReduceBroadcast(ReduceBroadcastPlan, GradientSync):
-    """For each parameter a ``reduce`` to rank 0, the mean there, and a ``broadcast`` of it to all.
-
-    With N ranks, P parameter tensors and M bytes of gradients, per step, as Gloo does it: ``reduce`` is a ring that adds,
-    (N-1)/N M bytes from every rank, after which all but the root send their 1/N M to it; ``broadcast`` is a binomial tree,
-    in which the root sends ceil(log2 N) M bytes and half of the ranks nothing.
-    Time: (N-1 + 1 + ceil(log2 N)) P alpha + (2(N-1)/N + ceil(log2 N)) M / B (alpha: latency, B: bytes a second).
-    """
+    """For each parameter a ``reduce`` to rank 0, the mean there, and a ``broadcast`` of it."""
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
-        for gradient in self.gradients():
-            total = gradient.contiguous()
-            dist.reduce(total, dst=0, op=dist.ReduceOp.SUM)
+        for gradient in self.contiguous_gradients():  # of any shape, e.g. (512, 256, 3, 3)
+            dist.reduce(gradient, dst=0, op=dist.ReduceOp.SUM)
             if dist.get_rank() == 0:
-                total /= dist.get_world_size()
-            dist.broadcast(total, src=0)
-            if total is not gradient:  # channels_last: `total` was a contiguous copy
-                gradient.copy_(total)
+                gradient /= dist.get_world_size()
+            dist.broadcast(gradient, src=0)

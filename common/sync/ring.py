@@ -1,4 +1,20 @@
-"""A ring by hand: every rank sends to the next one only, and no link carries more than twice the gradients."""
+"""A ring by hand: every rank sends to the next one only, and all links are busy all the time.
+
+    0 --> 1        The buffer is cut into N chunks. In N-1 rounds each chunk travels around the ring
+    ^     |        and every rank adds its own (reduce-scatter); in N-1 more rounds the finished
+    3 <-- 2        chunks travel around (all-gather). Each round moves M/N bytes on every link.
+
+Sends: every rank, the root too, 2(N-1) messages, 2(N-1)/N M bytes, and receives as much. (Up to
+    two entries more or fewer where N does not divide the number of entries.)
+Time: 2(N-1) (alpha + M/N / B) + (N-1)/N M gamma, and one copy of M bytes in memory. Nothing is
+    copied back, because ``p.grad`` becomes a view of the buffer (flat_buffer.py).
+    [Patarasuk, Yuan 2009]
+Common mistake: a blocking ``send`` on every rank before any ``recv``: all wait for each other.
+    Another is an index off by one in the second half, so that one chunk is no sum.
+
+(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
+to add a byte.) Each type of entry has a buffer of its own.
+"""
 
 from itertools import pairwise
 
@@ -7,46 +23,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.sync.base import GradientSync
-from common.sync.flat_buffer import FlatBuffers
 from common.sync.message_plans import RingPlan
 from common.sync.p2p import send_and_receive
 
 
 class Ring(RingPlan, GradientSync):
-    """The flat buffer (one a type) in N chunks: in N-1 rounds each chunk goes round and is added up (reduce-scatter), in
-    N-1 more the finished chunks go round (all-gather).
-
-    With N ranks and M bytes of gradients, per step: every rank, the root too, sends 2(N-1) messages, 2(N-1)/N M bytes (up
-    to two entries more or less, where M is no multiple of N), and receives as many.
-    Time: 2(N-1)(alpha + M/N / B) + (N-1)/N M gamma (alpha: latency, B: bytes a second, gamma: seconds to add a byte), and
-    one copy of M bytes within memory; as ``p.grad`` becomes a view of the buffer (common/sync/flat_buffer.py), none back.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._buffers = FlatBuffers()
+    """Reduce-scatter and all-gather of one flat buffer."""
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
-        for buffer in self._buffers.of(self.exchanged()):
-            ring_all_reduce(buffer.collect(divisor=dist.get_world_size()))
+        for total in self.flat_gradients():  # (entries,), divided by N already
+            ring_all_reduce(total)
 
 
 def ring_all_reduce(total: Tensor) -> None:
     """Sum ``total``, contiguous and of any length, over the ranks in place."""
     rank, size = dist.get_rank(), dist.get_world_size()
     following, before = (rank + 1) % size, (rank - 1) % size
+    # N views of lengths that differ by at most one; together they cover the buffer.
     bounds = [total.numel() * index // size for index in range(size + 1)]
     chunks = [total[begin:end] for begin, end in pairwise(bounds)]
     received = torch.empty_like(max(chunks, key=len))
+
+    # In round k rank r passes on chunk r-k, to which k+1 ranks have been added.
     for step in range(size - 1):
         mine, coming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
-        send_and_receive(mine, received[: len(coming)], to=following, source=before)
-        coming += received[: len(coming)]
+        arriving = received[: len(coming)]
+        send_and_receive(mine, arriving, to=following, source=before)
+        coming += arriving
+
+    # Now rank r holds the whole sum of chunk r+1, which goes around first.
     for step in range(size - 1):
-        send_and_receive(
-            chunks[(rank + 1 - step) % size],
-            chunks[(rank - step) % size],
-            to=following,
-            source=before,
-        )
+        mine, coming = chunks[(rank + 1 - step) % size], chunks[(rank - step) % size]
+        send_and_receive(mine, coming, to=following, source=before)

@@ -1,32 +1,41 @@
-"""A binomial tree by hand: sums go up to rank 0 in log2 N rounds, and the mean comes down the same way."""
+r"""A binomial tree by hand: sums go up to rank 0 in log2 N rounds, and the mean comes down again.
+
+           0                up:    1->0, 3->2, 5->4, 7->6;   2->0, 6->4;   4->0
+        /  |  \             down:  the same backwards
+       4   2   1            Each round moves all M bytes.
+      / \   \               The parent of rank r is r without its lowest bit that is 1.
+     6   5   3
+     |
+     7
+
+Sends: every rank but the root 1 message, M bytes, to its parent, and every rank 1 message, M
+    bytes, to each of its children. The root has L = ceil(log2 N) children, a leaf has none.
+Time: 2L (alpha + M / B) + L M gamma, and one copy of M bytes in memory. Nothing is copied back,
+    because ``p.grad`` becomes a view of the buffer (flat_buffer.py).
+    [Thakur, Rabenseifner, Gropp 2005]
+Common mistake: waiting for a child that does not exist where N is no power of two. Another:
+    sending to the parent before all children are added.
+
+(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
+to add a byte.) Each type of entry has a buffer of its own.
+"""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.sync.base import GradientSync
-from common.sync.flat_buffer import FlatBuffers
 from common.sync.message_cost import tree_children
 from common.sync.message_plans import TreePlan
 
 
 class Tree(TreePlan, GradientSync):
-    """Rank r's parent is r without its lowest bit that is 1; all gradients in one flat buffer (one a type).
-
-    With N ranks, M bytes of gradients and L = ceil(log2 N), per step: every rank but the root sends M bytes to its parent
-    and, like the root, M to each of its children, of which the root has L and a leaf none.
-    Time: 2L (alpha + M / B) + L M gamma (alpha: latency, B: bytes a second, gamma: seconds to add a byte), and one copy
-    of M bytes within memory; as ``p.grad`` becomes a view of the buffer (common/sync/flat_buffer.py), none back.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._buffers = FlatBuffers()
+    """Sum up the tree and copy down the tree, in one flat buffer."""
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
-        for buffer in self._buffers.of(self.exchanged()):
-            tree_all_reduce(buffer.collect(divisor=dist.get_world_size()))
+        for total in self.flat_gradients():  # (entries,), divided by N already
+            tree_all_reduce(total)
 
 
 def tree_all_reduce(total: Tensor) -> None:
@@ -34,12 +43,15 @@ def tree_all_reduce(total: Tensor) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     children = [rank + (1 << level) for level in range(tree_children(rank, size))]
     parent = rank & (rank - 1)
-    others = torch.empty_like(total if children else total[:0])
+    received = torch.empty_like(total if children else total[:0])  # a leaf receives no sums
+
+    # The nearest child comes first: it has the fewest ranks below it, so it is ready first.
     for child in children:
-        dist.recv(others, src=child)
-        total += others
+        dist.recv(received, src=child)
+        total += received
     if rank > 0:
         dist.send(total, dst=parent)
         dist.recv(total, src=parent)
-    for child in reversed(children):  # the child with the most ranks below it first
+    # The child with the most ranks below it comes first: it has the most rounds still to go.
+    for child in reversed(children):
         dist.send(total, dst=child)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed.collectives import gather_objects
-from common.distributed.process_group import World
+from common.distributed.process_group import current_world
 from common.profiling.link_measurements import (
     FLOAT_BYTES,
     MEMORY_SIZES,
@@ -82,7 +82,7 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
             torch.set_num_threads(threads)
     found |= {"threads": threads, "environment": environment()}
     return {
-        "ranks": gather_objects(World(rank=rank, size=size), found),
+        "ranks": gather_objects(current_world(), found),
         "gradients": trainer.gradients,
         "cores": cores,
         "ranks_here": ranks_here,

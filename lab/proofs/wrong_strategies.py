@@ -3,14 +3,11 @@
 Each class is right except for what its docstring says. ``wrong.py`` lists them with the test that catches them.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.sync.base import GradientSync
-from common.sync.flat_buffer import FlatBuffers
 from common.sync.halving_doubling import halving_doubling_all_reduce
 from common.sync.overlapped import Overlapped
 from common.sync.ring import ring_all_reduce
@@ -114,8 +111,8 @@ class FlatBufferNotCopiedBack(GradientSync):
     def synchronize(self, model: nn.Module) -> None:
         parameters = self.exchanged()
         own = [None if p.grad is None else p.grad.clone() for p in parameters]
-        for buffer in FlatBuffers().of(parameters):
-            dist.all_reduce(buffer.collect(divisor=dist.get_world_size()))
+        for total in self.flat_gradients():
+            dist.all_reduce(total)
         for parameter, gradient in zip(parameters, own, strict=True):
             parameter.grad = gradient
 
@@ -125,8 +122,7 @@ class RingWithoutAChunk(GradientSync):
 
     def synchronize(self, model: nn.Module) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        for buffer in FlatBuffers().of(self.exchanged()):
-            total = buffer.collect(divisor=size)
+        for total in self.flat_gradients():
             before = total.clone()
             ring_all_reduce(total)
             begin, end = total.numel() * rank // size, total.numel() * (rank + 1) // size
@@ -138,8 +134,7 @@ class HalvingDoublingForPowersOfTwo(GradientSync):
 
     def synchronize(self, model: nn.Module) -> None:
         size = dist.get_world_size()
-        for buffer in FlatBuffers().of(self.exchanged()):
-            total = buffer.collect(divisor=size)
+        for total in self.flat_gradients():
             if dist.get_rank() >= 1 << (size.bit_length() - 1):
                 total.zero_()
             halving_doubling_all_reduce(total)
@@ -149,8 +144,7 @@ class TreeWithOneChild(GradientSync):
     """Rank 0 adds its first child alone: the gradient of rank 2 is left out."""
 
     def synchronize(self, model: nn.Module) -> None:
-        for buffer in FlatBuffers().of(self.exchanged()):
-            total = buffer.collect(divisor=dist.get_world_size())
+        for total in self.flat_gradients():
             if dist.get_rank() == 2:
                 total.zero_()
             tree_all_reduce(total)
@@ -159,14 +153,7 @@ class TreeWithOneChild(GradientSync):
 class LastBucketNotSent(Overlapped):
     """The last bucket is filled during backward, but never sent."""
 
-    def _send(self, may_go: Callable) -> None:
-        super()._send(lambda bucket: bucket is not self._buckets[-1] and may_go(bucket))
-
-    def synchronize(self, model: nn.Module) -> None:
-        try:
-            super().synchronize(model)
-        except ValueError:  # fewer messages than buckets
-            self._works = []
-            for bucket in self._buckets:
-                bucket.close()
-                bucket.open()
+    def _send_full_buckets(self) -> None:
+        *self._buffers, last = self._buffers
+        super()._send_full_buckets()
+        self._buffers.append(last)
