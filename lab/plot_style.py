@@ -17,6 +17,7 @@ matplotlib.use("Agg")  # files only, also where there is no screen
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 INK, PAPER = "#1b1f23", "#fffffe"
@@ -137,6 +138,11 @@ def grid(
     return figure, list(axes.flat[:count])
 
 
+def line_key(label: str, **options: Any) -> Line2D:
+    """Return the legend entry of a line or a marker."""
+    return Line2D([], [], color=INK, label=label, **options)
+
+
 def section_patch(name: str) -> Patch:
     """Return the legend entry of a section."""
     return Patch(
@@ -177,8 +183,11 @@ def save(figure: Figure, path: Path) -> str:
 def svg(figure: Figure) -> str:
     """Return the figure as SVG, without metadata, and close it."""
     buffer = io.StringIO()
-    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    figure.savefig(buffer, format="svg", metadata=no_metadata)
+    figure.savefig(
+        buffer,
+        format="svg",
+        metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
+    )
     plt.close(figure)
     return buffer.getvalue().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
 

@@ -17,15 +17,23 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from scipy.optimize import isotonic_regression
 
-from lab.plot_style import DASHES, INK, PAPER, NothingToShowError, color, grid, marker, title
+from lab.plot_style import (
+    DASHES,
+    INK,
+    PAPER,
+    NothingToShowError,
+    color,
+    grid,
+    line_key,
+    marker,
+    title,
+)
 from lab.report.losses import by_seed, largest_difference
 from lab.report.view import CellRow, ComparisonGroup, nodes_text, percent
 
 _LOG = 6  # axes whose ends lie further apart than this factor are logarithmic
 _ONE_LINE = 0.01  # of the axis: losses closer than this look like one line
 
-SpeedupPoint = tuple[CellRow, float]
-"""A cell and its speed-up."""
 PredictionPoint = tuple[CellRow, float, float]
 """A cell, its predicted and its measured step time in seconds."""
 
@@ -80,22 +88,27 @@ def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
     return figure
 
 
-def _speedups(block: ComparisonGroup, sync: str) -> list[SpeedupPoint]:
+def _speedups(block: ComparisonGroup, sync: str) -> list[tuple[CellRow, float]]:
     rows = [row for row in block.measured if row.sync == sync and row.nodes > 1]
     return [(row, row.speedup) for row in rows if row.speedup]
 
 
 def _scaling_panel(
-    axis: Axes, sync: str, curves: Mapping[str, Sequence[SpeedupPoint]], counts: Sequence[int]
+    axis: Axes,
+    sync: str,
+    curves: Mapping[str, Sequence[tuple[CellRow, float]]],
+    counts: Sequence[int],
 ) -> None:
     axis.plot(counts, counts, color=INK, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
-    faint = {"color": INK, "linewidth": 0.8, "alpha": 0.15}
-    own = {"color": color(sync), "linewidth": 1.8, "marker": marker(sync), "markersize": 5}
-    for name in (*(name for name in curves if name != sync), sync):
+    styles: dict[str, dict[str, Any]] = {
+        name: {"color": INK, "linewidth": 0.8, "alpha": 0.15} for name in curves if name != sync
+    }
+    styles[sync] = {"color": color(sync), "linewidth": 1.8, "marker": marker(sync), "markersize": 5}
+    for name, options in styles.items():
         axis.plot(
             [1, *(row.nodes for row, _ in curves[name])],
             [1, *(speedup for _, speedup in curves[name])],
-            **(own if name == sync else faint),
+            **options,
         )
     for row, speedup in curves[sync]:
         low, high = row.speedup_interval or (speedup, speedup)
@@ -144,10 +157,9 @@ def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
     for index, (axis, nodes) in enumerate(zip(axes, panels, strict=True)):
         for line in _loss_panel(axis, block, nodes):
             handles.setdefault(str(line.get_label()), line)
-        first_column = narrow or index % 2 == 0
         axis.set(
             xlabel="step",
-            ylabel="training loss (global batch)" if first_column else "",
+            ylabel="training loss (global batch)" if narrow or index % 2 == 0 else "",
             title=nodes_text(nodes),
         )
         axis.tick_params(labelleft=True)
@@ -170,24 +182,42 @@ def _loss_panel(axis: Axes, block: ComparisonGroup, nodes: int) -> Iterator[Line
     curves = {row.sync: by_seed(row)[seed] for row in rows if seed in by_seed(row)}
     one = by_seed(block.baseline).get(seed) if block.baseline else None
     if one and nodes > 1 and block.scaling == "strong":
-        style = {"color": color("none"), "linewidth": 1.2, "linestyle": (0, (1, 1.5))}
-        yield _line(axis, one, label="none (1 node)", **style)
+        yield _line(
+            axis,
+            one,
+            label="none (1 node)",
+            color=color("none"),
+            linewidth=1.2,
+            linestyle=(0, (1, 1.5)),
+        )
     exact = [row for row in rows if row.exact and row.sync in curves]
     difference = largest_difference(exact)
     values = [value for curve in curves.values() for value in curve.values()]
     visible = _ONE_LINE * (max(values) - min(values))
     if difference and len(exact) > 2 and difference.value <= visible:
         longest = max((curves[row.sync] for row in exact), key=len)
-        label = "exact strategies, on one another"
-        yield _line(axis, longest, label=label, color=INK, linewidth=1.8)
+        yield _line(
+            axis, longest, label="exact strategies, on one another", color=INK, linewidth=1.8
+        )
     else:
         for index, row in enumerate(exact):
-            style = {"color": color(row.sync), "linewidth": max(1.0, 3.2 - 0.5 * index)}
-            yield _line(axis, curves[row.sync], label=row.sync, **style)
+            yield _line(
+                axis,
+                curves[row.sync],
+                label=row.sync,
+                color=color(row.sync),
+                linewidth=max(1.0, 3.2 - 0.5 * index),
+            )
     lossy = [row.sync for row in rows if not row.exact and row.sync in curves]
     for sync, dashes in zip(lossy, cycle(DASHES), strict=False):
-        style = {"color": color(sync), "linewidth": 1.6, "linestyle": dashes}
-        yield _line(axis, curves[sync], label=f"{sync} (not exact)", **style)
+        yield _line(
+            axis,
+            curves[sync],
+            label=f"{sync} (not exact)",
+            color=color(sync),
+            linewidth=1.6,
+            linestyle=dashes,
+        )
 
 
 def _line(axis: Axes, curve: Mapping[int, float], **options: Any) -> Line2D:
@@ -204,8 +234,7 @@ def draw_prediction(block: ComparisonGroup, *, narrow: bool) -> Figure:
     points = [(row, row.predicted, row.measured_step) for row in block.measured if row.predicted]
     if not points:
         raise NothingToShowError("no cell has both a prediction and a measurement")
-    drawn = {row.nodes for row, _, _ in points}
-    panels = [nodes for nodes in block.nodes if nodes in drawn] or [1]
+    panels = sorted({row.nodes for row, _, _ in points} & set(block.nodes)) or [1]
     figure, axes = grid(
         len(panels),
         narrow=narrow,
@@ -220,13 +249,15 @@ def draw_prediction(block: ComparisonGroup, *, narrow: bool) -> Figure:
             ylabel="measured, seconds a step",
             title=nodes_text(nodes),
         )
-    dot = {"color": INK, "marker": "o", "linestyle": ""}
-    handles = [
-        Line2D([], [], color=INK, linewidth=1, label="measured = predicted; band: within 20 %"),
-        Line2D([], [], label="in scope", **dot),
-        Line2D([], [], label="out of scope", markerfacecolor=PAPER, **dot),
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=1 if narrow else 3)
+    figure.legend(
+        handles=[
+            line_key("measured = predicted; band: within 20 %", linewidth=1),
+            line_key("in scope", marker="o", linestyle=""),
+            line_key("out of scope", marker="o", linestyle="", markerfacecolor=PAPER),
+        ],
+        loc="outside lower center",
+        ncols=1 if narrow else 3,
+    )
     title(figure, "Predicted against measured", emulated=block.emulated)
     return figure
 

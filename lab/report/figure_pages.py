@@ -44,10 +44,11 @@ def step_time_caption(block: ComparisonGroup) -> str:
     single = [row for row in block.measured if not row.interval("step")]
     if len(single) == len(block.measured):
         return text + "one repeat, so there is no interval."
-    text += "the whisker the 95 % interval over repeats"
-    text += ", where there is more than one." if single else "."
-    cut = max(figures.whisker_ends(block)) > figures.axis_end(block)
-    return text + (" Some whiskers are longer than the figure." if cut else "")
+    where = ", where there is more than one" if single else ""
+    text += f"the whisker the 95 % interval over repeats{where}."
+    if max(figures.whisker_ends(block)) > figures.axis_end(block):
+        text += " Some whiskers are longer than the figure."
+    return text
 
 
 def scaling_caption(block: ComparisonGroup) -> str:
@@ -65,22 +66,25 @@ def scaling_caption(block: ComparisonGroup) -> str:
     )
 
 
-def bytes_caption(_: ComparisonGroup) -> str:
-    return (
-        "Payload counted where the strategies send, a step (periodic strategies: mean over their "
-        "period), without the headers of TCP and IP. The square is rank 0, the circle the mean of "
-        "the others; a square within its circle sends as much as they do."
-    )
+_BYTES_CAPTION = (
+    "Payload counted where the strategies send, a step (periodic strategies: mean over their "
+    "period), without the headers of TCP and IP. The square is rank 0, the circle the mean of "
+    "the others; a square within its circle sends as much as they do."
+)
 
 
 def loss_caption(block: ComparisonGroup) -> str:
-    parts = []
-    for nodes in block.nodes_beyond_one:
-        found = largest_difference([row for row in block.at(nodes) if row.exact])
-        if found:
-            where = f" (step {found.step}, {found.one} against {found.other})"
-            value = f"{found.value:.2g}" if found.value else "none"
-            parts.append(f"{value} on {nodes} nodes{where if found.value else ''}")
+    found = {
+        nodes: largest_difference([row for row in block.at(nodes) if row.exact])
+        for nodes in block.nodes_beyond_one
+    }
+    parts = [
+        f"{most.value:.2g} on {nodes} nodes (step {most.step}, {most.one} against {most.other})"
+        if most.value
+        else f"none on {nodes} nodes"
+        for nodes, most in found.items()
+        if most
+    ]
     largest = " Largest difference between exact strategies at the same step and seed: "
     return (
         "Training loss over the global batch, of one seed. Exact strategies must lie on one "
@@ -89,11 +93,10 @@ def loss_caption(block: ComparisonGroup) -> str:
     )
 
 
-def memory_caption(_: ComparisonGroup) -> str:
-    return (
-        "Resident memory of a process at its peak, of all that it holds: interpreter, libraries, "
-        "data, model. Bars are the mean over the ranks, ticks the rank that took most."
-    )
+_MEMORY_CAPTION = (
+    "Resident memory of a process at its peak, of all that it holds: interpreter, libraries, "
+    "data, model. Bars are the mean over the ranks, ticks the rank that took most."
+)
 
 
 def prediction_caption(block: ComparisonGroup) -> str:
@@ -112,9 +115,9 @@ def prediction_caption(block: ComparisonGroup) -> str:
 FIGURES = (
     ("step_time", "Time of a step", figures.draw_step_time, step_time_caption),
     ("scaling", "Speed-up and efficiency", curves.draw_scaling, scaling_caption),
-    ("bytes", "Bytes sent", figures.draw_bytes, bytes_caption),
+    ("bytes", "Bytes sent", figures.draw_bytes, _BYTES_CAPTION),
     ("loss", "Loss over steps", curves.draw_loss, loss_caption),
-    ("memory", "Peak memory", figures.draw_memory, memory_caption),
+    ("memory", "Peak memory", figures.draw_memory, _MEMORY_CAPTION),
     ("prediction", "Predicted against measured", curves.draw_prediction, prediction_caption),
 )
 
@@ -122,7 +125,7 @@ FIGURES = (
 def draw_block(folder: Path, block: ComparisonGroup) -> Iterator[Drawing]:
     """Draw every figure of ``block`` into ``folder`` as PNG and SVG, and yield them for the page."""
     for name, title, draw, caption in FIGURES:
-        words = caption(block)
+        words = caption if isinstance(caption, str) else caption(block)
         what = f"{title}, {block.label}" if block.label else title
         alt = f"{what}: {words} The table has the numbers."
         described = Drawing(name + block.suffix, title, words, alt)

@@ -10,7 +10,6 @@ from functools import partial
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from lab.plot_style import (
@@ -20,6 +19,7 @@ from lab.plot_style import (
     NothingToShowError,
     color,
     grid,
+    line_key,
     section_patch,
     title,
 )
@@ -35,7 +35,6 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
         raise NothingToShowError("no cell has ended yet")
     right = axis_end(block)
     split = all(row.median("wait") is not None for row in block.measured)
-    names = [name for name in SECTIONS if not split or name != "sync"]
     figure, _ = row_panels(
         block,
         narrow=narrow,
@@ -44,11 +43,11 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
         right=right,
         extra=0.75 if narrow else 0.55,
     )
-    tick = Line2D(
-        [], [], color=INK, linewidth=1.2, marker="|", markersize=6, label="median, 95 % interval"
-    )
     figure.legend(
-        handles=[*(section_patch(name) for name in names), tick],
+        handles=[
+            *(section_patch(name) for name in SECTIONS if not split or name != "sync"),
+            line_key("median, 95 % interval", linewidth=1.2, marker="|", markersize=6),
+        ],
         loc="outside lower center",
         ncols=2 if narrow else 4,
         handlelength=1.4,
@@ -92,18 +91,25 @@ def _stack(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
     high = min(high, right)
     axis.plot([step] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
     axis.plot([low, high], [y, y], color=INK, linewidth=1.2)
-    x = max(left, high, step) + right * 0.015
-    axis.text(x, y, seconds_text(step, step), va="center", fontsize=8)
+    axis.text(
+        max(left, high, step) + right * 0.015,
+        y,
+        seconds_text(step, step),
+        va="center",
+        fontsize=8,
+    )
 
 
 def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw the bytes that the root and each other rank send per step, joined by a line."""
-    rows = [
-        row for row in block.measured if row.nodes > 1 and row.median("root_bytes_sent") is not None
+    values = [
+        value / MB
+        for row in block.measured
+        if row.nodes > 1 and row.median("root_bytes_sent") is not None
+        for value in _sent(row)
     ]
-    if not rows:
+    if not values:
         raise NothingToShowError("no cell on more than one node has ended and counted its bytes")
-    values = [value / MB for row in rows for value in _sent(row)]
     positive = [value for value in values if value > 0]
     log = bool(positive) and max(positive) / min(positive) > 15
     floor = min(positive) / 2 if log else 0.0
@@ -121,23 +127,27 @@ def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         else:
             axis.set_xlim(-0.04 * max(values), max(values) * 1.1 or 1)
-    square, circle = (
-        Line2D([], [], color=INK, linestyle="", label=label, **options)
-        for label, options in (
-            ("root (rank 0)", {"marker": "s", "markersize": 5}),
-            (
+    figure.legend(
+        handles=[
+            line_key("root (rank 0)", linestyle="", marker="s", markersize=5),
+            line_key(
                 "each of the others (mean)",
-                {"marker": "o", "markersize": 9, "markerfacecolor": PAPER},
+                linestyle="",
+                marker="o",
+                markersize=9,
+                markerfacecolor=PAPER,
             ),
-        )
+        ],
+        loc="outside lower center",
+        ncols=2,
+        handlelength=1,
     )
-    figure.legend(handles=[square, circle], loc="outside lower center", ncols=2, handlelength=1)
     title(figure, "Bytes sent in a step", emulated=block.emulated)
     return figure
 
 
 def _sent(row: CellRow) -> list[float]:
-    values = (row.median("root_bytes_sent"), row.median("others_bytes_sent"))
+    values = (row.median(name) for name in ("root_bytes_sent", "others_bytes_sent"))
     return [value for value in values if value is not None]
 
 
@@ -164,16 +174,15 @@ def _dumbbell(axis: Axes, y: float, row: CellRow, *, floor: float) -> None:
 
 def draw_memory(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw peak memory: a bar to the mean over the ranks, a tick at the largest."""
-    peaks = [peak for row in block.measured if (peak := _peak_memory(row))]
+    peaks = [peak[1] for row in block.measured if (peak := _peak_memory(row))]
     if not peaks:
         raise NothingToShowError("no cell has ended and recorded its memory")
-    largest = max(most for _, most in peaks)
     figure, _ = row_panels(
         block,
         narrow=narrow,
-        draw=partial(_memory_bar, right=largest),
+        draw=partial(_memory_bar, right=max(peaks)),
         xlabel="peak memory of a rank, MB",
-        right=largest,
+        right=max(peaks),
         extra=0.25,
     )
     title(figure, "Peak memory of a rank", emulated=block.emulated)

@@ -69,10 +69,10 @@ def oversubscription(block: ComparisonGroup) -> Iterator[Finding]:
     """Name the numbers of nodes on which ranks shared cores."""
     rows = [row for row in block.measured if row.cell.get("oversubscribed")]
     if rows:
-        counts = listed([str(nodes) for nodes in sorted({row.nodes for row in rows})])
+        counts = sorted({row.nodes for row in rows})
         yield Finding(
             BOUND,
-            f"On {counts} nodes the ranks share cores: their compute and waiting times, speed-ups "
+            f"On {listed(list(map(str, counts)))} nodes the ranks share cores: their compute and waiting times, speed-ups "
             "and efficiencies are not those of as many machines. What the strategies send, and "
             "whether their losses agree, holds all the same.",
             f"marked so: {listed([row.id for row in rows])}",

@@ -166,7 +166,6 @@ def _prediction(results: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _predicted_row(row: CellRow) -> dict[str, Any]:
     scale = row.step or row.predicted
-    reason = row.prediction.get("why") or "no reason given"
     return {
         "id": row.id,
         "predicted": seconds_text(row.predicted, scale),
@@ -175,7 +174,9 @@ def _predicted_row(row: CellRow) -> dict[str, Any]:
         "measured": seconds_text(row.step, row.step),
         "far": row.error is not None and abs(row.error) > 0.2,
         "error": NOTHING if row.error is None else percent(row.error, 1, signed=True),
-        "scope": "in scope" if row.in_scope else f"out of scope: {reason}",
+        "scope": "in scope"
+        if row.in_scope
+        else f"out of scope: {row.prediction.get('why') or 'no reason given'}",
     }
 
 

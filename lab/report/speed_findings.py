@@ -76,25 +76,28 @@ def slower_than_one(block: ComparisonGroup) -> Iterator[Finding]:
         if block.scaling == "strong"
         else "processing fewer samples a second than one node"
     )
-    rows = [row for row in block.measured if row.nodes > 1 and row.speedup and row.speedup < 1]
-    ends = [(row, row.speedup_interval) for row in rows]
+    slower = [
+        (row, row.speedup_interval)
+        for row in block.measured
+        if row.nodes > 1 and row.speedup and row.speedup < 1
+    ]
     groups = {
         ", also at the favourable ends of both intervals.": [
-            row for row, interval in ends if interval and interval[1] < 1
+            row for row, interval in slower if interval and interval[1] < 1
         ],
         " by the median, but the intervals leave open whether really.": [
-            row for row, interval in ends if interval and interval[1] >= 1
+            row for row, interval in slower if interval and interval[1] >= 1
         ],
         " by the median; there is no interval, so no more is claimed.": [
-            row for row, interval in ends if not interval
+            row for row, interval in slower if not interval
         ],
     }
     for text, members in groups.items():
         if members:
-            names = listed([f"{row.sync} on {row.nodes} nodes" for row in members])
             yield Finding(
                 SPEED,
-                f"{names} {'is' if len(members) == 1 else 'are'} {what}{text}",
+                listed([f"{row.sync} on {row.nodes} nodes" for row in members])
+                + f" {'is' if len(members) == 1 else 'are'} {what}{text}",
                 "; ".join(f"{row.id} {row.speedup:.2f} times" for row in members),
                 caution=True,
             )
@@ -152,28 +155,29 @@ def stragglers(block: ComparisonGroup) -> Iterator[Finding]:
             f"wire {seconds_text(wire, row.step)} s"
             for row, wait, wire in rows
         )
-        if sure:
-            yield Finding(
-                BOUND,
-                f"{on_nodes(nodes)} more of the sync time is waiting for slower ranks than wire with "
+        claims = (
+            (
+                bool(sure),
+                False,
+                "more of the sync time is waiting for slower ranks than wire with "
                 f"{listed(sure)}: a faster network would save less than half of it.",
-                evidence,
-            )
-        if unsure:
-            yield Finding(
-                BOUND,
-                f"{on_nodes(nodes)} more of the sync time is waiting than wire by the medians with "
+            ),
+            (
+                bool(unsure),
+                True,
+                "more of the sync time is waiting than wire by the medians with "
                 f"{listed(unsure)}, but no intervals that lie apart bear it out.",
-                evidence,
-                caution=True,
-            )
-        if rows and not waiting:
-            yield Finding(
-                BOUND,
-                f"{on_nodes(nodes)} no strategy spends more of its sync time waiting for slower "
-                "ranks than on the wire.",
-                evidence,
-            )
+            ),
+            (
+                bool(rows and not waiting),
+                False,
+                "no strategy spends more of its sync time waiting for slower ranks than on the "
+                "wire.",
+            ),
+        )
+        for holds, caution, text in claims:
+            if holds:
+                yield Finding(BOUND, f"{on_nodes(nodes)} {text}", evidence, caution)
 
 
 def root_share(block: ComparisonGroup) -> Iterator[Finding]:

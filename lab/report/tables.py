@@ -21,7 +21,6 @@ from lab.report.view import (
     what_is_emulated,
 )
 
-
 _MARKDOWN_ESCAPES = str.maketrans(
     {
         "&": "&amp;",

@@ -12,11 +12,19 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from lab.plot_style import INK, PAPER, SECTIONS, NothingToShowError, grid, section_patch, title
+from lab.plot_style import (
+    INK,
+    PAPER,
+    SECTIONS,
+    NothingToShowError,
+    grid,
+    line_key,
+    section_patch,
+    title,
+)
 from lab.report.view import percent
 
 Span = tuple[float, float]
@@ -86,18 +94,20 @@ def trace(timeline: Mapping[str, Any], name: str) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for entry in timeline.get("ranks") or []:
         pid = entry["rank"]
-        parts = {f"sync: {part}": spans for part, spans in sync_parts(timeline, entry).items()}
-        sections = {**(entry.get("sections") or {}), **parts}
-        events.append(_named("process_name", pid, 0, f"rank {pid}"))
-        events.append(_named("thread_name", pid, 0, "sections"))
+        sections = dict(entry.get("sections") or {})
+        sections |= {f"sync: {part}": spans for part, spans in sync_parts(timeline, entry).items()}
+        events += [
+            _named("process_name", pid, 0, f"rank {pid}"),
+            _named("thread_name", pid, 0, "sections"),
+        ]
         events += [
             _event(section, "section", pid, 0, span)
             for section, spans in sections.items()
             for span in spans
         ]
         for thread, lane in enumerate(lanes(entry.get("messages") or []), start=1):
-            suffix = f" ({thread})" if thread > 1 else ""
-            events.append(_named("thread_name", pid, thread, f"messages{suffix}"))
+            label = f"messages ({thread})" if thread > 1 else "messages"
+            events.append(_named("thread_name", pid, thread, label))
             events += [
                 _event(message["kind"], "message", pid, thread, (message["begin"], message["end"]))
                 | {"args": {key: message.get(key) for key in ("bytes", "sent_bytes")}}
@@ -189,7 +199,7 @@ def _draw_lanes(
         handles=[
             *(section_patch(name) for name in SECTIONS if name != "sync"),
             *(Patch(facecolor=fill, label=f"message: {kind}") for kind, fill in colors.items()),
-            Line2D([], [], color=INK, linewidth=1, linestyle=(0, (3, 2)), label="last gradient"),
+            line_key("last gradient", linewidth=1, linestyle=(0, (3, 2))),
         ],
         loc="outside lower center",
         ncols=2 if narrow else 5,
@@ -233,7 +243,10 @@ def _draw_rank(
                 linewidth=0.25,
             )
     if (end := backward_end(rank)) is not None:
-        bottom = top + 1.1 + 0.55 * min(_DRAWN_LANES, len(found))
         axis.plot(
-            [end * 1e3] * 2, [top - 0.08, bottom], color=INK, linewidth=1, linestyle=(0, (3, 2))
+            [end * 1e3] * 2,
+            [top - 0.08, top + 1.1 + 0.55 * min(_DRAWN_LANES, len(found))],
+            color=INK,
+            linewidth=1,
+            linestyle=(0, (3, 2)),
         )

@@ -100,16 +100,21 @@ def _above_chance(
     if not exact:
         return
     of = _of([row.sync for row, _ in reached if row.exact], nodes)
-    few = min(len(values) for _, values in reached) < 2
-    spread = " One repeat each, so no spread: small differences show nothing." if few else ""
-    text = f"{on_nodes(nodes)} the test accuracy{of} is {_between(exact)}.{spread}"
-    yield Finding("Accuracy", text, evidence)
+    repeats = min(len(values) for _, values in reached)
+    spread = (
+        "" if repeats > 1 else " One repeat each, so no spread: small differences show nothing."
+    )
+    yield Finding(
+        "Accuracy",
+        f"{on_nodes(nodes)} the test accuracy{of} is {_between(exact)}.{spread}",
+        evidence,
+    )
     for row, values in reached:
         if not row.exact:
             points = 100 * (fmean(values) - fmean(exact))
-            side = f"{abs(points):.1f} points {'above' if points > 0 else 'below'} their mean"
-            if min(exact) <= fmean(values) <= max(exact):
-                side = "within their range"
+            side = "within their range"
+            if not min(exact) <= fmean(values) <= max(exact):
+                side = f"{abs(points):.1f} points {'above' if points > 0 else 'below'} their mean"
             yield Finding(
                 "Accuracy",
                 f"{on_nodes(nodes)} {row.sync}, which is not exact, reaches "
@@ -131,12 +136,17 @@ def _spread(values: Sequence[float]) -> str:
 def time_to_accuracy(block: ComparisonGroup) -> Iterator[Finding]:
     """Say how many seconds of training each strategy needed to the required accuracy."""
     target = block.settings.get("until_accuracy")
-    for row in block.measured if target else []:
+    if not target:
+        return
+    for row in block.measured:
         times, tried = _recorded(row, "seconds_to_accuracy"), len(row.repeats)
         where = f"{on_nodes(row.nodes)} {row.sync if row.nodes > 1 else 'a run'}"
         if not times:
-            text = f"{where} did not reach {percent(target)} in any of {tried} runs."
-            yield Finding("Accuracy", text, caution=True)
+            yield Finding(
+                "Accuracy",
+                f"{where} did not reach {percent(target)} in any of {tried} runs.",
+                caution=True,
+            )
             continue
         reached = len(times)
         spread = f"{min(times):.1f} to {max(times):.1f} s over {reached} runs"

@@ -74,9 +74,8 @@ class CellRow:
 
     @property
     def measured_step(self) -> float:
-        """``step`` of a row of ``ComparisonGroup.measured``."""
-        assert self.step is not None
-        return self.step
+        """``step`` of a row of ``ComparisonGroup.measured``, which has one."""
+        return self.step or 0.0
 
     @cached_property
     def speedup(self) -> float | None:
@@ -87,7 +86,7 @@ class CellRow:
     @cached_property
     def speedup_interval(self) -> Interval | None:
         """The speed-up between the far ends of both step intervals; infinite where one reaches 0."""
-        one, own = self.baseline and self.baseline.interval("step"), self.interval("step")
+        one, own = (row.interval("step") if row else None for row in (self.baseline, self))
         if one is None or own is None:
             return None
         high = one[1] / own[0] if own[0] > 0 else math.inf
@@ -198,8 +197,8 @@ def blocks(results: Mapping[str, Any]) -> list[ComparisonGroup]:
     for group, rate in keys:
         names = [(f"group {group}", f"-group{group}")] if len(groups) > 1 else []
         if many_rates:
-            shown = rate_text(rate)
-            names.append((shown, "-" + safe_name(rate if isinstance(rate, str) else shown)))
+            shown = rate if isinstance(rate, str) else rate_text(rate)
+            names.append((rate_text(rate), "-" + safe_name(shown)))
         settings = _group_settings(results, group)
         scaling = (results.get("settings") or {}).get("scaling") or "strong"
         found.append(
@@ -241,8 +240,10 @@ def _group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
     """Return what all groups have in common, and the group's own settings if ``results`` has them."""
     differing = {str(difference).split(":")[0] for difference in results.get("differences") or []}
     common = results.get("settings") or {}
-    own = (results.get("groups") or {}).get(str(group)) or {}
-    return {name: value for name, value in common.items() if name not in differing} | own
+    return {
+        **{name: value for name, value in common.items() if name not in differing},
+        **((results.get("groups") or {}).get(str(group)) or {}),
+    }
 
 
 def what_is_emulated(settings: Mapping[str, Any]) -> str:
