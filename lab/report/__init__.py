@@ -27,8 +27,9 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> None:
     (folder / "table.md").write_text(tables.markdown(blocks), encoding="utf-8")
     (folder / "table.csv").write_text(tables.csv_text(blocks), encoding="utf-8")
     for key, step in (results.get("timelines") or {}).items():
-        text = json.dumps(timeline.trace(step, key), allow_nan=False)
-        (folder / f"trace-{view.safe_name(key)}.json").write_text(text, encoding="utf-8")
+        (folder / f"trace-{view.safe_name(key)}.json").write_text(
+            json.dumps(timeline.trace(step, key), allow_nan=False), encoding="utf-8"
+        )
     drawings = [(block, list(figure_pages.draw_block(folder, block))) for block in blocks]
     page = html.render(results, drawings, list(figure_pages.draw_timelines(folder, results)))
     (folder / "report.html").write_text(page, encoding="utf-8")

@@ -141,9 +141,10 @@ def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw the loss over the steps, with a panel per number of nodes; inexact strategies dashed."""
     panels = [nodes for nodes in block.nodes if any(by_seed(row) for row in block.at(nodes))]
     if not panels:
-        emulated = block.emulated and block.settings.get("compute") not in (None, "real")
         raise NothingToShowError(
-            "compute was emulated" if emulated else "no cell with losses has ended yet"
+            "compute was emulated"
+            if block.emulated and block.settings.get("compute") not in (None, "real")
+            else "no cell with losses has ended yet"
         )
     figure, axes = grid(
         len(panels),

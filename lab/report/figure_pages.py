@@ -44,8 +44,10 @@ def step_time_caption(block: ComparisonGroup) -> str:
     single = [row for row in block.measured if not row.interval("step")]
     if len(single) == len(block.measured):
         return text + "one repeat, so there is no interval."
-    where = ", where there is more than one" if single else ""
-    text += f"the whisker the 95 % interval over repeats{where}."
+    text += (
+        "the whisker the 95 % interval over repeats"
+        f"{', where there is more than one' if single else ''}."
+    )
     if max(figures.whisker_ends(block)) > figures.axis_end(block):
         text += " Some whiskers are longer than the figure."
     return text

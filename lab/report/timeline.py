@@ -94,8 +94,9 @@ def trace(timeline: Mapping[str, Any], name: str) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for entry in timeline.get("ranks") or []:
         pid = entry["rank"]
-        sections = dict(entry.get("sections") or {})
-        sections |= {f"sync: {part}": spans for part, spans in sync_parts(timeline, entry).items()}
+        sections = (entry.get("sections") or {}) | {
+            f"sync: {part}": spans for part, spans in sync_parts(timeline, entry).items()
+        }
         events += [
             _named("process_name", pid, 0, f"rank {pid}"),
             _named("thread_name", pid, 0, "sections"),

@@ -100,9 +100,10 @@ def _above_chance(
     if not exact:
         return
     of = _of([row.sync for row, _ in reached if row.exact], nodes)
-    repeats = min(len(values) for _, values in reached)
     spread = (
-        "" if repeats > 1 else " One repeat each, so no spread: small differences show nothing."
+        " One repeat each, so no spread: small differences show nothing."
+        if min(len(values) for _, values in reached) < 2
+        else ""
     )
     yield Finding(
         "Accuracy",
