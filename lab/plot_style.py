@@ -1,7 +1,7 @@
 """Colours, sizes and file formats of all figures; a strategy has the same colour everywhere.
 
-Figures draw lines and text in ``INK`` on ``PAPER``. Files keep these two colours. ``inline`` replaces
-them by the page's own colours, so that a figure in the HTML follows light and dark mode.
+Figures draw lines and text in ``INK`` on ``PAPER``. Files keep these two colours. ``inline``
+replaces them by the page's own colours, so that figures in the HTML follow light and dark mode.
 """
 
 import io
@@ -120,7 +120,7 @@ def grid(
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure and its ``count`` axes in at most ``columns`` columns.
 
-    Each row of axes is ``height`` inches high, and the figure ``extra`` inches higher than its rows.
+    Each row is ``height`` inches high; the figure is ``extra`` inches higher than its rows.
     """
     columns = max(1, min(columns, count))
     rows = -(-count // columns)

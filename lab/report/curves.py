@@ -1,4 +1,4 @@
-"""The figures of lines and points: speed-up over nodes, loss over steps, predicted against measured.
+"""The figures of lines and points: speed-up, loss, predicted against measured step times.
 
 As in ``lab.report.figures``, each ``draw_*`` returns the figure of a block, or raises
 NothingToShowError if it would be empty.
@@ -327,7 +327,7 @@ def _label(axis: Axes, points: Sequence[PredictionPoint]) -> None:
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:
-    """Move sorted ``positions`` in 0..1 to at least ``gap`` apart, as little as needed, within 0..1."""
+    """Move sorted ``positions`` in 0..1 apart to a distance of ``gap``, as little as needed."""
     if not positions:
         return []
     steps = gap * np.arange(len(positions))

@@ -24,7 +24,7 @@ from lab.report.view import (
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure of the page as SVG for wide and narrow screens; ``missing`` says why there is none."""
+    """A figure of the page as SVG for wide and narrow screens, or why it is ``missing``."""
 
     name: str  # of its files, without suffix
     title: str
@@ -125,7 +125,7 @@ FIGURES = (
 
 
 def draw_block(folder: Path, block: ComparisonGroup) -> Iterator[Drawing]:
-    """Draw every figure of ``block`` into ``folder`` as PNG and SVG, and yield them for the page."""
+    """Draw every figure of ``block`` into ``folder``, and yield them for the page."""
     for name, title, draw, caption in FIGURES:
         words = caption if isinstance(caption, str) else caption(block)
         what = f"{title}, {block.label}" if block.label else title
@@ -135,7 +135,7 @@ def draw_block(folder: Path, block: ComparisonGroup) -> Iterator[Drawing]:
 
 
 def _drawn(folder: Path, described: Drawing, draw: Callable[..., Figure]) -> Drawing:
-    """Write the wide figure into ``folder``; return ``described`` with its SVG, or why it is missing."""
+    """Write the figure's files; return ``described`` with its SVG, or why it is missing."""
     name = described.name
     try:
         with style():

@@ -1,4 +1,4 @@
-"""The findings of a report: sentences with their evidence and limits, computed from the numbers alone.
+"""The findings of a report: sentences with evidence and limits, computed from the numbers alone.
 
 ``findings(block)`` lists them. They claim only what the data supports: no order if the intervals
 overlap, no equal accuracies near chance, nothing about unfinished cells. This module writes the
@@ -72,8 +72,8 @@ def oversubscription(block: ComparisonGroup) -> Iterator[Finding]:
         counts = sorted({row.nodes for row in rows})
         yield Finding(
             BOUND,
-            f"On {listed(list(map(str, counts)))} nodes the ranks share cores: their compute and waiting times, speed-ups "
-            "and efficiencies are not those of as many machines. What the strategies send, and "
+            f"On {listed(list(map(str, counts)))} nodes the ranks share cores: "
+            "their compute and waiting times, speed-ups and efficiencies are not those of as many machines. What the strategies send, and "
             "whether their losses agree, holds all the same.",
             f"marked so: {listed([row.id for row in rows])}",
             caution=True,

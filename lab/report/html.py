@@ -141,7 +141,7 @@ def _table(block: ComparisonGroup, name: str, keys: Sequence[str]) -> dict[str, 
 
 
 def _block_settings(block: ComparisonGroup, results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what the cells of this block have in common: own settings, rate, batch, seeds, folders."""
+    """Return the block's own settings, rate, batch sizes, seeds and folders."""
     repeats = [repeat for row in block.rows for repeat in row.cell.get("repeats") or []]
     folders = [str(repeat["folder"]) for repeat in repeats if repeat.get("folder")]
     return [

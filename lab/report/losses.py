@@ -10,7 +10,7 @@ from lab.report.view import CellRow
 
 
 class Difference(NamedTuple):
-    """The distance ``value`` from the lowest loss, of strategy ``one``, to the highest, of ``other``."""
+    """The distance from the lowest loss (of strategy ``one``) to the highest (of ``other``)."""
 
     value: float
     step: int

@@ -9,7 +9,7 @@ _WITHIN = 0.20
 
 
 def predictions(block: ComparisonGroup) -> Iterator[Finding]:
-    """Say how many predicted step times lie within 20 % of the measured ones, in and out of scope."""
+    """Say how many predicted step times lie within 20 % of the measured ones."""
     errors = {row.id: row.error for row in block.measured if row.error is not None}
     texts = {name: percent(error, 1, signed=True) for name, error in errors.items()}
     inside = [row.id for row in block.measured if row.id in errors and row.in_scope]

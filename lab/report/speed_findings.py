@@ -1,4 +1,4 @@
-"""Findings about the time of a step: the fastest strategy, what bounds a step, waiting, the root's share."""
+"""Findings about the time of a step: who is fastest, what bounds it, waiting, the root's share."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ _PARTS = {
 
 
 def fastest(block: ComparisonGroup) -> Iterator[Finding]:
-    """Name the strategy with the shortest step on each number of nodes, if the intervals allow it."""
+    """Name the fastest strategy on each number of nodes, if the intervals allow it."""
     for nodes in block.nodes_beyond_one:
         rows = sorted(block.at(nodes), key=lambda row: row.measured_step)
         if not rows:
@@ -126,7 +126,7 @@ def bounds(block: ComparisonGroup) -> Iterator[Finding]:
 
 
 def _parts(row: CellRow) -> dict[str, float]:
-    """Return seconds of compute, wire and waiting in a step; nothing if one is unknown or all are 0."""
+    """Return seconds of compute, wire and waiting; nothing if one is unknown or all are 0."""
     names = (*_COMPUTE, "wire", "wait")
     known = {name: seconds for name in names if (seconds := row.median(name)) is not None}
     if len(known) < len(names) or not any(known.values()):

@@ -1,4 +1,4 @@
-"""The table of cells: ``table.md`` to paste, ``table.csv`` to compute with, and columns for the HTML.
+"""The table of cells: ``table.md`` to paste, ``table.csv`` to compute with, columns of the page.
 
 Texts are rounded. The CSV holds the exact numbers, in seconds, bytes and ratios.
 """

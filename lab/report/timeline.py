@@ -33,7 +33,7 @@ _KINDS = ("#8467c9", "#11998a", "#df8b1f", "#e0568c", "#4aa3df", "#7d9b2c", "#a8
 
 
 def union(spans: Sequence[Sequence[float]]) -> list[Span]:
-    """Return the disjoint intervals that ``spans`` cover, in order; skip empty and reversed spans."""
+    """Return the disjoint intervals that ``spans`` cover, in order, without empty spans."""
     merged: list[Span] = []
     for begin, end in sorted((span[0], span[1]) for span in spans if span[1] > span[0]):
         if merged and begin <= merged[-1][1]:

@@ -1,7 +1,7 @@
 """The data that tables, figures and findings read.
 
-``blocks(results)`` splits the cells by group (data, batch, seed, model) and by link rate into blocks,
-each a ``ComparisonGroup`` of ``CellRow``. Only cells of one block are drawn or ordered together.
+``blocks(results)`` splits the cells by group (data, batch, seed, model) and by link rate into
+blocks, each a ``ComparisonGroup`` of ``CellRow``. Only cells of one block are drawn or ordered together.
 ``CellRow`` alone computes speed-ups, efficiencies and prediction errors.
 """
 
@@ -60,7 +60,7 @@ class CellRow:
         ]
 
     def median(self, name: str) -> float | None:
-        """Return the median over the repeats of ``name`` (step, data, wait, root_bytes_sent ...)."""
+        """Return the median over the repeats of ``name`` (step, wait, root_bytes_sent ...)."""
         return (self.cell.get("median") or {}).get(name)
 
     def interval(self, name: str) -> Interval | None:
@@ -79,13 +79,13 @@ class CellRow:
 
     @cached_property
     def speedup(self) -> float | None:
-        """One node's step time over this one's; in weak scaling, the ratio of samples per second."""
+        """One node's step time over this one's (weak scaling: ratio of samples per second)."""
         one = self.baseline.step if self.baseline else None
         return one / self.step * self._sample_ratio if one and self.step else None
 
     @cached_property
     def speedup_interval(self) -> Interval | None:
-        """The speed-up between the far ends of both step intervals; infinite where one reaches 0."""
+        """The speed-up at the far ends of both step intervals; infinite if one reaches 0."""
         one, own = (row.interval("step") if row else None for row in (self.baseline, self))
         if one is None or own is None:
             return None
@@ -134,7 +134,7 @@ class CellRow:
 
 @dataclass(frozen=True)
 class ComparisonGroup:
-    """Cells that differ in strategy and number of nodes only; ``suffix`` ends their figures' names."""
+    """Cells that differ only in strategy and number of nodes; ``suffix`` ends figure names."""
 
     group: int
     rate: Any
@@ -237,7 +237,7 @@ def _rows(
 
 
 def _group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
-    """Return what all groups have in common, and the group's own settings if ``results`` has them."""
+    """Return the settings that all groups have in common, and the group's own ones."""
     differing = {str(difference).split(":")[0] for difference in results.get("differences") or []}
     common = results.get("settings") or {}
     return {
