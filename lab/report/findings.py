@@ -72,9 +72,9 @@ def oversubscription(block: ComparisonGroup) -> Iterator[Finding]:
         counts = sorted({row.nodes for row in rows})
         yield Finding(
             BOUND,
-            f"On {listed(list(map(str, counts)))} nodes the ranks share cores: "
-            "their compute and waiting times, speed-ups and efficiencies are not those of as many machines. What the strategies send, and "
-            "whether their losses agree, holds all the same.",
+            f"On {listed(list(map(str, counts)))} nodes the ranks share cores: their compute and "
+            "waiting times, speed-ups and efficiencies are not those of as many machines. What the "
+            "strategies send, and whether their losses agree, holds all the same.",
             f"marked so: {listed([row.id for row in rows])}",
             caution=True,
         )
