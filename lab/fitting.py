@@ -1,5 +1,7 @@
-"""Least-squares fits of measured times, with 95 % intervals. Relative errors are minimised, so small and large messages weigh
-the same."""
+"""Least-squares fits of measured times, with 95 % intervals.
+
+``fit`` minimises relative errors, so that small and large messages weigh the same.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,13 +14,13 @@ from scipy.stats import t as students_t
 
 @dataclass(frozen=True)
 class Fit:
-    """``values`` with their 95 % ``intervals``, and how good they are: the largest relative error over the points."""
+    """Fitted ``values``, their 95 % ``intervals`` and the largest relative error of a point."""
 
     values: tuple[float, ...]
     intervals: tuple[tuple[float, float], ...]
     worst_relative_error: float
     points: tuple[tuple[float, float, float], ...]
-    """What was varied (bytes, samples), seconds measured, seconds fitted."""
+    """Each point: the varied quantity (bytes, samples), measured seconds, fitted seconds."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the fit as plain values."""
@@ -32,10 +34,12 @@ def fit(
     varied: Sequence[float],
     known: Sequence[float] | None = None,
 ) -> Fit:
-    """Return the values, none below 0, for which the sum of values x columns plus ``known`` seconds is nearest to ``seconds``.
+    """Return the non-negative values that fit ``seconds`` best as ``known`` + sum(value * column).
 
-    columns : one a value, each with an entry a measurement. Intervals are those of the linear model (Student's t over the
-    relative residuals), cut at 0.
+    columns : one sequence per value, with one entry per measurement
+    seconds, varied, known : one entry per measurement; ``known`` is 0 if not given
+
+    The intervals are those of the linear model (Student's t over the relative residuals), cut at 0.
     """
     measured = np.asarray(seconds, dtype=float)
     matrix = np.asarray(columns, dtype=float).T / measured[:, None]
@@ -51,10 +55,16 @@ def fit(
         covariance = np.linalg.pinv(scaled.T @ scaled) * (residuals @ residuals) / freedom
         half = students_t.ppf(0.975, freedom) * np.sqrt(np.diag(covariance))
     lows, highs = ((values - half) / scale).tolist(), ((values + half) / scale).tolist()
-    fitted = measured * (1 + residuals)
     return Fit(
         tuple((values / scale).tolist()),
         tuple((max(0.0, low), high) for low, high in zip(lows, highs, strict=True)),
         float(np.abs(residuals).max()),
-        tuple(zip(map(float, varied), measured.tolist(), fitted.tolist(), strict=True)),
+        tuple(
+            zip(
+                map(float, varied),
+                measured.tolist(),
+                (measured * (1 + residuals)).tolist(),
+                strict=True,
+            )
+        ),
     )

@@ -1,14 +1,13 @@
-"""Colours, sizes and files of all figures: one colour a strategy everywhere, drawn once for paper and for the screen.
+"""Colours, sizes and file formats of all figures; a strategy has the same colour everywhere.
 
-Lines and text are drawn in ``INK`` on ``PAPER``: as they are in the files, replaced by the page's own colours in the HTML,
-so that a figure follows light and dark.
+Figures draw lines and text in ``INK`` on ``PAPER``. Files keep these two colours. ``inline``
+replaces them by the page's own colours, so that figures in the HTML follow light and dark mode.
 """
 
 import io
 import re
 import textwrap
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ matplotlib.use("Agg")  # files only, also where there is no screen
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 INK, PAPER = "#1b1f23", "#fffffe"
 WIDE, NARROW = 9.0, 4.5  # inches: a page's column, and a phone
 
-# Each stands out from a light and from a dark page (contrast of 3 or so to both); labels never lean on colour alone.
+# Each has a contrast of about 3 to a light and to a dark page; no figure relies on colour alone.
 COLORS = {
     "none": "#808285",
     "gather_scatter": "#c4560a",
@@ -44,7 +44,7 @@ COLORS = {
 MARKERS = dict(zip(COLORS, "os^vDdPXhp*<>8H", strict=True))
 DASHES = [(0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (1, 1)), (0, (8, 3))]
 
-# Neighbours differ in lightness, too, and waiting is hatched: a print in grey can be read.
+# Neighbours also differ in lightness, and waiting is hatched, so that a grey print is readable.
 SECTIONS = {
     "data": "#8d9299",
     "forward": "#6db0e3",
@@ -64,7 +64,7 @@ SECTION_LABELS = {
     "update": "update",
 }
 
-_RC: dict[Any, Any] = {  # matplotlib's own type of a key names every setting of its version
+_RC: dict[Any, Any] = {  # Any: matplotlib types the keys as the settings of its own version
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.titlesize": 9.5,
@@ -89,6 +89,7 @@ _RC: dict[Any, Any] = {  # matplotlib's own type of a key names every setting of
     "axes.linewidth": 0.7,
     "hatch.linewidth": 0.7,
     "svg.fonttype": "none",
+    "svg.hashsalt": "report",  # the same figure gives the same ids
     "figure.dpi": 100,
 }
 
@@ -97,24 +98,13 @@ class NothingToShowError(Exception):
     """The results hold nothing that this figure could show; the message says what is missing."""
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A figure in the page: its SVG for a wide and for a narrow screen, and what it says to who sees and who does not."""
-
-    name: str
-    title: str
-    caption: str
-    alt: str
-    wide: str
-    narrow: str
-
-
 def color(sync: str) -> str:
-    """The colour of a strategy; one that is new here gets one by its name."""
+    """Return the colour of a strategy; the name of an unknown one picks a colour."""
     return COLORS.get(sync) or list(COLORS.values())[1 + sum(map(ord, sync)) % (len(COLORS) - 1)]
 
 
 def marker(sync: str) -> str:
+    """Return the marker of a strategy."""
     return MARKERS.get(sync, "o")
 
 
@@ -128,7 +118,10 @@ def grid(
     sharex: bool = False,
     sharey: bool = False,
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure of ``count`` axes in at most ``columns`` columns, each ``height`` inches high."""
+    """Return a figure and its ``count`` axes in at most ``columns`` columns.
+
+    Each row is ``height`` inches high; the figure is ``extra`` inches higher than its rows.
+    """
     columns = max(1, min(columns, count))
     rows = -(-count // columns)
     figure, axes = plt.subplots(
@@ -145,8 +138,13 @@ def grid(
     return figure, list(axes.flat[:count])
 
 
+def line_key(label: str, **options: Any) -> Line2D:
+    """Return the legend entry of a line or a marker."""
+    return Line2D([], [], color=INK, label=label, **options)
+
+
 def section_patch(name: str) -> Patch:
-    """The key of a section in a legend."""
+    """Return the legend entry of a section."""
     return Patch(
         facecolor=SECTIONS[name],
         edgecolor=PAPER,
@@ -156,10 +154,12 @@ def section_patch(name: str) -> Patch:
 
 
 def title(figure: Figure, text: str, *, emulated: bool) -> None:
-    """Put the title over the figure, at the left; an emulated measurement says so."""
-    letters = 46 if figure.get_figwidth() < WIDE else 98  # that fit beside one another
+    """Put the title over the figure, at the left, with a mark if the measurement is emulated."""
     figure.suptitle(
-        textwrap.fill(text + (" · EMULATED" if emulated else ""), letters),
+        textwrap.fill(
+            text + (" · EMULATED" if emulated else ""),
+            46 if figure.get_figwidth() < WIDE else 98,  # letters that fit on a line
+        ),
         x=0.005,
         ha="left",
         fontweight="bold",
@@ -167,47 +167,42 @@ def title(figure: Figure, text: str, *, emulated: bool) -> None:
 
 
 def style() -> AbstractContextManager[None]:
-    """The context in which every figure is drawn and saved."""
+    """Return the context in which every figure is drawn and saved."""
     return plt.rc_context(_RC)
 
 
 def save(figure: Figure, path: Path) -> str:
-    """Write ``path``.png and ``path``.svg and return the SVG as a part of an HTML page."""
+    """Write ``path``.png and ``path``.svg, and return the SVG for an HTML page."""
     figure.savefig(path.with_name(path.name + ".png"), dpi=150)
-    figure.set_layout_engine("none")  # it is laid out now, and stays so in the SVG
-    text = _svg(figure)
+    figure.set_layout_engine("none")  # savefig has laid it out: keep that layout
+    text = svg(figure)
     path.with_name(path.name + ".svg").write_text(text, encoding="utf-8")
     return inline(text, path.name)
 
 
-def inline_only(figure: Figure, name: str) -> str:
-    """Return the figure as a part of an HTML page, and write nothing."""
-    return inline(_svg(figure), name)
-
-
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
+    """Return the figure as SVG, without metadata, and close it."""
     buffer = io.StringIO()
-    with plt.rc_context({"svg.hashsalt": "report"}):
-        figure.savefig(
-            buffer,
-            format="svg",
-            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
-        )
+    figure.savefig(
+        buffer,
+        format="svg",
+        metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
+    )
     plt.close(figure)
-    text = re.sub(r"<metadata>.*?</metadata>\s*", "", buffer.getvalue(), flags=re.S)
-    return text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
+    return buffer.getvalue().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
 
 
 def inline(text: str, name: str) -> str:
-    """Make an SVG file a part of a page: ids of its own, the page's colours, any width, nothing said by it to a reader."""
-    body = text[text.index("<svg") :]
+    """Return an SVG file as a part of a page: unique ids, the page's colours, any width.
+
+    Screen readers skip the SVG: the element around it carries the description.
+    """
     body = re.sub(
-        r"<svg[^>]*?(viewBox=\"[^\"]+\")[^>]*>",
+        r'\A.*?<svg[^>]*?(viewBox="[^"]+")[^>]*>',
         r'<svg \1 aria-hidden="true" focusable="false">',
-        body,
-        count=1,
+        text,
+        flags=re.DOTALL,
     )
-    body = re.sub(r'xlink:href="#', 'href="#', body)
-    body = re.sub(r'\s(id)="([^"]+)"', rf' \1="{name}-\2"', body)
-    body = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", body)
+    body = re.sub(r'\sid="([^"]+)"', rf' id="{name}-\1"', body)
+    body = re.sub(r'(?:xlink:)?(href="#|url\(#)', rf"\g<1>{name}-", body)
     return body.replace(INK, "currentColor").replace(PAPER, "var(--paper)")

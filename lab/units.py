@@ -1,4 +1,4 @@
-"""Rates and latencies as a person writes them."""
+"""Parse rates and latencies as a user types them: "200mbit", "0.2ms"."""
 
 import re
 from collections.abc import Mapping
@@ -10,12 +10,18 @@ _TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_rate(text: str | None) -> float | None:
-    """Return bits a second of "1gbit", "200mbit", "10gbit/s"; None of None."""
+    """Return bits per second: "200mbit" and "200mbit/s" give 2e8, None gives None.
+
+    Raises UserError if the text is no positive number with a unit.
+    """
     return _parse(text, _RATE_UNITS, "--rate", "1gbit, 200mbit or 10gbit")
 
 
 def parse_latency(text: str | None) -> float | None:
-    """Return seconds of "0.2ms", "50us", "1s"; None of None."""
+    """Return seconds: "0.2ms" gives 2e-4, None gives None.
+
+    Raises UserError if the text is no positive number with a unit.
+    """
     return _parse(text, _TIME_UNITS, "--latency", "0.2ms or 50us")
 
 
@@ -27,7 +33,8 @@ def _parse(text: str | None, units: Mapping[str, float], flag: str, examples: st
     )
     if match is None or match[2] not in units or (match[3] and "s" in units):
         raise UserError(
-            f"{flag}: got {text!r}, give a number with a unit ({', '.join(units)}), for example {examples}"
+            f"{flag}: got {text!r}, give a number with a unit ({', '.join(units)}), "
+            f"for example {examples}"
         )
     value = float(match[1]) * units[match[2]]
     if value <= 0:

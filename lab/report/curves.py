@@ -1,37 +1,53 @@
-"""The figures of lines and points: speed-up over nodes, loss over steps, predicted against measured.
+"""The figures of lines and points: speed-up, loss, predicted against measured step times.
 
-As in ``lab.report.figures``, each ``draw_*`` takes a block and raises NothingToShowError where there is nothing to show.
+As in ``lab.report.figures``, each ``draw_*`` returns the figure of a block, or raises
+NothingToShowError if it would be empty.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
+from operator import itemgetter
+from statistics import mode
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from scipy.optimize import isotonic_regression
 
-from lab.plot_style import DASHES, INK, PAPER, NothingToShowError, color, grid, marker, title
+from lab.plot_style import (
+    DASHES,
+    INK,
+    PAPER,
+    NothingToShowError,
+    color,
+    grid,
+    line_key,
+    marker,
+    title,
+)
 from lab.report.losses import by_seed, largest_difference
-from lab.report.view import CellRow, ComparisonGroup, percent
+from lab.report.view import CellRow, ComparisonGroup, nodes_text, percent
 
 _LOG = 6  # axes whose ends lie further apart than this factor are logarithmic
-_ONE_LINE = 0.01  # losses nearer to each other than this share of the axis are one line to the eye
+_ONE_LINE = 0.01  # of the axis: losses closer than this look like one line
+
+PredictionPoint = tuple[CellRow, float, float]
+"""A cell, its predicted and its measured step time in seconds."""
 
 
 def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw each strategy's speed-up over nodes in a panel of its own, the others faint, the ideal dashed, efficiency in %."""
-    one = block.baseline
-    if one is None:
+    """Draw the speed-up over nodes, with a panel per strategy.
+
+    A panel shows the other strategies faintly, the ideal speed-up dashed, and the efficiency in %.
+    """
+    if block.baseline is None:
         raise NothingToShowError(
             "without the cell of one node there is nothing to relate the others to"
         )
-    curves = {
-        sync: [row for row in block.measured if row.sync == sync and row.nodes > 1 and row.speedup]
-        for sync in block.syncs
-    }
-    curves = {sync: rows for sync, rows in curves.items() if rows}
+    curves = {sync: points for sync in block.syncs if (points := _speedups(block, sync))}
     if not curves:
         raise NothingToShowError("no cell on more than one node has ended yet")
     fewest_spare = min((5, 4, 3), key=lambda width: (-len(curves) % width, -width))
@@ -45,72 +61,72 @@ def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
         sharey=True,
     )
     counts = [1, *block.nodes]
-    top = max([*counts, *(speedup for rows in curves.values() for speedup in _speedups(rows))])
-    for axis, (sync, rows) in zip(axes, curves.items(), strict=True):
-        others = [other for name, other in curves.items() if name != sync]
-        _scaling_panel(axis, sync, rows, others, counts)
-        axis.set_xlim(counts[0] - 0.2, counts[-1] * 1.12 + 0.15)
-        axis.set_ylim(0, top * 1.12)
-        if counts[-1] > 8:
-            axis.set(xscale="log", xlim=(0.85, counts[-1] * 1.5))
-        axis.xaxis.set_major_locator(FixedLocator(counts))
-        axis.xaxis.set_minor_locator(NullLocator())
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    top = max([*counts, *(speedup for points in curves.values() for _, speedup in points)])
+    many = counts[-1] > 8
+    for axis, sync in zip(axes, curves, strict=True):
+        _scaling_panel(axis, sync, curves, counts)
+        axis.set(
+            xscale="log" if many else "linear",
+            xlim=(0.85, counts[-1] * 1.5) if many else (0.8, counts[-1] * 1.12 + 0.15),
+            ylim=(0, top * 1.12),
+        )
+        axis.xaxis.set(
+            major_locator=FixedLocator(counts),
+            minor_locator=NullLocator(),
+            major_formatter=FuncFormatter(lambda value, _: f"{value:g}"),
+        )
         axis.yaxis.set_major_locator(MaxNLocator(4, integer=True))
         axis.tick_params(labelbottom=True)
-    if block.scaling == "strong":
-        label, heading = "speed-up, times", "Speed-up over nodes"
-    else:
-        label, heading = "throughput, times one node's", "Throughput over nodes (weak scaling)"
+    label, heading = (
+        ("speed-up, times", "Speed-up over nodes")
+        if block.scaling == "strong"
+        else ("throughput, times one node's", "Throughput over nodes (weak scaling)")
+    )
     figure.supxlabel("nodes", fontsize=9)
     figure.supylabel(label, fontsize=9)
     title(figure, f"{heading}, efficiency in %", emulated=block.emulated)
     return figure
 
 
-def _speedups(rows: Sequence[CellRow]) -> list[float]:
-    return [row.speedup for row in rows if row.speedup]
+def _speedups(block: ComparisonGroup, sync: str) -> list[tuple[CellRow, float]]:
+    rows = [row for row in block.measured if row.sync == sync and row.nodes > 1]
+    return [(row, row.speedup) for row in rows if row.speedup]
 
 
 def _scaling_panel(
     axis: Axes,
     sync: str,
-    rows: Sequence[CellRow],
-    others: Sequence[Sequence[CellRow]],
+    curves: Mapping[str, Sequence[tuple[CellRow, float]]],
     counts: Sequence[int],
 ) -> None:
     axis.plot(counts, counts, color=INK, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
-    for other in others:
+    styles: dict[str, dict[str, Any]] = {
+        name: {"color": INK, "linewidth": 0.8, "alpha": 0.15} for name in curves if name != sync
+    }
+    styles[sync] = {"color": color(sync), "linewidth": 1.8, "marker": marker(sync), "markersize": 5}
+    for name, options in styles.items():
         axis.plot(
-            [1, *(row.nodes for row in other)],
-            [1, *_speedups(other)],
-            color=INK,
-            linewidth=0.8,
-            alpha=0.15,
+            [1, *(row.nodes for row, _ in curves[name])],
+            [1, *(speedup for _, speedup in curves[name])],
+            **options,
         )
-    axis.plot(
-        [1, *(row.nodes for row in rows)],
-        [1, *_speedups(rows)],
-        color=color(sync),
-        linewidth=1.8,
-        marker=marker(sync),
-        markersize=5,
-    )
-    for row, speedup in zip(rows, _speedups(rows), strict=True):
+    for row, speedup in curves[sync]:
         low, high = row.speedup_interval or (speedup, speedup)
         high = min(high, 2 * counts[-1])
         if row.speedup_interval:
             axis.plot([row.nodes] * 2, [low, high], color=color(sync), linewidth=1.2)
-        above = speedup < 0.6 * row.nodes  # towards the free side of the ideal line
-        long = high - low > 0.2 * counts[-1]  # then beside the whisker
+        above = speedup < 0.6 * row.nodes  # the free side of the ideal line
+        long = high - low > 0.2 * counts[-1]  # a label at its end would be far from the point
         inner = row.nodes < counts[-1]
-        beside = "left" if inner and (long or not above) else "right" if long else "center"
-        y = speedup if long else high if above else low
-        up = -4 if not above else 12 if long else 5
+        beside = "left" if inner else "right"
+        if not long and (above or not inner):
+            beside = "center"
+        end = high if above else low
+        rise = 12 if long else 5
         axis.annotate(
             percent(speedup / row.nodes),
-            (row.nodes, y),
-            xytext=({"left": 4, "center": 0, "right": -5}[beside], up),
+            (row.nodes, speedup if long else end),
+            xytext=({"left": 4, "center": 0, "right": -5}[beside], rise if above else -4),
             textcoords="offset points",
             ha=beside,
             va="bottom" if above else "top",
@@ -122,12 +138,13 @@ def _scaling_panel(
 
 
 def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw the loss over the steps, a panel a number of nodes: exact strategies solid, lossy ones dashed."""
+    """Draw the loss over the steps, with a panel per number of nodes; inexact strategies dashed."""
     panels = [nodes for nodes in block.nodes if any(by_seed(row) for row in block.at(nodes))]
     if not panels:
-        emulated = block.emulated and block.settings.get("compute") not in (None, "real")
         raise NothingToShowError(
-            "compute was emulated" if emulated else "no cell with losses has ended yet"
+            "compute was emulated"
+            if block.emulated and block.settings.get("compute") not in (None, "real")
+            else "no cell with losses has ended yet"
         )
     figure, axes = grid(
         len(panels),
@@ -138,15 +155,17 @@ def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
         sharey=True,
     )
     handles: dict[str, Line2D] = {}
-    for axis, nodes in zip(axes, panels, strict=True):
-        for handle in _loss_panel(axis, block, nodes):
-            handles.setdefault(str(handle.get_label()), handle)
-        axis.set(xlabel="step", title=f"{nodes} node{'s' if nodes > 1 else ''}")
+    for index, (axis, nodes) in enumerate(zip(axes, panels, strict=True)):
+        for line in _loss_panel(axis, block, nodes):
+            handles.setdefault(str(line.get_label()), line)
+        axis.set(
+            xlabel="step",
+            ylabel="training loss (global batch)" if narrow or index % 2 == 0 else "",
+            title=nodes_text(nodes),
+        )
         axis.tick_params(labelleft=True)
         axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axis.grid()
-    for axis in axes[:: 1 if narrow else 2]:
-        axis.set_ylabel("training loss (global batch)")
     figure.legend(
         handles=list(handles.values()),
         loc="outside lower center",
@@ -157,22 +176,16 @@ def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
     return figure
 
 
-def shared_seed(rows: Sequence[CellRow]) -> int | None:
-    """The seed that most of ``rows`` have losses of."""
-    seeds = [seed for row in rows for seed in by_seed(row)]
-    return max(sorted(set(seeds)), key=seeds.count) if seeds else None
-
-
-def _loss_panel(axis: Axes, block: ComparisonGroup, nodes: int) -> list[Line2D]:
+def _loss_panel(axis: Axes, block: ComparisonGroup, nodes: int) -> Iterator[Line2D]:
     rows = block.at(nodes)
-    seed = shared_seed(rows)
+    # the seed that most rows have; of several, the smallest
+    seed = mode(sorted(seed for row in rows for seed in by_seed(row)))
     curves = {row.sync: by_seed(row)[seed] for row in rows if seed in by_seed(row)}
-    one = block.baseline
-    handles = []
-    if one and nodes > 1 and seed in by_seed(one) and block.scaling == "strong":
-        handles += _line(
+    one = by_seed(block.baseline).get(seed) if block.baseline else None
+    if one and nodes > 1 and block.scaling == "strong":
+        yield _line(
             axis,
-            by_seed(one)[seed],
+            one,
             label="none (1 node)",
             color=color("none"),
             linewidth=1.2,
@@ -181,56 +194,48 @@ def _loss_panel(axis: Axes, block: ComparisonGroup, nodes: int) -> list[Line2D]:
     exact = [row for row in rows if row.exact and row.sync in curves]
     difference = largest_difference(exact)
     values = [value for curve in curves.values() for value in curve.values()]
-    height = max(values) - min(values)
-    if difference and len(exact) > 2 and difference.value <= _ONE_LINE * height:
+    visible = _ONE_LINE * (max(values) - min(values))
+    if difference and len(exact) > 2 and difference.value <= visible:
         longest = max((curves[row.sync] for row in exact), key=len)
-        handles += _line(
+        yield _line(
             axis, longest, label="exact strategies, on one another", color=INK, linewidth=1.8
         )
     else:
         for index, row in enumerate(exact):
-            handles += _line(
+            yield _line(
                 axis,
                 curves[row.sync],
                 label=row.sync,
                 color=color(row.sync),
                 linewidth=max(1.0, 3.2 - 0.5 * index),
             )
-    for index, row in enumerate(row for row in rows if not row.exact and row.sync in curves):
-        handles += _line(
+    lossy = [row.sync for row in rows if not row.exact and row.sync in curves]
+    for sync, dashes in zip(lossy, cycle(DASHES), strict=False):
+        yield _line(
             axis,
-            curves[row.sync],
-            label=f"{row.sync} (not exact)",
-            color=color(row.sync),
+            curves[sync],
+            label=f"{sync} (not exact)",
+            color=color(sync),
             linewidth=1.6,
-            linestyle=DASHES[index % len(DASHES)],
+            linestyle=dashes,
         )
-    return handles
 
 
-def _line(axis: Axes, curve: dict[int, float], **options: Any) -> list[Line2D]:
+def _line(axis: Axes, curve: Mapping[int, float], **options: Any) -> Line2D:
     steps = sorted(curve)
-    dot = "." if len(steps) == 1 else None
-    return axis.plot(steps, [curve[step] for step in steps], marker=dot, **options)
-
-
-class _Point(NamedTuple):
-    """A cell with both times of a step, in seconds."""
-
-    row: CellRow
-    predicted: float
-    measured: float
+    dot = "." if len(steps) == 1 else None  # a line of one point is invisible
+    return axis.plot(steps, [curve[step] for step in steps], marker=dot, **options)[0]
 
 
 def draw_prediction(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw measured over predicted step times with the diagonal and a band of 20 %; cells in scope filled, others hollow."""
-    points = [
-        _Point(row, row.predicted, row.measured_step) for row in block.measured if row.predicted
-    ]
+    """Draw measured over predicted step times, with the diagonal and a band of 20 %.
+
+    The markers of cells in scope are filled, the others hollow.
+    """
+    points = [(row, row.predicted, row.measured_step) for row in block.measured if row.predicted]
     if not points:
         raise NothingToShowError("no cell has both a prediction and a measurement")
-    drawn = {point.row.nodes for point in points}
-    panels = [nodes for nodes in block.nodes if nodes in drawn] or [1]
+    panels = sorted({row.nodes for row, _, _ in points} & set(block.nodes)) or [1]
     figure, axes = grid(
         len(panels),
         narrow=narrow,
@@ -239,35 +244,39 @@ def draw_prediction(block: ComparisonGroup, *, narrow: bool) -> Figure:
         extra=0.55,
     )
     for axis, nodes in zip(axes, panels, strict=True):
-        _prediction_panel(axis, [point for point in points if point.row.nodes == nodes])
+        _prediction_panel(axis, [point for point in points if point[0].nodes == nodes])
         axis.set(
             xlabel="predicted, seconds a step",
             ylabel="measured, seconds a step",
-            title=f"{nodes} node{'s' if nodes > 1 else ''}",
+            title=nodes_text(nodes),
         )
-    handles = [
-        Line2D([], [], color=INK, linewidth=1, label="measured = predicted; band: within 20 %"),
-        Line2D([], [], color=INK, marker="o", linestyle="", label="in scope"),
-        Line2D(
-            [], [], color=INK, marker="o", markerfacecolor=PAPER, linestyle="", label="out of scope"
-        ),
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=1 if narrow else 3)
+    figure.legend(
+        handles=[
+            line_key("measured = predicted; band: within 20 %", linewidth=1),
+            line_key("in scope", marker="o", linestyle=""),
+            line_key("out of scope", marker="o", linestyle="", markerfacecolor=PAPER),
+        ],
+        loc="outside lower center",
+        ncols=1 if narrow else 3,
+    )
     title(figure, "Predicted against measured", emulated=block.emulated)
     return figure
 
 
-def _prediction_panel(axis: Axes, points: Sequence[_Point]) -> None:
-    values = [value for point in points for value in (point.predicted, point.measured)]
+def _prediction_panel(axis: Axes, points: Sequence[PredictionPoint]) -> None:
+    values = [value for _, *both in points for value in both]
     low, high = min(values) / 1.15, max(values) * 1.15
-    if high / low > _LOG:
+    log = high / low > _LOG
+    if log:
         axis.set(xscale="log", yscale="log")
-        for dimension in (axis.xaxis, axis.yaxis):
-            dimension.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            dimension.set_minor_locator(NullLocator())
-            dimension.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    else:
-        for dimension in (axis.xaxis, axis.yaxis):
+    for dimension in (axis.xaxis, axis.yaxis):
+        if log:
+            dimension.set(
+                major_locator=LogLocator(subs=(1, 2, 5)),
+                minor_locator=NullLocator(),
+                major_formatter=FuncFormatter(lambda value, _: f"{value:g}"),
+            )
+        else:
             dimension.set_major_locator(MaxNLocator(5))
     ends = np.array([low, high])
     axis.plot(ends, ends, color=INK, linewidth=1)
@@ -285,22 +294,18 @@ def _prediction_panel(axis: Axes, points: Sequence[_Point]) -> None:
             zorder=3,
         )
     axis.set(xlim=(low, high), ylim=(low, high))
-    _label(axis, points, low, high)
+    _label(axis, sorted(points, key=itemgetter(2)))
     axis.grid()
 
 
-def _label(axis: Axes, points: Sequence[_Point], low: float, high: float) -> None:
-    """Name the points in a column at the right, spread so that no two names overlap, each with a line to its point."""
-
-    def scale(value: float) -> float:
-        if high / low > _LOG:
-            return float(np.log(value / low) / np.log(high / low))
-        return (value - low) / (high - low)
-
-    ordered = sorted(points, key=lambda point: point.measured)
-    gap = min(0.056, 1 / max(len(ordered), 1))
-    heights = spread([scale(point.measured) for point in ordered], gap)
-    for (row, predicted, measured), height in zip(ordered, heights, strict=True):
+def _label(axis: Axes, points: Sequence[PredictionPoint]) -> None:
+    """Name ``points``, sorted by measured time, in a column at the right, with a line to each."""
+    to_axes = axis.transScale + axis.transLimits  # from seconds to 0..1
+    wanted = [
+        float(to_axes.transform((predicted, measured))[1]) for _, predicted, measured in points
+    ]
+    heights = spread(wanted, min(0.056, 1 / len(points)))
+    for (row, predicted, measured), height in zip(points, heights, strict=True):
         axis.annotate(
             row.sync + (" (1 node)" if row.nodes == 1 else ""),
             (predicted, measured),
@@ -322,18 +327,10 @@ def _label(axis: Axes, points: Sequence[_Point], low: float, high: float) -> Non
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:
-    """Move sorted ``positions`` in 0..1 apart until neighbours lie ``gap`` apart, as little as needed, within 0..1."""
+    """Move sorted ``positions`` in 0..1 apart to a distance of ``gap``, as little as needed."""
     if not positions:
         return []
     steps = gap * np.arange(len(positions))
-    # isotonic: of all admissible layouts the one nearest to the wanted positions (pool adjacent violators)
-    blocks: list[tuple[float, int]] = []  # mean, count
-    for value in np.asarray(positions, dtype=float) - steps:
-        mean, count = float(value), 1
-        while blocks and blocks[-1][0] > mean:
-            before, members = blocks.pop()
-            mean = (before * members + mean * count) / (members + count)
-            count += members
-        blocks.append((mean, count))
-    moved = np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
+    # moved - steps must not fall: isotonic regression finds the nearest such positions
+    moved = isotonic_regression(np.asarray(positions) - steps).x
     return list(np.clip(moved, 0, max(1 - steps[-1], 0)) + steps)

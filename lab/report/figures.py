@@ -1,17 +1,15 @@
-"""The figures of rows: step time by section, bytes sent, peak memory; a row a strategy, a panel a number of nodes.
+"""The figures of rows: step time by section, bytes sent, peak memory.
 
-Each ``draw_*`` takes a block and returns a figure for a wide or a narrow page; it raises NothingToShowError where the block holds
-nothing for it. ``lab.report.curves`` has the figures of lines and points.
+They have a panel for each number of nodes and a row for each strategy. Each ``draw_*`` returns the
+figure of a block for a wide or a narrow page, or raises NothingToShowError if it would be empty.
+``lab.report.curves`` has the figures of lines and points.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from lab.plot_style import (
@@ -21,34 +19,35 @@ from lab.plot_style import (
     NothingToShowError,
     color,
     grid,
+    line_key,
     section_patch,
     title,
 )
-from lab.report.view import CellRow, ComparisonGroup, seconds_text
+from lab.report.view import CellRow, ComparisonGroup, nodes_text, seconds_text
 
-_ROW = 0.235  # inches a bar takes with its gap
+_ROW = 0.235  # inches per bar with its gap
 MB = 1e6
 
 
 def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw a step's seconds stacked by section, its median at the bar's end with the 95 % interval as whisker."""
+    """Draw each step stacked by section, with its median and 95 % interval at the bar's end."""
     if not block.measured:
         raise NothingToShowError("no cell has ended yet")
     right = axis_end(block)
     split = all(row.median("wait") is not None for row in block.measured)
-    names = [name for name in SECTIONS if not split or name != "sync"]
-    figure, axes = row_panels(
-        block, narrow=narrow, draw=partial(_stack, right=right), extra=0.75 if narrow else 0.55
+    figure, _ = row_panels(
+        block,
+        narrow=narrow,
+        draw=partial(_stack, right=right),
+        xlabel="seconds a step",
+        right=right,
+        extra=0.75 if narrow else 0.55,
     )
-    for axis in axes:
-        axis.set(xlabel="seconds a step", xlim=(0, right * (1.2 if narrow else 1.25)))
-        axis.xaxis.set_major_locator(MaxNLocator(5))
-    tick = Line2D(
-        [], [], color=INK, linewidth=1.2, marker="|", markersize=6, label="median, 95 % interval"
-    )
-    handles: list[Artist] = [*(section_patch(name) for name in names), tick]
     figure.legend(
-        handles=handles,
+        handles=[
+            *(section_patch(name) for name in SECTIONS if not split or name != "sync"),
+            line_key("median, 95 % interval", linewidth=1.2, marker="|", markersize=6),
+        ],
         loc="outside lower center",
         ncols=2 if narrow else 4,
         handlelength=1.4,
@@ -59,12 +58,12 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
 
 
 def whisker_ends(block: ComparisonGroup) -> list[float]:
-    """The upper ends of the steps' 95 % intervals, in seconds."""
+    """Return the upper ends of the steps' 95 % intervals, in seconds."""
     return [interval[1] for row in block.measured if (interval := row.interval("step"))]
 
 
 def axis_end(block: ComparisonGroup) -> float:
-    """Where the axis of step times ends, in seconds: at the longest whisker, but at most 1.5 times the longest step."""
+    """Return the longest step or whisker in seconds, but at most 1.5 times the longest step."""
     longest = max(row.measured_step for row in block.measured)
     return min(1.5 * longest, max([longest, *whisker_ends(block)]))
 
@@ -72,10 +71,11 @@ def axis_end(block: ComparisonGroup) -> float:
 def _stack(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
     left = 0.0
     split = row.median("wait") is not None and row.median("wire") is not None
+    hidden = ("sync",) if split else ("wait", "wire")
     for name, fill in SECTIONS.items():
         seconds = row.median(name)
-        if seconds and name not in (("sync",) if split else ("wait", "wire")):
-            bars: BarContainer = axis.barh(
+        if seconds and name not in hidden:
+            axis.barh(
                 y,
                 seconds,
                 left=left,
@@ -85,25 +85,31 @@ def _stack(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
                 linewidth=0.5,
                 hatch="////" if name == "wait" else None,
             )
-            assert len(bars) == 1
             left += seconds
     step = row.measured_step
     low, high = row.interval("step") or (step, step)
     high = min(high, right)
     axis.plot([step] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
     axis.plot([low, high], [y, y], color=INK, linewidth=1.2)
-    text = seconds_text(step, step)
-    axis.text(max(left, high, step) + right * 0.015, y, text, va="center", fontsize=8)
+    axis.text(
+        max(left, high, step) + right * 0.015,
+        y,
+        seconds_text(step, step),
+        va="center",
+        fontsize=8,
+    )
 
 
 def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw what the root and what each other rank sends in a step, joined by a line where they differ."""
-    rows = [
-        row for row in block.measured if row.nodes > 1 and row.median("root_bytes_sent") is not None
+    """Draw the bytes that the root and each other rank send per step, joined by a line."""
+    values = [
+        value / MB
+        for row in block.measured
+        if row.nodes > 1 and row.median("root_bytes_sent") is not None
+        for value in _sent(row)
     ]
-    if not rows:
+    if not values:
         raise NothingToShowError("no cell on more than one node has ended and counted its bytes")
-    values = [value / MB for row in rows for value in _sent(row)]
     positive = [value for value in values if value > 0]
     log = bool(positive) and max(positive) / min(positive) > 15
     floor = min(positive) / 2 if log else 0.0
@@ -111,37 +117,37 @@ def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
         block,
         narrow=narrow,
         draw=partial(_dumbbell, floor=floor),
+        xlabel="MB sent a step" + (" (log scale)" if log else ""),
         baseline=False,
         extra=0.5 if narrow else 0.35,
     )
     for axis in axes:
-        axis.set(xlabel="MB sent a step" + (" (log scale)" if log else ""))
         if log:
-            axis.set_xscale("log")
+            axis.set(xscale="log", xlim=(floor * 0.8, max(positive) * 1.7))
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axis.set_xlim(floor * 0.8, max(positive) * 1.7)
         else:
             axis.set_xlim(-0.04 * max(values), max(values) * 1.1 or 1)
-    handles = [
-        Line2D([], [], color=INK, marker="s", linestyle="", markersize=5, label="root (rank 0)"),
-        Line2D(
-            [],
-            [],
-            color=INK,
-            marker="o",
-            linestyle="",
-            markersize=9,
-            markerfacecolor=PAPER,
-            label="each of the others (mean)",
-        ),
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, handlelength=1)
+    figure.legend(
+        handles=[
+            line_key("root (rank 0)", linestyle="", marker="s", markersize=5),
+            line_key(
+                "each of the others (mean)",
+                linestyle="",
+                marker="o",
+                markersize=9,
+                markerfacecolor=PAPER,
+            ),
+        ],
+        loc="outside lower center",
+        ncols=2,
+        handlelength=1,
+    )
     title(figure, "Bytes sent in a step", emulated=block.emulated)
     return figure
 
 
 def _sent(row: CellRow) -> list[float]:
-    values = (row.median("root_bytes_sent"), row.median("others_bytes_sent"))
+    values = (row.median(name) for name in ("root_bytes_sent", "others_bytes_sent"))
     return [value for value in values if value is not None]
 
 
@@ -162,28 +168,29 @@ def _dumbbell(axis: Axes, y: float, row: CellRow, *, floor: float) -> None:
             markeredgewidth=1.4,
             zorder=3,
         )
-    # within the circle where they are equal
+    # equal values: the square lies within the circle
     axis.plot(sent[0], y, marker="s", markersize=5, color=color(row.sync), zorder=4)
 
 
 def draw_memory(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw the peak memory of a rank: bars to the mean over ranks, a tick at the rank that took most."""
-    peaks = [peak for row in block.measured if (peak := _peak_memory(row))]
+    """Draw peak memory: a bar to the mean over the ranks, a tick at the largest."""
+    peaks = [peak[1] for row in block.measured if (peak := _peak_memory(row))]
     if not peaks:
         raise NothingToShowError("no cell has ended and recorded its memory")
-    largest = max(most for _, most in peaks)
-    figure, axes = row_panels(
-        block, narrow=narrow, draw=partial(_memory_bar, right=largest), extra=0.25
+    figure, _ = row_panels(
+        block,
+        narrow=narrow,
+        draw=partial(_memory_bar, right=max(peaks)),
+        xlabel="peak memory of a rank, MB",
+        right=max(peaks),
+        extra=0.25,
     )
-    for axis in axes:
-        axis.set(xlabel="peak memory of a rank, MB", xlim=(0, largest * (1.2 if narrow else 1.25)))
-        axis.xaxis.set_major_locator(MaxNLocator(5))
     title(figure, "Peak memory of a rank", emulated=block.emulated)
     return figure
 
 
 def _peak_memory(row: CellRow) -> tuple[float, float] | None:
-    """Peak memory in MB, the mean over the ranks and the largest; None where it was not recorded."""
+    """Return the mean and the largest peak memory of the ranks in MB, or None if not recorded."""
     mean = row.median("peak_memory_bytes")
     return (mean / MB, max([mean, *row.per_rank("peak_memory_bytes")]) / MB) if mean else None
 
@@ -200,7 +207,7 @@ def _memory_bar(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
 
 
 def _note(axis: Axes, y: float, text: str) -> None:
-    """Write in a row why it has no numbers."""
+    """Write into a row why it has no numbers."""
     axis.annotate(
         f"  {text}",
         (0, y),
@@ -216,16 +223,18 @@ def row_panels(
     *,
     narrow: bool,
     draw: Callable[[Axes, float, CellRow], None],
+    xlabel: str,
+    right: float | None = None,
     baseline: bool = True,
-    extra: float = 0.0,
+    extra: float,
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure with a panel a number of nodes and a row a strategy, each drawn by ``draw(axes, y, row)``.
+    """Return a figure with a panel per number of nodes and a row per strategy, and its axes.
 
-    The one-node cell stands first in every panel. A cell without numbers says why in its row.
+    ``draw(axes, y, row)`` draws a row. A cell without numbers says why in its row. With
+    ``baseline``, the one-node cell stands first in every panel. ``right`` is the largest x value.
     """
     one = block.find("none", 1) if baseline and block.nodes != [1] else None
-    first = [one] if one else []
-    labels = [f"{row.sync} (1 node)" for row in first] + block.syncs
+    labels = (["none (1 node)"] if one else []) + block.syncs
     figure, axes = grid(
         len(block.nodes),
         narrow=narrow,
@@ -236,16 +245,21 @@ def row_panels(
         sharey=not narrow,
     )
     for index, (axis, nodes) in enumerate(zip(axes, block.nodes, strict=True)):
-        for y, row in enumerate([*first, *(block.find(sync, nodes) for sync in block.syncs)]):
-            if row is not None and row.measured:
+        rows = [block.find(sync, nodes) for sync in block.syncs]
+        for y, row in enumerate([one, *rows] if one else rows):
+            if row is not None and row.step:
                 draw(axis, y, row)
             else:
                 _note(axis, y, "not run" if row is None else row.status)
-        axis.set(title=f"{nodes} node{'s' if nodes > 1 else ''}", ylim=(len(labels) - 0.4, -0.6))
+        axis.set(
+            title=nodes_text(nodes), xlabel=xlabel, ylim=(len(labels) - 0.4, -0.6), axisbelow=True
+        )
+        if right is not None:
+            axis.set_xlim(0, right * (1.2 if narrow else 1.25))
+            axis.xaxis.set_major_locator(MaxNLocator(5))
         axis.set_yticks(range(len(labels)), labels)
         axis.tick_params(axis="y", length=0, labelleft=narrow or index % 3 == 0)
         if one:
             axis.axhline(0.5, color=INK, linewidth=0.6, alpha=0.35)
         axis.grid(axis="x")
-        axis.set_axisbelow(True)
     return figure, axes

@@ -1,19 +1,18 @@
-"""The page ``report.html``: what the template shows, gathered from results, findings, tables and drawings.
+"""The page ``report.html``: hands results, findings, tables and drawings to the template.
 
-One file without outside resources; every text is escaped by jinja2, and only the figures, which are made here, are not.
+The page is one file without outside resources. jinja2 escapes every text; only the SVG of the
+figures, which this package draws, stays as it is.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
 
-from lab.plot_style import Drawing
 from lab.report import tables
-from lab.report.figure_pages import MissingFigure
+from lab.report.figure_pages import Drawing
 from lab.report.findings import findings
 from lab.report.view import (
     NOTHING,
@@ -38,18 +37,24 @@ _LABELS = {
     "sync": "strategies",
     "rates": "link rates",
     "until_accuracy": "until accuracy",
-    "command": "command",
     "alpha": "alpha, s a message",
     "beta": "beta, s a byte",
     "gamma": "gamma, s a byte summed",
 }
-_SHOWN_APART = ("command",)
+_SUMMARY = {
+    "model": "{}",
+    "dataset": "on {}",
+    "scaling": "{} scaling",
+    "batch_size": "batch {}",
+    "steps": "{} steps",
+    "repeats": "{} repeats",
+}
 
 
 def render(
     results: Mapping[str, Any],
-    drawings: Sequence[tuple[ComparisonGroup, Mapping[str, Drawing | MissingFigure]]],
-    timelines: Sequence[Drawing | MissingFigure],
+    drawings: Sequence[tuple[ComparisonGroup, Sequence[Drawing]]],
+    timelines: Sequence[Drawing],
 ) -> str:
     """Return the page for ``results`` with the figures of each block and the timelines."""
     environment = jinja2.Environment(
@@ -61,28 +66,31 @@ def render(
     )
     environment.filters["tidy"] = tidy
     settings, cells = results.get("settings") or {}, results.get("cells") or []
-    done = sum(cell.get("status") == "done" for cell in cells)
     many = len(drawings) > 1
     return environment.get_template("report.html.jinja").render(
         compare=results.get("kind") != "report",
         created=str(results.get("created") or ""),
         emulated=what_is_emulated(settings) if results.get("emulated") else "",
         finished=bool(results.get("finished")),
-        done=done,
+        done=sum(cell.get("status") == "done" for cell in cells),
         total=len(cells),
-        summary=_summary(settings),
+        summary=[
+            text.format(settings[name])
+            for name, text in _SUMMARY.items()
+            if settings.get(name) is not None
+        ],
         command=settings.get("command"),
         warnings=results.get("warnings") or [],
         differences=results.get("differences") or [],
         sections=[
-            _section(block, figures, results, index, many)
+            {"id": f"part{index}-" if many else ""} | _section(block, figures, results)
             for index, (block, figures) in enumerate(drawings, start=1)
         ],
         many=many,
         weak=settings.get("scaling") == "weak",
         settings=_pairs(settings),
         environment=_pairs(results.get("environment") or {}),
-        timelines=[_figure(timeline) for timeline in timelines],
+        timelines=timelines,
         failed=_failed(cells),
         prediction=_prediction(results),
         warmup=settings.get("warmup"),
@@ -96,42 +104,23 @@ def tidy(text: str) -> str:
     return re.sub(r"(\d\]?) (%|s|MB|nodes?|points|cells)(?=\W|$)", "\\1\u00a0\\2", text)
 
 
-def _summary(settings: Mapping[str, Any]) -> list[str]:
-    """A line of what was run, of what is known."""
-    parts = [
-        ("model", "{}"),
-        ("dataset", "on {}"),
-        ("scaling", "{} scaling"),
-        ("batch_size", "batch {}"),
-        ("steps", "{} steps"),
-        ("repeats", "{} repeats"),
-    ]
-    return [form.format(settings[name]) for name, form in parts if settings.get(name) is not None]
-
-
 def _section(
-    block: ComparisonGroup,
-    figures: Mapping[str, Drawing | MissingFigure],
-    results: Mapping[str, Any],
-    index: int,
-    many: bool,
+    block: ComparisonGroup, figures: Sequence[Drawing], results: Mapping[str, Any]
 ) -> dict[str, Any]:
     found = findings(block, results.get("timelines"))
-    topics = dict.fromkeys(finding.topic for finding in found)
     return {
-        "id": f"part{index}-" if many else "",
         "label": block.label,
         "topics": [
-            (topic, [finding for finding in found if finding.topic == topic]) for topic in topics
+            (topic, [finding for finding in found if finding.topic == topic])
+            for topic in dict.fromkeys(finding.topic for finding in found)
         ],
         "tables": [
             _table(block, "Times", tables.TIMES),
             _table(block, "Scaling, bytes, memory", tables.COSTS),
         ],
-        "figures": [_figure(figure) for figure in figures.values()],
-        "settings": _group_settings(block, results),
-        "predicted": _predicted_rows(block),
-        "cautions": sum(finding.caution for finding in found),
+        "figures": figures,
+        "settings": _block_settings(block, results),
+        "predicted": [_predicted_row(row) for row in block.rows if row.prediction],
     }
 
 
@@ -151,35 +140,17 @@ def _table(block: ComparisonGroup, name: str, keys: Sequence[str]) -> dict[str, 
     }
 
 
-def _figure(figure: Drawing | MissingFigure) -> dict[str, Any]:
-    if isinstance(figure, MissingFigure):
-        return {"name": figure.name, "title": figure.title, "missing": figure.reason}
-    return {
-        "name": figure.name,
-        "title": figure.title,
-        "caption": figure.caption,
-        "alt": figure.alt,
-        "missing": None,
-        "wide": Markup(figure.wide),
-        "narrow": Markup(figure.narrow),
-    }
-
-
-def _group_settings(block: ComparisonGroup, results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What holds for the cells of this block: rate, batch, seeds and folders, read off the cells themselves."""
-    batches = {row.cell.get("batch_size"): None for row in block.rows}
+def _block_settings(block: ComparisonGroup, results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the block's own settings, rate, batch sizes, seeds and folders."""
     repeats = [repeat for row in block.rows for repeat in row.cell.get("repeats") or []]
-    seeds = {repeat.get("seed"): None for repeat in repeats}
-    folders = {str(repeat["folder"]): None for repeat in repeats if repeat.get("folder")}
-    pairs = [
+    folders = [str(repeat["folder"]) for repeat in repeats if repeat.get("folder")]
+    return [
         *_pairs((results.get("groups") or {}).get(str(block.group)) or {}),
         ("link rate", rate_text(block.rate)),
-        ("global batch size", _text(list(batches))),
-        ("seeds", _text(list(seeds))),
+        ("global batch size", _distinct(row.cell.get("batch_size") for row in block.rows)),
+        ("seeds", _distinct(repeat.get("seed") for repeat in repeats)),
+        *([("runs", _distinct(folders))] if results.get("kind") == "report" else []),
     ]
-    if results.get("kind") == "report":
-        pairs.append(("runs", _text(list(folders))))
-    return pairs
 
 
 def _prediction(results: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -193,13 +164,8 @@ def _prediction(results: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _predicted_rows(block: ComparisonGroup) -> list[dict[str, Any]]:
-    return [_predicted_row(row) for row in block.rows if row.prediction]
-
-
 def _predicted_row(row: CellRow) -> dict[str, Any]:
     scale = row.step or row.predicted
-    reason = row.prediction.get("why") or "no reason given"
     return {
         "id": row.id,
         "predicted": seconds_text(row.predicted, scale),
@@ -208,7 +174,9 @@ def _predicted_row(row: CellRow) -> dict[str, Any]:
         "measured": seconds_text(row.step, row.step),
         "far": row.error is not None and abs(row.error) > 0.2,
         "error": NOTHING if row.error is None else percent(row.error, 1, signed=True),
-        "scope": "in scope" if row.in_scope else f"out of scope: {reason}",
+        "scope": "in scope"
+        if row.in_scope
+        else f"out of scope: {row.prediction.get('why') or 'no reason given'}",
     }
 
 
@@ -226,19 +194,24 @@ def _failed(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def _pairs(content: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and values as text; the page shows the command elsewhere."""
     return [
         (
             _LABELS.get(name, str(name).replace("_", " ")),
             ", ".join(map(rate_text, value)) if name == "rates" and value else _text(value),
         )
         for name, value in content.items()
-        if name not in _SHOWN_APART
+        if name != "command"
     ]
 
 
+def _distinct(values: Iterable[Any]) -> str:
+    return _text(list(dict.fromkeys(values)))
+
+
 def _text(value: Any) -> str:
-    """A setting as a person writes it."""
-    if value is None or value == [] or value == "" or value == [None]:
+    """Return a setting as a person writes it."""
+    if value in (None, [], "", [None]):
         return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -1,48 +1,48 @@
-"""Findings about what was predicted: step times against the measured ones, bytes against the counted ones."""
+"""Findings about predictions: step times against measured ones, bytes against counted ones."""
 
 from collections.abc import Iterator
 
 from lab.report.sentences import Finding, listed
 from lab.report.view import ComparisonGroup, percent
 
-WITHIN = 0.20
+_WITHIN = 0.20
 
 
 def predictions(block: ComparisonGroup) -> Iterator[Finding]:
-    """Predicted step times within and outside 20 % of the measured, in scope and out of it."""
+    """Say how many predicted step times lie within 20 % of the measured ones."""
     errors = {row.id: row.error for row in block.measured if row.error is not None}
     texts = {name: percent(error, 1, signed=True) for name, error in errors.items()}
     inside = [row.id for row in block.measured if row.id in errors and row.in_scope]
-    outside = [row for row in block.measured if row.id in errors and not row.in_scope]
     if inside:
-        far = [name for name in inside if abs(errors[name]) > WITHIN]
+        far = [name for name in inside if abs(errors[name]) > _WITHIN]
         worst = max(inside, key=lambda name: abs(errors[name]))
         beyond = f" Outside: {listed([f'{name} ({texts[name]})' for name in far])}." if far else ""
         yield Finding(
             "Prediction",
             f"{len(inside) - len(far)} of {len(inside)} predictions in scope lie within "
-            f"{percent(WITHIN)} of the measured step time; the farthest off is {worst} with {texts[worst]}.{beyond}",
+            f"{percent(_WITHIN)} of the measured step time; the farthest off is {worst} with "
+            f"{texts[worst]}.{beyond}",
             "; ".join(f"{name} {texts[name]}" for name in inside),
             caution=bool(far),
         )
+    outside = {row.id: row for row in block.measured if row.id in errors and not row.in_scope}
     if outside:
-        names = [row.id for row in outside]
-        reasons = {str(row.prediction.get("why") or "no reason given") for row in outside}
-        low, high = (pick(names, key=errors.__getitem__) for pick in (min, max))
-        if len(outside) > 1:
-            cells, shown = "cells lie", f"their errors, {texts[low]} to {texts[high]}, are"
-        else:
-            cells, shown = "cell lies", f"its error, {texts[low]}, is"
+        reasons = {str(row.prediction.get("why") or "no reason given") for row in outside.values()}
+        low, high = (texts[pick(outside, key=errors.__getitem__)] for pick in (min, max))
+        shown = f"their errors, {low} to {high}, are"
+        if len(outside) == 1:
+            shown = f"its error, {low}, is"
         yield Finding(
             "Prediction",
-            f"{len(outside)} {cells} out of the model's scope ({listed(sorted(reasons))}); {shown} shown, not counted.",
-            "; ".join(f"{name} {texts[name]}" for name in names),
+            f"{len(outside)} cell{'s lie' if len(outside) > 1 else ' lies'} out of the model's scope "
+            f"({listed(sorted(reasons))}); {shown} shown, not counted.",
+            "; ".join(f"{name} {texts[name]}" for name in outside),
             caution=True,
         )
 
 
 def bytes_as_predicted(block: ComparisonGroup) -> Iterator[Finding]:
-    """Whether the bytes counted where they were sent equal the formulas, rank by rank."""
+    """Say whether the bytes that each rank counted equal the formulas."""
     both = {
         row.id: (row.prediction["bytes_sent"], counted)
         for row in block.measured
@@ -67,6 +67,7 @@ def bytes_as_predicted(block: ComparisonGroup) -> Iterator[Finding]:
     elif both:
         yield Finding(
             "Prediction",
-            f"The bytes that every rank sent equal the formulas in all {len(both)} cells that have both.",
+            f"The bytes that every rank sent equal the formulas in all {len(both)} cells that have "
+            "both.",
             "compared rank by rank, to half a byte a step",
         )

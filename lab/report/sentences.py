@@ -1,11 +1,8 @@
-"""A finding: a sentence, its evidence and how far it goes; and the words that all findings share.
-
-``findings`` lists them, ``speed_findings``, ``training_findings`` and ``prediction_findings`` write them.
-"""
+"""A finding (a sentence, its evidence, its limits), and the wording that all findings share."""
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lab.report.view import CellRow, interval_text, seconds_text
 
@@ -14,39 +11,39 @@ REACH, SPEED, BOUND = "How far this carries", "Which is fastest", "What bounds a
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence and the numbers that it rests on; ``topic`` groups it, ``caution`` marks a limit of what is shown."""
+    """A sentence and the numbers it rests on; ``caution`` marks a limit of what they show."""
 
-    topic: str
+    topic: str  # the page groups findings by it
     text: str
     evidence: str = ""
     caution: bool = False
 
 
 def merged(found: Sequence[Finding]) -> list[Finding]:
-    """Say once what holds on several numbers of nodes: sentences of a topic that differ in "On N nodes" alone become one."""
+    """Join the findings of a topic whose sentences differ only in "On N nodes"."""
     groups: dict[tuple[str, str], list[tuple[str, Finding]]] = {}
     for finding in found:
         match = re.match(r"On (\d+) nodes\b", finding.text)
         nodes, rest = (match[1], finding.text[match.end() :]) if match else ("", finding.text)
         groups.setdefault((finding.topic, rest), []).append((nodes, finding))
-    return [_as_one(members, rest) for (_, rest), members in groups.items()]
+    return [_joined(members, rest) for (_, rest), members in groups.items()]
 
 
-def _as_one(members: Sequence[tuple[str, Finding]], rest: str) -> Finding:
+def _joined(members: Sequence[tuple[str, Finding]], rest: str) -> Finding:
     first = members[0][1]
     if len(members) == 1:
         return first
-    text = f"On {listed([nodes for nodes, _ in members])} nodes{rest}"
-    evidence = "; ".join(f"on {nodes} nodes: {finding.evidence}" for nodes, finding in members)
-    return Finding(first.topic, text, evidence, first.caution)
+    return replace(
+        first,
+        text=f"On {listed([nodes for nodes, _ in members])} nodes{rest}",
+        evidence="; ".join(f"on {nodes} nodes: {finding.evidence}" for nodes, finding in members),
+    )
 
 
 def listed(names: Sequence[str], *, limit: int = 20) -> str:
-    """``a, b and c``; what lies beyond ``limit`` is counted."""
+    """Return ``a, b and c``; of more than ``limit`` names, the number of the others."""
     names = list(names) if len(names) <= limit else [*names[:limit], f"{len(names) - limit} more"]
-    if len(names) < 2:
-        return "".join(names)
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def on_nodes(nodes: int) -> str:
@@ -54,5 +51,5 @@ def on_nodes(nodes: int) -> str:
 
 
 def timed(row: CellRow) -> str:
-    """``0.421 s [0.415, 0.427]``."""
+    """Return the step's median with its interval: ``0.421 s [0.415, 0.427]``."""
     return f"{seconds_text(row.step, row.step)} s{interval_text(row)}"

@@ -1,4 +1,4 @@
-"""Findings about a step's time: which strategy is fastest, what bounds a step, who waits, and what the root sends."""
+"""Findings about the time of a step: who is fastest, what bounds it, waiting, the root's share."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -8,6 +8,7 @@ from lab.report.timeline import mean_overlap
 from lab.report.view import CellRow, ComparisonGroup, percent, seconds_text
 
 _EQUAL_SHARE = 1.2  # a root that sends this many times an equal share is named
+_COMPUTE = ("data", "forward", "backward", "update")
 _PARTS = {
     "compute": "compute (data, forward, backward, update)",
     "wire": "sync on the wire",
@@ -16,55 +17,52 @@ _PARTS = {
 
 
 def fastest(block: ComparisonGroup) -> Iterator[Finding]:
-    """Which strategy has the shortest step at each number of nodes, as far as the intervals lie apart."""
+    """Name the fastest strategy on each number of nodes, if the intervals allow it."""
     for nodes in block.nodes_beyond_one:
         rows = sorted(block.at(nodes), key=lambda row: row.measured_step)
-        yield from _fastest(rows, on_nodes(nodes))
+        if not rows:
+            continue
+        yield _fastest(rows, on_nodes(nodes))
         exact = [row for row in rows if row.exact]
         comparable = sum(bool(row.interval("step")) for row in exact) > 1
-        if rows and not rows[0].exact and comparable:
-            yield from _fastest(exact, f"{on_nodes(nodes)}, among the exact strategies,")
+        if not rows[0].exact and comparable:
+            yield _fastest(exact, f"{on_nodes(nodes)}, among the exact strategies,")
 
 
-def _fastest(rows: Sequence[CellRow], where: str) -> Iterator[Finding]:
-    """The sentence about ``rows``, sorted by their step."""
+def _fastest(rows: Sequence[CellRow], where: str) -> Finding:
+    """Return the finding about ``rows``, which are sorted by step time."""
     evidence = "; ".join(f"{row.sync} {timed(row)}" for row in rows)
+    if len(rows) == 1:
+        return Finding(
+            SPEED,
+            f"{where} only {rows[0].sync} has been measured: nothing to compare.",
+            evidence,
+        )
     sure = [(row, interval) for row in rows if (interval := row.interval("step"))]
-    if len(rows) < 2:
-        if rows:
-            text = f"{where} only {rows[0].sync} has been measured: nothing to compare."
-            yield Finding(SPEED, text, evidence)
-        return
     if len(sure) < 2:
-        first, last = rows[0], rows[-1]
-        yield Finding(
+        return Finding(
             SPEED,
             f"{where} there is one repeat, no interval, so no order is claimed. The steps took from "
-            f"{timed(first)} ({first.sync}) to {timed(last)} ({last.sync}).",
+            f"{timed(rows[0])} ({rows[0].sync}) to {timed(rows[-1])} ({rows[-1].sync}).",
             evidence,
             caution=True,
         )
-        return
     single = [row.sync for row in rows if not row.interval("step")]
     rest = f" Left out for want of an interval (one repeat): {listed(single)}." if single else ""
     (best, (_, high)), *others = sure
     tied = [row.sync for row, (low, _) in others if low <= high]
     if tied:
-        yield Finding(
-            SPEED,
+        text = (
             f"{where} the fastest cannot be told apart: {_named(best)} has the shortest median step, "
-            f"{timed(best)}, but its 95 % interval overlaps that of {listed(tied)}.{rest}",
-            evidence,
-            caution=True,
+            f"{timed(best)}, but its 95 % interval overlaps that of {listed(tied)}.{rest}"
         )
     else:
         second = others[0][0]
-        yield Finding(
-            SPEED,
+        text = (
             f"{where} {_named(best)} is fastest: {timed(best)} a step. Next is {_named(second)} with "
-            f"{timed(second)}; the 95 % intervals do not overlap.{rest}",
-            evidence,
+            f"{timed(second)}; the 95 % intervals do not overlap.{rest}"
         )
+    return Finding(SPEED, text, evidence, caution=bool(tied))
 
 
 def _named(row: CellRow) -> str:
@@ -72,38 +70,41 @@ def _named(row: CellRow) -> str:
 
 
 def slower_than_one(block: ComparisonGroup) -> Iterator[Finding]:
-    """Cells whose speed-up lies below 1."""
+    """Name the cells with a speed-up below 1."""
     what = (
         "slower than one node"
         if block.scaling == "strong"
         else "processing fewer samples a second than one node"
     )
-    rows = [row for row in block.measured if row.nodes > 1 and row.speedup and row.speedup < 1]
-    with_interval = [(row, ends) for row in rows if (ends := row.speedup_interval)]
+    slower = [
+        (row, row.speedup_interval)
+        for row in block.measured
+        if row.nodes > 1 and row.speedup and row.speedup < 1
+    ]
     groups = {
         ", also at the favourable ends of both intervals.": [
-            row for row, (_, high) in with_interval if high < 1
+            row for row, interval in slower if interval and interval[1] < 1
         ],
         " by the median, but the intervals leave open whether really.": [
-            row for row, (_, high) in with_interval if high >= 1
+            row for row, interval in slower if interval and interval[1] >= 1
         ],
         " by the median; there is no interval, so no more is claimed.": [
-            row for row in rows if not row.speedup_interval
+            row for row, interval in slower if not interval
         ],
     }
     for text, members in groups.items():
         if members:
-            names = listed([f"{row.sync} on {row.nodes} nodes" for row in members])
             yield Finding(
                 SPEED,
-                f"{names} {'is' if len(members) == 1 else 'are'} {what}{text}",
+                listed([f"{row.sync} on {row.nodes} nodes" for row in members])
+                + f" {'is' if len(members) == 1 else 'are'} {what}{text}",
                 "; ".join(f"{row.id} {row.speedup:.2f} times" for row in members),
                 caution=True,
             )
 
 
 def bounds(block: ComparisonGroup) -> Iterator[Finding]:
-    """What takes the largest part of a step: compute, wire or waiting."""
+    """Say what takes the largest part of a step: compute, wire or waiting."""
     for nodes in block.nodes_beyond_one:
         parts = {row.sync: found for row in block.at(nodes) if (found := _parts(row))}
         largest = {sync: max(found, key=found.__getitem__) for sync, found in parts.items()}
@@ -113,26 +114,29 @@ def bounds(block: ComparisonGroup) -> Iterator[Finding]:
             if part in largest.values()
         ]
         if texts:
-            shares = [
-                f"{sync} {percent(found[largest[sync]] / sum(found.values()))} {largest[sync]}"
-                for sync, found in parts.items()
-            ]
             yield Finding(
                 BOUND,
-                f"{on_nodes(nodes)} the largest part of a step, by the medians, is {'; '.join(texts)}.",
-                "; ".join(shares),
+                f"{on_nodes(nodes)} the largest part of a step, by the medians, is "
+                f"{'; '.join(texts)}.",
+                "; ".join(
+                    f"{sync} {percent(found[largest[sync]] / sum(found.values()))} {largest[sync]}"
+                    for sync, found in parts.items()
+                ),
             )
 
 
-def _parts(row: CellRow) -> dict[str, float] | None:
-    """Seconds of compute, wire and waiting in a step; None where one of them is not known, or all are 0."""
-    parts = {"compute": row.compute, "wire": row.median("wire"), "wait": row.median("wait")}
-    known = {name: seconds for name, seconds in parts.items() if seconds is not None}
-    return known if len(known) == len(parts) and any(known.values()) else None
+def _parts(row: CellRow) -> dict[str, float]:
+    """Return seconds of compute, wire and waiting; nothing if one is unknown or all are 0."""
+    names = (*_COMPUTE, "wire", "wait")
+    known = {name: seconds for name in names if (seconds := row.median(name)) is not None}
+    if len(known) < len(names) or not any(known.values()):
+        return {}
+    compute = sum(known[name] for name in _COMPUTE)
+    return {"compute": compute, "wire": known["wire"], "wait": known["wait"]}
 
 
 def stragglers(block: ComparisonGroup) -> Iterator[Finding]:
-    """Waiting for slower ranks against time on the wire."""
+    """Compare the time spent waiting for slower ranks with the time on the wire."""
     for nodes in block.nodes_beyond_one:
         rows = [
             (row, wait, wire)
@@ -147,35 +151,37 @@ def stragglers(block: ComparisonGroup) -> Iterator[Finding]:
         ]
         unsure = [row.sync for row in waiting if row.sync not in sure]
         evidence = "; ".join(
-            f"{row.sync} wait {seconds_text(wait, row.step)} s, wire {seconds_text(wire, row.step)} s"
+            f"{row.sync} wait {seconds_text(wait, row.step)} s, "
+            f"wire {seconds_text(wire, row.step)} s"
             for row, wait, wire in rows
         )
-        if sure:
-            yield Finding(
-                BOUND,
-                f"{on_nodes(nodes)} more of the sync time is waiting for slower ranks than wire with "
+        claims = (
+            (
+                bool(sure),
+                False,
+                "more of the sync time is waiting for slower ranks than wire with "
                 f"{listed(sure)}: a faster network would save less than half of it.",
-                evidence,
-            )
-        if unsure:
-            yield Finding(
-                BOUND,
-                f"{on_nodes(nodes)} more of the sync time is waiting than wire by the medians with "
+            ),
+            (
+                bool(unsure),
+                True,
+                "more of the sync time is waiting than wire by the medians with "
                 f"{listed(unsure)}, but no intervals that lie apart bear it out.",
-                evidence,
-                caution=True,
-            )
-        if rows and not waiting:
-            yield Finding(
-                BOUND,
-                f"{on_nodes(nodes)} no strategy spends more of its sync time waiting for slower ranks than on "
-                "the wire.",
-                evidence,
-            )
+            ),
+            (
+                bool(rows and not waiting),
+                False,
+                "no strategy spends more of its sync time waiting for slower ranks than on the "
+                "wire.",
+            ),
+        )
+        for holds, caution, text in claims:
+            if holds:
+                yield Finding(BOUND, f"{on_nodes(nodes)} {text}", evidence, caution)
 
 
 def root_share(block: ComparisonGroup) -> Iterator[Finding]:
-    """The root's share of all bytes that are sent."""
+    """Compare the root's share of all bytes sent with an equal share."""
     for nodes in block.nodes_beyond_one:
         shares = {
             row.sync: sent / row.total_bytes
@@ -184,35 +190,35 @@ def root_share(block: ComparisonGroup) -> Iterator[Finding]:
         }
         if not shares:
             continue
-        heavy = {sync: share for sync, share in shares.items() if share > _EQUAL_SHARE / nodes}
-        evidence = "; ".join(f"{sync} {percent(share, 1)}" for sync, share in shares.items())
-        equal = f"an equal share would be {percent(1 / nodes, 1)}"
+        heavy = [sync for sync, share in shares.items() if share > _EQUAL_SHARE / nodes]
+        most = max(shares, key=shares.__getitem__)
         if heavy:
-            most = max(heavy, key=heavy.__getitem__)
             name = f", {most}" if len(heavy) > 1 else ""
-            yield Finding(
-                "Bytes",
-                f"{on_nodes(nodes)} the root sends more than its share with {listed(list(heavy))}: up to "
-                f"{percent(heavy[most], 1)} of all bytes{name}; {equal}.",
-                evidence,
+            text = (
+                f"the root sends more than its share with {listed(heavy)}: "
+                f"up to {percent(shares[most], 1)} of all bytes{name}"
             )
         else:
-            yield Finding(
-                "Bytes",
-                f"{on_nodes(nodes)} no strategy makes the root send much more than the others: at most "
-                f"{percent(max(shares.values()), 1)} of all bytes; {equal}.",
-                evidence,
+            text = (
+                "no strategy makes the root send much more than the others: "
+                f"at most {percent(shares[most], 1)} of all bytes"
             )
+        yield Finding(
+            "Bytes",
+            f"{on_nodes(nodes)} {text}; an equal share would be {percent(1 / nodes, 1)}.",
+            "; ".join(f"{sync} {percent(share, 1)}" for sync, share in shares.items()),
+        )
 
 
 def overlaps(block: ComparisonGroup, timelines: Mapping[str, Any]) -> Iterator[Finding]:
-    """How much of the messages' time lies under backward, in the one step that was recorded."""
+    """Say how much of the message time lies under backward in the one recorded step."""
     for nodes in block.nodes:
-        recorded = [row for row in block.rows if row.nodes == nodes and row.id in timelines]
         shares = {
             row.sync: share
-            for row in recorded
-            if (share := mean_overlap(timelines[row.id])) is not None
+            for row in block.rows
+            if row.nodes == nodes
+            and row.id in timelines
+            and (share := mean_overlap(timelines[row.id])) is not None
         }
         under = [
             f"{sync} ({percent(share)} of their time)"

@@ -1,6 +1,6 @@
-"""The table of cells: ``table.md`` to paste, ``table.csv`` to compute with, and the same columns for the HTML.
+"""The table of cells: ``table.md`` to paste, ``table.csv`` to compute with, columns of the page.
 
-Text is rounded for reading; the CSV holds the numbers as they are, in seconds, bytes and ratios.
+Texts are rounded. The CSV holds the exact numbers, in seconds, bytes and ratios.
 """
 
 import csv
@@ -21,10 +21,22 @@ from lab.report.view import (
     what_is_emulated,
 )
 
+_MARKDOWN_ESCAPES = str.maketrans(
+    {
+        "&": "&amp;",
+        "<": "&lt;",
+        ">": "&gt;",
+        "\\": "\\\\",
+        "|": "\\|",
+        "`": "\\`",
+        "*": "\\*",
+    }
+)
+
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the readable table: heading with unit, and the text of a row."""
+    """A column of the readable table: its heading with the unit, and the text of a row."""
 
     key: str
     heading: str
@@ -33,13 +45,8 @@ class Column:
 
 
 def seconds(row: CellRow, name: str) -> str:
-    """A median in seconds, as finely as suits the step."""
+    """Return a median in seconds, with as many decimals as the step's."""
     return seconds_text(row.median(name), row.step)
-
-
-def step(row: CellRow) -> str:
-    """The step's median with its 95 % interval, if there is one: ``0.358 [0.351, 0.366]``."""
-    return seconds(row, "step") + interval_text(row)
 
 
 def _or_nothing(value: float | None, form: str, *, divide: float = 1.0) -> str:
@@ -57,13 +64,13 @@ COLUMNS = (
     Column("strategy", "strategy", lambda row: row.sync, number=False),
     Column("nodes", "nodes", lambda row: str(row.nodes)),
     Column("exact", "exact", lambda row: "yes" if row.exact else "no", number=False),
-    Column("step", "step, s [95 %]", step),
+    Column("step", "step, s [95 %]", lambda row: seconds(row, "step") + interval_text(row)),
     *(
         Column(name, f"{name}, s", partial(seconds, name=name))
         for name in ("data", "forward", "backward", "sync")
     ),
-    Column("wait", "of it wait, s", lambda row: seconds(row, "wait")),
-    Column("update", "update, s", lambda row: seconds(row, "update")),
+    Column("wait", "of it wait, s", partial(seconds, name="wait")),
+    Column("update", "update, s", partial(seconds, name="update")),
     Column("speedup", "speed-up", lambda row: _or_nothing(row.speedup, ".2f")),
     Column(
         "efficiency",
@@ -130,7 +137,7 @@ COSTS = (
 
 
 def markdown(blocks: Sequence[ComparisonGroup]) -> str:
-    """Return the tables of all blocks as Markdown, a heading before each where there is more than one."""
+    """Return the tables of all blocks as Markdown, with headings if there are several."""
     parts = []
     for block in blocks:
         lines = [
@@ -150,30 +157,17 @@ def markdown(blocks: Sequence[ComparisonGroup]) -> str:
 
 
 def escape(text: str) -> str:
-    """``text`` for a cell of a Markdown table: one line, no pipe, no markup of HTML."""
-    for mark, code in (
-        ("&", "&amp;"),
-        ("<", "&lt;"),
-        (">", "&gt;"),
-        ("\\", "\\\\"),
-        ("|", "\\|"),
-        ("`", "\\`"),
-        ("*", "\\*"),
-    ):
-        text = text.replace(mark, code)
-    return " ".join(text.split())
+    """Return ``text`` for a cell of a Markdown table: one line, without markup."""
+    return " ".join(text.translate(_MARKDOWN_ESCAPES).split())
 
 
 def csv_text(blocks: Sequence[ComparisonGroup]) -> str:
-    """Return all rows as CSV with a header row: names carry the unit (seconds, bytes); shares and errors are ratios."""
+    """Return all rows as CSV with a header row of names with units; None becomes an empty field."""
     rows = [_csv_row(block, row) for block in blocks for row in block.rows]
-    names = list(_csv_row(blocks[0], blocks[0].rows[0])) if rows else ["strategy", "nodes"]
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, names, lineterminator="\n")
+    writer = csv.DictWriter(buffer, rows[0] if rows else ["strategy", "nodes"], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(
-        {name: "" if value is None else value for name, value in row.items()} for row in rows
-    )
+    writer.writerows(rows)
     return buffer.getvalue()
 
 

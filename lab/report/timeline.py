@@ -1,30 +1,39 @@
-"""One step as lanes: a lane a rank with its sections, each message below it; as a figure and as a trace for Perfetto.
+"""One recorded step, with a lane per rank: its sections, and its messages below them.
 
-``overlap`` is the share of a rank's message time that lies before the end of its backward. Waiting is drawn from a rank's
-last gradient to the last gradient of the slowest rank, as far as its sync section reaches.
+``draw_timeline`` and ``draw_beside`` draw it, ``trace`` returns it for Perfetto. ``overlap`` is the
+share of a rank's message time before the end of its backward. A rank's sync section counts as
+waiting until the slowest rank has its last gradient, and as time on the wire after that.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, cycle
 from statistics import fmean
 from typing import Any
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from lab.plot_style import INK, PAPER, SECTIONS, NothingToShowError, grid, section_patch, title
+from lab.plot_style import (
+    INK,
+    PAPER,
+    SECTIONS,
+    NothingToShowError,
+    grid,
+    line_key,
+    section_patch,
+    title,
+)
 from lab.report.view import percent
 
 Span = tuple[float, float]
-_DRAWN_LANES = 6  # rows of messages a rank gets at most; further ones share the last
+_DRAWN_LANES = 6  # rows of messages per rank; further rows are drawn in the last one
 _KINDS = ("#8467c9", "#11998a", "#df8b1f", "#e0568c", "#4aa3df", "#7d9b2c", "#a8714f")
 
 
 def union(spans: Sequence[Sequence[float]]) -> list[Span]:
-    """Return the disjoint intervals that ``spans`` cover, in order; empty and reversed ones are left out."""
+    """Return the disjoint intervals that ``spans`` cover, in order, without empty spans."""
     merged: list[Span] = []
     for begin, end in sorted((span[0], span[1]) for span in spans if span[1] > span[0]):
         if merged and begin <= merged[-1][1]:
@@ -35,12 +44,12 @@ def union(spans: Sequence[Sequence[float]]) -> list[Span]:
 
 
 def backward_end(rank: Mapping[str, Any]) -> float | None:
-    """When this rank's last gradient was there."""
+    """Return when this rank had its last gradient."""
     return max((end for _, end in (rank.get("sections") or {}).get("backward") or []), default=None)
 
 
 def overlap(rank: Mapping[str, Any]) -> float | None:
-    """The share of the time of a rank's messages (their union) that lies before the end of its backward."""
+    """Return which share of the time in messages (their union) lies before the end of backward."""
     spans = union([(message["begin"], message["end"]) for message in rank.get("messages") or []])
     last, total = backward_end(rank), sum(end - begin for begin, end in spans)
     if last is None or total <= 0:
@@ -49,15 +58,15 @@ def overlap(rank: Mapping[str, Any]) -> float | None:
 
 
 def mean_overlap(timeline: Mapping[str, Any]) -> float | None:
-    """The mean of ``overlap`` over the ranks that sent messages."""
+    """Return the mean of ``overlap`` over the ranks that sent messages."""
     shares = [share for rank in timeline.get("ranks") or [] if (share := overlap(rank)) is not None]
     return fmean(shares) if shares else None
 
 
 def sync_parts(timeline: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str, list[Span]]:
-    """Split a rank's sync into "wait", up to the last gradient of the slowest rank, and "wire", what follows."""
-    ends = [end for other in timeline["ranks"] if (end := backward_end(other)) is not None]
-    slowest = max(ends, default=float("-inf"))
+    """Split a rank's sync at the slowest rank's last gradient into "wait" and "wire"."""
+    ends = (backward_end(other) for other in timeline["ranks"])
+    slowest = max((end for end in ends if end is not None), default=float("-inf"))
     spans = [(begin, end) for begin, end in (rank.get("sections") or {}).get("sync") or []]
     parts = {
         "wait": [(begin, min(end, slowest)) for begin, end in spans],
@@ -67,7 +76,7 @@ def sync_parts(timeline: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str
 
 
 def lanes(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Share messages out over the fewest lanes in which none overlaps another."""
+    """Distribute the messages over the fewest lanes in which no two overlap."""
     found: list[list[Mapping[str, Any]]] = []
     for message in sorted(messages, key=lambda message: (message["begin"], message["end"])):
         free = next((lane for lane in found if lane[-1]["end"] <= message["begin"]), None)
@@ -78,33 +87,31 @@ def lanes(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]
 
 
 def trace(timeline: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the step as Chrome trace events: a process a rank, a thread for sections, one or more for messages; microseconds."""
+    """Return the step as Chrome trace events in microseconds.
+
+    Each rank is a process with a thread for its sections and one or more for its messages.
+    """
     events: list[dict[str, Any]] = []
     for entry in timeline.get("ranks") or []:
         pid = entry["rank"]
-        events.append(_named("process_name", pid, 0, f"rank {pid}"))
-        events.append(_named("thread_name", pid, 0, "sections"))
-        parts = {f"sync: {part}": spans for part, spans in sync_parts(timeline, entry).items()}
-        sections = {**(entry.get("sections") or {}), **parts}
+        sections = (entry.get("sections") or {}) | {
+            f"sync: {part}": spans for part, spans in sync_parts(timeline, entry).items()
+        }
         events += [
-            _event(section, "section", pid, 0, begin, end)
+            _named("process_name", pid, 0, f"rank {pid}"),
+            _named("thread_name", pid, 0, "sections"),
+        ]
+        events += [
+            _event(section, "section", pid, 0, span)
             for section, spans in sections.items()
-            for begin, end in spans
+            for span in spans
         ]
         for thread, lane in enumerate(lanes(entry.get("messages") or []), start=1):
-            suffix = f" ({thread})" if thread > 1 else ""
-            events.append(_named("thread_name", pid, thread, f"messages{suffix}"))
+            label = f"messages ({thread})" if thread > 1 else "messages"
+            events.append(_named("thread_name", pid, thread, label))
             events += [
-                _event(
-                    message["kind"],
-                    "message",
-                    pid,
-                    thread,
-                    message["begin"],
-                    message["end"],
-                    bytes=message.get("bytes"),
-                    sent_bytes=message.get("sent_bytes"),
-                )
+                _event(message["kind"], "message", pid, thread, (message["begin"], message["end"]))
+                | {"args": {key: message.get(key) for key in ("bytes", "sent_bytes")}}
                 for message in lane
             ]
     return {
@@ -118,41 +125,37 @@ def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _event(
-    name: str, category: str, pid: int, tid: int, begin: float, end: float, **arguments: Any
-) -> dict[str, Any]:
+def _event(name: str, category: str, pid: int, tid: int, span: Sequence[float]) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": name,
         "cat": category,
         "pid": pid,
         "tid": tid,
-        "ts": begin * 1e6,
-        "dur": max(0.0, end - begin) * 1e6,
-        "args": arguments,
+        "ts": span[0] * 1e6,
+        "dur": max(0.0, span[1] - span[0]) * 1e6,
+        "args": {},
     }
 
 
 def draw_timeline(
     timeline: Mapping[str, Any], *, label: str, narrow: bool, emulated: bool
 ) -> Figure:
-    """Draw a step: of each rank a bar of sections, and its messages below, one above the other where they overlap."""
-    ranks = timeline.get("ranks") or []
-    share = mean_overlap(timeline)
-    heading = f"{label}: step {timeline.get('step')}, {share_text(share)}"
-    entries = [(f"rank {rank['rank']}", timeline, rank) for rank in ranks]
+    """Draw the sections and messages of each rank; overlapping messages stand below each other."""
+    heading = f"{label}: step {timeline.get('step')}, {share_text(mean_overlap(timeline))}"
+    entries = [(f"rank {rank['rank']}", timeline, rank) for rank in timeline.get("ranks") or []]
     return _draw_lanes(entries, heading, narrow=narrow, emulated=emulated)
 
 
 def share_text(share: float | None) -> str:
-    """``mean_overlap`` in words."""
+    """Return ``mean_overlap`` in words."""
     return "no messages" if share is None else f"{percent(share)} of message time under backward"
 
 
 def draw_beside(
     timelines: Mapping[str, Mapping[str, Any]], *, rank: int, heading: str, emulated: bool
 ) -> Figure:
-    """Draw one rank's step with several strategies, by their labels, one below the other on one axis of time."""
+    """Draw one rank's step with several strategies, given by label, on one time axis."""
     entries = [(label, timeline, timeline["ranks"][rank]) for label, timeline in timelines.items()]
     return _draw_lanes(entries, heading, narrow=False, emulated=emulated)
 
@@ -164,38 +167,41 @@ def _draw_lanes(
     narrow: bool,
     emulated: bool,
 ) -> Figure:
-    """Draw ranks, each with its label and the timeline that it is of."""
+    """Draw ``entries``, each a label, a timeline and one of its ranks, from top to bottom."""
     ranks = [rank for _, _, rank in entries]
     if not any(spans for rank in ranks for spans in (rank.get("sections") or {}).values()):
         raise NothingToShowError("the recorded step holds no sections")
+    kinds = [message["kind"] for rank in ranks for message in rank.get("messages") or []]
+    colors = dict(zip(dict.fromkeys(kinds), cycle(_KINDS), strict=False))
     depths = [
         1 + 0.55 * min(_DRAWN_LANES, len(lanes(rank.get("messages") or []))) for rank in ranks
     ]
-    messages = [message for rank in ranks for message in rank.get("messages") or []]
-    kinds = dict.fromkeys(message["kind"] for message in messages)
-    colors = {kind: _KINDS[index % len(_KINDS)] for index, kind in enumerate(kinds)}
-    height = 0.34 * sum(depths) + 0.2 * len(ranks) + 0.75
-    legend_height = 0.6 if narrow else 0.3
-    figure, (axis,) = grid(1, narrow=narrow, columns=1, height=height, extra=legend_height)
-    top, middles = 0.0, []
-    for (_, timeline, rank), depth in zip(entries, depths, strict=True):
+    figure, (axis,) = grid(
+        1,
+        narrow=narrow,
+        columns=1,
+        height=0.34 * sum(depths) + 0.2 * len(ranks) + 0.75,
+        extra=0.6 if narrow else 0.3,
+    )
+    *tops, bottom = accumulate((depth + 0.5 for depth in depths), initial=0.0)
+    for (_, timeline, rank), top in zip(entries, tops, strict=True):
         _draw_rank(axis, timeline, rank, top, colors)
-        middles.append(top + 0.5)
-        top += depth + 0.5
-    axis.set_yticks(middles, [label for label, _, _ in entries])
+    axis.set_yticks([top + 0.5 for top in tops], [label for label, _, _ in entries])
     axis.tick_params(axis="y", length=0)
-    axis.set(xlabel="milliseconds since the step's first begin", ylim=(top - 0.3, -0.2))
-    axis.set_xlim(left=0)
+    axis.set(
+        xlabel="milliseconds since the step's first begin",
+        xlim=(0, None),
+        ylim=(bottom - 0.3, -0.2),
+        axisbelow=True,
+    )
     axis.xaxis.set_major_locator(MaxNLocator(6))
     axis.grid(axis="x")
-    axis.set_axisbelow(True)
-    handles: list[Artist] = [section_patch(name) for name in SECTIONS if name != "sync"]
-    handles += [Patch(facecolor=fill, label=f"message: {kind}") for kind, fill in colors.items()]
-    handles.append(
-        Line2D([], [], color=INK, linewidth=1, linestyle=(0, (3, 2)), label="last gradient")
-    )
     figure.legend(
-        handles=handles,
+        handles=[
+            *(section_patch(name) for name in SECTIONS if name != "sync"),
+            *(Patch(facecolor=fill, label=f"message: {kind}") for kind, fill in colors.items()),
+            line_key("last gradient", linewidth=1, linestyle=(0, (3, 2))),
+        ],
         loc="outside lower center",
         ncols=2 if narrow else 5,
         handlelength=1.4,
@@ -225,7 +231,6 @@ def _draw_rank(
             )
     found = lanes(rank.get("messages") or [])
     for index, lane in enumerate(found):
-        height = top + 1.08 + 0.55 * min(index, _DRAWN_LANES - 1)
         for kind in dict.fromkeys(message["kind"] for message in lane):
             axis.broken_barh(
                 [
@@ -233,13 +238,16 @@ def _draw_rank(
                     for message in lane
                     if message["kind"] == kind
                 ],
-                (height, 0.45),
+                (top + 1.08 + 0.55 * min(index, _DRAWN_LANES - 1), 0.45),
                 facecolor=colors[kind],
                 edgecolor=PAPER,
                 linewidth=0.25,
             )
     if (end := backward_end(rank)) is not None:
-        bottom = top + 1.1 + 0.55 * min(_DRAWN_LANES, len(found))
         axis.plot(
-            [end * 1e3] * 2, [top - 0.08, bottom], color=INK, linewidth=1, linestyle=(0, (3, 2))
+            [end * 1e3] * 2,
+            [top - 0.08, top + 1.1 + 0.55 * min(_DRAWN_LANES, len(found))],
+            color=INK,
+            linewidth=1,
+            linestyle=(0, (3, 2)),
         )

@@ -1,12 +1,13 @@
-"""What tables, figures and findings read: cells that may stand side by side as a ``ComparisonGroup``, each cell as a ``CellRow``.
+"""The data that tables, figures and findings read.
 
-``blocks(results)`` splits the cells by group (data, batch, seed, model) and by rate of the link; only cells of one block are
-ever drawn or ordered together. Speed-ups, efficiencies and prediction errors are computed here and nowhere else.
+``blocks(results)`` splits the cells by group (data, batch, seed, model) and by link rate into
+blocks, each a ``ComparisonGroup`` of ``CellRow``. Only cells of one block are drawn or ordered together.
+``CellRow`` alone computes speed-ups, efficiencies and prediction errors.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -19,16 +20,17 @@ from lab.units import parse_rate
 NOTHING = "–"
 Interval = tuple[float, float]
 _CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
+_RATE_UNITS = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
 
 
 @dataclass(frozen=True)
 class CellRow:
-    """A cell with what follows from it. Seconds, bytes and ratios; None where the run has not said."""
+    """A cell and what follows from it, in seconds, bytes and ratios; None if unknown."""
 
     cell: Mapping[str, Any]
-    baseline: Mapping[str, Any] | None
+    baseline: "CellRow | None"  # the one-node cell
     scaling: str
-    prediction: Mapping[str, Any]  # empty where nothing was predicted
+    prediction: Mapping[str, Any]  # empty if nothing was predicted
 
     @property
     def id(self) -> str:
@@ -52,53 +54,48 @@ class CellRow:
 
     @property
     def repeats(self) -> list[Mapping[str, Any]]:
-        """The repeats that ended well."""
+        """The successful repeats."""
         return [
             repeat for repeat in self.cell.get("repeats") or [] if repeat.get("status") == "done"
         ]
 
     def median(self, name: str) -> float | None:
-        """The median over the repeats of ``name`` (step, data, ..., wait, wire, root_bytes_sent, ...)."""
+        """Return the median over the repeats of ``name`` (step, wait, root_bytes_sent ...)."""
         return (self.cell.get("median") or {}).get(name)
 
     def interval(self, name: str) -> Interval | None:
-        """The 95 % interval over the repeats, or None with a single repeat."""
-        return _interval(self.cell, name)
+        """Return the 95 % interval over the repeats of ``name``, or None for a single repeat."""
+        low, high = (self.cell.get("interval") or {}).get(name) or (None, None)
+        return None if low is None or high is None else (low, high)
 
     @property
     def step(self) -> float | None:
         return self.median("step")
 
     @property
-    def measured(self) -> bool:
-        return bool(self.step)
-
-    @property
     def measured_step(self) -> float:
-        """``step`` of a cell that is ``measured``."""
-        assert self.step is not None  # callers take their rows from ``ComparisonGroup.measured``
-        return self.step
+        """``step`` of a row of ``ComparisonGroup.measured``, which has one."""
+        return self.step or 0.0
 
     @cached_property
     def speedup(self) -> float | None:
-        """How many times as fast as one node: its step time over this one's (weak: samples a second over its)."""
-        one = (self.baseline.get("median") or {}).get("step") if self.baseline else None
-        return one / self.step * self._more_samples if one and self.step else None
+        """One node's step time over this one's (weak scaling: ratio of samples per second)."""
+        one = self.baseline.step if self.baseline else None
+        return one / self.step * self._sample_ratio if one and self.step else None
 
     @cached_property
     def speedup_interval(self) -> Interval | None:
-        """The speed-up from the far ends of both step intervals: wider than either alone; infinite where one reaches 0."""
-        one, own = _interval(self.baseline or {}, "step"), self.interval("step")
+        """The speed-up at the far ends of both step intervals; infinite if one reaches 0."""
+        one, own = (row.interval("step") if row else None for row in (self.baseline, self))
         if one is None or own is None:
             return None
         high = one[1] / own[0] if own[0] > 0 else math.inf
-        return one[0] / own[1] * self._more_samples, high * self._more_samples
+        return one[0] / own[1] * self._sample_ratio, high * self._sample_ratio
 
     @property
-    def _more_samples(self) -> float:
-        """Samples a step against one node's: 1 in strong scaling."""
-        assert self.baseline is not None
-        own, one = self.cell.get("batch_size"), self.baseline.get("batch_size")
+    def _sample_ratio(self) -> float:
+        """Samples per step over one node's: 1 in strong scaling."""
+        own, one = (row.cell.get("batch_size") for row in (self, self.baseline or self))
         return own / one if self.scaling == "weak" and own and one else 1.0
 
     @property
@@ -124,69 +121,55 @@ class CellRow:
         return bool(self.prediction.get("in_scope"))
 
     @property
-    def compute(self) -> float | None:
-        """Seconds of a step that are no exposed communication: data, forward, backward and update."""
-        names = ("data", "forward", "backward", "update")
-        parts = [value for name in names if (value := self.median(name)) is not None]
-        return sum(parts) if len(parts) == len(names) else None
-
-    @property
     def total_bytes(self) -> float | None:
-        """Bytes that all ranks together send a step."""
+        """Bytes that all ranks together send per step."""
         root, others = self.median("root_bytes_sent"), self.median("others_bytes_sent")
         return None if root is None else root + (self.nodes - 1) * (others or 0.0)
 
     def per_rank(self, name: str) -> list[float]:
-        """``name`` of each rank, averaged over the repeats that ended well; empty where it is not known."""
+        """Return ``name`` of each rank that has it, averaged over the successful repeats."""
         lists = [[rank.get(name) for rank in repeat.get("ranks") or []] for repeat in self.repeats]
         return [fmean(values) for values in zip(*lists, strict=False) if None not in values]
 
 
-def _interval(cell: Mapping[str, Any], name: str) -> Interval | None:
-    low, high = (cell.get("interval") or {}).get(name) or (None, None)
-    return None if low is None or high is None else (low, high)
-
-
 @dataclass(frozen=True)
 class ComparisonGroup:
-    """Cells that differ in strategy and number of nodes alone. ``suffix`` ends the names of its figures."""
+    """Cells that differ only in strategy and number of nodes; ``suffix`` ends figure names."""
 
     group: int
     rate: Any
     label: str
     suffix: str
-    rows: tuple[CellRow, ...]
+    rows: Sequence[CellRow]
     scaling: str
     emulated: bool
     settings: Mapping[str, Any]
 
     @property
     def measured(self) -> list[CellRow]:
-        return [row for row in self.rows if row.measured]
+        return [row for row in self.rows if row.step]
 
     @property
     def baseline(self) -> CellRow | None:
-        return next((row for row in self.rows if row.nodes == 1 and row.measured), None)
+        return next((row for row in self.measured if row.nodes == 1), None)
 
     @property
     def nodes_beyond_one(self) -> list[int]:
-        """Numbers of nodes beyond one that have cells."""
+        """Numbers of nodes above one that have cells."""
         return sorted({row.nodes for row in self.rows if row.nodes > 1})
 
     @property
     def nodes(self) -> list[int]:
-        """Numbers of nodes beyond one that have cells; [1] where there is no other."""
+        """Numbers of nodes above one that have cells, or [1] if there are none."""
         return self.nodes_beyond_one or sorted({row.nodes for row in self.rows})
 
     @property
     def syncs(self) -> list[str]:
-        """The strategies on more than one node, in the order in which they are shown everywhere."""
-        return sorted(
-            {row.sync for row in self.rows if row.nodes > 1 or self.nodes == [1]}, key=order
-        )
+        """The strategies on more than one node, in the order of ``order``."""
+        return sorted({row.sync for row in self.rows if row.nodes in self.nodes}, key=order)
 
     def at(self, nodes: int) -> list[CellRow]:
-        """The measured cells on ``nodes`` nodes."""
+        """Return the measured cells on ``nodes`` nodes."""
         return [row for row in self.measured if row.nodes == nodes]
 
     def find(self, sync: str, nodes: int) -> CellRow | None:
@@ -194,94 +177,96 @@ class ComparisonGroup:
 
     @property
     def classes(self) -> int | None:
-        """Number of classes of the data, where it is known."""
+        """Number of classes of the data, if known."""
         return self.settings.get("num_classes") or _CLASSES.get(self.settings.get("dataset", ""))
 
 
 def order(sync: str) -> tuple[int, str]:
-    """The key that sorts strategies as everywhere: known ones first, in their order."""
-    known = list(STRATEGIES)
-    return (known.index(sync) if sync in known else len(known), sync)
+    """Return the sort key of a strategy: known ones first, in their own order."""
+    return ([*STRATEGIES, sync].index(sync), sync)
 
 
 def blocks(results: Mapping[str, Any]) -> list[ComparisonGroup]:
-    """Split the cells into blocks that may be compared; a one-node cell stands in every rate of its group."""
-    cells = results.get("cells") or []
-    keys: dict[tuple[int, Any], None] = {}
-    for group in sorted({cell.get("group", 0) for cell in cells}):
-        mine = [cell for cell in cells if cell.get("group", 0) == group]
-        rates = dict.fromkeys(cell.get("rate") for cell in mine if cell["nodes"] > 1)
-        keys.update({(group, rate): None for rate in rates or {mine[0].get("rate"): None}})
-    groups, many_rates = len({group for group, _ in keys}), len({rate for _, rate in keys}) > 1
-    return [_block(results, group, rate, groups > 1, many_rates) for group, rate in keys]
+    """Split the cells into comparable blocks; a one-node cell stands in each rate of its group."""
+    groups: dict[int, list[Mapping[str, Any]]] = {}
+    for cell in results.get("cells") or []:
+        groups.setdefault(cell.get("group", 0), []).append(cell)
+    keys = [(group, rate) for group, cells in sorted(groups.items()) for rate in _rates(cells)]
+    many_rates = len({rate for _, rate in keys}) > 1
+    found = []
+    for group, rate in keys:
+        names = [(f"group {group}", f"-group{group}")] if len(groups) > 1 else []
+        if many_rates:
+            shown = rate if isinstance(rate, str) else rate_text(rate)
+            names.append((rate_text(rate), "-" + safe_name(shown)))
+        settings = _group_settings(results, group)
+        scaling = (results.get("settings") or {}).get("scaling") or "strong"
+        found.append(
+            ComparisonGroup(
+                group=group,
+                rate=rate,
+                label=", ".join(label for label, _ in names),
+                suffix="".join(suffix for _, suffix in names),
+                rows=_rows(results, groups[group], rate, scaling),
+                scaling=scaling,
+                emulated=bool(results.get("emulated"))
+                and (settings.get("compute") != "real" or rate is not None),
+                settings=settings,
+            )
+        )
+    return found
 
 
-def _block(
-    results: Mapping[str, Any], group: int, rate: Any, many_groups: bool, many_rates: bool
-) -> ComparisonGroup:
-    mine = [
-        cell
-        for cell in results["cells"]
-        if cell.get("group", 0) == group and (cell["nodes"] == 1 or cell.get("rate") == rate)
-    ]
-    ones = [cell for cell in mine if cell["nodes"] == 1]
-    one = next((cell for cell in ones if cell.get("rate") == rate), ones[0] if ones else None)
-    mine = [cell for cell in mine if cell["nodes"] > 1 or cell is one]
-    scaling = (results.get("settings") or {}).get("scaling") or "strong"
+def _rates(cells: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the link rates of a group's cells on several nodes, or of its one-node cell."""
+    several = [cell for cell in cells if cell["nodes"] > 1]
+    return list(dict.fromkeys(cell.get("rate") for cell in several or cells[:1]))
+
+
+def _rows(
+    results: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], rate: Any, scaling: str
+) -> list[CellRow]:
+    """Return the rows of a block: a group's cells of this rate, and its one-node cell."""
     predictions = (results.get("prediction") or {}).get("cells") or {}
-    rows = [CellRow(cell, one, scaling, predictions.get(cell["id"]) or {}) for cell in mine]
-    labels = [f"group {group}"] if many_groups else []
-    suffix = f"-group{group}" if many_groups else ""
-    if many_rates:
-        labels.append(rate_text(rate))
-        suffix += "-" + safe_name(rate if isinstance(rate, str) else rate_text(rate))
-    settings = group_settings(results, group)
-    return ComparisonGroup(
-        group=group,
-        rate=rate,
-        label=", ".join(labels),
-        suffix=suffix,
-        rows=tuple(sorted(rows, key=lambda row: (row.nodes, order(row.sync)))),
-        scaling=scaling,
-        emulated=bool(results.get("emulated"))
-        and (settings.get("compute") != "real" or rate is not None),
-        settings=settings,
-    )
+    ones = [cell for cell in cells if cell["nodes"] == 1]
+    ones.sort(key=lambda cell: cell.get("rate") != rate)  # one of this rate, or else any
+    mine = ones[:1] + [cell for cell in cells if cell["nodes"] > 1 and cell.get("rate") == rate]
+    baseline = CellRow(ones[0], None, scaling, {}) if ones else None
+    rows = [CellRow(cell, baseline, scaling, predictions.get(cell["id"]) or {}) for cell in mine]
+    return sorted(rows, key=lambda row: (row.nodes, order(row.sync)))
 
 
-def group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
-    """The settings of one group: its own, where ``results["groups"]`` has them by number, and what all groups have in common."""
-    groups = results.get("groups") or {}
+def _group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
+    """Return the settings that all groups have in common, and the group's own ones."""
     differing = {str(difference).split(":")[0] for difference in results.get("differences") or []}
-    common = {
-        name: value
-        for name, value in (results.get("settings") or {}).items()
-        if name not in differing
+    common = results.get("settings") or {}
+    return {
+        **{name: value for name, value in common.items() if name not in differing},
+        **((results.get("groups") or {}).get(str(group)) or {}),
     }
-    return {**common, **(groups.get(str(group)) or {})}
 
 
 def what_is_emulated(settings: Mapping[str, Any]) -> str:
-    """What of an emulated comparison was imitated, as a sentence."""
+    """Return a sentence that says what an emulated comparison imitated."""
     compute = settings.get("compute")
-    rates = [rate for rate in settings.get("rates") or [] if rate is not None]
+    rates = [rate_text(rate) for rate in settings.get("rates") or [] if rate is not None]
     parts = []
     if compute not in (None, "real"):
         name = str(compute).rpartition("/")[2].removesuffix(".json")
         parts.append(
-            f"layers and update slept as long as they take by profile {name}, and nothing was learned"
+            f"layers and update slept as long as they take by profile {name}, "
+            "and nothing was learned"
         )
     if rates:
         parts.append(
             "the nodes were namespaces of one machine, their links limited to "
-            + " and ".join(map(rate_text, rates))
+            + " and ".join(rates)
         )
-    what = "; ".join(parts) or "network or compute were imitated on one machine"
-    return f"EMULATED: {what}."
+    return f"EMULATED: {'; '.join(parts) or 'network or compute were imitated on one machine'}."
 
 
 def rate_text(rate: Any) -> str:
-    """A link's rate as text; numbers are bits a second, texts as ``--rate`` takes them."""
+    """Return a link rate as text; ``rate`` is bits per second, a text for ``--rate``, or None."""
     if rate is None:
         return "unshaped"
     if isinstance(rate, str):
@@ -289,29 +274,32 @@ def rate_text(rate: Any) -> str:
             rate = parse_rate(rate)
         except UserError:
             return rate
-    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if rate >= size:
-            return f"{rate / size:g} {unit}"
-    return f"{rate:g} bit/s"
+    larger = (f"{rate / size:g} {unit}" for unit, size in _RATE_UNITS if rate >= size)
+    return next(larger, f"{rate:g} bit/s")
 
 
 def seconds_text(value: float | None, scale: float | None) -> str:
-    """Seconds with 3 decimals, or with more where ``scale``, the step's own time, lies below 0.1 s."""
-    digits = 3 if not scale or scale >= 0.1 else 4 if scale >= 0.01 else 5
+    """Return seconds with 3 decimals, or 4 or 5 if ``scale``, the step's time, is below 0.1 s."""
+    digits = 3 + sum((scale or 1.0) < limit for limit in (0.1, 0.01))
     return NOTHING if value is None else f"{value:.{digits}f}"
 
 
 def interval_text(row: CellRow) -> str:
-    """The 95 % interval of a cell's step, in seconds, to follow its median: `` [0.351, 0.366]``; empty without one."""
+    """Return the 95 % interval of a step as `` [0.351, 0.366]``, or an empty text without one."""
     ends = row.interval("step")
     return f" [{', '.join(seconds_text(end, row.step) for end in ends)}]" if ends else ""
 
 
 def percent(share: float, digits: int = 0, *, signed: bool = False) -> str:
-    """A share as text: ``25 %``."""
+    """Return a share as text: ``25 %``."""
     return f"{100 * share:{'+' if signed else ''}.{digits}f} %"
 
 
+def nodes_text(nodes: int) -> str:
+    """Return ``1 node`` or ``4 nodes``."""
+    return f"{nodes} node{'s' if nodes != 1 else ''}"
+
+
 def safe_name(text: str) -> str:
-    """``text`` as part of a file's name."""
+    """Return ``text`` as a part of a file name."""
     return re.sub(r"[^\w.-]+", "_", text).strip("._")[:80] or "cell"

@@ -1,4 +1,4 @@
-"""Results as ``lab compare`` leaves them, made up: ``results()`` for tests of the report, with numbers that follow a rule.
+"""Made-up results of ``lab compare`` for tests of the report; their numbers follow a rule.
 
 A step of ``none`` on one node takes 1.0 s; on N nodes compute takes 1/N of it and a strategy's wire ``WIRE[sync] * (N - 1)``.
 Repeats lie at -1 %, 0 and +1 %. No number here was measured.

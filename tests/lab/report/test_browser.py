@@ -1,4 +1,4 @@
-"""The report's page in a real browser: on a phone, in the dark, on paper; skipped, and says so, where there is none."""
+"""The report's page in a real browser: on a phone, in dark mode, on paper."""
 
 import html
 import json
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="no chromium and no google-chrome on the path"
 )
 
-# Tells the page around it what this one is like; that one keeps it in its <html>, which --dump-dom prints. A window cannot be
-# as narrow as a phone, a frame can.
+# Sends its measurements to the page around it, which keeps them in its <html> for --dump-dom.
+# A frame can be as narrow as a phone, a window cannot.
 MEASURE = """<script>
 addEventListener("load", () => {
   const root = document.documentElement;
@@ -69,7 +69,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def browse(page: Path, *flags: str) -> str:
-    """Run the browser on ``page`` once and return what it printed; what it complained of is an error."""
+    """Run the browser on ``page`` and return its output; fail if its console has a message."""
     assert BROWSER
     profile = page.parent / "profile"
     done = subprocess.run(
@@ -96,7 +96,7 @@ def browse(page: Path, *flags: str) -> str:
 
 
 def measured(page: Path, width: int, *flags: str) -> tuple[int, int, list[str], float, str, str]:
-    """Return inner width, width of all that can be scrolled to, what sticks out, smallest letters, paper and ink."""
+    """Return inner and scroll width, overflowing elements, smallest text height, paper and ink."""
     around = page.with_name(f"around-{width}.html")
     around.write_text(AROUND.replace("WIDTH", str(width)), encoding="utf-8")
     found = re.search(

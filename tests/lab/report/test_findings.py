@@ -1,4 +1,4 @@
-"""Sentences of the report: each is written where the numbers carry it, and not where they do not."""
+"""The findings of a report: each is written only if the numbers support it."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""The report of a comparison: tables, figures, traces and the page, also of results that are unfinished or hostile."""
+"""The report's tables, figures, traces and page, also of unfinished and hostile results."""
 
 import csv
 import json
@@ -219,7 +219,7 @@ def test_csv_holds_plain_numbers(report: tuple[Path, dict[str, Any], Page]) -> N
 
 @pytest.fixture
 def plain_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures with all that is in them, but no pixels and no layout, which take most of the time."""
+    """Draw figures without pixels and layout, which take most of the time."""
     savefig = Figure.savefig
 
     def save(figure: Figure, to: Any, **options: Any) -> None:
