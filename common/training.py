@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from common.checkpoint import load_model_state
 from common.distributed.collectives import broadcast_checkpoint, check_same_on_all_ranks
-from common.distributed.process_group import World, current_world
+from common.distributed.process_group import current_world
 from common.errors import UserError
 from common.sync import STRATEGIES, build_sync
 from common.training_engine import Callback, EpochEnd, TrainingEngine
