@@ -2,15 +2,18 @@
 
     python benchmarks/cluster.py --nodes 4 --rate 200mbit 1gbit
 
-Each rate is a cluster of its own (lab/cluster): a network namespace a node, shaped by tbf both ways. On it all strategies take
-turns in one process group, and nothing computes: gradients are there already, as in benchmarks/sync.py.
+Each rate is a cluster of its own (lab/cluster): a network namespace a node, shaped by tbf both
+ways. On it all strategies take turns in one process group, and nothing computes: gradients are
+there already, as in benchmarks/sync.py.
 
-- ideal: the seconds that the busiest link's payload takes at the link's rate: 2(N-1)M/B through a root's link, 2(N-1)/N M/B in a
-  ring. No header, no latency; TCP, IP and Ethernet alone make 1.06 of it.
+- ideal: the seconds that the busiest link's payload takes at the link's rate: 2(N-1)M/B through a
+  root's link, 2(N-1)/N M/B in a ring. No header, no latency; TCP, IP and Ethernet alone make 1.06
+  of it.
 - over ideal: median of the rounds, with a 95 % interval (10,000 bootstrap samples).
-- cores busy: the share of this machine's cores that was busy meanwhile, by /proc/stat. Where it nears 100 %, the machine bounds,
-  not the link.
-- up: seconds until the cluster was ready (torch imported once), and from the start of the nodes' programs until all had met.
+- cores busy: the share of this machine's cores that was busy meanwhile, by /proc/stat. Where it
+  nears 100 %, the machine bounds, not the link.
+- up: seconds until the cluster was ready (torch imported once), and from the start of the nodes'
+  programs until all had met.
 """
 
 import argparse
@@ -134,8 +137,9 @@ def main() -> None:
     for rate in arguments.rate:
         found = on_cluster(arguments.nodes, rate, arguments.rounds)
         print(
-            f"\n{arguments.nodes} nodes, {rate} both ways, {nbytes / 1e6:.1f} MB, {arguments.rounds} rounds; up after "
-            f"{found['ready']:.1f} s, all nodes had met {found['met']:.1f} s after their programs' start"
+            f"\n{arguments.nodes} nodes, {rate} both ways, {nbytes / 1e6:.1f} MB, "
+            f"{arguments.rounds} rounds; up after {found['ready']:.1f} s, all nodes had met "
+            f"{found['met']:.1f} s after their programs' start"
         )
         print(f"{'':<21}{'ideal s':<10}{'seconds':<28}{'over ideal':<26}cores busy")
         for name, one in found["found"].items():

@@ -1,16 +1,19 @@
 """How near emulated steps come to the event model: measured over predicted, for nodes whose links are shaped on this machine.
 
     lab calibrate                          # or lab calibrate --profile NAME: what each layer takes
-    python benchmarks/emulation.py         # 4 and 8 nodes, 200 Mbit/s and 1 Gbit/s, some 25 minutes; nothing else should run
+    python benchmarks/emulation.py    # 4 and 8 nodes, 200 Mbit/s and 1 Gbit/s: about 25 minutes
 
 For each number of nodes and each rate a comparison of its own (lab/compare/runner.py): a cluster of
 so many network namespaces; the messages measured on it, alpha1 with 1 KB and alpha0 with 2 MB; then
 every strategy, with the layers asleep for as long as the profile says.
 
-- measured: the median over the steps behind the warm-up, the mean over the ranks; with --repeats the median over the repeats.
-- model: t(M) = max(alpha1, ideal x 1.06 + alpha0) for each operation, c_k = max(r_k, c_k-1) + t(M_k), r_k and the rest of the
-  step from the profile. Nothing of it is fitted to the steps that it is held against.
-- aim: how far measured / model may be from 1. That overlapped takes no longer than ddp on 4 nodes at 1 Gbit/s is told at the end.
+- measured: the median over the steps behind the warm-up, the mean over the ranks; with --repeats
+  the median over the repeats.
+- model: t(M) = max(alpha1, ideal x 1.06 + alpha0) for each operation, c_k = max(r_k, c_k-1) +
+  t(M_k), r_k and the rest of the step from the profile. Nothing of it is fitted to the steps that
+  it is held against.
+- aim: how far measured / model may be from 1. That overlapped takes no longer than ddp on 4 nodes
+  at 1 Gbit/s is told at the end.
 """
 
 import argparse
@@ -66,7 +69,8 @@ def report(results: Mapping[str, Any]) -> list[str]:
     for cell in results["cells"]:
         if cell["median"] is None:
             lines.append(
-                f"{cell['nodes']:>5}  {cell['rate']:<8}  {cell['sync']:<20}  FAILED: {cell['message']}"
+                f"{cell['nodes']:>5}  {cell['rate']:<8}  {cell['sync']:<20}  FAILED: "
+                f"{cell['message']}"
             )
             continue
         measured, model = (
@@ -162,7 +166,8 @@ def main() -> None:
                     if cell["median"]
                 }
     print(
-        f"\n{'nodes':>5}  {'rate':<8}  {'strategy':<20}  {'step, s':>8}  {'sync, s':>8}  {'model, s':>8}  {'ratio':>6}   aim"
+        f"\n{'nodes':>5}  {'rate':<8}  {'strategy':<20}  {'step, s':>8}  {'sync, s':>8}  "
+        f"{'model, s':>8}  {'ratio':>6}   aim"
     )
     print("\n".join(lines))
     if arguments.figure is not None:
@@ -170,7 +175,8 @@ def main() -> None:
     for nodes, rate, sync in steps:
         if sync == "overlapped" and (nodes, rate, "ddp") in steps:
             print(
-                f"overlapped / ddp on {nodes} nodes at {rate}: {steps[nodes, rate, sync] / steps[nodes, rate, 'ddp']:.3f}"
+                f"overlapped / ddp on {nodes} nodes at {rate}: "
+                f"{steps[nodes, rate, sync] / steps[nodes, rate, 'ddp']:.3f}"
             )
 
 

@@ -4,15 +4,19 @@
 
 Three loaders take turns for some seconds each, and every round gives one ratio:
 
-- ours: ``TrainLoader`` on one thread, everything included: order, offsets, crop, flip, normalisation, labels;
-- plain, one core: torchvision's dataset and PIL transforms in a ``DataLoader`` without workers, on one thread;
-- plain, 2 workers: the same in two worker processes, divided by the cores that these can fill. The process that
-  collects their batches counts as free, which is in the plain loader's favour.
+- ours: ``TrainLoader`` on one thread, everything included: order, offsets, crop, flip,
+  normalisation, labels;
+- plain, one core: torchvision's dataset and PIL transforms in a ``DataLoader`` without workers, on
+  one thread;
+- plain, 2 workers: the same in two worker processes, divided by the cores that these can fill. The
+  process that collects their batches counts as free, which is in the plain loader's favour.
 
-Before another loader's turn the workers have filled their queue and sleep (``wait_until_idle``); before the workers'
-own turn the queue is emptied, so that only batches made within the measured time count.
+Before another loader's turn the workers have filled their queue and sleep (``wait_until_idle``);
+before the workers' own turn the queue is emptied, so that only batches made within the measured
+time count.
 
-What the other benchmarks share lies here too: the datasets, both loaders, the machine's description, the spread.
+What the other benchmarks share lies here too: the datasets, both loaders, the machine's
+description, the spread.
 """
 
 import argparse
@@ -56,8 +60,9 @@ def describe_machine() -> str:
         f"{(facts['git_commit'] or 'none')[:10]}{' with changes' if facts['git_changes'] else ''}"
     )
     return (
-        f"machine: {facts['cpu']}, {facts['usable_cores']} cores usable, load {psutil.getloadavg()[0]:.1f}; "
-        f"Python {facts['python']}, torch {torch.__version__}, torchvision {facts['torchvision']}; commit {commit}"
+        f"machine: {facts['cpu']}, {facts['usable_cores']} cores usable, load "
+        f"{psutil.getloadavg()[0]:.1f}; Python {facts['python']}, torch {torch.__version__}, "
+        f"torchvision {facts['torchvision']}; commit {commit}"
     )
 
 
@@ -94,11 +99,13 @@ def load_benchmark_dataset(
 ) -> Dataset:
     """Return the dataset of that name, or digits, saying so, where CIFAR-10's files are missing: nothing is downloaded.
 
-    Ends the program where a batch would be larger than the training set, or too small for BatchNorm.
+    Ends the program where a batch would be larger than the training set, or too small for
+    BatchNorm.
     """
     if name == "cifar10" and not (data_dir / CIFAR10.base_folder).is_dir():
         print(
-            f"NOTE: {data_dir / CIFAR10.base_folder} is missing: measuring on digits instead, not on CIFAR-10"
+            f"NOTE: {data_dir / CIFAR10.base_folder} is missing: measuring on digits instead, not "
+            "on CIFAR-10"
         )
         name = "digits"
     dataset = load_dataset(name, data_dir)
@@ -246,8 +253,9 @@ def main() -> None:
     torch.set_num_threads(1)
     print(describe_machine())
     print(
-        f"settings: batch {arguments.batch_size}, 1 thread, {arguments.rounds} rounds of {arguments.seconds:g} s a "
-        "loader after a short one to warm up; median (least to most) over the rounds"
+        f"settings: batch {arguments.batch_size}, 1 thread, {arguments.rounds} rounds of "
+        f"{arguments.seconds:g} s a loader after a short one to warm up; median (least to "
+        "most) over the rounds"
     )
     rates = measure(arguments)
     ours = next(iter(rates.values()))

@@ -2,8 +2,9 @@
 
     python benchmarks/startup.py
 
-``python PartOne/main.py --help`` and ``python -c pass`` take turns, each in a process of its own, after one run of each
-that warms the disk and writes the bytecode. What is measured is the wall time from starting the process to its end.
+``python PartOne/main.py --help`` and ``python -c pass`` take turns, each in a process of its own,
+after one run of each that warms the disk and writes the bytecode. What is measured is the wall time
+from starting the process to its end.
 """
 
 import argparse

@@ -2,22 +2,26 @@
 
     python benchmarks/sync.py --ranks 2 3 4
 
-Real ranks on this machine, Gloo over loopback, one torch thread each, all strategies in turns in one process group:
+Real ranks on this machine, Gloo over loopback, one torch thread each, all strategies in turns in
+one process group:
 
-- exchange: gradients of VGG-11's shapes and strides come from a backward pass that costs nothing (each is there already, as
-  new memory), then the strategy has them averaged. Timed from the beginning of that backward pass until ``synchronize``
-  (and, for local_sgd, ``after_step``) returns, so that strategies that send from hooks are measured as the others are.
-  raw: ``torch.distributed.all_reduce`` of one buffer of as many bytes, and nothing else. It is measured at the beginning and
-  in the middle of each round; ``raw again`` is the second over the first and shows what the machine makes of no difference.
-  none: the backward pass alone, which all but raw contain.
-- steps: whole training steps of VGG-11 (forward, loss, backward, SGD with momentum), ``overlapped`` and ``ddp`` with buckets
-  of the same size, in the order A B B A; each pair gives a ratio.
+- exchange: gradients of VGG-11's shapes and strides come from a backward pass that costs nothing
+  (each is there already, as new memory), then the strategy has them averaged. Timed from the
+  beginning of that backward pass until ``synchronize`` (and, for local_sgd, ``after_step``)
+  returns, so that strategies that send from hooks are measured as the others are. raw:
+  ``torch.distributed.all_reduce`` of one buffer of as many bytes, and nothing else. It is measured
+  at the beginning and in the middle of each round; ``raw again`` is the second over the first and
+  shows what the machine makes of no difference. none: the backward pass alone, which all but raw
+  contain.
+- steps: whole training steps of VGG-11 (forward, loss, backward, SGD with momentum), ``overlapped``
+  and ``ddp`` with buckets of the same size, in the order A B B A; each pair gives a ratio.
 
 How it is kept fair:
 - All ranks meet at a barrier before each measurement; the time is the slowest rank's.
-- Each round takes the strategies in another order, the same on all ranks; what is shown is the median of the rounds' ratios
-  with a 95 % interval (the median of 10,000 bootstrap samples).
-- Warm-up rounds are left out: DDP rearranges its buckets after its first step, PowerSGD compresses from its third on.
+- Each round takes the strategies in another order, the same on all ranks; what is shown is the
+  median of the rounds' ratios with a 95 % interval (the median of 10,000 bootstrap samples).
+- Warm-up rounds are left out: DDP rearranges its buckets after its first step, PowerSGD compresses
+  from its third on.
 """
 
 import argparse
@@ -285,7 +289,8 @@ def report_steps(
     ratios = [ours / theirs for ours, theirs in zip(found["overlapped"], found["ddp"], strict=True)]
     buckets = "torch's default buckets" if bucket_mb is None else f"buckets of {bucket_mb:g} MiB"
     print(
-        f"\n{size} ranks, {len(ratios)} pairs of steps, {batch_size} images a rank, {buckets}: median (95 % interval)"
+        f"\n{size} ranks, {len(ratios)} pairs of steps, {batch_size} images a rank, {buckets}: "
+        "median (95 % interval)"
     )
     for name, seconds in found.items():
         print(f"{name + ', ms':<21}{shown([1000 * s for s in seconds], '.1f')}")
@@ -334,7 +339,8 @@ def main() -> None:
     arguments = parse()
     print(describe_machine())
     print(
-        f"settings: one thread a rank, Gloo on {arguments.interface}; {_WARM_UP_ROUNDS} rounds to warm up"
+        f"settings: one thread a rank, Gloo on {arguments.interface}; {_WARM_UP_ROUNDS} rounds "
+        "to warm up"
     )
     for size in arguments.ranks:
         exchanges, steps = run_ranks(size, arguments)

@@ -2,24 +2,27 @@
 
     python benchmarks/train_step.py
 
-In one process tree, with the same number of threads and the same VGG-11, blocks of steps take turns:
+In one process tree, with the same number of threads and the same VGG-11, blocks of steps take
+turns:
 
-- ours: ``TrainingEngine.train_epoch`` with sync "none", fed by ``TrainLoader``, with all that a run of PartOne does in
-  its steps: data, loss, accuracy, schedule, timing hooks, the check for NaN, a line a step in ``metrics.jsonl``. Only
-  the progress line is left out.
-- plain, in a process of its own, so that no setting of ours reaches it: torchvision's dataset with PIL transforms in a
-  DataLoader with 2 workers, default (NCHW) strides, zero_grad,
-  forward, loss, backward, step, ``loss.item()`` and scikit-learn's accuracy in each step.
+- ours: ``TrainingEngine.train_epoch`` with sync "none", fed by ``TrainLoader``, with all that a run
+  of PartOne does in its steps: data, loss, accuracy, schedule, timing hooks, the check for NaN, a
+  line a step in ``metrics.jsonl``. Only the progress line is left out.
+- plain, in a process of its own, so that no setting of ours reaches it: torchvision's dataset with
+  PIL transforms in a DataLoader with 2 workers, default (NCHW) strides, zero_grad, forward, loss,
+  backward, step, ``loss.item()`` and scikit-learn's accuracy in each step.
 - sgemm: ``torch.mm`` of two large float32 matrices, before, between and after the two.
 
 How it is kept fair:
-- The plain loop's workers would take cores from the others. They work only to refill their queue; before each block,
-  of either way, the program waits until they use no CPU at all. A batch takes them far less time than a step, so the
-  queue is full again within each block: a block pays for as many batches as it takes.
+- The plain loop's workers would take cores from the others. They work only to refill their queue;
+  before each block, of either way, the program waits until they use no CPU at all. A batch takes
+  them far less time than a step, so the queue is full again within each block: a block pays for as
+  many batches as it takes.
 - Every other round begins with the other way, and both warm up first.
 - All batches are of one size; time is the wall time of a whole block, divided by its steps.
-- A real run's peak memory is measured in a child process, and first: the peak that Linux gives for a child is at least
-  what its parent held when it started the child, which is less than the child's own only before the training here.
+- A real run's peak memory is measured in a child process, and first: the peak that Linux gives for
+  a child is at least what its parent held when it started the child, which is less than the child's
+  own only before the training here.
 """
 
 import argparse
@@ -245,7 +248,8 @@ def peak_memory_bytes(arguments: argparse.Namespace, dataset: str) -> int:
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             sys.exit(
-                f"error: {' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-2000:]}"
+                f"error: {' '.join(command)} ended with "
+                f"{process.returncode}:\n{log.read_text()[-2000:]}"
             )
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
@@ -280,12 +284,14 @@ def report(rounds: list[Round], *, batch_size: int, peak_bytes: int) -> None:
     print(f"plain, seconds a step      {spread([r.plain for r in rounds], '.3f')}")
     print(f"plain / ours               {spread([r.ratio for r in rounds], '.3f')}")
     print(
-        f"sgemm, GFLOP/s             {spread([rate / 1e9 for r in rounds for rate in r.sgemm], '.0f')}"
+        "sgemm, GFLOP/s             "
+        f"{spread([rate / 1e9 for r in rounds for rate in r.sgemm], '.0f')}"
     )
     print(f"ours, % of sgemm           {spread(shares, '.1f')}")
     print(f"ours, % of a round's best  {spread(shares_of_best, '.1f')}")
     print(
-        f"ours, peak memory          {peak_bytes / 1e9:.2f} GB (a run of PartOne/main.py, {_MEMORY_STEPS} steps)"
+        f"ours, peak memory          {peak_bytes / 1e9:.2f} GB (a run of PartOne/main.py, "
+        f"{_MEMORY_STEPS} steps)"
     )
 
 
@@ -297,8 +303,9 @@ def main() -> None:
     tune_malloc()  # as run() does
     print(describe_machine())
     print(
-        f"settings: batch {size}, {arguments.threads} threads, {arguments.rounds} rounds of {steps} steps after "
-        f"{_WARM_UP_STEPS} to warm up; plain: {PLAIN_WORKERS} workers; sgemm: {_SGEMM_SIZE} x {_SGEMM_SIZE}"
+        f"settings: batch {size}, {arguments.threads} threads, {arguments.rounds} rounds of "
+        f"{steps} steps after {_WARM_UP_STEPS} to warm up; plain: {PLAIN_WORKERS} workers; "
+        f"sgemm: {_SGEMM_SIZE} x {_SGEMM_SIZE}"
     )
     dataset = load_benchmark_dataset(arguments.dataset, arguments.data_dir, batch_size=size)
     peak_bytes = peak_memory_bytes(arguments, dataset.name)

@@ -14,7 +14,8 @@ torch.set_num_threads(
 )  # two files run at once, and threads that wait for each other's cores are slower than none
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A script's background job: what the tests start would ignore Ctrl-C, too, and some tests send it.
+    # A script's background job: what the tests start would ignore Ctrl-C, too, and some tests send
+    # it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

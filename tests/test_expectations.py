@@ -21,7 +21,8 @@ def test_what_users_see_is_as_recorded(name: str) -> None:
     expected = (FOLDER / name).read_text()
     if expected.startswith("Python ") and not expected.startswith(VERSION):
         pytest.skip(
-            f"recorded with {expected.splitlines()[0]}, and this is {VERSION.strip()}: argparse words help otherwise"
+            f"recorded with {expected.splitlines()[0]}, and this is {VERSION.strip()}: argparse "
+            "words help otherwise"
         )
     now = KINDS[name]()
     difference = "\n".join(

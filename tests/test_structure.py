@@ -1,6 +1,7 @@
 """The project's shape: strings that name code lead to code, names are the field's, files and packages stay small.
 
-``make lint`` holds the layers of imports (pyproject.toml); this file holds what import-linter does not see.
+``make lint`` holds the layers of imports (pyproject.toml); this file holds what import-linter does
+not see.
 """
 
 import ast

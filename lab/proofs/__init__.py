@@ -1,7 +1,7 @@
 """Proofs that gradient synchronisation is right, and wrong implementations that they must catch.
 
-``check_equivalence`` compares a strategy with one process on the whole batch; ``WRONG`` in ``wrong.py`` lists the
-mistakes.
+``check_equivalence`` compares a strategy with one process on the whole batch; ``WRONG`` in
+``wrong.py`` lists the mistakes.
 """
 
 from lab.proofs.equivalence import Equivalence, StepDifference, check_equivalence, check_group

@@ -40,7 +40,8 @@ class StepDifference:
     Parameters
     ----------
     step : from 1.
-    error : norm of the difference over the norm of the parameter; infinite where it is not a number.
+    error : norm of the difference over the norm of the parameter; infinite where it is not a
+        number.
     rank, parameter : where it stands.
     equal_bits : whether all ranks hold the same weights, bit for bit.
     """
@@ -88,8 +89,8 @@ class Equivalence:
         reasons = []
         if wrong.error > self.case.tolerance:
             reasons.append(
-                f"{wrong.parameter} on rank {wrong.rank} differs from one process by {wrong.error:.1e} "
-                f"(allowed: {self.case.tolerance:.0e})"
+                f"{wrong.parameter} on rank {wrong.rank} differs from one process by "
+                f"{wrong.error:.1e} (allowed: {self.case.tolerance:.0e})"
             )
         if not wrong.equal_bits:
             reasons.append("the ranks hold different weights")
@@ -132,13 +133,15 @@ def check_equivalence(
 
     Parameters
     ----------
-    strategy : a ``GradientSync`` that is not prepared yet; or a strategy's name; or a function ``f(model)`` that is called
-        after the last backward pass of a step. Such a function sees only the gradients of its own rank: unless it copes
-        with parameters that have a gradient on some ranks only, give it ``Case(unused=False)``.
+    strategy : a ``GradientSync`` that is not prepared yet; or a strategy's name; or a function
+        ``f(model)`` that is called after the last backward pass of a step. Such a function sees
+        only the gradients of its own rank: unless it copes with parameters that have a gradient on
+        some ranks only, give it ``Case(unused=False)``.
     sizes : numbers of ranks. A literal 2 in place of the world size shows on 3 ranks only.
 
-    Returns one ``Equivalence`` a size, which is true where every step passes. Raises UserError for a strategy or a size that
-    cannot be, RankError where a rank fails or gives no answer within ``timeout_seconds``.
+    Returns one ``Equivalence`` a size, which is true where every step passes. Raises UserError for
+    a strategy or a size that cannot be, RankError where a rank fails or gives no answer within
+    ``timeout_seconds``.
 
     >>> all(check_equivalence("all_reduce", sizes=[2]))
     True
@@ -176,7 +179,8 @@ def _as_strategy(strategy: GradientSync | Synchronise | str) -> GradientSync:
     if isinstance(strategy, type) or not callable(strategy):
         name = getattr(strategy, "__name__", repr(strategy))
         raise UserError(
-            f"strategy: got {name}, give a strategy's name, an instance such as {name}(), or a function f(model)"
+            f"strategy: got {name}, give a strategy's name, an instance such as {name}(), or a "
+            "function f(model)"
         )
     return FunctionSync(strategy)
 
@@ -193,8 +197,8 @@ def _all_on_this_rank(
 def errors_on_this_rank(rank: int, size: int, strategy: GradientSync, case: Case) -> RankErrors:
     """Train on this rank of the open group; return the errors after each step. Collective.
 
-    The ranks begin with different weights, so that a strategy must hand out rank 0's first. The reference is
-    a plain loop in this process, not the engine.
+    The ranks begin with different weights, so that a strategy must hand out rank 0's first. The
+    reference is a plain loop in this process, not the engine.
     """
     batches, references = case.global_batches(size), _train_in_one_process(size, case)
     torch.manual_seed(100 + rank)
@@ -249,8 +253,8 @@ def parameter_errors(
 ) -> dict[str, float]:
     """Return for each parameter the norm of its difference from ``reference``'s over the latter's norm.
 
-    A norm below ``floor`` counts as ``floor``: the bias of a convolution before BatchNorm has a true gradient of zero
-    and consists of rounding errors.
+    A norm below ``floor`` counts as ``floor``: the bias of a convolution before BatchNorm has a
+    true gradient of zero and consists of rounding errors.
     """
     pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
     return {name: float((p - q).norm() / q.norm().clamp_min(floor)) for (name, p), q in pairs}

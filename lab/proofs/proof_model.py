@@ -69,7 +69,8 @@ class Case:
     def global_batches(self, size: int) -> list[list[MicroBatch]]:
         """Return for each step the micro-batches of all ranks, rank 0's first: images (n, 3, 8, 8), labels (n,).
 
-        The first sample of each step, which rank 0 has, is the one that uses the layer ``sometimes``.
+        The first sample of each step, which rank 0 has, is the one that uses the layer
+        ``sometimes``.
         """
         generator, batches = torch.Generator().manual_seed(7), []
         for shares in self.shard_sizes(size):

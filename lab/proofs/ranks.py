@@ -56,10 +56,11 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(rank, *arguments)`` on each of ``size`` ranks; return the results by rank.
 
-    Function and arguments travel by cloudpickle (closures and a notebook's classes may go), results by
-    pickle. Each rank computes with one thread.
+    Function and arguments travel by cloudpickle (closures and a notebook's classes may go), results
+    by pickle. Each rank computes with one thread.
 
-    Raises RankError with the traceback of the first rank that failed, and after ``timeout_seconds``.
+    Raises RankError with the traceback of the first rank that failed, and after
+    ``timeout_seconds``.
     """
     payload = cloudpickle.dumps((function, arguments))
     maker = context()
@@ -149,7 +150,8 @@ def _rank_main(
         answer = (rank, None, function(rank, *arguments))
     except BaseException:
         answer = (rank, traceback.format_exc(), None)
-    # The answer is written before the connections close: the first failure comes before what it does to the other ranks.
+    # The answer is written before the connections close: the first failure comes before what it
+    # does to the other ranks.
     results.put(answer)
     results.close()
     results.join_thread()

@@ -1,8 +1,9 @@
 """Wrong implementations of data-parallel training, each with the test that must catch it.
 
-``WRONG`` is the one list of them: what published solutions have got wrong, and what a change to this project could get
-wrong. ``Wrong.plant`` puts the wrong code in the place of the right one; ``pytest -m mutation`` plants each and sees its
-test fail for the stated reason. The wrong functions are in ``wrong_code.py``, wrong strategies in ``wrong_strategies.py``.
+``WRONG`` is the one list of them: what published solutions have got wrong, and what a change to
+this project could get wrong. ``Wrong.plant`` puts the wrong code in the place of the right one;
+``pytest -m mutation`` plants each and sees its test fail for the stated reason. The wrong functions
+are in ``wrong_code.py``, wrong strategies in ``wrong_strategies.py``.
 """
 
 import functools
@@ -25,7 +26,8 @@ class Wrong:
     target : what is replaced, as "module:attribute" or "module:Class.attribute".
     replacement : the wrong code.
     check : the test of ``make test`` that fails then.
-    reason : a regular expression for the failure's message; a test that fails otherwise has not caught the mistake.
+    reason : a regular expression for the failure's message; a test that fails otherwise has not
+        caught the mistake.
     """
 
     name: str

@@ -1,6 +1,7 @@
 """The wrong code that ``wrong.py`` lists, a few lines each: functions that replace right ones of the project.
 
-The entries of ``WRONG`` say what each gets wrong and which function it replaces. Wrong strategies: ``wrong_strategies.py``.
+The entries of ``WRONG`` say what each gets wrong and which function it replaces. Wrong strategies:
+``wrong_strategies.py``.
 """
 
 from collections.abc import Sequence

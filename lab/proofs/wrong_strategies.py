@@ -1,6 +1,7 @@
 """Gradient synchronisation as published solutions have got it wrong, and as this project's own could go wrong.
 
-Each class is right except for what its docstring says. ``wrong.py`` lists them with the test that catches them.
+Each class is right except for what its docstring says. ``wrong.py`` lists them with the test that
+catches them.
 """
 
 import torch

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 STEPS = 8
-# A checkpoint a step leaves something to go on from wherever a run is cut, and time enough to cut it.
+# A checkpoint a step leaves something to go on from wherever a run is cut, and time enough to cut
+# it.
 SETTINGS = (
     "--dataset",
     "digits",
@@ -296,8 +297,8 @@ def test_the_first_failure_is_shown_and_the_others_lie_in_their_files(
 ) -> None:
     program = tmp_path / "fails.py"
     program.write_text(
-        "import sys, time\nrank = int(sys.argv[-1])\nprint('line of', rank)\ntime.sleep(0 if rank == 2 else 2)\n"
-        "sys.exit(f'error: {rank} broke')\n"
+        "import sys, time\nrank = int(sys.argv[-1])\nprint('line of', rank)\ntime.sleep(0 if "
+        "rank == 2 else 2)\nsys.exit(f'error: {rank} broke')\n"
     )
     job = jobs.slurm.sbatch(
         "--output",
@@ -331,7 +332,10 @@ def test_a_killed_rank_ends_the_job_with_its_status(jobs: Jobs, tmp_path: Path) 
     )
     assert jobs.slurm.wait(job, limit_seconds=60) == "FAILED"
     logs = tmp_path / f"slurm-{job}"
-    told = f"error: the job failed with status 137; all tasks' output: {logs}; the likely cause: lab explain {logs}/*.log"
+    told = (
+        f"error: the job failed with status 137; all tasks' output: {logs}; the likely cause: "
+        f"lab explain {logs}/*.log"
+    )
     assert told in jobs.slurm.output(job).splitlines()
     for log in logs.glob("*.log"):
         assert [one.error.name for one in explain(read_lines(str(log)))] == ["killed"], (

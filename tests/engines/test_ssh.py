@@ -122,8 +122,8 @@ def test_training_is_launched_collected_and_reported(machines: Machines, tmp_pat
     status, output = machines.run("collect", launch, "--output-dir", tmp_path)
     assert status == 1, output
     assert (
-        f"other files of the same names are here, and were left alone (1): {here / 'logs_rank1.txt'}; give"
-        in output
+        "other files of the same names are here, and were left alone (1): "
+        f"{here / 'logs_rank1.txt'}; give" in output
     )
     assert (here / "logs_rank1.txt").read_text() == "my own notes\n"
     assert (here / "metrics.jsonl").read_text() == full
@@ -263,8 +263,8 @@ def test_of_many_hosts_the_terminal_shows_rank_0_and_the_first_failure(
     log = tmp_path / "node5.log"
     first, *lines, last = output.splitlines()
     assert first == (
-        f"9 hosts, node1 to node3; rank 0 at 10.9.0.2:29600; logs: {tmp_path}; rank 0's output, and the first "
-        "failure's"
+        f"9 hosts, node1 to node3; rank 0 at 10.9.0.2:29600; logs: {tmp_path}; rank 0's "
+        "output, and the first failure's"
     )
     assert sorted(lines) == [
         "node 0 | from 0 of 9 at 10.9.0.2:29600",
@@ -348,7 +348,8 @@ def test_hosts_that_ssh_does_not_reach_are_named_all_at_once(
     )
     assert lines[0] == "error: 2 of 3 hosts cannot take part; nothing was started"
     assert re.match(
-        r"  node 1 \(nowhere\): unknown host \(ssh: Could not resolve hostname nowhere: .*\): check the",
+        r"  node 1 \(nowhere\): unknown host \(ssh: Could not resolve hostname nowhere: .*\): "
+        r"check the",
         lines[1],
     )
     assert re.match(
@@ -368,20 +369,20 @@ def test_hosts_that_ssh_does_not_reach_are_named_all_at_once(
         (
             "keys/user\n",
             "keys/stranger\n",
-            "it refuses the key (ssh: root@node2: Permission denied (publickey).): copy yours there: "
-            "ssh-copy-id node2; or give --user",
+            "it refuses the key (ssh: root@node2: Permission denied (publickey).): copy yours "
+            "there: ssh-copy-id node2; or give --user",
         ),
         (
             "known_hosts",
             "none",
-            "its host key is unknown here (ssh: Host key verification failed.): connect once by hand and compare "
-            "the fingerprint: ssh node2",
+            "its host key is unknown here (ssh: Host key verification failed.): connect once by "
+            "hand and compare the fingerprint: ssh node2",
         ),
         (
             "known_hosts",
             "swapped",
-            "its host key is not the one that ssh knows: where it was installed anew: ssh-keygen -R node2, "
-            "then connect once by hand: ssh node2",
+            "its host key is not the one that ssh knows: where it was installed anew: ssh-keygen "
+            "-R node2, then connect once by hand: ssh node2",
         ),
     ],
     ids=["stranger", "unknown", "changed"],
@@ -412,7 +413,8 @@ def test_other_code_or_folders_or_pythons_are_found_before_anything_starts(
             "error: 2 of 3 hosts cannot take part; nothing was started",
             "  node 1 (node2): other code than node 0 (node1): common/config/schema.py: "
             "check out the same commit on all hosts (git pull)",
-            f"  node 2 (node3): {machines.checkout} has no PartTwo/main.py: give --workdir, the project's folder on the hosts",
+            f"  node 2 (node3): {machines.checkout} has no PartTwo/main.py: give --workdir, the "
+            "project's folder on the hosts",
         ]
     finally:
         code.write_text(before)
@@ -422,7 +424,8 @@ def test_other_code_or_folders_or_pythons_are_found_before_anything_starts(
         f"  node 0 (node1): {machines.checkout}/only-here has no PartTwo/main.py"
     )
     assert lines[2].startswith(
-        f"  node 1 (node2): there is no folder {machines.checkout}/only-here: clone the project to it"
+        f"  node 1 (node2): there is no folder {machines.checkout}/only-here: clone the "
+        "project to it"
     )
     assert "no Python there" in refused(machines, tmp_path, "--python", "/no/such/python3")[3]
 
@@ -436,8 +439,8 @@ def test_one_machine_by_two_names_and_a_port_that_is_taken(
     )
     lines = refused(machines, tmp_path, "--master-port", "22")
     assert lines == [
-        "error: node 0 (node1): its port 22 cannot be used (address already in use): end what listens there, or "
-        "give another --master-port"
+        "error: node 0 (node1): its port 22 cannot be used (address already in use): end what "
+        "listens there, or give another --master-port"
     ]
 
 

@@ -31,7 +31,8 @@ def test_a_rank_whose_data_raises_is_named_with_the_cause_by_all(stage: Stage, v
     for rank in set(range(NODES)) - {victim}:
         assert_told(
             ends[rank],
-            rf"error \(rank {rank}\): rank {victim} stopped: OSError: .*error: 'images/cat/003.png'",
+            rf"error \(rank {rank}\): rank {victim} stopped: OSError: .*error: "
+            r"'images/cat/003.png'",
         )
     slowest = max(ended.seconds for ended in ends.values()) - min(
         ended.seconds for ended in ends.values()
@@ -55,7 +56,8 @@ def test_images_removed_or_altered_between_runs_are_noticed(stage: Stage) -> Non
     image.write_bytes(other.read_bytes())
     assert_told(
         run("--resume", "auto"),
-        r"the images or labels of folder have changed since checkpoint \S+Epoch_1\.pt was written: bring back the same",
+        r"the images or labels of folder have changed since checkpoint \S+Epoch_1\.pt was "
+        r"written: bring back the same",
     )
     image.unlink()
     assert_told(

@@ -62,7 +62,10 @@ def test_a_full_disk_keeps_the_first_checkpoint_and_the_run_goes_on_with_room(
     """Rank 0 writes to a disk of 14 MB, in which one checkpoint of 9 MB has room."""
     out, saved = stage.folder / "out", stage.folder / "saved"
     out.mkdir()
-    disk = f'mount -t tmpfs -o size=14m none {out} && {{ "$@"; status=$?; cp -r {out} {saved}; exit $status; }}'
+    disk = (
+        f'mount -t tmpfs -o size=14m none {out} && {{ "$@"; status=$?; cp -r {out} {saved}; '
+        f"exit $status; }}"
+    )
     stage.start(nodes=[0], shell=f"exec unshare -Urm bash -c '{disk}' bash \"$@\"")
     stage.start(nodes=[1, 2], port=stage.port)
     for ended in stage.end().values():
@@ -98,8 +101,8 @@ def test_metrics_on_a_full_disk_name_the_file_on_all_ranks(stage: Stage) -> None
 def test_a_checkpoint_cut_at_100_random_places_is_never_trusted(tmp_path: Path) -> None:
     """Cut off, or zeroes from there on, as a crash leaves a file whose last blocks were never written.
 
-    Zeroes in the archive's last record alone (22 bytes, which repeat what stands before them) may go unnoticed: then every
-    entry is there as it was, by its SHA-256.
+    Zeroes in the archive's last record alone (22 bytes, which repeat what stands before them) may
+    go unnoticed: then every entry is there as it was, by its SHA-256.
     """
     seed = random.randrange(2**32)
     print(f"seed {seed}")

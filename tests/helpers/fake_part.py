@@ -1,8 +1,9 @@
 """Stands for PartX/main.py where a test is about what starts it: writes a run's files in a moment, or fails as it is told.
 
 fake_part.py ... --output-dir D --run-name R [--rank K] [--fail SYNC] [--wait-for FILE]
-FLAGS="--fail SYNC ..." fake_part.py lab ...    `lab ...` that starts this file, with FLAGS, in place of the parts; its page
-                                                is nothing but the names of the cells that are done
+FLAGS="--fail SYNC ..." fake_part.py lab ...    `lab ...` that starts this file, with FLAGS, in
+                                                place of the parts; its page is nothing but the
+                                                names of the cells that are done
 """
 
 import json

@@ -2,11 +2,13 @@
 
     python tests/helpers/hurt.py RANK MOMENT DEED PartTwo/main.py --rank 1 ...     # or under torchrun; RANK -1: nobody
 
-On rank RANK alone, the DEED is done at the MOMENT, in the second epoch's first step or, of what happens once an epoch, with its
-checkpoint. What runs before and after is the project's own code, which knows ``--model tiny`` and ``--model wide``, too. Deeds:
-``kill`` sends this process SIGKILL, ``stop`` SIGSTOP, ``raise`` raises what a broken file raises, ``sleep`` works on for two
-minutes, ``hold`` waits for a file ``go`` in the working folder, ``limit`` lets it write no file beyond 5 KB,
-``pace`` takes the seconds that stand in the file $PACE, and follows it at once where they become fewer.
+On rank RANK alone, the DEED is done at the MOMENT, in the second epoch's first step or, of what
+happens once an epoch, with its checkpoint. What runs before and after is the project's own code,
+which knows ``--model tiny`` and ``--model wide``, too. Deeds: ``kill`` sends this process SIGKILL,
+``stop`` SIGSTOP, ``raise`` raises what a broken file raises, ``sleep`` works on for two minutes,
+``hold`` waits for a file ``go`` in the working folder, ``limit`` lets it write no file beyond 5 KB,
+``pace`` takes the seconds that stand in the file $PACE, and follows it at once where they become
+fewer.
 """
 
 import os

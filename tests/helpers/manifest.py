@@ -1,7 +1,8 @@
 """launch/'s manifests and image, read: ``documents``, ``unread`` (what the API's models leave out), ``build_context``.
 
-The models are those of kubeflow-trainer-api, made from Trainer's own OpenAPI description. They accept fields that they do not
-know, and drop them: so what comes back is compared with what went in.
+The models are those of kubeflow-trainer-api, made from Trainer's own OpenAPI description. They
+accept fields that they do not know, and drop them: so what comes back is compared with what went
+in.
 """
 
 import fnmatch

@@ -1,8 +1,9 @@
 """Pods of a TrainJob on emulated nodes, as Trainer's controller and a kubelet would start and end them.
 
-What they find there: the PET_* variables of Trainer's torch plugin, the manifest's own variables, its command with $(NAME) filled
-in, a pod's host name and what it can look up, and a process namespace whose first process gets the SIGTERM, from outside. On
-loopback there is neither a host name nor a first process. Order: ``start`` the pods, ``publish`` their names, ``terminate`` one.
+What they find there: the PET_* variables of Trainer's torch plugin, the manifest's own variables,
+its command with $(NAME) filled in, a pod's host name and what it can look up, and a process
+namespace whose first process gets the SIGTERM, from outside. On loopback there is neither a host
+name nor a first process. Order: ``start`` the pods, ``publish`` their names, ``terminate`` one.
 """
 
 import contextlib
@@ -167,7 +168,8 @@ class Pods:
         ]
         if self._published:
             lines += [
-                f"{self._cluster.address(node)} {self._host(node)}.{self._name} {self._host(node)}.{domain}"
+                f"{self._cluster.address(node)} {self._host(node)}.{self._name} "
+                f"{self._host(node)}.{domain}"
                 for node in range(self._trainer["numNodes"])
             ]
         path = self._volume.parent / f"hosts{pod}"

@@ -1,7 +1,7 @@
 """Programs as a user starts them: ``PartX/main.py`` and ``python -m lab``, each with a limit on every wait.
 
-Most are forked from the server that has torch imported, which saves 3 to 10 s each; ``cold=True`` starts a new
-interpreter, as users do. Only forked ones know ``--model tiny``.
+Most are forked from the server that has torch imported, which saves 3 to 10 s each; ``cold=True``
+starts a new interpreter, as users do. Only forked ones know ``--model tiny``.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Made-up results of ``lab compare`` for tests of the report; their numbers follow a rule.
 
-A step of ``none`` on one node takes 1.0 s; on N nodes compute takes 1/N of it and a strategy's wire ``WIRE[sync] * (N - 1)``.
-Repeats lie at -1 %, 0 and +1 %. No number here was measured.
+A step of ``none`` on one node takes 1.0 s; on N nodes compute takes 1/N of it and a strategy's wire
+``WIRE[sync] * (N - 1)``. Repeats lie at -1 %, 0 and +1 %. No number here was measured.
 """
 
 import math
@@ -293,7 +293,8 @@ def results(
             "git_changes": False,
         },
         "warnings": [
-            "4 ranks share 2 cores: compute and waiting times on 4 nodes are not those of four machines."
+            "4 ranks share 2 cores: compute and waiting times on 4 nodes are not those of four "
+            "machines."
         ]
         if max(nodes) > 2
         else [],

@@ -1,9 +1,11 @@
 """A Slurm cluster on this machine, for tests: ``SlurmCluster`` is an emulated cluster whose nodes run slurmd.
 
-Order: ``refused`` says why it cannot be had here; ``SlurmCluster(folder)`` as a context manager; ``sbatch``, ``wait``,
-``output``; ``power_off`` and ``power_on`` a node. Munge, slurmctld and what a user types run on one node more, the login node.
-Every node has its own network, host name, processes and, at ``folder/own``, its own disk; all else is one shared file system.
-Nothing is written outside ``folder``, and nothing is left when the ``with`` ends: the kernel takes it away with the namespaces.
+Order: ``refused`` says why it cannot be had here; ``SlurmCluster(folder)`` as a context manager;
+``sbatch``, ``wait``, ``output``; ``power_off`` and ``power_on`` a node. Munge, slurmctld and what a
+user types run on one node more, the login node. Every node has its own network, host name,
+processes and, at ``folder/own``, its own disk; all else is one shared file system. Nothing is
+written outside ``folder``, and nothing is left when the ``with`` ends: the kernel takes it away
+with the namespaces.
 """
 
 import contextlib
@@ -77,7 +79,8 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=60:00 State=UP
 _CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"
 # Any two devices will do: Slurm counts them, and nothing opens them.
 _GRES_CONF = "Name=gpu File=/dev/zero\nName=gpu File=/dev/full\n"
-# Without it a look-up of a name that stands in no file waits seconds for a DNS server that cannot be reached.
+# Without it a look-up of a name that stands in no file waits seconds for a DNS server that cannot
+# be reached.
 _NSSWITCH = "passwd: files\ngroup: files\nhosts: files\n"
 
 _LOGIN = """\
@@ -123,7 +126,8 @@ class SlurmCluster:
     Parameters
     ----------
     folder : receives configuration and logs; ``folder/own`` is another disk on each node.
-    names_resolve : whether the nodes know each other's names; by default a node knows its own alone, as 127.0.1.1.
+    names_resolve : whether the nodes know each other's names; by default a node knows its own
+        alone, as 127.0.1.1.
     cpus : of each node, as Slurm counts them: the number of tasks, of any jobs, that share a node.
     settings : more lines of slurm.conf.
     """
@@ -200,7 +204,8 @@ class SlurmCluster:
     ) -> str:
         """Run a command on the login node, or another, and return what it writes; AssertionError with it where it fails.
 
-        The environment is this process's own, without what Slurm or torchrun would have set, and ``environment``.
+        The environment is this process's own, without what Slurm or torchrun would have set, and
+        ``environment``.
         """
         target = self._booted[self.nodes if node is None else node]
         clean = {
@@ -299,8 +304,8 @@ class SlurmCluster:
     def start_now(self, job: str) -> None:
         """Let a requeued job start at once; Slurm has it wait while credentials live, 15 s here and two minutes elsewhere."""
         number = self.job(job)["JobId"]
-        # The exit status of the start before would be taken for the next one's; and nodes have revoked that start's credential,
-        # and with it all that are not a second younger.
+        # The exit status of the start before would be taken for the next one's; and nodes have
+        # revoked that start's credential, and with it all that are not a second younger.
         self.wait_until_gone(number)
         self._until(lambda: self.state(job) != "COMPLETING", what=f"job {job} is in the queue")
         time.sleep(1.1)  # until that second is over

@@ -1,7 +1,8 @@
 """Hosts with a real sshd on the emulated cluster: ``Machines`` is all that tests need.
 
 Node 0 is the terminal, at which ``lab`` is typed; nodes 1 to 3 run sshd. Each has its own keys and
-its own checkout at one path, as on its own disk. Processes, networks, mounts and files go with the ``with``.
+its own checkout at one path, as on its own disk. Processes, networks, mounts and files go with the
+``with``.
 """
 
 import contextlib
@@ -42,8 +43,9 @@ Host *
   UpdateHostKeys no
 """
 _ENTER = (
-    "import json, os, sys; from lab.cluster.control import enter; sys.exit(enter(*json.loads(sys.argv[1])[:2], "
-    "json.loads(sys.argv[1])[2], environment=os.environ))"
+    "import json, os, sys; from lab.cluster.control import enter; "
+    "sys.exit(enter(*json.loads(sys.argv[1])[:2], json.loads(sys.argv[1])[2], "
+    "environment=os.environ))"
 )
 
 

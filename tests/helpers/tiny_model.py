@@ -1,6 +1,7 @@
 """Models for tests of processes, files and flags, where VGG-11 would only cost time: they learn next to nothing.
 
-``tests/__init__.py`` gives them names; only processes that tests fork know these (``processes.py``).
+``tests/__init__.py`` gives them names; only processes that tests fork know these
+(``processes.py``).
 """
 
 from torch import nn

@@ -1,7 +1,7 @@
 """Recipes: every command that is shown parses to what it says, every recipe runs, and a wrong one is one clear line.
 
-The commands are those of the project's description. Runs are short, on a few generated images, and are started in each of
-the ways that a recipe can be started.
+The commands are those of the project's description. Runs are short, on a few generated images, and
+are started in each of the ways that a recipe can be started.
 """
 
 import dataclasses
@@ -86,18 +86,21 @@ def ranks_environment(rank: int, size: int, port: int = 29500) -> dict[str, str]
 # --- the commands that are shown ---
 
 WIDE_RESNET = (
-    "torchrun --nproc_per_node=2 PartThree/main.py --recipe wide-resnet-cifar100 --batch-size 512 --epochs 5 "
-    "--base-lr 0.01 --target-accuracy 0.85 --patience 2"
+    "torchrun --nproc_per_node=2 PartThree/main.py --recipe wide-resnet-cifar100 "
+    "--batch-size 512 --epochs 5 --base-lr 0.01 --target-accuracy 0.85 --patience 2"
 )
-RESNET50 = "torchrun --nproc_per_node=2 PartThree/main.py --recipe resnet50-cifar100 -b 128 --cuda 6,7 --log-wandb"
+RESNET50 = (
+    "torchrun --nproc_per_node=2 PartThree/main.py --recipe resnet50-cifar100 -b 128 "
+    "--cuda 6,7 --log-wandb"
+)
 TRANSFER = (
     "python PartThree/main.py --recipe resnet18-transfer-cifar10 --epochs 50 --local-batch-size 32 "
     "--learning_rate 0.001 --accumulation_steps 4 --gpu_ids 0,1 --dist_url tcp://127.0.0.1:23456 "
     "--checkpoint model_checkpoint.pth"
 )
 EMA = (
-    "python PartThree/main.py --recipe resnet-cifar10-ema --distributed --world-size 4 --epochs 200 "
-    "--local-batch-size 128 --lr 0.1 --use-amp --use-ema"
+    "python PartThree/main.py --recipe resnet-cifar10-ema --distributed --world-size 4 "
+    "--epochs 200 --local-batch-size 128 --lr 0.1 --use-amp --use-ema"
 )
 SHOWN = {
     WIDE_RESNET: {
@@ -173,7 +176,8 @@ SHOWN = {
         "epochs": 100,
     },
     "PartThree/main.py --recipe resnet18-transfer-cifar10 --unfreeze": {"unfreeze": True},
-    "PartThree/main.py --recipe resnet18-transfer-cifar10 --pretrained-weights w.pth --resume auto": {
+    "PartThree/main.py --recipe resnet18-transfer-cifar10 --pretrained-weights w.pth "
+    "--resume auto": {
         "pretrained_weights": "w.pth",
         "resume": "auto",
     },
@@ -318,7 +322,8 @@ def test_the_older_launchers_flag_is_taken() -> None:
         "--num-nodes 4 --rank 2 --master-ip 10.0.0.1 --master-port 23456",
         "-N 4 -R 2 --dist-url tcp://10.0.0.1:23456",
         "--world-size 4 --rank 2 --dist_url=tcp://10.0.0.1:23456",
-        "--world-size 4 --rank 2 --dist-url tcp://10.0.0.1:23456 --master-ip 10.0.0.1 --master-port 23456",
+        "--world-size 4 --rank 2 --dist-url tcp://10.0.0.1:23456 --master-ip 10.0.0.1 "
+        "--master-port 23456",
     ],
 )
 def test_a_rank_that_is_told_its_place_takes_it(words: str) -> None:
@@ -729,7 +734,8 @@ def check(
     last = epochs[-1]
     assert last["samples_per_second"] > 0
     assert summary["total_seconds"] >= sum(epoch["seconds"] for epoch in epochs)
-    # All images count once, however they are shared out: as the report at the end, which gathers them, has it.
+    # All images count once, however they are shared out: as the report at the end, which gathers
+    # them, has it.
     assert last["val_accuracy"] == pytest.approx(summary["test_accuracy"])
     assert last["val_loss"] == pytest.approx(summary["test_loss"], rel=1e-3)
     assert len(
@@ -861,7 +867,9 @@ def test_transfer_learning_with_a_dist_url(
     tmp_path: Path, images: Path, weights: Path, unfreeze: bool
 ) -> None:
     """Two ranks by --dist-url and --rank, only one of which has the file. Layers that are frozen hold the file's weights
-    and statistics after training; the last layer has learned. Gradients are accumulated: 4 x 2 x 2 ranks = 16."""
+    and statistics after training; the last layer has learned. Gradients are accumulated: 4 x 2 x 2
+    ranks = 16.
+    """
     words = [
         *quick("resnet18-transfer-cifar10", images, tmp_path),
         "--input-size",
@@ -1015,8 +1023,8 @@ def test_without_pretrained_weights_nothing_is_trained(tmp_path: Path, images: P
         assert "Traceback" not in one.err
         assert f"error (rank {rank}): " in one.err
     assert (
-        "the pretrained weights could not be had from https://download.pytorch.org/models/resnet18-f37072fd.pth"
-        in (ended[0].err)
+        "the pretrained weights could not be had from "
+        "https://download.pytorch.org/models/resnet18-f37072fd.pth" in (ended[0].err)
     )
     assert "give --pretrained-weights FILE" in ended[0].err
     folder = only_run_folder(tmp_path / "out", "resnet18-transfer-cifar10")

@@ -43,7 +43,9 @@ NO_COMPUTE = StepCompute(0.0, 0.0, 0.0)
 
 def simulate(messages):
     """Seconds until the last of ``messages`` (sender, receiver, bytes, indices that must have arrived before, bytes summed on
-    arrival). A link carries one message at a time in each direction, in this order; alpha passes beside the link."""
+    arrival). A link carries one message at a time in each direction, in this order; alpha passes
+    beside the link.
+    """
     arrived, sending, receiving = [], {}, {}
     for sender, receiver, nbytes, after, summed in messages:
         begin = max(
@@ -179,7 +181,8 @@ def test_more_bytes_and_more_ranks_never_take_less(kind):
 
 TENSORS, PAYLOAD, K = len(VGG11), sum(VGG11), 4 * -(-sum(VGG11) // 400)  # K: of 1 % of the entries
 
-# As docs/strategies.md has them: messages one after the other, and the payloads that pass the busiest link, of N ranks.
+# As docs/strategies.md has them: messages one after the other, and the payloads that pass the
+# busiest link, of N ranks.
 CLOSED_FORMS = {
     "gather_scatter": lambda n: (
         2 * TENSORS,

@@ -482,7 +482,8 @@ class _Children:
     """Processes that load the small archive at the same moment; ended when the block ends."""
 
     def __init__(self, number, data_dir, mirror, md5):
-        # The gate is kept here: a barrier that is gone in its maker cannot be opened by the children.
+        # The gate is kept here: a barrier that is gone in its maker cannot be opened by the
+        # children.
         self._gate, self._results = _context.Barrier(number), _context.SimpleQueue()
         self.processes = [
             _context.Process(

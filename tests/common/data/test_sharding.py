@@ -15,8 +15,9 @@ from common.data.sharding import (
 from common.errors import UserError
 
 RANKS = (1, 2, 3, 4, 5)
-# (samples, global batch size): one that divides by all ranks, a batch or a set that does not, a rest of 1, of 4, of 9
-# (too small for 5 ranks), a batch greater than the set, a set of one batch, the assignment's own.
+# (samples, global batch size): one that divides by all ranks, a batch or a set that does not, a
+# rest of 1, of 4, of 9 (too small for 5 ranks), a batch greater than the set, a set of one batch,
+# the assignment's own.
 SIZES = (
     (120, 60),
     (100, 32),
@@ -194,7 +195,9 @@ def test_too_small_training_set_is_refused(world):
 
 def _marked_set(samples):
     """Images that carry their number: base 256 digits in channels 0 and 1 of every pixel, so that any crop that leaves
-    one true pixel shows it; channel 2 is a gradient, so that crop and flip show too. Label: number modulo 7."""
+    one true pixel shows it; channel 2 is a gradient, so that crop and flip show too. Label: number
+    modulo 7.
+    """
     number = torch.arange(samples)
     images = torch.empty(samples, 32, 32, 3, dtype=torch.uint8)
     images[..., 0] = (number // 200 + 1).to(torch.uint8)[:, None, None]

@@ -54,7 +54,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter:
     return counted
 
 
-# Each store looks up the other end's name: where DNS leaves some of many questions without an answer, 32 wait 5 s for one.
+# Each store looks up the other end's name: where DNS leaves some of many questions without an
+# answer, 32 wait 5 s for one.
 @pytest.mark.parametrize("size", [4, 10, pytest.param(32, marks=pytest.mark.slow)])
 def test_what_a_rank_asks_does_not_grow_with_the_number_of_ranks(size: int, asked: Counter) -> None:
     """Each rank asking for each other one would make it size² at rank 0's node: a million for a thousand ranks."""

@@ -468,8 +468,8 @@ def test_ranks_with_other_profiles_are_refused(profile_file, tmp_path):
         ended = one.end()
         assert ended.status == 1
         assert (
-            "the ranks differ in the profile of --compute. update_seconds: 0.001 on rank 0, 0.002 on rank 1"
-            in ended.err
+            "the ranks differ in the profile of --compute. update_seconds: 0.001 on rank 0, 0.002 "
+            "on rank 1" in ended.err
         )
 
 

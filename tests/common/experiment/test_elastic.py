@@ -1,7 +1,7 @@
 """Jobs that lose workers and nodes, gain nodes, and are asked to stop: real torchrun agents, real signals.
 
-``tiny`` on generated images, one thread a rank, at a pace that each test sets, so that it is not over before it is disturbed.
-What a disturbed run ends with is compared with an undisturbed one.
+``tiny`` on generated images, one thread a rank, at a pace that each test sets, so that it is not
+over before it is disturbed. What a disturbed run ends with is compared with an undisturbed one.
 """
 
 import functools

@@ -133,7 +133,9 @@ def test_three_ranks_share_batch_and_test_set(
 
 def test_each_part_starts_cold_and_the_ways_agree(tmp_path: Path) -> None:
     """VGG-11 as users start it, in a new interpreter (of two ranks the first, to save time). Same seed: the loss over the global
-    batch, step by step, hardly differs between two ranks' parts, and in the first step hardly from one process's."""
+    batch, step by step, hardly differs between two ranks' parts, and in the first step hardly from
+    one process's.
+    """
     make_image_folder(tmp_path / "data")
     words = [
         "--dataset",

@@ -114,7 +114,8 @@ def test_shards_on_any_number_of_ranks_are_those_of_one_process(size: int) -> No
     for (name, micro_batches), state in results[0].items():
         wanted = expected[1 if micro_batches == "in two parts" else micro_batches]
         for key, value in wanted.items():
-            # Averaged running statistics of shards of 17 and 16 samples are blended with equal weights: see blend().
+            # Averaged running statistics of shards of 17 and 16 samples are blended with equal
+            # weights: see blend().
             tolerance = 1e-2 if key.startswith("ema.") and "running" in key else 1e-9
             assert np.linalg.norm(state[key] - value) <= tolerance * max(
                 np.linalg.norm(value), 1e-3

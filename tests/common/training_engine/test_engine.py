@@ -1,6 +1,7 @@
 """TrainingEngine as a library: accumulation, averaged weights, validation, clipping, stopping, and the loop around them.
 
-References are plain loops in one process, never the engine. Ranks are real Gloo processes on the CPU.
+References are plain loops in one process, never the engine. Ranks are real Gloo processes on the
+CPU.
 """
 
 import copy
@@ -107,7 +108,8 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
 
 # --- Accumulation ---
 
-# By size and rank, the samples of each micro-batch. Five are no multiple of two or three; rank 2 has an empty one.
+# By size and rank, the samples of each micro-batch. Five are no multiple of two or three; rank 2
+# has an empty one.
 MICRO_BATCHES = {
     2: [(3, 2, 1, 4, 2), (1, 4, 5, 2, 3)],
     3: [(3, 2, 1, 4, 2), (1, 4, 5, 2, 3), (2, 0, 3, 1, 6)],
@@ -499,8 +501,8 @@ def train_steady(
     ), loader
 
 
-# Of ten samples a rank. Over both: 0.5, 0.75, 0.6, 0.75: epoch 2 is the first best; rank 0 alone would choose 3, rank 1
-# alone 4.
+# Of ten samples a rank. Over both: 0.5, 0.75, 0.6, 0.75: epoch 2 is the first best; rank 0 alone
+# would choose 3, rank 1 alone 4.
 RIGHT = [(5, 5, 9, 5), (5, 10, 3, 10)]
 KEYS = {
     "epoch",
@@ -567,7 +569,8 @@ def test_history_and_files_are_those_of_all_ranks_together(tmp_path: Path) -> No
 
 
 def test_the_average_decides_which_epoch_is_best_where_it_is_kept(tmp_path: Path) -> None:
-    # In turn the weights' and the average's right predictions: the weights are best in epoch 1, the average in epoch 2.
+    # In turn the weights' and the average's right predictions: the weights are best in epoch 1, the
+    # average in epoch 2.
     history, _ = train_steady(
         tmp_path, [9, 2, 5, 8, 7, 3], epochs=3, engine_kwargs={"use_ema": True}
     )
@@ -593,7 +596,8 @@ def test_without_a_val_loader_there_is_no_best_epoch(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["last.pt"]
 
 
-# Epochs have two optimiser steps. The rate in an epoch's history is the one after its steps, before the next epoch's.
+# Epochs have two optimiser steps. The rate in an epoch's history is the one after its steps, before
+# the next epoch's.
 SCHEDULES: dict[str, tuple] = {
     "StepLR by epoch": (lambda o: StepLR(o, 1, gamma=0.1), {}, 3, [0.5, 0.05, 0.005]),
     "LambdaLR by epoch": (
@@ -650,7 +654,8 @@ def test_a_scheduler_steps_by_epoch_or_by_step(tmp_path: Path, name: str) -> Non
 
 
 def test_reduce_on_plateau_gets_the_validation_loss(tmp_path: Path) -> None:
-    # Wrong labels, hence loss, rise in epochs 2 and 3 and fall in 4, while the training loss falls in every epoch.
+    # Wrong labels, hence loss, rise in epochs 2 and 3 and fall in 4, while the training loss falls
+    # in every epoch.
     history, _ = train_steady(
         tmp_path,
         [8, 6, 4, 10, 2],
@@ -661,8 +666,8 @@ def test_reduce_on_plateau_gets_the_validation_loss(tmp_path: Path) -> None:
     assert history["learning_rate"] == pytest.approx([0.5, 0.5, 0.05, 0.005, 0.005])
 
 
-# Over both ranks 0.75, 0.5, 0.5, 0.75, 0.75: two in a row only in epoch 5. Rank 0 alone would stop in epoch 2, rank 1 alone
-# never; whoever does not begin to count anew after a dip stops in epoch 4.
+# Over both ranks 0.75, 0.5, 0.5, 0.75, 0.75: two in a row only in epoch 5. Rank 0 alone would stop
+# in epoch 2, rank 1 alone never; whoever does not begin to count anew after a dip stops in epoch 4.
 SCRIPT = [(10, 10, 0, 10, 10, 0, 0), (5, 0, 10, 5, 5, 0, 0)]
 
 
@@ -959,7 +964,8 @@ def prepare_frozen(_rank: int, distributed: bool = True) -> None:
     )
 
 
-# --- In an open group: contradictions, the mean of a metric, a stop asked for by one rank, opening and closing ---
+# --- In an open group: contradictions, the mean of a metric, a stop asked for by one rank, opening
+# and closing ---
 
 
 class Asking:

@@ -1,7 +1,7 @@
 """``launch_distributed_training``: real processes, from their start to their end, however they end.
 
-Functions that the workers run are defined inside the tests where the point is that they may be; those of this module are
-found by name.
+Functions that the workers run are defined inside the tests where the point is that they may be;
+those of this module are found by name.
 """
 
 import os
@@ -234,7 +234,8 @@ def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path: Path) -> Non
     assert history["epoch"] == [1, 2]
     assert history["learning_rate"] == [0.1, 0.05]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["best.pt", "last.pt"]
-    # Ten samples a rank in batches of three are four batches, hence two optimiser steps, in each of two epochs.
+    # Ten samples a rank in batches of three are four batches, hence two optimiser steps, in each of
+    # two epochs.
     assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 4
 
     ranks = seen("train")

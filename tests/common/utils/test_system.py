@@ -49,7 +49,10 @@ def test_linux_lacks_nothing() -> None:
     not system.ON_LINUX, reason="the kernel's signal at the parent's end is Linux's"
 )
 def test_a_child_asks_to_be_killed_with_its_parent() -> None:
-    wanted = "import ctypes; s = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(s)); print(s.value)"
+    wanted = (
+        "import ctypes; s = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(s)); "
+        "print(s.value)"
+    )
     command = [sys.executable, "-c", wanted]
     done = subprocess.run(
         command,

@@ -191,7 +191,8 @@ def check_facts(forking: Cluster, folder: Path) -> None:
         ("import os; os.abort()", -6, None),
         ("import atexit; atexit.register(print, 'farewell')", 0, "farewell"),
         (
-            "import threading, time; threading.Thread(target=lambda: (time.sleep(0.3), print('late'))).start()",
+            "import threading, time; threading.Thread(target=lambda: (time.sleep(0.3), "
+            "print('late'))).start()",
             0,
             "late",
         ),

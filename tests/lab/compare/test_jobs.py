@@ -291,7 +291,8 @@ def test_a_run_writes_its_own_folders_alone_and_is_not_done_twice(tmp_path):
     warnings = merge_results(folder, read_results(folder / "results.json"))["warnings"]
     assert (
         warnings[0]
-        == "1 of 6 runs are done; missing: none-n1 (runs 0,5), all_reduce-n2 (runs 1,4), ring-n2 (run 3)"
+        == "1 of 6 runs are done; missing: none-n1 (runs 0,5), all_reduce-n2 (runs 1,4), ring-n2 "
+        "(run 3)"
     )
     assert "--array=0-1,3-5%1" in warnings[1]
 
@@ -300,7 +301,10 @@ def test_a_failed_run_says_why_and_is_tried_again(tmp_path):
     folder = plan(tmp_path, nodes=(2,), sync=("ring",), repeats=1)
     statuses, outputs = run(folder, 0, flags="--fail ring")
     assert statuses == [1, 1]
-    cause = "run 0 (ring on 2 nodes, repeat 1): rank 1 ended with status 1: ValueError: the test wants it"
+    cause = (
+        "run 0 (ring on 2 nodes, repeat 1): rank 1 ended with status 1: ValueError: the test "
+        "wants it"
+    )
     assert cause in outputs[0], "rank 0 tells the cause, not its echo"
     assert outputs[1] == "", "what many ranks say goes to their files"
     assert "the test wants it" in (folder / "logs" / "ring-n2-1" / "rank1.txt").read_text()

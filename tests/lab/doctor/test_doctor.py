@@ -61,8 +61,8 @@ def asked(tmp_path: Path) -> CheckRequest:
 def stranger() -> Iterator[subprocess.Popen]:
     """Another process that listens on a port, which it prints."""
     code = (
-        "import socket,time; s=socket.socket(); s.bind(('',0)); s.listen(); print(s.getsockname()[1],flush=True); "
-        "time.sleep(300)"
+        "import socket,time; s=socket.socket(); s.bind(('',0)); s.listen(); "
+        "print(s.getsockname()[1],flush=True); time.sleep(300)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, "a-run-of-mine"], stdout=subprocess.PIPE, text=True
@@ -511,7 +511,8 @@ def test_the_command_where_the_master_is_not_there_or_its_port_is_held(
     assert main([*place, str(free_port()), "--rank", "1"]) == 1
     told = capsys.readouterr().out
     assert re.search(
-        r"^failure +nodes +rank 1 did not reach rank 0 at 127\.0\.0\.1:\d+ within 1 s \(connection refused\)\n"
+        r"^failure +nodes +rank 1 did not reach rank 0 at 127\.0\.0\.1:\d+ within 1 s "
+        r"\(connection refused\)\n"
         r" +-> run lab doctor with --rank 0 on 127\.0\.0\.1 at the same time",
         told,
         re.MULTILINE,

@@ -137,7 +137,8 @@ def test_several_files_are_read_as_one(capsys: pytest.CaptureFixture[str], tmp_p
     assert main_explain(Namespace(logs=logs)) == 0
     both = capsys.readouterr().out
     assert re.match(
-        rf"1\. an exception of the program itself\n   {tmp_path}/rank1\.txt:\d+: .*ValueError: could not read",
+        rf"1\. an exception of the program itself\n   {tmp_path}/rank1\.txt:\d+: .*ValueError: "
+        r"could not read",
         both,
     )
     assert "echoes" not in both
@@ -155,8 +156,9 @@ def test_prefixes_and_colours_of_launchers_don_t_hide_an_error() -> None:
 def test_words_about_errors_are_no_errors() -> None:
     """Text that speaks of the same things in a good run."""
     good = (
-        "timeout: 60 s, port 29500\nconnected to 127.0.1.1:29500\nall ranks joined: 4 of 4\nchecking for duplicate images\n"
-        "Process group has been initialized\nmemory: 3 of 40 GB used\nKilled 3 of 12 mutants\nNo errors in 1234 files"
+        "timeout: 60 s, port 29500\nconnected to 127.0.1.1:29500\nall ranks joined: 4 of "
+        "4\nchecking for duplicate images\nProcess group has been initialized\nmemory: 3 of 40 "
+        "GB used\nKilled 3 of 12 mutants\nNo errors in 1234 files"
     )
     assert explain(lines_of(good)) == []
 

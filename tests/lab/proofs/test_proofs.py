@@ -75,7 +75,8 @@ def test_a_difference_is_told_with_its_step_rank_and_parameter() -> None:
     assert (wrong.step, wrong.rank, wrong.parameter, wrong.equal_bits) == (3, 1, "head.bias", False)
     assert [step.error < 1e-12 for step in found.steps] == [True, True, False, False]
     assert re.match(
-        r"2 ranks, step 3: head\.bias on rank 1 differs from one process by .*; the ranks hold different weights",
+        r"2 ranks, step 3: head\.bias on rank 1 differs from one process by .*; the ranks hold "
+        r"different weights",
         str(found),
     )
     assert not found

@@ -46,8 +46,8 @@ def test_fastest_is_named_only_where_intervals_lie_apart() -> None:
     # 0.494 and 0.284 s, 2 % each
     apart = said(fastest(block(cell("gather_scatter", 4), cell("ddp", 4))))
     assert (
-        "On 4 nodes ddp is fastest: 0.284 s [0.278, 0.290] a step. Next is gather_scatter with 0.494 s [0.484, 0.504]"
-        in apart
+        "On 4 nodes ddp is fastest: 0.284 s [0.278, 0.290] a step. Next is gather_scatter with "
+        "0.494 s [0.484, 0.504]" in apart
     )
     # 0.524, 0.514, 0.584 s
     three = block(cell("overlapped", 2), cell("ddp", 2), cell("gather_scatter", 2))
@@ -145,8 +145,8 @@ def test_root_share() -> None:
     # 3 M of 6 M bytes; an equal share is a quarter
     text = said(root_share(block(cell("gather_scatter", 4), cell("ring", 4))))
     assert (
-        "more than its share with gather_scatter: up to 50.0 % of all bytes; an equal share would be 25.0 %"
-        in text
+        "more than its share with gather_scatter: up to 50.0 % of all bytes; an equal share "
+        "would be 25.0 %" in text
     )
     assert "ring" not in text
     assert "no strategy makes the root send much more" in said(
@@ -182,8 +182,8 @@ def test_accuracy_near_chance_shows_nothing() -> None:
     above = said(accuracies(block(cell("ring", 2, accuracy=0.43), cell("topk", 2, accuracy=0.40))))
     assert "On 2 nodes the test accuracy of ring is 42.8 % to 43.2 %." in above
     assert (
-        "topk, which is not exact, reaches 40.0 %; the exact ones 42.8 % to 43.2 %: 3.0 points below their mean"
-        in above
+        "topk, which is not exact, reaches 40.0 %; the exact ones 42.8 % to 43.2 %: 3.0 points "
+        "below their mean" in above
     )
     assert "One repeat each" in said(accuracies(block(cell("ring", 2, accuracy=0.43, repeats=1))))
     assert said(accuracies(block(cell("ring", 2)))) == ""
@@ -200,8 +200,8 @@ def test_time_to_accuracy() -> None:
         )
     text = said(time_to_accuracy(block(ran, until_accuracy=0.6)))
     assert (
-        "ring reached 60 % after 11.2 s of training (10.5 to 12.0 s over 2 runs); 1 of 3 runs did not reach it."
-        in text
+        "ring reached 60 % after 11.2 s of training (10.5 to 12.0 s over 2 runs); 1 of 3 runs "
+        "did not reach it." in text
     )
     assert "a run did not reach 60 % in any of 3 runs" in text  # the one-node cell
     assert said(time_to_accuracy(block(ran))) == ""
@@ -216,8 +216,8 @@ def test_predictions_and_bytes() -> None:
     assert "1 of 2 predictions in scope lie within 20 %" in text
     assert "the farthest off is ddp-n2 with -25.0 %. Outside: ddp-n2 (-25.0 %)." in text
     assert (
-        "1 cell lies out of the model's scope (more ranks than cores); its error, +60.0 %, is shown, not counted."
-        in text
+        "1 cell lies out of the model's scope (more ranks than cores); its error, +60.0 %, is "
+        "shown, not counted." in text
     )
     assert "equal the formulas in all 3 cells" in said(bytes_as_predicted(found))
     wrong = copy.deepcopy(prediction)

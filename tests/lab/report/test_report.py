@@ -316,8 +316,8 @@ def test_emulated_compute_is_told_everywhere_and_shows_no_loss(tmp_path: Path) -
     write_report(tmp_path, data)
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     what = (
-        "EMULATED: layers and update slept as long as they take by profile laptop, and nothing was learned; the nodes were "
-        "namespaces of one machine, their links limited to 200 Mbit/s."
+        "EMULATED: layers and update slept as long as they take by profile laptop, and nothing "
+        "was learned; the nodes were namespaces of one machine, their links limited to 200 Mbit/s."
     )
     assert what in " ".join(page.text.split())
     assert what in (tmp_path / "table.md").read_text(encoding="utf-8")

@@ -49,16 +49,19 @@ def filled(command: str, *, rank: int = 1, nodes: int = 3, port: int | None = No
         ),
         (
             "torchrun --nproc-per-node 2 PartThree/main.py --rank-like 1",
-            "PY -m torch.distributed.run --nnodes=3 --node-rank=1 --master-addr=10.0.0.1 --master-port=29500 --nproc-per-node 2 "
-            "PartThree/main.py --rank-like 1",
+            "PY -m torch.distributed.run --nnodes=3 --node-rank=1 --master-addr=10.0.0.1 "
+            "--master-port=29500 --nproc-per-node 2 PartThree/main.py --rank-like 1",
         ),
         (
-            "python -m torch.distributed.run --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint a:1 train.py --nnodes 9",
-            "PY -m torch.distributed.run --node-rank=1 --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint a:1 train.py --nnodes 9",
+            "python -m torch.distributed.run --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint a:1 "
+            "train.py --nnodes 9",
+            "PY -m torch.distributed.run --node-rank=1 --nnodes 2:4 --rdzv-backend c10d "
+            "--rdzv-endpoint a:1 train.py --nnodes 9",
         ),
         (
             "/opt/torchrun --master_port=7 train.py",
-            "/opt/torchrun --nnodes=3 --node-rank=1 --master-addr=10.0.0.1 --master_port=7 train.py",
+            "/opt/torchrun --nnodes=3 --node-rank=1 --master-addr=10.0.0.1 --master_port=7 "
+            "train.py",
         ),
         (
             "python PartTwo/main.py -M {master} -N {nodes} --rank {rank}",
@@ -173,7 +176,8 @@ def test_the_command_of_ssh_never_asks_and_takes_what_the_user_says_first() -> N
         (
             "ssh: Could not resolve hostname n: Name or service not known",
             "unknown host (ssh: Could not resolve hostname n: Name or "
-            "service not known): check the name, or give it an address in ~/.ssh/config or /etc/hosts",
+            "service not known): check the name, or give it an address in ~/.ssh/config or "
+            "/etc/hosts",
         ),
         (
             "ssh: connect to host n port 22: Connection refused",
@@ -193,11 +197,14 @@ def test_the_command_of_ssh_never_asks_and_takes_what_the_user_says_first() -> N
             "copy yours there: ssh-copy-id u@n",
         ),
         (
-            "@@@@@\n@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key verification failed.",
-            "its host key is not the one that ssh knows: where it was installed anew: ssh-keygen -R n, then",
+            "@@@@@\n@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key "
+            "verification failed.",
+            "its host key is not the one that ssh knows: where it was installed anew: ssh-keygen "
+            "-R n, then",
         ),
         (
-            "No ED25519 host key is known for n and you have requested strict checking.\nHost key verification failed.",
+            "No ED25519 host key is known for n and you have requested strict checking.\nHost key "
+            "verification failed.",
             "its host key is unknown here",
         ),
         ("sh: 1: exec: python3: not found", "no Python there"),

@@ -167,8 +167,9 @@ def test_two_ranks_here_and_their_runs_brought_back(
         os.utime(there / "reports" / name / "config.json", (1, 1))
     run = "reports/PartTwo-ring/2026"
     script = (
-        f"mkdir -p {run}/checkpoints; cd {run}; echo {{rank}} > logs_rank{{rank}}.txt; test {{rank}} = 1 || "
-        "{ echo [] > config.json; echo w > checkpoints/Epoch_1.pt; ln -s /etc/passwd link; }; pwd"
+        f"mkdir -p {run}/checkpoints; cd {run}; echo {{rank}} > logs_rank{{rank}}.txt; test "
+        f"{{rank}} = 1 || {{ echo [] > config.json; echo w > checkpoints/Epoch_1.pt; ln -s "
+        f"/etc/passwd link; }}; pwd"
     )
     status, output = lab(
         "launch",
