@@ -27,8 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 STEPS = 8
-# One checkpoint per step: a run can resume wherever it is stopped, and is slow enough to stop in
-# time.
+# Checkpoint at every step: a run can resume wherever it stops, and is slow enough to be stopped.
 SETTINGS = (
     "--dataset",
     "digits",
