@@ -1,4 +1,4 @@
-"""Every test in this folder runs a real engine and is marked ``engines``; CI runs these last."""
+"""Each test here runs a real engine and is marked ``engines`` (``make test-engines``)."""
 
 from pathlib import Path
 

@@ -218,7 +218,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Start two nodes for the pods and two for the same training started by hand.
 
-    Both trainings run at the same time, since importing torch takes most of it.
+    Both trainings run at the same time, since importing torch takes most of the time.
     """
     with Cluster(4, logs=tmp_path, loopback=REFUSED is not None, fresh=True) as one:
         yield one

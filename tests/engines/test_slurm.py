@@ -115,7 +115,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
-    """Train without Slurm on loopback; each number of ranks trains once."""
+    """Train without Slurm on loopback; each part trains once with each number of ranks."""
     folder = tmp_path_factory.mktemp("alone")
     with Cluster(4, loopback=True, logs=folder) as cluster:
 
@@ -236,7 +236,7 @@ def steps(run: Path) -> list[dict]:
 def test_torchrun_restarts_a_killed_worker_and_sigterm_saves_for_the_next_start(
     jobs: Jobs, alone: Callable
 ) -> None:
-    """One job survives both. SIGTERM reaches the job's shell, as it does before the time limit."""
+    """One job survives both faults. SIGTERM reaches the job's shell, as before a time limit."""
     job = jobs.submit("--nodes=2 --nodelist=node[2-3]", TORCHRUN, DDP)
     jobs.slurm.wait_for(job, f"step 2/{STEPS}")
     os.kill(jobs.worker(3), signal.SIGKILL)

@@ -116,9 +116,8 @@ def test_training_is_launched_collected_and_reported(machines: Machines, tmp_pat
 
     (here / "logs_rank1.txt").write_text("my own notes\n")
     full = (here / "metrics.jsonl").read_text()
-    (here / "metrics.jsonl").write_text(
-        full.splitlines(keepends=True)[0]
-    )  # as if collected during the run
+    # As if collected during the run.
+    (here / "metrics.jsonl").write_text(full.splitlines(keepends=True)[0])
     status, output = machines.run("collect", launch, "--output-dir", tmp_path)
     assert status == 1, output
     assert (
@@ -244,7 +243,7 @@ def test_nothing_is_left_on_any_host(machines: Machines, tmp_path: Path, end: st
 def test_of_many_hosts_the_terminal_shows_rank_0_and_the_first_failure(
     machines: Machines, tmp_path: Path
 ) -> None:
-    """Nine nodes on three hosts: some share a host, and with it the given port."""
+    """Nine nodes on three hosts: each host runs three of them, which share the given port."""
     status, output = machines.run(
         "launch",
         "--hosts",
@@ -283,9 +282,10 @@ def test_of_many_hosts_the_terminal_shows_rank_0_and_the_first_failure(
 def test_the_masters_address_is_one_that_the_others_reach(
     machines: Machines, tmp_path: Path
 ) -> None:
-    """Rank 0's address must be unique: its name may resolve to one that every host has.
+    """The launch uses an address of rank 0 that the other hosts reach.
 
-    A container bridge has such an address. The error names a host that cannot reach rank 0.
+    The first host's name may resolve to an address that every host has, such as a container
+    bridge's. The error names a host that cannot reach rank 0.
     """
 
     def on_hosts(command: str, hosts: str = ",".join(HOSTS)) -> tuple[int, str]:
@@ -321,7 +321,7 @@ def test_the_masters_address_is_one_that_the_others_reach(
 def refused(
     machines: Machines, folder: Path, *arguments: object, config: Path | None = None
 ) -> list[str]:
-    """Run a launch that must start nothing; return the lines of its output."""
+    """Run a launch that is refused; return the lines of its output."""
     hosts = () if "--hosts" in arguments else ALL
     status, output = machines.run(
         "launch",

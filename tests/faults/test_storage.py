@@ -148,7 +148,7 @@ def test_a_checkpoint_cut_at_100_random_places_is_never_trusted(tmp_path: Path) 
 
 
 class Hostile:
-    """Run a command that creates a file when unpickled."""
+    """An object that runs a command when unpickled; the command creates a file."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -145,14 +145,12 @@ def test_a_calibration_finds_the_machine_that_made_the_data(size, tmp_path):
         ), kind
     assert made.network.gamma_seconds_per_byte == pytest.approx(1e-10)
     assert made.network.overlap_cost == pytest.approx(0.5)
-    assert made.others_share == pytest.approx(
-        1.1 / size, rel=0.2
-    )  # over all turns, including those that do not count
+    # The share counts all turns, including those that the fit leaves out.
+    assert made.others_share == pytest.approx(1.1 / size, rel=0.2)
     assert made.compute.at(100).seconds == pytest.approx(0.02 + 0.3 + 0.05 + 0.6 + 0.01)
     together = made.compute.at(50, ranks_here=size)
-    assert together.seconds == pytest.approx(
-        2.2 * (0.02 + 0.15 + 0.05 + 0.3 + 0.01), rel=0.01
-    )  # the slowest rank's
+    # The slowest rank's time counts.
+    assert together.seconds == pytest.approx(2.2 * (0.02 + 0.15 + 0.05 + 0.3 + 0.01), rel=0.01)
     ready = [
         together.ready_seconds(nbytes) / together.backward_seconds for nbytes in (20, 420, 460, 860)
     ]

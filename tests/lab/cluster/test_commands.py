@@ -322,9 +322,8 @@ def test_a_running_cluster_is_reached_from_another_terminal(
     status, output = here(capsys, "fault", "--node", "0", "--cut", "--cluster", "1")
     assert status == 2
     assert re.match(rf"error: --cluster: got 1, choose one of .*\b{process.pid}\b", output)
-    for other in {*sleeping(mark)} - {
-        *stopped(mark)
-    }:  # otherwise the command would wait for node 0 after node 1 has failed
+    # End node 0's sleep, or the command would wait for it after node 1 has failed.
+    for other in {*sleeping(mark)} - {*stopped(mark)}:
         psutil.Process(other).terminate()
     assert fault("--kill") == (0, "node 1: kill\n")
     output, _ = process.communicate(timeout=LONG)

@@ -409,10 +409,11 @@ def states(pids: list[int]) -> str:
     return "".join(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] for pid in pids)
 
 
+# The difference leaves out a run's start and end, apart from a few acknowledgements.
 FEW, MANY = (
     1,
     3,
-)  # the difference leaves out a run's start and end, apart from a few acknowledgements
+)
 
 
 def sent_bytes(cluster: Cluster, sync: str, steps: int, folder: Path) -> list[int]:

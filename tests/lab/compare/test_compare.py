@@ -198,9 +198,8 @@ def test_cells_with_a_rate_run_on_one_cluster_each(fake_parts, tmp_path, monkeyp
     entered = []
     real = Cluster.__enter__
     monkeypatch.setattr(Cluster, "__enter__", lambda self: entered.append(self.nodes) or real(self))
-    monkeypatch.setattr(
-        "lab.compare.executors.Cluster", partial(Cluster, fresh=True)
-    )  # the fake part does not need torch
+    # The fake part does not need torch.
+    monkeypatch.setattr("lab.compare.executors.Cluster", partial(Cluster, fresh=True))
     settings = asks(nodes=(1, 2, 3), rates=("1gbit",), repeats=1, flags=("--fail", "all_reduce"))
     folder, results = compare(settings, reports=tmp_path)
     assert entered == [3], "made once, with the largest number of nodes"
@@ -313,7 +312,7 @@ def test_time_to_accuracy_is_training_time_up_to_the_first_epoch_that_reaches_it
 def test_real_runs_from_the_command_line_to_the_report(tmp_path):
     """One and two ranks train the digits with five strategies, up to the report.
 
-    The exact strategies have equal losses, the bytes sent equal the formulas', and the report's
+    The exact strategies' losses agree, the bytes sent equal the formulas', and the report's
     files are written.
     """
     done = start_lab(

@@ -213,9 +213,8 @@ def test_more_ranks_than_cores_on_a_machine() -> None:
 
 
 def test_strangers_at_the_master_s_port_do_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        node_exchange, "_HELLO_SECONDS", 2.0
-    )  # the master waits this long for the silent connection
+    # The master waits this long for the silent connection.
+    monkeypatch.setattr(node_exchange, "_HELLO_SECONDS", 2.0)
     port = free_port()
     with ThreadPoolExecutor(2) as nodes, contextlib.ExitStack() as held:
         master = nodes.submit(find, at(0, port, num_nodes=2))

@@ -62,9 +62,8 @@ def test_a_strong_ring_stops_where_the_derivative_says():
     assert (one.nodes, one.held_by, one.limit) == (by_hand, "latency", LARGEST_NODES)
     assert one.speedup == pytest.approx(1.5 / (1.5 / by_hand + 2e-3 * (by_hand - 1)))
     assert one.half_nodes == 27  # from N (N - 1) <= 1.5 / 2 alpha
-    assert (
-        ring_limit(alpha=1e-5, scaling="strong", seconds=1.5).fastest_nodes == 274
-    )  # lies between the numbers that the search tries first
+    # 274 lies between the numbers that the search tries first.
+    assert ring_limit(alpha=1e-5, scaling="strong", seconds=1.5).fastest_nodes == 274
 
 
 def test_a_weak_ring_stops_where_its_latency_saturates():

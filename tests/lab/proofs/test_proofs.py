@@ -230,7 +230,7 @@ class _Failures:
 def _run_check(name: str, answers: Any) -> None:
     """Plant a mistake, run its check, and send back (tests passed, failure messages).
 
-    Runs in a child process, so that the mistake stays there.
+    The caller runs this in a child process, so that the mistake stays there.
     """
     torch.set_num_threads(1)
     multiprocessing.current_process()._config["daemon"] = False

@@ -25,7 +25,7 @@ VOID = {"meta", "link", "br", "path", "use", "rect", "circle"}
 
 
 class Page(HTMLParser):
-    """Parse a page into text, tables, ids and references; fail on unbalanced tags."""
+    """A page parsed into text, tables, ids and references; unbalanced tags are an error."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -225,6 +225,7 @@ def test_two_ranks_here_and_their_runs_brought_back(
 
 def start_launch(folder: Path, *flags: str, command: list[str]) -> tuple[Started, psutil.Process]:
     """Start ``lab launch`` on one host; return it and its process."""
+    # A fresh interpreter is fast here, since a launch does not import torch.
     process = start_lab(
         "launch",
         "--hosts",
@@ -239,7 +240,7 @@ def start_launch(folder: Path, *flags: str, command: list[str]) -> tuple[Started
         "--",
         *command,
         cold=True,
-    )  # it does not import torch
+    )
     return process, psutil.Process(process.process.pid)
 
 
