@@ -1,4 +1,4 @@
-"""Every test in this folder runs an engine for real, and is marked ``engines``: CI runs them apart, after the others."""
+"""Each test here runs a real engine and is marked ``engines`` (``make test-engines``)."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ _HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark them; this hook sees the tests of every folder."""
+    """Mark this folder's tests; pytest passes the tests of every folder to this hook."""
     for item in items:
         if item.path.is_relative_to(_HERE):
             item.add_marker(pytest.mark.engines)

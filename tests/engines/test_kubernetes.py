@@ -1,6 +1,6 @@
-"""launch/trainjob.yaml and launch/Dockerfile: what the API's models make of them, and the job's pods on emulated nodes.
+"""launch/trainjob.yaml and launch/Dockerfile, checked with the API's models and on emulated nodes.
 
-No controller runs here. The pods are what they make of the manifest: tests/engines/pods.py.
+No Kubernetes controller runs here. tests/helpers/pods.py starts the pods as a controller would.
 """
 
 import json
@@ -67,7 +67,7 @@ def test_the_api_knows_every_field_of_the_manifests(name: str) -> None:
 @pytest.mark.parametrize(
     ("place", "wrong"),
     [
-        ("spec", "podTemplateOverrides"),  # what Trainer had before runtimePatches
+        ("spec", "podTemplateOverrides"),  # the field's name in Trainer before runtimePatches
         ("spec.trainer", "numProcsPerNode"),
         ("spec.trainer.resourcesPerNode", "limit"),
         (
@@ -122,7 +122,7 @@ def test_what_the_controller_refuses_beyond_the_models_does_not_stand_there() ->
 
 
 def settings(job: dict[str, Any]) -> Config:
-    """The command's settings, CORES filled in."""
+    """Parse the settings in the manifest's command, with 4 for CORES."""
     part, *arguments = (word.replace("$(CORES)", "4") for word in job["spec"]["trainer"]["args"])
     assert part == "PartThree/main.py"
     return parse_arguments("PartThree", "", {}, BUILT_IN, arguments)
@@ -206,7 +206,7 @@ def test_what_is_not_named_stays_out_of_the_image(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The image's folder: what COPY takes, and nothing else of this checkout."""
+    """Build the image's folder: only what COPY takes from this checkout."""
     folder = tmp_path_factory.mktemp("image")
     for path in build_context(ROOT):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -216,7 +216,10 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """Two nodes for the pods and two for the same training by hand, at the same time, since most of it is importing torch."""
+    """Start two nodes for the pods and two for the same training started by hand.
+
+    Both trainings run at the same time, since importing torch takes most of the time.
+    """
     with Cluster(4, logs=tmp_path, loopback=REFUSED is not None, fresh=True) as one:
         yield one
 
@@ -269,7 +272,10 @@ def test_a_pod_that_goes_saves_first_and_its_replacement_goes_on_to_the_same_wei
 
 
 def start_by_hand(cluster: Cluster, folder: Path) -> None:
-    """Start the manifest's training as the assignment does, on the nodes that have no pod; nothing will happen to it."""
+    """Start the manifest's training as the assignment does, on nodes 2 and 3, which have no pod.
+
+    Nothing disturbs this run.
+    """
     recipe = next(
         word for word in train_job()["spec"]["trainer"]["args"] if word.startswith("--recipe=")
     )
@@ -289,13 +295,16 @@ def start_by_hand(cluster: Cluster, folder: Path) -> None:
 
 
 def only_run(folder: Path) -> Path:
-    """The folder of the one run below a folder of reports."""
+    """Return the folder of the only run below a reports folder."""
     [config] = folder.glob("*/*/config.json")
     return config.parent
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    """The run's last parameters, by name; BatchNorm's running statistics are averaged over the ranks wherever one saves."""
+    """Return the run's last parameters by name.
+
+    BatchNorm's running statistics are left out: every save averages them over the ranks.
+    """
     path, _ = newest_checkpoint([run / "checkpoints"])
     entries = load_checkpoint(path)
     assert entries["step"] == STEPS

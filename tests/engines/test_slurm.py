@@ -1,5 +1,8 @@
-"""launch/slurm.sbatch and launch/slurm-assignment.sbatch on a Slurm cluster of four nodes on this machine: each job ends with the
-weights and metrics of a run without Slurm, also after a lost worker, a signal and a lost node."""
+"""launch/slurm.sbatch and launch/slurm-assignment.sbatch on a local Slurm cluster of four nodes.
+
+Each job ends with the weights and metrics of a run without Slurm, even after a killed worker, a
+signal or a lost node.
+"""
 
 import contextlib
 import json
@@ -24,8 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 STEPS = 8
-# A checkpoint a step leaves something to go on from wherever a run is cut, and time enough to cut
-# it.
+# Checkpoint at every step: a run can resume wherever it stops, and is slow enough to be stopped.
 SETTINGS = (
     "--dataset",
     "digits",
@@ -48,11 +50,11 @@ TORCHRUN, ASSIGNMENT = "launch/slurm.sbatch", "launch/slurm-assignment.sbatch"
 
 
 class Jobs:
-    """Jobs on one cluster, whose runs and output lie in one folder.
+    """Jobs on one cluster that share one folder for runs and output.
 
     Parameters
     ----------
-    folder : of the ranks' output, ``--output-dir``.
+    folder : the ranks' ``--output-dir``.
     """
 
     def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
@@ -66,7 +68,7 @@ class Jobs:
         *more: object,
         environment: dict | None = None,
     ) -> str:
-        """Submit a job of the tests' settings; return its number."""
+        """Submit a job with the tests' settings; return its number."""
         return self.slurm.sbatch(
             "--output",
             self.folder / "%j.out",
@@ -81,23 +83,23 @@ class Jobs:
         )
 
     def run(self, job: str) -> Path:
-        """The folder of a job's run."""
+        """Return the folder of a job's run."""
         [folder] = self.folder.glob(f"*/slurm-{job}/config.json")
         return folder.parent
 
     def finish(self, job: str) -> str:
-        """Wait until a job has ended well; return its output."""
+        """Wait until a job has completed; return its output."""
         state = self.slurm.wait(job)
         assert state == "COMPLETED", self.slurm.output(job)
         return self.slurm.output(job)
 
     def go_on(self, job: str) -> None:
-        """Wait until a job is back in the queue, and let it start."""
+        """Wait until a job is back in the queue, and start it at once."""
         self.slurm.wait_until_requeued(job)
         self.slurm.start_now(job)
 
     def worker(self, node: int) -> int:
-        """The rank on a node: the one process that torchrun has started there."""
+        """Return the process id of a node's rank, the one process that torchrun started there."""
         for pid in self.slurm.pids(node):
             with contextlib.suppress(psutil.Error):  # it has just ended
                 if "torch.distributed.run" in psutil.Process(pid).parent().cmdline()[:3]:
@@ -113,7 +115,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
-    """Runs the same training without Slurm, on loopback; each once."""
+    """Train without Slurm on loopback; each part trains once with each number of ranks."""
     folder = tmp_path_factory.mktemp("alone")
     with Cluster(4, loopback=True, logs=folder) as cluster:
 
@@ -162,9 +164,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Pa
 
 @pytest.fixture(scope="module")
 def lost_node(jobs: Jobs) -> tuple[str, int]:
-    """A job whose first node, which holds its shell and rank 0, has lost its power after a checkpoint.
+    """Submit a job whose first node loses power after a checkpoint.
 
-    Another test takes it, too: what that does hides the time until Slurm finds out.
+    That node runs the job's shell and rank 0. Another test also uses this fixture: its work fills
+    the time until Slurm notices the loss.
     """
     job = jobs.submit("--nodes=2", ASSIGNMENT, ALL_REDUCE)
     jobs.slurm.wait_for(job, f"step 2/{STEPS}")
@@ -175,9 +178,10 @@ def lost_node(jobs: Jobs) -> tuple[str, int]:
 
 @pytest.fixture(scope="module")
 def on_four_nodes(jobs: Jobs) -> tuple[str, str]:
-    """Two jobs at once on all nodes, by torchrun and as the assignment has it; the second has its images staged.
+    """Run two jobs at once on all four nodes: by torchrun, and as in the assignment.
 
-    Tests that hardly compute take it, too: they run while these two train.
+    The second job stages its images. Tests with little computation also use this fixture: they run
+    while these two jobs train.
     """
     for node in range(4):
         jobs.slurm.power_on(node)
@@ -198,7 +202,7 @@ def on_four_nodes(jobs: Jobs) -> tuple[str, str]:
 
 
 def assert_same_training(run: Path, reference: Path) -> None:
-    """Weights, momentum, every step's numbers and the evaluation are the same, bit for bit."""
+    """Check that weights, momentum, step metrics and evaluation are equal, bit for bit."""
     one, other = (
         load_checkpoint(checkpoints_by_age(folder / "checkpoints")[0])
         for folder in (run, reference)
@@ -221,7 +225,7 @@ def assert_same_training(run: Path, reference: Path) -> None:
 
 
 def steps(run: Path) -> list[dict]:
-    """The lines of a run's steps, without times."""
+    """Return the metrics of a run's steps, without times."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in line.items() if "seconds" not in name} for line in lines
@@ -232,7 +236,7 @@ def steps(run: Path) -> list[dict]:
 def test_torchrun_restarts_a_killed_worker_and_sigterm_saves_for_the_next_start(
     jobs: Jobs, alone: Callable
 ) -> None:
-    """One job under both; the signal comes to its shell, as before the time limit."""
+    """One job survives both faults. SIGTERM reaches the job's shell, as before a time limit."""
     job = jobs.submit("--nodes=2 --nodelist=node[2-3]", TORCHRUN, DDP)
     jobs.slurm.wait_for(job, f"step 2/{STEPS}")
     os.kill(jobs.worker(3), signal.SIGKILL)
@@ -265,7 +269,7 @@ def test_a_lost_batch_node_leads_to_a_start_on_others(
 @pytest.mark.usefixtures("on_four_nodes")
 def test_torchrun_starts_a_rank_a_card_and_counts_them_by_node(jobs: Jobs, tmp_path: Path) -> None:
     program = tmp_path / "says.py"
-    # One write a line: the ranks of a node share a file, and Python writes unbuffered here.
+    # One write per line: the ranks of a node share a file, and Python's output is unbuffered here.
     program.write_text(
         "import os\nnames = 'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'GROUP_RANK'\n"
         "os.write(1, f'{\" \".join(os.environ[name] for name in names)}\\n'.encode())\n"
@@ -319,7 +323,7 @@ def test_the_first_failure_is_shown_and_the_others_lie_in_their_files(
 
 @pytest.mark.usefixtures("on_four_nodes")
 def test_a_killed_rank_ends_the_job_with_its_status(jobs: Jobs, tmp_path: Path) -> None:
-    """As when memory runs out; no one has asked the job to stop."""
+    """The kernel does the same when memory runs out; nobody has asked the job to stop."""
     program = tmp_path / "dies.py"
     program.write_text("import os\nos.kill(os.getpid(), 9)\n")
     job = jobs.slurm.sbatch(
@@ -345,7 +349,7 @@ def test_a_killed_rank_ends_the_job_with_its_status(jobs: Jobs, tmp_path: Path) 
 
 @pytest.mark.usefixtures("on_four_nodes")
 def test_a_job_that_has_gone_back_often_enough_stays(jobs: Jobs, tmp_path: Path) -> None:
-    """The program asks for its own end as a scheduler would; REQUEUES counts the starts."""
+    """The program exits as if a scheduler had stopped it; REQUEUES limits the restarts."""
     program = tmp_path / "stops.py"
     program.write_text("import sys\nsys.exit(75)\n")
     job = jobs.slurm.sbatch(
@@ -390,7 +394,7 @@ def test_a_cancelled_job_does_not_come_back(jobs: Jobs, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("on_four_nodes")
 def test_bad_input_is_one_clear_message(jobs: Jobs) -> None:
-    """All jobs at once; none of them starts a rank."""
+    """All jobs are submitted at once; none starts a rank."""
     own = jobs.slurm.own
     cases = {
         ("--nodes=1", ASSIGNMENT): "no command: give it behind the script",
@@ -485,7 +489,7 @@ def test_a_folder_of_each_node_is_good_enough_where_the_job_never_goes_back(
 def test_both_scripts_train_on_four_nodes(
     jobs: Jobs, on_four_nodes: tuple[str, str], alone: Callable
 ) -> None:
-    """No node knows another's name. The dataset is staged once a node, and taken away again."""
+    """No node resolves another's name. Each node stages the dataset once, then deletes it."""
     torchrun, assignment = on_four_nodes
     images = ("--dataset", "folder", "--data-dir", jobs.folder / "images")
     for job, reference in (
@@ -502,7 +506,7 @@ def test_both_scripts_train_on_four_nodes(
 
 
 def test_nothing_is_left_when_the_cluster_ends(tmp_path: Path) -> None:
-    """Daemons of Slurm, what a job has left running in a session of its own, mounts: all gone."""
+    """Slurm's daemons, mounts, and a process that a job started in its own session are all gone."""
     word = f"{os.getpid()}.5"
     mounts = Path("/proc/self/mounts").read_text()
     with SlurmCluster(tmp_path / "slurm", nodes=1) as slurm:

@@ -1,4 +1,7 @@
-"""``launch/slurm-compare.sbatch`` on a Slurm cluster of this machine: a plan's runs as jobs of an array, put together."""
+"""``launch/slurm-compare.sbatch`` runs a plan as a job array on a local Slurm cluster.
+
+The report then merges the runs.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +30,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan of two runs: none on 1 node, all_reduce on 2."""
+    """Plan two runs: no exchange on 1 node, all_reduce on 2."""
     settings = Settings(
         nodes=(1, 2),
         sync=("all_reduce",),
@@ -48,7 +51,7 @@ def report(folder: Path) -> dict[str, Any]:
 
 
 def submit(slurm: SlurmCluster, *arguments: object) -> str:
-    """Submit, with these options and arguments of the script, and return the job's number."""
+    """Submit the script with these sbatch options and script arguments; return the job number."""
     cut = [
         index for index, argument in enumerate(arguments) if not str(argument).startswith("--")
     ] or [len(arguments)]

@@ -1,4 +1,4 @@
-"""``lab launch`` and ``lab collect`` on three hosts, each with a real sshd, a network and a disk."""
+"""``lab launch`` and ``lab collect`` on three hosts, each with its own sshd, network and disk."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 @pytest.fixture(autouse=True)
 def _nothing_on_the_hosts(machines: Machines) -> Iterator[None]:
-    """After every test no host runs more than the sshd that listens, and the terminal nothing."""
+    """After every test, check that each host runs only its listening sshd, the terminal nothing."""
     yield
     machines.end_commands()
     wait_until(
@@ -42,7 +42,7 @@ def _nothing_on_the_hosts(machines: Machines) -> Iterator[None]:
 
 
 def mark() -> str:
-    """A number of seconds to sleep that no other process has in its command."""
+    """Return a sleep duration in seconds that appears in no other process's command line."""
     return f"1000.{time.monotonic_ns()}"
 
 
@@ -51,7 +51,7 @@ def sleepers(machines: Machines, node: int, seconds: str) -> int:
 
 
 def test_training_is_launched_collected_and_reported(machines: Machines, tmp_path: Path) -> None:
-    """Each host writes to its own disk; collected here they are one run that lab report reads."""
+    """Each host writes to its own disk; ``lab collect`` merges the files into one run."""
     status, output = machines.run(
         "launch",
         *ALL,
@@ -116,9 +116,8 @@ def test_training_is_launched_collected_and_reported(machines: Machines, tmp_pat
 
     (here / "logs_rank1.txt").write_text("my own notes\n")
     full = (here / "metrics.jsonl").read_text()
-    (here / "metrics.jsonl").write_text(
-        full.splitlines(keepends=True)[0]
-    )  # as if collected while the run was going on
+    # As if collected during the run.
+    (here / "metrics.jsonl").write_text(full.splitlines(keepends=True)[0])
     status, output = machines.run("collect", launch, "--output-dir", tmp_path)
     assert status == 1, output
     assert (
@@ -168,7 +167,7 @@ def test_a_checked_launch_passes_sigterm_on_to_the_parts_which_save(
     "end", ["failure", "interrupt", "terminate", "kill", "cut", "keeper", "connection"]
 )
 def test_nothing_is_left_on_any_host(machines: Machines, tmp_path: Path, end: str) -> None:
-    """Whatever ends a launch; what runs in a session of its own counts, too."""
+    """Nothing survives a launch, however it ends; processes in their own session count too."""
     seconds, two = mark(), end == "failure"
     last = "test {rank} = 0 || exit 7; " if end == "failure" else ""
     process = machines.start(
@@ -201,7 +200,7 @@ def test_nothing_is_left_on_any_host(machines: Machines, tmp_path: Path, end: st
             )
         case "cut":
             machines.cluster.fault(hurt, "cut")
-        case "keeper":  # a child of the one that waits for it
+        case "keeper":  # the remote agent; its parent waits for it
             os.kill(
                 max(
                     pid for pid, command in machines.running(hurt).items() if "python -c" in command
@@ -237,14 +236,14 @@ def test_nothing_is_left_on_any_host(machines: Machines, tmp_path: Path, end: st
         lambda: not any(sleepers(machines, node, seconds) for node in nodes),
         "every process is gone, the link cut or not",
     )
-    if end == "cut":  # sshd itself learns of it when the link is back
+    if end == "cut":  # sshd notices the break only when the link is back
         machines.cluster.fault(hurt, "restore")
 
 
 def test_of_many_hosts_the_terminal_shows_rank_0_and_the_first_failure(
     machines: Machines, tmp_path: Path
 ) -> None:
-    """Nine, so that some stand there twice and share the port that is given for it."""
+    """Nine nodes on three hosts: each host runs three of them, which share the given port."""
     status, output = machines.run(
         "launch",
         "--hosts",
@@ -283,9 +282,10 @@ def test_of_many_hosts_the_terminal_shows_rank_0_and_the_first_failure(
 def test_the_masters_address_is_one_that_the_others_reach(
     machines: Machines, tmp_path: Path
 ) -> None:
-    """The first host's name may stand for an address that every host has, as a container bridge's.
+    """The launch uses an address of rank 0 that the other hosts reach.
 
-    A host that does not reach the first is named.
+    The first host's name may resolve to an address that every host has, such as a container
+    bridge's. The error names a host that cannot reach rank 0.
     """
 
     def on_hosts(command: str, hosts: str = ",".join(HOSTS)) -> tuple[int, str]:
@@ -321,7 +321,7 @@ def test_the_masters_address_is_one_that_the_others_reach(
 def refused(
     machines: Machines, folder: Path, *arguments: object, config: Path | None = None
 ) -> list[str]:
-    """What a launch says that starts nothing, its lines."""
+    """Run a launch that is refused; return the lines of its output."""
     hosts = () if "--hosts" in arguments else ALL
     status, output = machines.run(
         "launch",

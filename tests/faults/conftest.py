@@ -1,4 +1,8 @@
-"""The nodes on which runs are disturbed: an emulated cluster where the machine allows one, else processes on loopback."""
+"""The cluster and the runs of the fault tests.
+
+The nodes form an emulated cluster where the machine allows one, and are processes on loopback
+otherwise.
+"""
 
 import contextlib
 import functools
@@ -16,7 +20,7 @@ from tests.helpers.stage import NODES, Stage
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    """One cluster for all tests, since its start imports torch, and here what draws the reports."""
+    """Start one cluster for all tests, since a start imports torch and matplotlib."""
     refused = tools.namespaces_refused()
     where = f"on loopback ({refused})" if refused else f"on an emulated cluster of {NODES} nodes"
     request.config.get_terminal_writer().line(f"\ntests/faults: {where}")
@@ -32,7 +36,7 @@ def cluster(
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
-    """Flags of 24 images of two classes."""
+    """Return the flags for 24 images of two classes."""
     return [
         "--dataset",
         "folder",
@@ -43,7 +47,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
 
 @pytest.fixture
 def stage(cluster: Cluster, images: list[object], tmp_path: Path) -> Iterator[Stage]:
-    """A place for one test's runs."""
+    """Prepare one test's runs, and kill whatever still runs afterwards."""
     stage = Stage(cluster, images, tmp_path)
     yield stage
     stage.kill_all()
@@ -51,7 +55,7 @@ def stage(cluster: Cluster, images: list[object], tmp_path: Path) -> Iterator[St
 
 @pytest.fixture
 def links(cluster: Cluster) -> None:
-    """Skips where nodes have no links to cut."""
+    """Skip the test if the nodes have no links to cut."""
     if cluster.loopback:
         pytest.skip(f"nodes have no links here: {tools.namespaces_refused()}")
 
@@ -60,7 +64,10 @@ def links(cluster: Cluster) -> None:
 def undisturbed(
     cluster: Cluster, images: list[object], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """Gives the folder of a run of that way to which nothing happened; trained when first asked for."""
+    """Return a function that trains a strategy undisturbed and gives the run's folder.
+
+    Each strategy is trained once, at the first call.
+    """
 
     @functools.cache
     def trained(way: str) -> Path:

@@ -1,4 +1,4 @@
-"""Data that is missing, altered, not the same everywhere, or fails while it is read: all ranks end with the cause."""
+"""Missing, altered, differing or unreadable data: all ranks stop and name the cause."""
 
 import re
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_a_rank_whose_data_raises_is_named_with_the_cause_by_all(stage: Stage, v
 
 
 def test_images_removed_or_altered_between_runs_are_noticed(stage: Stage) -> None:
-    """One image is enough: the run that goes on would be neither the old training nor a new one."""
+    """One changed image is enough: resuming would continue neither the old nor a new training."""
 
     def run(*flags: object) -> Ended:
         stage.start("all_reduce", "--data-dir", data, *flags, size=1, nodes=[0])
@@ -147,7 +147,7 @@ def test_a_diverging_run_stops_with_advice(tmp_path: Path) -> None:
 
 
 class Poisoned:
-    """Batches of one rank; in the second epoch rank 1's second batch is not finite."""
+    """Batches for one rank; in epoch 2, rank 1's second batch contains an infinite value."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.epoch, self.sampler = rank, 1, self

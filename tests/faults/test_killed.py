@@ -1,5 +1,8 @@
-"""kill -9 of rank 0 and of another at moments that cannot be missed: the others end in time and say so, no finished checkpoint
-is lost, all are those of an undisturbed run, and the run goes on from them to the same bits."""
+"""Rank 0 or another rank is killed with ``kill -9`` at a precisely chosen moment.
+
+The other ranks stop in time with a message. Every finished checkpoint survives and equals that of
+an undisturbed run, and a resumed run ends with the same bits.
+"""
 
 import signal
 from collections.abc import Callable
@@ -26,7 +29,7 @@ Reference = Callable[[str], Path]
 def killed(
     stage: Stage, undisturbed: Reference, victim: int, moment: str, *, way: str = "all_reduce"
 ) -> list[str]:
-    """Run until ``victim`` is killed, hold what must hold of every kill, and return the checkpoints that are left."""
+    """Run until ``victim`` is killed, check what must hold, and return the checkpoints' names."""
     stage.start(way, hurt=(victim, moment, "kill"), timeout=TIMEOUT)
     ends = stage.end()
     assert ends[victim].status == -signal.SIGKILL, ends[victim]
@@ -43,7 +46,7 @@ def killed(
 
 
 def resuming(stage: Stage, undisturbed: Reference, *, step: int) -> None:
-    """Resume, and compare with the undisturbed run."""
+    """Resume at ``step``, and check that the run ends like the undisturbed one."""
     run = stage.finish("all_reduce", "--resume", "auto")
     assert f", step {step}" in stage.text(0)
     assert_same_training(run, undisturbed("all_reduce"))
@@ -96,7 +99,7 @@ def test_the_writer_with_half_a_checkpoint_and_gone_on_with(
 ) -> None:
     assert killed(stage, undisturbed, 0, "writing") == ["Epoch_1.pt"]
     assert len(list((stage.run() / "checkpoints").glob(".Epoch_2.pt.*.unfinished"))) == 1
-    resuming(stage, undisturbed, step=2)  # which sees, too, that nothing of it is left
+    resuming(stage, undisturbed, step=2)  # also checks that no unfinished file remains
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What is left after many starts and stops: no process, socket, file or namespace."""
+"""Many starts and stops leave no process, socket, file or namespace behind."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ from tests.helpers import wait_until
 from tests.helpers.stage import GRACE, Stage, hidden_files
 
 _OPEN = {"01", "0A"}
-"""Established and listening, in /proc/net/tcp; what is closed may still wait for stray packets."""
+"""/proc/net/tcp states: established, listening. A closed socket may linger for late packets."""
 
 
 def end_it(stage: Stage, how: str) -> None:
-    """Stop the run on nodes 0 and 1 in one of the ways that runs stop in."""
+    """Stop the run on nodes 0 and 1 in the way that ``how`` names."""
     if how == "kill":
         stage.cluster.fault(1, "kill")
         stage.cluster.fault(0, "kill")
@@ -37,7 +37,7 @@ EXPECTED = {
 
 
 @pytest.mark.slow
-@pytest.mark.alone  # on loopback another test might get a port that a run here has had
+@pytest.mark.alone  # on loopback, another test might be given a port that a run here has used
 def test_20_runs_in_a_row_leave_no_process_socket_or_file(stage: Stage) -> None:
     ports = []
     for turn in range(20):
@@ -82,19 +82,22 @@ def test_20_runs_in_a_row_leave_no_process_socket_or_file(stage: Stage) -> None:
 
 
 def processes(matches: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
-    """All but this one that match."""
+    """Return all matching processes except this one."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and matches(process):
                 found.append(process)
-        except (psutil.Error, OSError):  # ended meanwhile, or another user's
+        except (psutil.Error, OSError):  # it has ended meanwhile, or belongs to another user
             continue
     return found
 
 
 def machine() -> dict[str, object]:
-    """What a cluster might leave behind: network interfaces, mounts, named namespaces, sockets that listen."""
+    """Return the state that a cluster could leave changed.
+
+    That is network interfaces, mounts and named network namespaces.
+    """
     names = Path("/run/netns")
     return {
         "interfaces": sorted(psutil.net_if_addrs()),
@@ -104,7 +107,7 @@ def machine() -> dict[str, object]:
 
 
 def namespaces(*, with_environment: str) -> set[str]:
-    """Network and mount namespaces of the other processes that have this word in their environment."""
+    """Return the network and mount namespaces of processes with this environment variable."""
     return {
         os.readlink(f"/proc/{process.pid}/ns/{kind}")
         for kind in ("net", "mnt")
@@ -117,7 +120,7 @@ def namespaces(*, with_environment: str) -> set[str]:
 def test_clusters_in_a_row_leave_no_process_namespace_or_interface(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
-    """Half of them are closed, half lose the process that holds them to SIGKILL."""
+    """Half the clusters are closed; the others' namespace-holding process gets SIGKILL."""
     monkeypatch.setenv("FAULTS_OF", str(tmp_path))
     before = machine()
     for turn in range(turns):

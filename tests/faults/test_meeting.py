@@ -1,4 +1,4 @@
-"""How ranks meet, or fail to: each fault is one message that names who and what, on every rank that is concerned."""
+"""Ranks that fail to join: every rank concerned prints one message with rank and cause."""
 
 import shutil
 import socket
@@ -127,7 +127,10 @@ def test_an_unreachable_master_says_why(tmp_path: Path) -> None:
 
 
 def test_other_code_on_one_node_is_named_with_the_file(stage: Stage) -> None:
-    """One changed line, whose settings, parameters and messages are the same: the mean would be another one in silence."""
+    """Ranks whose code differs are refused, even if settings, parameters and messages agree.
+
+    One changed line would otherwise silently change the mean gradient.
+    """
     other = stage.folder / "other"
     for name in ("common", "PartTwo", "recipes"):
         shutil.copytree(ROOT / name, other / name, ignore=shutil.ignore_patterns("__pycache__"))

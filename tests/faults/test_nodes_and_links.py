@@ -1,5 +1,7 @@
-"""A node that pauses, a link that is cut or slow, a node that comes late: within the timeout they cost time and nothing else,
-beyond it the others end and say so."""
+"""Paused nodes, slow or broken links, and nodes that start late.
+
+Within the timeout they only cost time; beyond it, the other ranks stop with a message.
+"""
 
 import time
 from collections.abc import Callable
@@ -63,7 +65,7 @@ def test_a_link_cut_and_restored_within_the_timeout_costs_time_alone(
     stage.wait_for("held now", node=1)
     stage.cluster.fault(1, "cut")
     stage.let_go()
-    time.sleep(2)  # without a link
+    time.sleep(2)  # while the link is cut
     assert "step 3/" not in stage.text(0)
     stage.cluster.fault(1, "restore")
     assert [ended.status for ended in stage.end().values()] == [0] * NODES
@@ -92,10 +94,13 @@ def test_a_link_cut_for_good_ends_all_within_the_timeout(stage: Stage, victim: i
 def test_a_link_cut_before_the_training_ends_all_within_the_timeout(
     stage: Stage, moment: str
 ) -> None:
-    """While the ranks still meet, and while they read the dataset, where a rank may take long, but must answer."""
+    """The link breaks while the ranks join, or while they load the dataset.
+
+    Loading may take long, but a rank must still answer.
+    """
     if moment == "meeting":
         stage.start(nodes=[0, 1], timeout=TIMEOUT)
-        time.sleep(2)  # both wait for the third by now
+        time.sleep(2)  # by now both wait for the third rank
     else:
         stage.start(hurt=(1, "loading", "sleep"), timeout=TIMEOUT)
         stage.wait_for("loading now", node=1)

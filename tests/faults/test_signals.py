@@ -1,4 +1,4 @@
-"""Ranks killed at any moment, in any way of averaging, and interrupts; started as the assignment starts them."""
+"""Ranks killed or interrupted under every strategy, started as in the assignment."""
 
 import signal
 import time
@@ -11,7 +11,7 @@ from tests.helpers import make_image_folder, only_run_folder, start_ranks
 from tests.helpers.stage import QUICK, WAYS, assert_told
 
 MANY = 100_000
-"""Steps or epochs that no test waits for."""
+"""A number of steps or epochs that no test reaches."""
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_interrupt_ends_all_and_keeps_what_is_done(tmp_path: Path) -> None:
         tmp_path / "out",
         cwd=tmp_path,
     )
-    ranks[0].wait_for("Epoch 3: train loss")  # the second one is saved then
+    ranks[0].wait_for("Epoch 3: train loss")  # Epoch 2's checkpoint has been saved by then
     for rank in ranks:
         rank.send(signal.SIGINT)
     for rank in ranks:
@@ -97,7 +97,7 @@ def test_interrupt_ends_all_and_keeps_what_is_done(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_interrupt_of_one_rank_that_waits_for_the_other(tmp_path: Path) -> None:
-    """A rank inside a collective sees no signal; it must end all the same."""
+    """A rank blocked in a collective cannot handle a signal, but must still end."""
     ranks = start_ranks(
         "PartTwo",
         2,
@@ -112,7 +112,7 @@ def test_interrupt_of_one_rank_that_waits_for_the_other(tmp_path: Path) -> None:
     )
     ranks[0].wait_for("step 3/")
     ranks[1].send(signal.SIGSTOP)
-    time.sleep(1)  # by now the other one waits in its collective
+    time.sleep(1)  # by now the other rank waits in its collective
     try:
         ranks[0].send(signal.SIGINT)
         ended = ranks[0].end(timeout_seconds=90)

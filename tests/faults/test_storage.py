@@ -1,4 +1,7 @@
-"""Full disks, and checkpoints that are cut, altered or hostile: what was finished stays, what is damaged is never trusted."""
+"""Full disks, and truncated, altered or hostile checkpoints.
+
+A finished checkpoint survives a full disk; a damaged one is never loaded.
+"""
 
 import os
 import pickle
@@ -19,12 +22,16 @@ from tests.helpers import ROOT, run_part
 from tests.helpers.stage import QUICK, Stage, assert_same_training, assert_told, hidden_files
 
 PLACES = 100
-LAST_RECORD_BYTES = 22  # of a zip file: its table of contents once more, in numbers
+LAST_RECORD_BYTES = 22  # a zip file's end record, which repeats numbers from its table of contents
 Reference = Callable[[str], Path]
 
 
 def test_a_full_disk_stops_all_ranks_and_keeps_earlier_files(stage: Stage) -> None:
-    """A limit on the size of files stands for the full disk: the checkpoint of 9 MB does not fit, what comes before it does."""
+    """A full disk stops all ranks with the file's name and keeps what was written before.
+
+    A limit on the file size simulates the full disk: the 9 MB checkpoint does not fit, smaller
+    files do.
+    """
     stage.start("ddp", hurt=(0, "loading", "limit"))
     for ended in stage.end().values():
         assert_told(ended, r"Epoch_1\.pt could not be written \(File too large\)")
@@ -43,7 +50,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def small_disks() -> None:
-    """Skips where this user may mount nothing, not even in a namespace of its own."""
+    """Skip if this user cannot mount a tmpfs, not even in a new user namespace."""
     tried = subprocess.run(
         ["unshare", "-Urm", "mount", "-t", "tmpfs", "-o", "size=1m", "none", "/mnt"],
         capture_output=True,
@@ -59,7 +66,7 @@ def small_disks() -> None:
 def test_a_full_disk_keeps_the_first_checkpoint_and_the_run_goes_on_with_room(
     stage: Stage, undisturbed: Reference
 ) -> None:
-    """Rank 0 writes to a disk of 14 MB, in which one checkpoint of 9 MB has room."""
+    """Rank 0 writes to a 14 MB disk, which holds one checkpoint of 9 MB but not two."""
     out, saved = stage.folder / "out", stage.folder / "saved"
     out.mkdir()
     disk = (
@@ -99,10 +106,10 @@ def test_metrics_on_a_full_disk_name_the_file_on_all_ranks(stage: Stage) -> None
 
 
 def test_a_checkpoint_cut_at_100_random_places_is_never_trusted(tmp_path: Path) -> None:
-    """Cut off, or zeroes from there on, as a crash leaves a file whose last blocks were never written.
+    """A checkpoint that is truncated or zeroed from a random byte on is never loaded.
 
-    Zeroes in the archive's last record alone (22 bytes, which repeat what stands before them) may
-    go unnoticed: then every entry is there as it was, by its SHA-256.
+    A crash leaves zeros if the last blocks were never written. Zeros only in the archive's last
+    record (22 bytes that repeat earlier ones) may pass; every entry must then match by SHA-256.
     """
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -141,7 +148,7 @@ def test_a_checkpoint_cut_at_100_random_places_is_never_trusted(tmp_path: Path) 
 
 
 class Hostile:
-    """Unpickles as a command that makes a file."""
+    """An object that runs a command when unpickled; the command creates a file."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -159,7 +166,7 @@ def test_a_run_passes_over_a_hostile_and_a_cut_checkpoint(
     for result in ("summary.json", "report.json", "report.txt"):
         (run / result).unlink()
     with (run / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"epoch": 2, "st')  # as a full disk cuts a line
+        metrics.write('{"epoch": 2, "st')  # a line cut off by a full disk
     second = run / "checkpoints" / "Epoch_2.pt"
     second.write_bytes(second.read_bytes()[: -random.randrange(1, 1_000_000)])
     torch.save(

@@ -1,4 +1,4 @@
-"""docs/reliability.md lists every test of this folder, and no test that is not there."""
+"""docs/reliability.md lists every test in this folder, and only tests that exist."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 
 
 def functions_in(path: Path) -> set[str]:
-    """Its test functions, as pytest names them from the folder of the tests."""
+    """Return the file's test functions as pytest names them, relative to the tests folder."""
     return {
         f"{path.relative_to(ROOT / 'tests')}::{name}"
         for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)

@@ -1,4 +1,4 @@
-"""Each command of ``lab`` begins in a new interpreter, as users start it, and comes as far as its own work."""
+"""Each ``lab`` command starts in a fresh interpreter, as users start it, and does its own work."""
 
 import argparse
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_every_command_has_a_cold_start() -> None:
 
 
 def test_commands_start_cold(tmp_path: Path) -> None:
-    """All at once, to save time."""
+    """All commands start at once, to save time."""
     started = {
         name: start_lab(name, *arguments, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, cold=True)
         for name, (arguments, _, _) in HERE.items()

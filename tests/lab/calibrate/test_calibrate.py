@@ -1,4 +1,4 @@
-"""Fits against data whose truth is known, files that cannot be used, and calibrations of this machine from end to end."""
+"""Fits to data with known parameters, unusable files, and complete calibrations of this machine."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_a_fit_finds_what_made_the_data():
         inside += [
             low <= value <= high for value, (low, high) in zip(truth, found.intervals, strict=True)
         ]
-    assert all(inside >= 0.9 * 200)  # of 95 % intervals
+    assert all(inside >= 0.9 * 200)  # of the 95 % intervals
 
 
 def test_a_fit_stays_at_or_above_zero_and_knows_what_is_known():
@@ -61,8 +61,10 @@ def test_a_fit_stays_at_or_above_zero_and_knows_what_is_known():
 
 
 def measured_by(size, *, alpha, beta, gamma, generator):
-    """What ``measure_rank`` would return of ``size`` ranks on a machine of so many cores, with these parameters; half of it
-    while another process disturbed them."""
+    """Return what ``measure_rank`` would return on a machine with these parameters.
+
+    The machine has ``size`` ranks and as many cores. Another process disturbs half of the turns.
+    """
 
     def cpu(noise, ranks=size):
         return {"clock": 10.0, "own": 9.0, "all": 9.0 * ranks + 10.0 * noise}
@@ -143,14 +145,12 @@ def test_a_calibration_finds_the_machine_that_made_the_data(size, tmp_path):
         ), kind
     assert made.network.gamma_seconds_per_byte == pytest.approx(1e-10)
     assert made.network.overlap_cost == pytest.approx(0.5)
-    assert made.others_share == pytest.approx(
-        1.1 / size, rel=0.2
-    )  # of all turns, also those that don't count
+    # The share counts all turns, including those that the fit leaves out.
+    assert made.others_share == pytest.approx(1.1 / size, rel=0.2)
     assert made.compute.at(100).seconds == pytest.approx(0.02 + 0.3 + 0.05 + 0.6 + 0.01)
     together = made.compute.at(50, ranks_here=size)
-    assert together.seconds == pytest.approx(
-        2.2 * (0.02 + 0.15 + 0.05 + 0.3 + 0.01), rel=0.01
-    )  # the slowest rank's
+    # The slowest rank's time counts.
+    assert together.seconds == pytest.approx(2.2 * (0.02 + 0.15 + 0.05 + 0.3 + 0.01), rel=0.01)
     ready = [
         together.ready_seconds(nbytes) / together.backward_seconds for nbytes in (20, 420, 460, 860)
     ]
@@ -261,7 +261,7 @@ def test_nodes_calibrate_together_and_rank_0_writes(tmp_path):
     ended = [node.end(timeout_seconds=120) for node in nodes]
     assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
     made = load_calibration(path)
-    assert (made.ranks, made.ranks_here) == (2, 2)  # two processes of one machine
+    assert (made.ranks, made.ranks_here) == (2, 2)  # two processes on one machine
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -285,8 +285,8 @@ def test_an_interrupt_leaves_no_process_and_no_file(tmp_path):
 
     wait_until(lambda: len(children()) == 2, "two ranks")
     ranks = children()
-    time.sleep(5)  # so that they are measuring
-    os.killpg(parent.process.pid, signal.SIGINT)  # as Ctrl-C does: to all of them
+    time.sleep(5)  # by now the ranks measure
+    os.killpg(parent.process.pid, signal.SIGINT)  # Ctrl-C sends SIGINT to the whole process group
     assert parent.end().status != 0
     assert psutil.wait_procs(ranks, timeout=60)[1] == []
     assert not path.exists()

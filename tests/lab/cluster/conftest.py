@@ -1,4 +1,4 @@
-"""``lab cluster`` for the tests of the emulated cluster."""
+"""The ``lab`` fixture for the tests of the emulated cluster."""
 
 import signal
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from tests.helpers.cluster import Lab
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Lab]:
-    """Start ``lab cluster`` commands, and end those that a test has left running."""
+    """Start ``lab cluster`` commands, and kill those that a test leaves running."""
     one = Lab(tmp_path)
     one.temporary.mkdir()
     yield one

@@ -1,4 +1,4 @@
-"""``lab cluster`` as a user starts it: output, exit status, other terminals, leftovers."""
+"""``lab cluster`` as a user runs it: output, exit status, a second terminal, and leftovers."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from tests.helpers.cluster import Lab, held_networks, needs_namespaces, networks
 
 
 def word() -> str:
-    """A number of seconds to sleep that no other process of the machine has in its command."""
+    """Return a sleep duration in seconds that appears in no other process's command line."""
     return f"{os.getpid()}.{time.monotonic_ns()}"
 
 
@@ -130,10 +130,10 @@ def test_bad_input_is_one_message_and_leaves_nothing(
 
 
 def here(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Run ``lab cluster`` in this process; return its exit status and what it wrote."""
+    """Run ``lab cluster`` in this process; return its exit status and output."""
     try:
         status = main(["cluster", *arguments])
-    except SystemExit as ended:  # of the flags' parser
+    except SystemExit as ended:  # raised by the argument parser
         status = ended.code
     return status, "".join(capsys.readouterr())
 
@@ -166,8 +166,10 @@ FAST = [
     ],
 )
 def test_nothing_is_left_behind(lab: Lab, place: str, end: str) -> None:
-    """Counts processes (also in their own sessions), network namespaces, links, Unix sockets and
-    temporary files."""
+    """No process, network namespace, link, Unix socket or temporary file is left.
+
+    Processes in their own session count too.
+    """
     mark, links, last = (
         word(),
         sorted(os.listdir("/sys/class/net")),
@@ -215,7 +217,7 @@ def test_nothing_is_left_behind(lab: Lab, place: str, end: str) -> None:
         ), output
         wait_until(lambda: with_word(mark) == [], "every process of every node is gone")
 
-        # Once lab is killed, nobody waits: the cluster's first process ends after its nodes.
+        # If lab is killed, nobody waits for the cluster, whose first process ends after its nodes.
         def left() -> tuple:
             in_them = (made - networks([os.getpid()])) & networks(psutil.pids())
             return (
@@ -275,7 +277,7 @@ def test_killing_what_holds_the_namespaces_ends_all_and_is_told(lab: Lab) -> Non
 def test_a_running_cluster_is_reached_from_another_terminal(
     lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By its process id, since others may run clusters on this machine."""
+    """The process id selects the cluster, since others may run clusters on this machine."""
     mark = word()
     process = lab.start(
         "run",
@@ -296,7 +298,8 @@ def test_a_running_cluster_is_reached_from_another_terminal(
     )
     place = ("--cluster", str(process.pid))
 
-    def shell(*command: str) -> tuple[int, str]:  # not in this process: it would stay in the node
+    # A new process, since this one would stay in the node.
+    def shell(*command: str) -> tuple[int, str]:
         return lab.run("shell", "--node", command[0], *place, "--", *command[1:])
 
     def fault(*what: str) -> tuple[int, str]:
@@ -319,9 +322,8 @@ def test_a_running_cluster_is_reached_from_another_terminal(
     status, output = here(capsys, "fault", "--node", "0", "--cut", "--cluster", "1")
     assert status == 2
     assert re.match(rf"error: --cluster: got 1, choose one of .*\b{process.pid}\b", output)
-    for other in {*sleeping(mark)} - {
-        *stopped(mark)
-    }:  # so that nobody waits for node 0 once the other has failed
+    # End node 0's sleep, or the command would wait for it after node 1 has failed.
+    for other in {*sleeping(mark)} - {*stopped(mark)}:
         psutil.Process(other).terminate()
     assert fault("--kill") == (0, "node 1: kill\n")
     output, _ = process.communicate(timeout=LONG)
@@ -331,7 +333,7 @@ def test_a_running_cluster_is_reached_from_another_terminal(
 
 @needs_namespaces
 def test_a_shell_on_a_terminal(lab: Lab) -> None:
-    """Commands typed on the shell's own terminal run in the node."""
+    """Commands typed at a terminal run in the node."""
     lab.start(
         "run", "--nodes", "2", "--logs", str(lab.folder), "--", "sh", "-c", "echo up; sleep 100"
     )

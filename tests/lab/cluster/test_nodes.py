@@ -1,4 +1,4 @@
-"""Nodes of an emulated cluster: addresses, links, programs and their ends, and traffic of training.
+"""Nodes of an emulated cluster: addresses, links, programs and their ends, and training traffic.
 
 The tests of forked programs and of training share one cluster, which imports torch once.
 """
@@ -111,7 +111,7 @@ def test_every_node_has_an_address_and_reaches_every_other(tmp_path: Path) -> No
 def test_links_are_limited_where_they_send_and_where_they_receive(
     tmp_path: Path, senders: int, nbytes: int
 ) -> None:
-    """Two senders at full rate share the receiver's link, so its receiving end must be shaped."""
+    """Two senders at full rate share the receiver's link, so its receiving end must be limited."""
     with Cluster(3, rate="20mbit", logs=tmp_path, fresh=True) as cluster:
         cluster.start(
             [sys.executable, script(tmp_path, MOVE), "{rank}", str(senders), str(nbytes)],
@@ -129,7 +129,7 @@ def test_links_are_limited_where_they_send_and_where_they_receive(
 
 @pytest.fixture(scope="module")
 def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The one cluster of this module that forks its programs; on loopback without namespaces."""
+    """Start this module's one cluster that forks programs; without namespaces, on loopback."""
     with Cluster(
         NODES, logs=tmp_path_factory.mktemp("forking"), loopback=REFUSED is not None
     ) as cluster:
@@ -216,7 +216,7 @@ def test_modules_and_threads(tmp_path: Path, forking: Cluster) -> None:
 
 
 def test_a_program_elsewhere_has_its_own_modules(tmp_path: Path, forking: Cluster) -> None:
-    """Not those of the same name that the forked interpreter had imported."""
+    """The forked interpreter's imported modules of the same name are not used."""
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "config.py").write_text("WHOSE = 'mine'\n")
     forking.start(
@@ -385,7 +385,7 @@ def test_faults_of_links_and_of_processes(tmp_path: Path) -> None:
         assert {end.status for end in cluster.wait(limit_seconds=LONG)} == {0}
 
         cluster.start(["sh", "-c", "setsid sleep 50 & sleep 50"], nodes=[1])
-        # By their names: sh, too, waits unstoppably until its fork has become the sleep.
+        # Wait for the names: sh cannot be stopped until its fork has become the sleep.
         wait_until(
             lambda: sorted(map(name, cluster.pids(1))) == ["sh", "sleep", "sleep"],
             "both sleeps run",
@@ -409,14 +409,15 @@ def states(pids: list[int]) -> str:
     return "".join(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] for pid in pids)
 
 
+# The difference leaves out a run's start and end, apart from a few acknowledgements.
 FEW, MANY = (
     1,
     3,
-)  # the difference leaves out what begins and ends a run, up to some acknowledgements
+)
 
 
 def sent_bytes(cluster: Cluster, sync: str, steps: int, folder: Path) -> list[int]:
-    """Train VGG-11 for ``steps`` steps; return the bytes that each node has sent in all."""
+    """Train VGG-11 for ``steps`` steps; return the bytes that each node has sent in total."""
     before = cluster.traffic()
     cluster.start(
         [
@@ -464,10 +465,10 @@ def sent_bytes(cluster: Cluster, sync: str, steps: int, folder: Path) -> list[in
 def test_bytes_on_the_links_are_those_of_the_formula(
     forking: Cluster, sync: str, tmp_path: Path
 ) -> None:
-    """The strategies' formulas give the bytes, plus at most a tenth for headers and control."""
+    """A node sends what the formula says, plus at most 10 % for headers and control messages."""
     few, many = (sent_bytes(forking, sync, steps, tmp_path) for steps in (FEW, MANY))
     sizes = GradientSize.of([p for p in build_model("vgg11", 10).parameters() if p.requires_grad])
     for node in range(NODES):
         formula = float(build_sync(sync).bytes_sent(sizes, node, NODES)) * (MANY - FEW)
-        # Less where TCP sent something again in the shorter run, on a busy machine.
+        # Less than the formula if TCP sent data twice in the shorter run, on a busy machine.
         assert formula * 0.95 < many[node] - few[node] < formula * 1.10, f"node {node} of {sync}"

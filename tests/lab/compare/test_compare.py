@@ -1,4 +1,4 @@
-"""``lab compare``: what it starts, in which order, what it keeps, and what it leaves behind when it is stopped."""
+"""What ``lab compare`` starts, in which order, what it keeps, and what a stop leaves behind."""
 
 import json
 import signal
@@ -37,7 +37,7 @@ SYNCS = ("all_reduce", "ring")
 
 @pytest.fixture
 def fake_parts(monkeypatch):
-    """Cells start the fake part; returns the order in which runs were started."""
+    """Make cells start the fake part; return the list of started runs, in order."""
     started = []
     real = node_command
 
@@ -51,7 +51,7 @@ def fake_parts(monkeypatch):
 
 
 def compare(settings, *, reports):
-    """Run a comparison, as ``lab compare`` does before its report."""
+    """Run a comparison as ``lab compare`` does, without its report."""
     executors = Executors(max(settings.nodes), settings.rates)
     folder, results = open_comparison(settings, reports=reports)
     run_comparison(settings, folder, results, executors)
@@ -59,7 +59,7 @@ def compare(settings, *, reports):
 
 
 def asks(**changes):
-    """Settings of a small comparison."""
+    """Return the settings of a small comparison, with these changes."""
     return Settings(
         **{"nodes": (1, 2), "sync": SYNCS, "steps": 4, "warmup": 1, "repeats": 2} | changes
     )
@@ -70,7 +70,7 @@ def asks(**changes):
 
 @pytest.mark.parametrize("sync", STRATEGIES)
 def test_every_strategy_is_started_by_a_command_that_its_part_understands(sync, tmp_path):
-    """The command is parsed by the part's own parser, with the part's own choices."""
+    """The part's own parser accepts the command, with the part's own choices of strategies."""
     settings = Settings(
         nodes=(1 if sync == "none" else 3,), sync=(sync,), steps=7, warmup=2, batch_size=90
     )
@@ -91,7 +91,7 @@ def test_every_strategy_is_started_by_a_command_that_its_part_understands(sync, 
 
 
 def test_all_runs_of_a_comparison_have_equally_many_steps():
-    """The learning rate follows the schedule, so a run of more steps would be another training."""
+    """The learning rate follows the schedule, so more steps would be a different training."""
     settings = Settings(
         nodes=(2,), sync=("all_reduce", "local_sgd"), flags=("--averaging-period", "6")
     )
@@ -198,9 +198,8 @@ def test_cells_with_a_rate_run_on_one_cluster_each(fake_parts, tmp_path, monkeyp
     entered = []
     real = Cluster.__enter__
     monkeypatch.setattr(Cluster, "__enter__", lambda self: entered.append(self.nodes) or real(self))
-    monkeypatch.setattr(
-        "lab.compare.executors.Cluster", partial(Cluster, fresh=True)
-    )  # the fake part has no use for torch
+    # The fake part does not need torch.
+    monkeypatch.setattr("lab.compare.executors.Cluster", partial(Cluster, fresh=True))
     settings = asks(nodes=(1, 2, 3), rates=("1gbit",), repeats=1, flags=("--fail", "all_reduce"))
     folder, results = compare(settings, reports=tmp_path)
     assert entered == [3], "made once, with the largest number of nodes"
@@ -227,7 +226,7 @@ def test_nothing_to_compare():
         plan_cells(asks(nodes=(2,), sync=("none",)))
 
 
-# --- in turns, and kept ---
+# --- turns, and what is kept ---
 
 
 def test_cells_take_turns_and_medians_are_those_of_the_runs(fake_parts, tmp_path):
@@ -305,13 +304,17 @@ def test_time_to_accuracy_is_training_time_up_to_the_first_epoch_that_reaches_it
     assert never == {"seconds_to_accuracy": None, "steps_to_accuracy": None}
 
 
-# --- for real ---
+# --- real runs ---
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_real_runs_from_the_command_line_to_the_report(tmp_path):
-    """Two ranks of five strategies on the digits: the exact ones lose alike, bytes are the formula's, everything is written."""
+    """One and two ranks train the digits with five strategies, up to the report.
+
+    The exact strategies' losses agree, the bytes sent equal the formulas', and the report's
+    files are written.
+    """
     done = start_lab(
         "compare",
         "--nodes",
@@ -370,7 +373,7 @@ def test_real_runs_from_the_command_line_to_the_report(tmp_path):
     assert ring["median"] == cells["ring-n2"]["median"]
 
 
-# --- stopped ---
+# --- stopped runs ---
 
 
 def _workers(marker: Path) -> set[int]:
@@ -409,7 +412,7 @@ def test_stopped_in_the_middle_nothing_is_left_and_it_goes_on(how, tmp_path):
     environment = user_environment(FLAGS=f"--wait-for {marker}")
     process = Started(command, cwd=tmp_path, env=environment, forked=True)
     wait_until(lambda: len(_workers(marker)) == 1, "the single node")
-    marker.touch()  # it ends, and the three begin
+    marker.touch()  # the single node ends, and the three nodes start
     wait_until(lambda: list(tmp_path.glob("compare-*/runs/*/n1-1/ranks.json")), "its files")
     marker.unlink()
     wait_until(lambda: len(_workers(marker)) == 4, "the three nodes")

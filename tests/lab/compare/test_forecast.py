@@ -1,4 +1,4 @@
-"""Predictions for emulated nodes: messages measured there, the profile's times, and both in the event model."""
+"""Predictions for emulated nodes: measured messages, the profile's times, and the event model."""
 
 import json
 
@@ -22,7 +22,10 @@ FOUR = [GradientSize((size,)) for size in (100, 200, 300, 400)]
 
 
 def slow_profile() -> Profile:
-    """Four layers whose backward takes 1, 2, 3 and 4 s, the last layer's first; the third has no parameters."""
+    """Return a profile of four layers whose backward takes 1, 2, 3 and 4 s.
+
+    Backward runs the last layer first. The third layer has no parameters.
+    """
     names = (("a",), ("b",), (), ("c", "d"))
     layers = tuple(
         Layer(str(place), SectionTime(0.1, 0.01), SectionTime(place + 1.0, 0.0), own)
@@ -41,7 +44,7 @@ def test_gradients_are_ready_when_their_layers_backward_has_ended():
 
 
 def found(ranks: int, *, rate_bits: float, alpha0: float, alpha1: float) -> dict:
-    """What ``measure_links`` would return of links that follow the event model."""
+    """Return what ``measure_links`` would return for links that follow the event model."""
     rows = {}
     for kind in ("all_reduce", "gather"):
         rows[kind] = [
@@ -63,7 +66,11 @@ def test_the_network_is_that_of_the_links(known):
 
 
 def test_steps_of_emulated_cells_are_those_of_the_event_model():
-    """all_reduce one after the other behind backward; overlapped's last bucket waits for the one before it."""
+    """Predicted steps follow the event model.
+
+    all_reduce sends its messages one after another, after backward. overlapped sends a bucket once
+    it is ready and the bucket before it has been sent.
+    """
     settings = Settings(
         nodes=(1, 4), sync=("all_reduce", "overlapped", "topk"), rates=("200mbit",), compute="slow"
     )
@@ -81,7 +88,8 @@ def test_steps_of_emulated_cells_are_those_of_the_event_model():
     assert made["none-n1"]["step_seconds"] == pytest.approx(alone)
     each = [max(10.0, 1.5 * size * 1e-2) for size in FOUR]
     assert made["all_reduce-n4-200mbit"]["step_seconds"] == pytest.approx(alone + sum(each))
-    buckets = [max(10.0, 1.5 * size * 1e-2) for size in (1_600, 2_000, 400)]  # d; c and b; a
+    # parameters d; c and b; a
+    buckets = [max(10.0, 1.5 * size * 1e-2) for size in (1_600, 2_000, 400)]
     ends = 4.0 + buckets[0]
     for ready, seconds in zip((9.0, 10.0), buckets[1:], strict=True):
         ends = max(ready, ends) + seconds
@@ -140,7 +148,10 @@ def _vgg_profile() -> Profile:
     namespaces_refused() is not None, reason=f"no cluster here: {namespaces_refused()}"
 )
 def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(tmp_path):
-    """Four nodes on whatever cores there are; the model knows the steps, which a busy machine makes longer, never shorter."""
+    """Measured steps of four nodes match the prediction, on however many cores there are.
+
+    A busy machine makes steps longer, never shorter.
+    """
     save_profile(_vgg_profile(), tmp_path / "even.json")
     done = start_lab(
         "compare",

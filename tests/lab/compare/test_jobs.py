@@ -1,4 +1,4 @@
-"""A comparison as jobs: what a plan fixes, what one run may touch, and what ``lab report`` says at any moment."""
+"""A comparison as jobs: what a plan fixes, what a run may write, what ``lab report`` shows."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def _fake_parts(monkeypatch):
 
 
 def asks(**changes):
-    """Settings of a small comparison: runs 0 to 5."""
+    """Return the settings of a small comparison with runs 0 to 5."""
     return Settings(
         **{"nodes": (1, 2), "sync": ("all_reduce", "ring"), "steps": 4, "warmup": 1, "repeats": 2}
         | changes
@@ -39,14 +39,14 @@ def asks(**changes):
 
 
 def plan(reports, **changes):
-    """Plan, and return the folder."""
+    """Make a plan; return its folder."""
     return plan_comparison(
         asks(**changes), reports=reports, anew=False, command="lab compare --plan", predicts=False
     )[0]
 
 
 def start(folder, number, *, nodes=2, rank=0, flags=""):
-    """Start a node's part of a run as a launcher does, with the fake part, to which ``flags`` go."""
+    """Start one node of a run as a launcher does, using the fake part with ``flags``."""
     command = [
         sys.executable,
         str(FAKE),
@@ -66,14 +66,14 @@ def start(folder, number, *, nodes=2, rank=0, flags=""):
 
 
 def run(folder, number, *, nodes=2, flags=""):
-    """Run a run on all of its nodes; return exit statuses and outputs by rank."""
+    """Do one run on all of its nodes; return exit statuses and outputs by rank."""
     ranks = [start(folder, number, nodes=nodes, rank=rank, flags=flags) for rank in range(nodes)]
     ended = [one.end() for one in ranks]
     return [one.status for one in ended], [one.out + one.err for one in ended]
 
 
 def report(folder):
-    """What ``lab report`` makes of the folder, by cell."""
+    """Merge the runs as ``lab report`` does; return the cells by id."""
     return {
         cell["id"]: cell
         for cell in merge_results(folder, read_results(folder / "results.json"))["cells"]
@@ -81,7 +81,7 @@ def report(folder):
 
 
 def tree(folder):
-    """All files below a folder, with contents and times."""
+    """Return all files below a folder, with contents and modification times."""
     return {
         str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
         for path in folder.rglob("*")
@@ -189,7 +189,7 @@ def test_the_prediction_is_fixed_before_the_first_run(over_loopback, tmp_path, m
     assert results["prediction"] is None, "a run has begun: too late"
 
 
-# --- what cannot be run ---
+# --- what cannot run ---
 
 
 def test_emulated_links_are_not_for_jobs(tmp_path, capsys):
@@ -321,7 +321,7 @@ def test_a_failed_run_says_why_and_is_tried_again(tmp_path):
 
 
 def test_under_way_stopped_and_killed(tmp_path):
-    """The same run in two jobs; a signal reaches the part; nothing of the part outlives its run-cell."""
+    """A run refuses a second job, passes SIGTERM to its part, and leaves no process when killed."""
     folder, marker = plan(tmp_path, nodes=(1,), sync=("none",), repeats=1), tmp_path / "go"
 
     def workers():
@@ -350,11 +350,11 @@ def test_under_way_stopped_and_killed(tmp_path):
     assert report(folder)["none-n1"]["status"] == "done"
 
 
-# --- put together ---
+# --- merged results ---
 
 
 def fill(folder, numbers, **environment):
-    """Do these runs, as a machine of that kind."""
+    """Do these runs with the fake part, on a machine with this environment."""
     for one in [
         run
         for run in planned_runs(folder, read_results(folder / "results.json"))
@@ -378,7 +378,7 @@ def fill(folder, numbers, **environment):
 
 
 def test_other_machines_are_groups_of_their_own(tmp_path, capsys, monkeypatch):
-    """And lab report says what is missing, and draws what there is."""
+    """The report also lists the missing runs, and shows what there is."""
     drawn = []
     monkeypatch.setattr(
         reporting,

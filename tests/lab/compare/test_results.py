@@ -1,4 +1,4 @@
-"""``results.json`` and the runs that ``lab report`` collects: right numbers, and nothing foreign taken for one's own."""
+"""``results.json`` and the runs that ``lab report`` imports: numbers, and what is refused."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from tests.helpers.fake_part import SECTIONS
 
 
 def repeat(step, *, seed=0, ranks=2, sent=(5.0, 1.0, 3.0)):
-    """A repeat whose rank r took ``step`` + r seconds."""
+    """Return a repeat in which a step of rank r takes ``step`` + r seconds."""
     rows = [
         {
             "rank": rank,
@@ -41,7 +41,7 @@ def test_median_over_repeats_of_the_mean_over_ranks():
     cell = {"repeats": [repeat(step, ranks=3) for step in (1.0, 2.0, 9.0)]}
     summarise(cell, repeats=3)
     assert cell["status"] == "done"
-    assert cell["median"]["step"] == 3.0  # the middle one's 2, 3, 4
+    assert cell["median"]["step"] == 3.0  # the middle repeat's mean over 2, 3 and 4
     assert cell["median"]["root_bytes_sent"] == 5.0
     assert cell["median"]["others_bytes_sent"] == 2.0
     assert cell["median"]["peak_memory_bytes"] == 101.0
@@ -122,7 +122,7 @@ def test_every_cell_is_checked(tmp_path):
 
 
 def write_run(folder, *, sync="ring", nodes=2, step=1.0, environment=(), losses=6, **settings):
-    """A run's folder as rank 0 leaves it."""
+    """Write a run's folder as rank 0 leaves it."""
     folder.mkdir(parents=True)
     config = {
         "sync": sync,

@@ -1,4 +1,4 @@
-"""``lab doctor``: real sockets and processes, broken in the ways in which nodes are broken."""
+"""``lab doctor`` with real sockets and processes, broken the way nodes break."""
 
 import contextlib
 import json
@@ -53,13 +53,13 @@ FACTS = {
 
 @pytest.fixture
 def asked(tmp_path: Path) -> CheckRequest:
-    """A plan for this machine alone."""
+    """Return a request to check this machine alone."""
     return CheckRequest("", free_port(), 0, 0, "digits", tmp_path / "data", tmp_path, 5.0)
 
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen]:
-    """Another process that listens on a port, which it prints."""
+    """Start another process that listens on a port, and prints its number."""
     code = (
         "import socket,time; s=socket.socket(); s.bind(('',0)); s.listen(); "
         "print(s.getsockname()[1],flush=True); time.sleep(300)"
@@ -75,7 +75,7 @@ def stranger() -> Iterator[subprocess.Popen]:
 def at(
     rank: int, port: int, *, num_nodes: int = 3, timeout: float = 30, **more: Any
 ) -> dict[str, Any]:
-    """The settings of one node (tests/helpers/doctor_node.py)."""
+    """Return the settings of one node (tests/helpers/doctor_node.py)."""
     return {
         "master_port": port,
         "num_nodes": num_nodes,
@@ -86,13 +86,13 @@ def at(
 
 
 def find_all(*nodes: dict[str, Any]) -> list[dict[str, dict[str, str]]]:
-    """What each node found, by name; all start at once, each in a thread."""
+    """Run all nodes at once, each in a thread; return what each found, by check name."""
     with ThreadPoolExecutor(len(nodes)) as threads:
         return list(threads.map(find, nodes))
 
 
 def exchange_all(*nodes: dict[str, Any], timeout: float = 30) -> list[dict[str, dict[str, str]]]:
-    """What each node of one group found."""
+    """Run the nodes as one group; return what each found."""
     port = free_port()
     return find_all(
         *(
@@ -103,7 +103,7 @@ def exchange_all(*nodes: dict[str, Any], timeout: float = 30) -> list[dict[str, 
 
 
 def test_nodes_that_agree_find_nothing() -> None:
-    """Processes here, rank 0 the last, without torch; in the other tests the nodes are threads."""
+    """The nodes are processes without torch, and rank 0 starts last; other tests use threads."""
     port = free_port()
     nodes = [
         Started(
@@ -213,9 +213,8 @@ def test_more_ranks_than_cores_on_a_machine() -> None:
 
 
 def test_strangers_at_the_master_s_port_do_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        node_exchange, "_HELLO_SECONDS", 2.0
-    )  # so long is the silent one waited for
+    # The master waits this long for the silent connection.
+    monkeypatch.setattr(node_exchange, "_HELLO_SECONDS", 2.0)
     port = free_port()
     with ThreadPoolExecutor(2) as nodes, contextlib.ExitStack() as held:
         master = nodes.submit(find, at(0, port, num_nodes=2))
@@ -229,7 +228,7 @@ def test_strangers_at_the_master_s_port_do_not_disturb(monkeypatch: pytest.Monke
             lambda: strangers.extend(filter(None, [connected()])) or len(strangers) == 2,
             "the master listens",
         )
-        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")  # the other one stays silent
+        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")  # the other connection stays silent
         joining = nodes.submit(find, at(1, port, num_nodes=2))
         for node in (master, joining):
             assert {entry["status"] for entry in node.result(LONG).values()} == {"ok"}
@@ -265,7 +264,7 @@ def test_the_way_to_the_master(asked: CheckRequest, monkeypatch: pytest.MonkeyPa
         r"lo\d* \(127\.0\.0\.1\) routes to 127\.0\.0\.1", network.check_interface(local).text
     )
     elsewhere = network.check_interface(replace(asked, master_ip="192.0.2.7", rank=0, num_nodes=2))
-    assert elsewhere.status == "failure"  # without any network there is no route either
+    assert elsewhere.status == "failure"  # without a network the error is "no route"
     assert re.search("none of its addresses|no route", elsewhere.text)
     unknown = network.check_interface(replace(asked, master_ip="no-such-host.invalid"))
     assert (unknown.status, "is not an address" in unknown.text) == ("failure", True)

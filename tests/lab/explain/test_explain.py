@@ -1,4 +1,4 @@
-"""``lab explain`` on the output of real failures (tests/lab/explain/logs), and of good runs."""
+"""``lab explain`` on the output of real failures (tests/lab/explain/logs) and successful runs."""
 
 import io
 import re
@@ -16,7 +16,7 @@ from tests.helpers import ROOT
 
 LOGS = Path(__file__).with_name("logs")
 
-# What each log shows, the likely cause first; notes, which are no errors, are left out.
+# The errors in each log, most likely cause first; notes are left out, since they are no errors.
 EXPECTED = {
     "connect_full_mesh": ["connect_full_mesh"],
     "cuda_out_of_memory": ["cuda_out_of_memory"],
@@ -80,7 +80,7 @@ EXPECTED = {
 
 
 def errors_of(*logs: str) -> list[str]:
-    """The names of what the logs show, read as one, without notes."""
+    """Return the names of the errors in these logs, read as one log; leave out notes."""
     lines = [line for log in logs for line in read_lines(str(LOGS / f"{log}.txt"))]
     return [one.error.name for one in explain(lines) if one.error.kind != "note"]
 
@@ -114,7 +114,7 @@ def test_the_line_that_is_named_shows_the_error(log: str) -> None:
 
 
 def test_the_order_of_ranks_does_not_matter() -> None:
-    """The one that failed first is told first, wherever its output stands."""
+    """The first failure comes first, wherever its output appears."""
     text = (LOGS / "exception_one_rank.txt").read_text()
     rank0, rank1 = text.split("--- rank 1\n")
     for one, other in ((rank0, rank1), (rank1, rank0)):
@@ -124,7 +124,7 @@ def test_the_order_of_ranks_does_not_matter() -> None:
 
 
 def test_several_files_are_read_as_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The survivor's log alone has an echo only; with the other log, the cause is found."""
+    """The survivor's log shows only a consequence; the other rank's log adds the cause."""
     rank0, rank1 = (LOGS / "exception_one_rank.txt").read_text().split("--- rank 1\n")
     for number, text in enumerate((rank0, rank1)):
         (tmp_path / f"rank{number}.txt").write_text(text)
@@ -154,7 +154,7 @@ def test_prefixes_and_colours_of_launchers_don_t_hide_an_error() -> None:
 
 
 def test_words_about_errors_are_no_errors() -> None:
-    """Text that speaks of the same things in a good run."""
+    """A successful run may mention the same things."""
     good = (
         "timeout: 60 s, port 29500\nconnected to 127.0.1.1:29500\nall ranks joined: 4 of "
         "4\nchecking for duplicate images\nProcess group has been initialized\nmemory: 3 of 40 "
@@ -241,7 +241,7 @@ def test_the_table_is_whole_and_stands_in_the_docs() -> None:
     ],
 )
 def test_the_parts_still_say_what_is_looked_for(words: str) -> None:
-    """A message of this project that is worded anew must be known anew."""
+    """If a message of this project changes, its pattern must change too."""
     source = "".join(path.read_text() for path in (ROOT / "common").rglob("*.py"))
     assert words in re.sub(r'"\s*\n\s*f?"', "", source)
     assert any(

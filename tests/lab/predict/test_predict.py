@@ -1,4 +1,4 @@
-"""The table of ``lab predict``: its numbers, its words, what it refuses, and that it needs no torch."""
+"""``lab predict``: its numbers, its text, what it refuses, and that it does not need torch."""
 
 import argparse
 import contextlib
@@ -176,7 +176,7 @@ def test_json_holds_the_rows_and_how_far_each_strategy_scales_strongly_and_weakl
     limits = {(limit["sync"], limit["scaling"]): limit for limit in printed["scaling"]}
     assert set(limits) == {(name, scaling) for name in STRATEGIES for scaling in ("strong", "weak")}
     assert limits["none", "weak"]["nodes"] is None
-    assert limits["none", "strong"]["limit"] == 128  # two samples each
+    assert limits["none", "strong"]["limit"] == 128  # at least two samples a node
     assert limits["gather_scatter", "strong"]["nodes"] == 1
     assert limits["gather_scatter", "weak"]["held_by"] == "root's link"
     assert limits["ring", "weak"]["held_by"] == "latency"
@@ -236,8 +236,10 @@ def test_the_figure_has_a_line_for_each_strategy(tmp_path):
         r"<text[^>]*>([^<]+)</text>", (tmp_path / "steps.svg").read_text(encoding="utf-8")
     )
     names = [name for text in texts for name in text.split(", ") if name in STRATEGIES]
-    assert sorted(names) == sorted([*STRATEGIES, *STRATEGIES])  # beside both panels
-    assert "gather_scatter, gather_scatter_flat" in texts  # whose lines lie on one another
+    # one label beside each of the two panels
+    assert sorted(names) == sorted([*STRATEGIES, *STRATEGIES])
+    # two strategies whose lines coincide share a label
+    assert "gather_scatter, gather_scatter_flat" in texts
     assert {"100,000", "seconds a step", "efficiency", "Weak scaling, predicted"} <= set(texts)
     assert any(REFERENCE.name in text for text in texts)
     assert main_predict(arguments(sync=["ring"], figure=tmp_path / "steps.PNG")) == 0

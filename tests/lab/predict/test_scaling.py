@@ -1,4 +1,7 @@
-"""How far strategies scale: against every single number of nodes, against what can be solved by hand, and in words."""
+"""How far strategies scale.
+
+The search is compared with every number of nodes and with results derived by hand.
+"""
 
 import math
 import time
@@ -18,7 +21,7 @@ LINKS = [(1e10, 5e-5), (1e11, 5e-3)]
 
 
 class RingOfLatency:
-    """2 (N-1) messages of no bytes."""
+    """A strategy that sends 2 (N - 1) messages of 0 bytes."""
 
     period = 1
 
@@ -30,7 +33,10 @@ class RingOfLatency:
 
 
 def ring_limit(*, alpha, scaling, seconds, batch_size=1_000_000):
-    """The scaling limit of a ring of latency, whose nodes compute ``seconds``, in strong scaling all of them together."""
+    """Return the scaling limit of ``RingOfLatency``.
+
+    The nodes compute for ``seconds``: each of them in weak scaling, all together in strong scaling.
+    """
 
     def at(nodes):
         return StepCompute(0.0, seconds if scaling == "weak" else seconds / nodes, 0.0)
@@ -47,25 +53,25 @@ def ring_limit(*, alpha, scaling, seconds, batch_size=1_000_000):
 
 def test_a_strong_ring_stops_where_the_derivative_says():
     one = ring_limit(alpha=1e-3, scaling="strong", seconds=1.5)
-    assert one.fastest_nodes == 27  # of 1.5 / N + 2 (N - 1) alpha, at sqrt(1.5 / 2 alpha)
+    # the minimum of 1.5 / N + 2 (N - 1) alpha lies at sqrt(1.5 / 2 alpha)
+    assert one.fastest_nodes == 27
     best = 1.5 / 27 + 2 * 26e-3
     by_hand = next(
         nodes for nodes in range(1, 28) if 1.5 / nodes + 2e-3 * (nodes - 1) <= 1.1 * best
     )
     assert (one.nodes, one.held_by, one.limit) == (by_hand, "latency", LARGEST_NODES)
     assert one.speedup == pytest.approx(1.5 / (1.5 / by_hand + 2e-3 * (by_hand - 1)))
-    assert one.half_nodes == 27  # N (N - 1) <= 1.5 / 2 alpha
-    assert (
-        ring_limit(alpha=1e-5, scaling="strong", seconds=1.5).fastest_nodes == 274
-    )  # between the numbers that are asked for first
+    assert one.half_nodes == 27  # from N (N - 1) <= 1.5 / 2 alpha
+    # 274 lies between the numbers that the search tries first.
+    assert ring_limit(alpha=1e-5, scaling="strong", seconds=1.5).fastest_nodes == 274
 
 
 def test_a_weak_ring_stops_where_its_latency_saturates():
     one = ring_limit(alpha=1e-4, scaling="weak", seconds=1.0)
-    assert one.half_nodes == 5001  # 2 (N - 1) alpha <= 1
+    assert one.half_nodes == 5001  # from 2 (N - 1) alpha <= 1
     last = 1 + 2e-4 * (LARGEST_NODES - 1)
     assert one.fastest_speedup == pytest.approx(LARGEST_NODES / last)
-    # N / (1 + 2 (N - 1) alpha) reaches 1 / 1.1 of that
+    # N / (1 + 2 (N - 1) alpha) reaches 1 / 1.1 of fastest_speedup
     assert one.nodes == math.ceil(LARGEST_NODES * (1 - 2e-4) / (1.1 * last - 2e-4 * LARGEST_NODES))
     assert one.held_by == "latency"
 
@@ -108,7 +114,8 @@ def test_what_is_computed_by_every_node_anew_holds_scaling_too():
         batch_size=10**6,
         scaling="strong",
     )[0]
-    assert (one.nodes, one.held_by) == (100, "compute")  # 0.1 + 1 / N <= 1.1 (0.1 + 1 / 100,000)
+    # from 0.1 + 1 / N <= 1.1 (0.1 + 1 / 100,000)
+    assert (one.nodes, one.held_by) == (100, "compute")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +135,11 @@ def test_what_holds_it_is_what_takes_the_most(name, links, held_by):
 @pytest.mark.parametrize(("rate", "latency"), LINKS)
 @pytest.mark.parametrize("scaling", ["strong", "weak"])
 def test_the_search_finds_what_every_number_of_nodes_gives(rate, latency, scaling, monkeypatch):
-    """All of 1 to 150, also where the steps jump: at powers of two, and where the busiest node's share of the batch shrinks."""
+    """The search agrees with a computation for every number of nodes from 1 to 150.
+
+    This includes the jumps at powers of two, and where the busiest node's share of the batch
+    shrinks.
+    """
     monkeypatch.setattr("lab.predict.scaling.LARGEST_NODES", 150)
     strategies = message_plans(list(STRATEGIES))
     network = REFERENCE.network.over(rate_bits=rate, latency_seconds=latency)
@@ -194,4 +205,4 @@ def test_numbers_of_nodes_hold_powers_of_two_and_the_ends():
 def test_all_strategies_are_asked_in_a_moment():
     strategies, began = message_plans(list(STRATEGIES)), time.process_time()
     assert len(scaling_limits_of(strategies, REFERENCE, 1e9, 2e-4, 256)) == 2 * len(STRATEGIES)
-    assert time.process_time() - began < 3  # 0.3 s here
+    assert time.process_time() - began < 3  # 0.3 s on the machine where this was written

@@ -1,4 +1,7 @@
-"""The proofs themselves: the harness finds what is wrong and says where; ``-m mutation`` plants every wrong implementation."""
+"""The proof harness finds what is wrong, and says where.
+
+``-m mutation`` plants every wrong implementation and expects a test to catch it.
+"""
 
 import contextlib
 import multiprocessing
@@ -46,7 +49,7 @@ GROUPS = {
 
 
 def average(model: nn.Module) -> None:
-    """A user's own function, right where all ranks have all gradients."""
+    """A user's own function, correct if every rank has every gradient."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
@@ -195,7 +198,7 @@ def test_float32_has_a_tolerance_of_its_own() -> None:
     assert 1e-9 < found.greatest.error < case.tolerance == 1e-5
 
 
-# --- The list ---
+# --- The list of wrong implementations ---
 
 
 def test_the_list_is_complete_and_its_names_are_unique() -> None:
@@ -209,7 +212,7 @@ def test_the_list_is_complete_and_its_names_are_unique() -> None:
 
 
 class _Failures:
-    """A pytest plugin that keeps the message of each failed test, and where it failed."""
+    """A pytest plugin that keeps each failed test's message and phase."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
@@ -225,7 +228,10 @@ class _Failures:
 
 
 def _run_check(name: str, answers: Any) -> None:
-    """In a process of its own: plant, run the check, and send back (tests passed, messages of those that failed)."""
+    """Plant a mistake, run its check, and send back (tests passed, failure messages).
+
+    The caller runs this in a child process, so that the mistake stays there.
+    """
     torch.set_num_threads(1)
     multiprocessing.current_process()._config["daemon"] = False
     ranks.fork_from_this_process()
@@ -246,7 +252,7 @@ def _run_check(name: str, answers: Any) -> None:
             ],
             plugins=[failures],
         )
-    # Cut, since a pipe holds 64 KB and nobody reads before this process has ended.
+    # A pipe holds 64 KB, and nobody reads it before this process ends, so messages are cut.
     answers.put((failures.passed, [message[:4000] for message in failures.messages]))
 
 

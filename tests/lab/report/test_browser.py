@@ -1,4 +1,4 @@
-"""The report's page in a real browser: on a phone, in dark mode, on paper."""
+"""The report's page in a real browser: on a phone, in dark mode, and printed."""
 
 import html
 import json
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="no chromium and no google-chrome on the path"
 )
 
-# Sends its measurements to the page around it, which keeps them in its <html> for --dump-dom.
-# A frame can be as narrow as a phone, a window cannot.
+# Sends its measurements to the enclosing page, which stores them in its <html> for --dump-dom. A
+# frame can be as narrow as a phone; a window cannot.
 MEASURE = """<script>
 addEventListener("load", () => {
   const root = document.documentElement;
@@ -50,7 +50,7 @@ addEventListener("message", (event) => { document.documentElement.dataset.measur
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report whose words are long, with a script that measures it added to the page."""
+    """Write a report with long words, and add a script to its page that measures the layout."""
     data = results(
         ("gather_scatter", "halving_doubling", "ddp_powersgd"), (1, 2), accuracy=0.43, emulated=True
     )
@@ -69,7 +69,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def browse(page: Path, *flags: str) -> str:
-    """Run the browser on ``page`` and return its output; fail if its console has a message."""
+    """Run the browser on ``page`` and return its output; fail if the console shows a message."""
     assert BROWSER
     profile = page.parent / "profile"
     done = subprocess.run(
@@ -96,7 +96,7 @@ def browse(page: Path, *flags: str) -> str:
 
 
 def measured(page: Path, width: int, *flags: str) -> tuple[int, int, list[str], float, str, str]:
-    """Return inner and scroll width, overflowing elements, smallest text height, paper and ink."""
+    """Return frame width, scroll width, overflowing elements, smallest text, background and ink."""
     around = page.with_name(f"around-{width}.html")
     around.write_text(AROUND.replace("WIDTH", str(width)), encoding="utf-8")
     found = re.search(
@@ -111,7 +111,7 @@ def test_phone(page: Path) -> None:
     assert width == 390
     assert scrolled <= 390
     assert sticking_out == []
-    assert smallest_text >= 8  # pixels, of the letters in the figures
+    assert smallest_text >= 8  # height of the figures' text, in pixels
     assert (background, ink) == ("rgb(255, 255, 255)", "rgb(27, 31, 35)")
 
 
@@ -122,7 +122,7 @@ def test_dark_on_a_wide_screen(page: Path) -> None:
     assert (width, scrolled, sticking_out) == (1280, 1280, [])
     assert smallest_text >= 9
     assert background == "rgb(20, 23, 28)"
-    assert ink == "rgb(230, 233, 237)"  # the figures follow
+    assert ink == "rgb(230, 233, 237)"  # the figures use the dark colours too
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_screenshot_and_print(page: Path) -> None:
     browse(page, f"--screenshot={shot}", "--window-size=1280,4000")
     colors = Image.open(shot).convert("RGB").getcolors(maxcolors=1 << 24)
     assert colors
-    assert len(colors) > 100  # figures and text, not an empty page
+    assert len(colors) > 100  # an empty page has fewer colours
     paper = page.parent / "page.pdf"
     browse(
         page,

@@ -1,4 +1,4 @@
-"""The findings of a report: each is written only if the numbers support it."""
+"""The findings of a report: each appears only if the numbers support it."""
 
 import copy
 from typing import Any
@@ -26,7 +26,7 @@ def block(
     prediction: dict[str, Any] | None = None,
     **settings: Any,
 ) -> ComparisonGroup:
-    """The block of ``cells`` beside a one-node cell."""
+    """Return the block of ``cells``, with a one-node cell added if there is none."""
     one = [] if any(entry["nodes"] == 1 for entry in cells) else [cell("none", 1, scaling=scaling)]
     (found,) = blocks(
         {
@@ -43,13 +43,13 @@ def said(found: Any) -> str:
 
 
 def test_fastest_is_named_only_where_intervals_lie_apart() -> None:
-    # 0.494 and 0.284 s, 2 % each
+    # 0.494 s and 0.284 s, each ± 2 %
     apart = said(fastest(block(cell("gather_scatter", 4), cell("ddp", 4))))
     assert (
         "On 4 nodes ddp is fastest: 0.284 s [0.278, 0.290] a step. Next is gather_scatter with "
         "0.494 s [0.484, 0.504]" in apart
     )
-    # 0.524, 0.514, 0.584 s
+    # 0.524 s, 0.514 s and 0.584 s
     three = block(cell("overlapped", 2), cell("ddp", 2), cell("gather_scatter", 2))
     close = list(fastest(three))
     assert "cannot be told apart: ddp has the shortest median" in close[0].text
@@ -95,7 +95,7 @@ def test_nothing_is_compared_with_itself_or_with_what_failed() -> None:
     ],
 )
 def test_speed_up_below_one(scale: float, repeats: int, expected: str) -> None:
-    # 0.555 s * scale + 0.004 s against 1 s
+    # 0.555 s * scale + 0.004 s, compared with 1 s
     text = said(slower_than_one(block(cell("ring", 2, scale=scale, repeats=repeats))))
     assert (expected in text) if expected else text == ""
 
@@ -116,7 +116,7 @@ def test_an_interval_that_reaches_zero_leaves_the_speed_up_open() -> None:
 
 
 def test_weak_scaling_compares_throughput() -> None:
-    # 512 samples in 1.059 s against 256 in 1.0 s
+    # 512 samples in 1.059 s, compared with 256 in 1.0 s
     found = block(cell("ring", 2, scaling="weak"), scaling="weak")
     assert found.find("ring", 2).speedup == pytest.approx(2 / 1.059)
     assert found.find("ring", 2).efficiency == pytest.approx(1 / 1.059)
@@ -142,7 +142,7 @@ def test_bounds_and_stragglers() -> None:
 
 
 def test_root_share() -> None:
-    # 3 M of 6 M bytes; an equal share is a quarter
+    # 3 of 6 million bytes; an equal share is a quarter
     text = said(root_share(block(cell("gather_scatter", 4), cell("ring", 4))))
     assert (
         "more than its share with gather_scatter: up to 50.0 % of all bytes; an equal share "
@@ -267,7 +267,8 @@ def test_what_holds_on_several_numbers_of_nodes_is_said_once() -> None:
     data = results(("ring", "ddp"), accuracy=0.11)
     (found,) = blocks(data)
     texts = [finding.text for finding in findings(found, data["timelines"])]
-    assert sum("near chance" in text for text in texts) == 2  # one node, and both others together
+    # one for one node, one for both larger numbers together
+    assert sum("near chance" in text for text in texts) == 2
     assert any(
         text.startswith("On 2 and 4 nodes the test accuracy of ring and ddp is near chance")
         for text in texts

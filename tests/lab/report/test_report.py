@@ -1,4 +1,4 @@
-"""The report's tables, figures, traces and page, also of unfinished and hostile results."""
+"""The report's tables, figures, traces and page, also for unfinished and hostile results."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ VOID = {"meta", "link", "br", "path", "use", "rect", "circle"}
 
 
 class Page(HTMLParser):
-    """A page's text, tables, ids and references; unbalanced tags are an error."""
+    """A page parsed into text, tables, ids and references; unbalanced tags are an error."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], Page]:
-    """A report with a failed, a pending and a partial cell, and words that try to be markup."""
+    """Write a report with failed, pending and partial cells, and text that looks like markup."""
     data = results(("gather_scatter", "ring", "ddp_powersgd"), accuracy=0.43)
     data["cells"][-2:] = [
         cell("ring", 4, status="failed", message=HOSTILE),
@@ -219,7 +219,7 @@ def test_csv_holds_plain_numbers(report: tuple[Path, dict[str, Any], Page]) -> N
 
 @pytest.fixture
 def plain_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw figures without pixels and layout, which take most of the time."""
+    """Skip rendering and layout of figures, which take most of the time."""
     savefig = Figure.savefig
 
     def save(figure: Figure, to: Any, **options: Any) -> None:
@@ -248,7 +248,7 @@ def test_groups_and_rates_never_share_a_figure(tmp_path: Path) -> None:
     assert "These runs differ and cannot be compared" in words
     first, second = blocks(data)
     assert [row.cell["group"] for row in first.rows] == [0, 0]
-    # against its own group's one node
+    # compared with its own group's one-node cell
     assert second.find("ring", 2).speedup == pytest.approx(1 / 1.114)
     assert "global batch size 128" in words
     assert markdown([first, second]).count("| strategy |") == 2
@@ -274,7 +274,7 @@ def test_any_stage_of_results_makes_a_report(tmp_path: Path, kind: str) -> None:
             prediction=None,
         )
     elif kind == "bare":
-        # a run from elsewhere: no one-node cell, nothing counted, a loss that was not finite
+        # an imported run: no one-node cell, no counted bytes, a loss that was not finite
         bare = data["cells"][1]
         bare["median"] = dict.fromkeys(bare["median"]) | {"step": 0.004, "sync": 0.001}
         bare["repeats"][0].update(losses=[[1, None], [2, 1.5]], ranks=[])
@@ -377,7 +377,7 @@ HAND = {
 def test_overlap_by_hand() -> None:
     first, second = HAND["ranks"]
     assert union([(0.2, 0.3), (0.25, 0.4), (0.4, 0.5), (0.7, 0.6)]) == [(0.2, 0.5)]
-    # 0.1 of the 0.3 s of the union; a sum of the messages would say 0.15 / 0.35
+    # 0.1 s of the union's 0.3 s; the sum over messages would give 0.15 / 0.35
     assert overlap(first) == pytest.approx(1 / 3)
     assert overlap(second) is None
     assert mean_overlap(HAND) == pytest.approx(1 / 3)
@@ -415,7 +415,7 @@ def test_trace_is_one_that_perfetto_opens(report: tuple[Path, dict[str, Any], Pa
             threads.setdefault((event["pid"], event["tid"]), []).append(
                 (event["ts"], event["ts"] + event["dur"])
             )
-    for spans in threads.values():  # none overlaps another in its thread
+    for spans in threads.values():  # no two messages overlap within a thread
         assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(sorted(spans)))
 
 
@@ -423,6 +423,6 @@ def test_labels_are_spread() -> None:
     places = spread([0.5, 0.5, 0.51, 0.9], 0.1)
     assert all(high - low >= 0.1 - 1e-9 for low, high in pairwise(places))
     assert places[3] == 0.9
-    assert math.isclose(sum(places[:3]) / 3, 1.51 / 3)  # as little as needed
+    assert math.isclose(sum(places[:3]) / 3, 1.51 / 3)  # moved as little as needed
     assert spread([0.98, 0.99], 0.1) == pytest.approx([0.9, 1.0])
     assert spread([], 0.1) == []

@@ -1,4 +1,4 @@
-"""What ``lab launch`` makes of hosts, commands and refusals, without a host."""
+"""How ``lab launch`` handles hosts, commands and refusals, tested without a host."""
 
 import ast
 from dataclasses import replace
@@ -281,9 +281,9 @@ def test_of_many_hosts_that_fail_some_are_named() -> None:
 
 @pytest.mark.parametrize("module", [remote_agent, remote_handlers])
 def test_what_runs_on_a_host_is_python_3_6(module: ModuleType) -> None:
-    """A host with an old Python must be able to report it.
+    """A host with an old Python must be able to report its version.
 
-    The annotations count too: it evaluates them unless they are quoted.
+    Annotations count too: Python evaluates them unless they are quoted.
     """
     text = Path(module.__file__).read_text(encoding="utf-8")
     tree = ast.parse(text, feature_version=(3, 6))
@@ -296,7 +296,7 @@ def test_what_runs_on_a_host_is_python_3_6(module: ModuleType) -> None:
 
 
 def test_the_text_for_a_host_has_each_name_once() -> None:
-    """The two files become one namespace there."""
+    """Both files share one namespace on the host."""
     body = ast.parse(program("token", 30.0).split(b"\n", 1)[1]).body
     names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     assert len(names) == len(set(names)) > 20

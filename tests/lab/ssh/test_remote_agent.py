@@ -1,6 +1,6 @@
-"""The remote agent as a process here; launch and collect through a stand-in for ``ssh``.
+"""The remote agent as a local process, and launch and collect through a fake ``ssh``.
 
-The stand-in runs its command here.
+The fake ``ssh`` runs its command on this machine.
 """
 
 import base64
@@ -28,7 +28,7 @@ from tests.helpers import LONG, ROOT, Started, start_lab, wait_until
 
 
 class RemoteAgent:
-    """A remote agent with its input and output, as ssh would hold them."""
+    """A remote agent with its input and output, as ssh would connect them."""
 
     def __init__(self, silence_seconds: float = LONG) -> None:
         there = ssh_command(Host(0, "here"), SSHOptions(str(ROOT), python=sys.executable))[-1]
@@ -55,12 +55,12 @@ class RemoteAgent:
         self.send(do="start", command=command, environment={}, folder="/")
 
     def started(self) -> list[psutil.Process]:
-        """The agent behind the process that waits for it, and all that it has started."""
+        """Return the agent, a child of the guard process, and everything that it has started."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether a process still does anything; a dead one may wait for a while to be reaped."""
+    """Return whether a process still runs; a dead one may wait to be reaped."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -85,7 +85,7 @@ def remote_agents() -> Iterator[list[RemoteAgent]]:
 def test_it_ends_all_that_it_has_started_however_it_ends(
     remote_agents: list[RemoteAgent], end: str
 ) -> None:
-    """Also what has left its session, and whose parent is gone."""
+    """Processes that left the agent's session, or whose parent has ended, count too."""
     remote_agents.append(one := RemoteAgent(silence_seconds=0.5 if end == "silence" else LONG))
     one.start("sh", "-c", "(setsid sh -c 'sleep 1000 & sleep 1000' &) ; echo up; sleep 1000")
     assert one.answer() == {"line": "up"}
@@ -113,7 +113,7 @@ def test_a_beat_is_answered_and_keeps_it_alive_and_an_end_is_told_when_all_is_go
 ) -> None:
     remote_agents.append(one := RemoteAgent(silence_seconds=1.0))
     for _ in range(3):
-        time.sleep(0.5)  # three beats are longer than the silence that it bears
+        time.sleep(0.5)  # three beats take longer than the silence that the agent allows
         one.send(do="beat")
         assert one.answer() == {"answer": "beat", "result": None}
     one.start("sh", "-c", "(setsid sleep 1000 &); printf 'no newline'; exit 3")
@@ -140,7 +140,7 @@ def test_a_beat_is_answered_and_keeps_it_alive_and_an_end_is_told_when_all_is_go
 
 @pytest.fixture
 def ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a program called ssh in PATH that runs its command here, after a login shell's noise."""
+    """Put a fake ssh in PATH that prints a login shell's noise, then runs its command here."""
     fake = tmp_path / "bin" / "ssh"
     fake.parent.mkdir()
     fake.write_text(
@@ -154,7 +154,7 @@ def ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_two_ranks_here_and_their_runs_brought_back(
     ssh_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a host has made since the launch is found, merged, and replaces no other file."""
+    """Collect merges what the hosts wrote after the launch, and replaces no other file."""
     there, here = ssh_here / "there", ssh_here / "here"
 
     def lab(*arguments: object) -> tuple[int, str]:
@@ -224,7 +224,8 @@ def test_two_ranks_here_and_their_runs_brought_back(
 
 
 def start_launch(folder: Path, *flags: str, command: list[str]) -> tuple[Started, psutil.Process]:
-    """``lab launch`` on one host, and its process."""
+    """Start ``lab launch`` on one host; return it and its process."""
+    # A fresh interpreter is fast here, since a launch does not import torch.
     process = start_lab(
         "launch",
         "--hosts",
@@ -239,7 +240,7 @@ def start_launch(folder: Path, *flags: str, command: list[str]) -> tuple[Started
         "--",
         *command,
         cold=True,
-    )  # it does not import torch
+    )
     return process, psutil.Process(process.process.pid)
 
 
@@ -255,7 +256,7 @@ def test_a_launch_that_is_killed_leaves_nothing(ssh_here: Path) -> None:
 
 
 def test_a_host_that_is_silent_while_its_connection_stands_is_given_up(ssh_here: Path) -> None:
-    """As behind a master of ssh that others share, whose end is not ours to wait for."""
+    """This happens behind a shared ssh master, whose end we cannot wait for."""
     process, me = start_launch(ssh_here, "--silence", "1", command=["sleep", "1000"])
     wait_until(lambda: any(one.name() == "sleep" for one in me.children(recursive=True)), "it runs")
     for one in me.children(recursive=True):
@@ -269,7 +270,7 @@ def test_a_host_that_is_silent_while_its_connection_stands_is_given_up(ssh_here:
 
 
 class _SendingHost:
-    """Stands in for the connections; it has a file of any name, of two bytes."""
+    """A fake for the connections that has every file asked for, each of two bytes."""
 
     hosts = (Host(0, "a"),)
 
@@ -283,7 +284,7 @@ class _SendingHost:
 
 
 def test_files_come_only_under_safe_names_and_replace_no_different_one(tmp_path: Path) -> None:
-    """Whatever names a host lists."""
+    """This holds whatever names a host lists."""
     here = tmp_path / "here"
     (here / "PartTwo-ring" / "2026").mkdir(parents=True)
     for name, content in (("same", "{}"), ("shorter", "{"), ("other", "[]")):
