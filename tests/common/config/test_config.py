@@ -58,7 +58,7 @@ def _no_torchrun(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-# --- nonsense values ---
+# --- invalid values ---
 
 _POSITIVE_WHOLE = ("0", "-1", "1.5", "nan", "inf", "many", "", "1e3", "0x10", "9" * 400)
 _NOT_NEGATIVE = ("-1", "-0.001", "nan", "inf", "some", "", "1,5")
@@ -222,7 +222,7 @@ def test_limits_themselves_are_allowed():
     assert _parse("--master-port", 1).master_port == 1
 
 
-# --- meanings ---
+# --- synonyms, defaults and conflicts ---
 
 
 @pytest.mark.parametrize(
@@ -510,7 +510,7 @@ def test_environment_that_makes_no_sense(name, value):
     assert "\n" not in str(error.value)
 
 
-# --- as a user starts it ---
+# --- from the command line ---
 
 
 @pytest.fixture(scope="module")

@@ -223,7 +223,7 @@ def test_shown_batches_are_global_or_a_rank() -> None:
     assert parse(EMA).global_batch_size(4) == 512
 
 
-# --- all ways to start ---
+# --- every way to start a recipe ---
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -404,7 +404,7 @@ def test_a_dist_url_that_is_none_is_an_error(url: str) -> None:
     assert url in str(error.value)
 
 
-# --- settings: recipe, flags, and back ---
+# --- settings: recipe, flags, and printed recipe ---
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -260,7 +260,7 @@ def test_every_strategy_for_100_000_nodes_within_a_second():
         ([], 0.0, (0, 0)),
         ([(2, 3), (6, 3)], 0.0, (0, 0)),  # all hidden
         ([(None, 3), (None, 4)], 0.0, (0, 7)),  # nothing hidden
-        ([(10, 3), (10, 4)], 0.0, (0, 7)),  # ready at the end: the same
+        ([(10, 3), (10, 4)], 0.0, (0, 7)),  # ready at the end: as above
         ([(9, 3), (10, 4)], 0.0, (0, 6)),  # the first bucket is late and delays the second
         ([(1, 20), (10, 1)], 0.0, (0, 12)),  # the first takes longer than backward
         ([(2, 3), (10, 1)], 1.0, (3, 1)),  # backward stops during the first message

@@ -162,7 +162,7 @@ def test_sampler_repeats_its_epoch_until_told_otherwise():
 
 
 def test_ranks_see_different_samples_in_each_step():
-    """This fails for the commonest mistake: the same batch on every rank."""
+    """The commonest mistake, the same batch on every rank, would fail here."""
     ranks = _epoch(100, 20, 4)
     for step in zip(*ranks, strict=True):
         assert len({sample for share in step for sample in share}) == sum(map(len, step)) == 20, (

@@ -58,7 +58,7 @@ def test_a_rank_killed_by_a_signal_has_its_negative_number() -> None:
 
 
 def test_after_the_first_failure_the_others_have_the_grace_period() -> None:
-    """A rank that fails within the period counts as failed; a hanging one is killed and doesn't."""
+    """A rank that fails in the period counts as failed; a hanging one is killed and does not."""
     started = time.monotonic()
     exits = run_local_ranks(
         [

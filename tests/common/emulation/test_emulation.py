@@ -85,7 +85,7 @@ def backward_pass(model: nn.Module, samples: int = 2) -> dict[str, Tensor]:
 def test_late_layers_are_made_up_for_and_times_follow_the_samples():
     """A hook takes 8 ms after each of 20 layers, and the emulation makes up for it.
 
-    A chain that slept for the whole time of each layer would be 160 ms late.
+    A chain that slept for each layer's full time would be 160 ms late.
     """
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(20)))
     emulation = emulated(model, forward=SectionTime(0.0, 0.005), backward=SectionTime(0.01, 0.005))
@@ -171,7 +171,8 @@ def test_gradients_cost_nothing_differ_and_have_the_parameters_strides():
 def test_accumulated_gradients_are_sums_and_stay_finite():
     model = Small()
     emulated(model)
-    for _ in range(300):  # memory added to itself would overflow after 128
+    # gradients that share memory would double in each step and overflow after 128
+    for _ in range(300):
         model.zero_grad(set_to_none=True)
         one = backward_pass(model)
         other = backward_pass(model)

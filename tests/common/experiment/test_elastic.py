@@ -96,7 +96,7 @@ def workers(agent: Started) -> list[psutil.Process]:
 
 
 def lose(agent: Started) -> None:
-    """Kill a whole node at once: the agent and all its processes."""
+    """Kill a node at once: the agent and all its processes."""
     processes = [
         psutil.Process(agent.process.pid),
         *psutil.Process(agent.process.pid).children(recursive=True),

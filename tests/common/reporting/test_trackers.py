@@ -59,7 +59,7 @@ def wandb_records(path: Path) -> list[Any]:
         )
         part += content[position + 7 : position + 7 + size]
         position += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a complete record, or the last part of one
             records.append(Record.FromString(part))
             part = b""
     return records

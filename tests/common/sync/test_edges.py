@@ -1,6 +1,6 @@
 """Edge cases of the exact strategies: accumulation, types, lengths, and hooks.
 
-The lengths include those that no world size divides. Hooks must go when an engine closes.
+The lengths include those that no world size divides. Hooks must disappear when an engine closes.
 """
 
 import copy

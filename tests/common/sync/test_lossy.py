@@ -166,7 +166,7 @@ def test_fp16_is_within_its_rounding_of_the_exact_mean() -> None:
     for step in range(4):
         owns = np.stack([one[step]["own"] for one in results]).astype(np.float64) / size
         error = np.abs(results[0][step]["mean"] - owns.sum(axis=0))
-        # Each addend and each of the sums is rounded to 11 bits, or to a multiple of 2^-24.
+        # Each addend and each sum is rounded to 11 bits, or to a multiple of 2^-24.
         assert (error <= 2 * size * (2.0**-12 * np.abs(owns).sum(axis=0) + 2.0**-25)).all()
         assert error.max() > 1e-6, "nothing was rounded"
         assert len({one[step]["mean"].tobytes() for one in results}) == 1
@@ -246,7 +246,7 @@ def test_local_sgd_of_one_step_is_all_reduce_for_plain_sgd() -> None:
 def local_sgd_beside_a_simulation(rank: int, size: int, period: int) -> dict:
     """Train eight steps with the strategy, and simulate all ranks in this process.
 
-    Return the differences between the two.
+    Return the differences, the weights after each step, and digests.
     """
     sync = build_sync("local_sgd", averaging_period=period)
     model = new_net()

@@ -72,7 +72,7 @@ def test_elsewhere_every_function_works() -> None:
     processes.adopt_orphans()
     assert system.open_descriptors() == []
     assert open_sockets() == set()
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts in bytes
     assert 0 < most <= environment.peak_memory_bytes() <= 2 * most
     assert environment._cpu_name()
     assert 0 < system.free_port() < 65536
