@@ -225,7 +225,7 @@ def test_closed_formulas_hold_at_100_000_nodes(name):
 def test_a_root_takes_its_messages_one_after_the_other():
     """Otherwise a gather of a few bytes would be the fastest on 100,000 nodes.
 
-    It would cost two messages, however many ranks send.
+    The formula would charge two messages, however many ranks send.
     """
     small, strategies = (
         [GradientSize((10,))],

@@ -493,8 +493,8 @@ def _child_main(data_dir, mirror, md5, gate, results):
         torch.set_num_threads(1)
         os.environ |= {"no_proxy": "*", "NO_PROXY": "*"}
         _use_small_archive(md5, setattr)
-        # noqa: F401 imported early, so that all processes load at the same moment
-        import common.data.cifar
+        # imported early, so that all processes load at the same moment
+        import common.data.cifar  # noqa: F401
 
         results.put("ready")
         gate.wait(60)

@@ -857,7 +857,7 @@ def test_synchronise_batchnorm_replaces_what_trains_and_keeps_parameters() -> No
 def own_numbers(rank: int, folder: str) -> dict[str, Any]:
     """Return this rank's results; a learning rate of 0 keeps the first weights.
 
-    Rank 1 has other data than rank 0.
+    The ranks have different data.
     """
     batches, model = random_batches((4, 7), seed=rank), small_model()
     inputs, labels = joined(batches)
