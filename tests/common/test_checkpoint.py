@@ -1,4 +1,4 @@
-"""Checkpoints: exact, written whole or not at all, verified when read, and never a way to run code."""
+"""Checkpoints: exact, atomic, verified when read, and unable to run code."""
 
 import io
 import multiprocessing
@@ -30,7 +30,7 @@ from common.utils.hashing import digest
 from tests import helpers
 from tests.helpers import wait_until
 
-assert helpers.ROOT  # importing helpers tells the fork server what to load once
+assert helpers.ROOT  # importing helpers tells the fork server which modules to preload
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -47,7 +47,7 @@ def _small_model(*, seed=0, channels=4):
 
 
 def _trained(*, steps=3):
-    """A model with channels_last weights and an optimiser with momentum, after some steps."""
+    """Return a channels_last model and an optimiser with momentum after some steps."""
     model = _small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
     for _ in range(steps):
@@ -72,7 +72,7 @@ def _entries(model, optimizer, *, epoch=3):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """One saved checkpoint: its bytes, and what must come out of it."""
+    """Return the bytes of a saved checkpoint and the entries that it must give back."""
     path = tmp_path_factory.mktemp("saved") / "Epoch_3.pt"
     entries = _entries(*_trained())
     save_checkpoint(path, entries)
@@ -80,7 +80,10 @@ def saved(tmp_path_factory):
 
 
 def _same(one, other):
-    """Equal in every bit, type, key and order; -0.0 is not 0.0, and a NaN is itself."""
+    """Return whether two values are equal in every bit, type, key and order.
+
+    -0.0 differs from 0.0, and a NaN equals itself.
+    """
     if isinstance(one, torch.Tensor):
         return (
             isinstance(other, torch.Tensor)
@@ -113,7 +116,10 @@ def _refused(source, **name):
 
 
 def test_roundtrip_is_bit_exact(saved, tmp_path):
-    """Weights, buffers, momentum, plain values: every bit and type comes back, from a file and from its bytes."""
+    """Weights, buffers, momentum and plain values keep every bit and type.
+
+    They come from a file or from its bytes.
+    """
     content, entries = saved
     path = tmp_path / "Epoch_3.pt"
     path.write_bytes(content)
@@ -126,8 +132,10 @@ def test_roundtrip_is_bit_exact(saved, tmp_path):
 
 
 def test_training_goes_on_from_it_exactly(saved):
-    """A model and optimiser that take the loaded state make the same next step as those that never stopped, bit by bit,
-    and the weights keep their channels_last strides."""
+    """A restored model and optimiser take the same next step, bit for bit, as without a break.
+
+    The weights keep their channels_last strides.
+    """
     model, optimizer = _trained()
     loaded = load_checkpoint(saved[0], name="saved")
     other = _small_model(seed=9)
@@ -146,14 +154,16 @@ def test_training_goes_on_from_it_exactly(saved):
 
 
 def test_channels_last_weights_keep_their_layout(saved):
-    """What was saved in channels_last strides is loaded in them."""
+    """Weights saved with channels_last strides load with the same strides."""
     weight = load_checkpoint(saved[0], name="saved")["model_state_dict"]["0.weight"]
     assert weight.stride() == saved[1]["model_state_dict"]["0.weight"].stride()
 
 
 def test_prefix_of_a_wrapped_model_is_removed(tmp_path):
-    """Weights saved from a DistributedDataParallel model (``module.``) fit the plain one; only a leading prefix
-    goes."""
+    """Weights saved from a DistributedDataParallel model fit the plain one.
+
+    Loading removes only a leading ``module.``.
+    """
     model, optimizer = _trained()
     state = {f"module.{key}": value for key, value in model.state_dict().items()}
     state["inner.module.weight"] = torch.ones(1)
@@ -168,7 +178,7 @@ def test_prefix_of_a_wrapped_model_is_removed(tmp_path):
 
 
 def test_path_and_mode(tmp_path):
-    """The name is Epoch_n.pt, missing folders are made, and others may read it as they may any new file of the user."""
+    """The name is Epoch_n.pt, missing folders are created, and the mode is a new file's default."""
     path = checkpoint_path(tmp_path / "a" / "b", 12)
     assert path == tmp_path / "a" / "b" / "Epoch_12.pt"
     save_checkpoint(path, _entries(*_trained(steps=1)))
@@ -177,7 +187,7 @@ def test_path_and_mode(tmp_path):
 
 
 def test_digest_sees_every_kind_of_change():
-    """Values, bits, types, shapes, names, nesting: each changes the digest; strides and devices do not."""
+    """Values, bits, types, shapes, names and nesting change the digest; strides do not."""
     base = {"a": torch.arange(6.0).view(2, 3), "b": [1, 2.0, "x", None, True]}
     changed = [
         {"a": base["a"].view(3, 2), "b": base["b"]},
@@ -196,7 +206,7 @@ def test_digest_sees_every_kind_of_change():
     digests = [digest(value) for value in (base, *changed)]
     assert len(set(digests)) == len(digests)
     assert digest(torch.tensor(0.0)) != digest(torch.tensor(-0.0))
-    one = torch.randn(4, 2)[:1, 0]  # a single value, two apart from the next that it has not
+    one = torch.randn(4, 2)[:1, 0]  # a single value with stride 2
     assert digest(one) == digest(torch.tensor(one.tolist()))
     image = torch.randn(2, 3, 4, 4)
     assert digest(image) == digest(image.to(memory_format=torch.channels_last))
@@ -206,7 +216,7 @@ def test_digest_sees_every_kind_of_change():
 
 
 def test_cut_anywhere(saved):
-    """Whatever part of the file is missing, the error is a UserError of one line that names the file."""
+    """Wherever the file is cut, a one-line UserError names it."""
     content = saved[0]
     places = {
         0,
@@ -226,8 +236,10 @@ def test_cut_anywhere(saved):
 
 
 def test_holes_and_tails(saved):
-    """Zeroes in place of a block (what a crashed disk leaves) and a file within another: refused, or the same
-    contents."""
+    """A block of zeroes or extra bytes around the file: refused, or the same entries.
+
+    A crashed disk leaves such blocks.
+    """
     content, entries = saved
     for begin in range(0, len(content), 512):
         hole = content[:begin] + bytes(min(512, len(content) - begin)) + content[begin + 512 :]
@@ -237,7 +249,7 @@ def test_holes_and_tails(saved):
 
 
 def _same_or_refused(content, entries):
-    """Load a damaged file: True where it was refused, False where it gave exactly what was saved; else fail."""
+    """Return True if the damaged file is refused, False if its entries are exact; else fail."""
     try:
         loaded = load_checkpoint(content, name="damaged")
     except UserError:
@@ -251,7 +263,7 @@ def _flipped(content, place, bit):
 
 
 def test_single_flipped_bits(saved):
-    """One flipped bit anywhere: a UserError, or exactly what was saved (a flip in padding or an unused field)."""
+    """A flipped bit anywhere is refused or harmless (in padding or an unused field)."""
     content, entries = saved
     random_places = random.Random(0)
     refused = sum(
@@ -261,11 +273,11 @@ def test_single_flipped_bits(saved):
         )
         for _ in range(200)
     )
-    assert refused > 60  # tensors and pickle are a good half of the file
+    assert refused > 60  # tensors and pickle are more than half of the file
 
 
 def test_each_bit_of_a_tensor(saved):
-    """Every single flip in a tensor's bytes is refused: weights, and momentum of the optimiser."""
+    """Every flipped bit in a tensor is refused, in the weights and in the momentum."""
     content, entries = saved
     momentum = entries["optimizer_state_dict"]["state"][1]["momentum_buffer"]
     for tensor in (entries["model_state_dict"]["0.bias"], momentum):
@@ -278,8 +290,10 @@ def test_each_bit_of_a_tensor(saved):
 
 
 def test_each_bit_of_plain_values_and_names(saved):
-    """Every single flip in the epoch, the loss, a key, the digest and the digest's own key is refused: none may make
-    the file pass for one without a digest."""
+    """Every flipped bit in the epoch, the loss, a key or the digest is refused or harmless.
+
+    No flip in the digest or its key may make the file pass as one without a digest.
+    """
     content, entries = saved
     begin = content.index(b"sha256")
     places = [*range(begin, begin + 6), *range(begin + 20, begin + 60, 7)]
@@ -293,8 +307,11 @@ def test_each_bit_of_plain_values_and_names(saved):
 
 
 def test_one_bit_of_each_byte_of_the_structure(saved):
-    """A flip in each byte of the pickled names, shapes and strides, and every flip in the first and last headers of the
-    archive around them: refused by a UserError, or without effect, never another exception."""
+    """A flipped bit in the structure of the file is refused or harmless; no other error occurs.
+
+    The test flips a bit in each byte of the pickled names, shapes and strides, and every bit in the
+    first and last headers of the archive.
+    """
     content, entries = saved
     bits = random.Random(2)
     pickled = range(content.index(b"\x80\x02"), content.index(b"PK\x07\x08"))
@@ -311,7 +328,10 @@ def test_one_bit_of_each_byte_of_the_structure(saved):
 
 
 def test_altered_with_the_digest_left_as_it_was(saved, tmp_path):
-    """A checkpoint unpacked, changed and packed again by torch itself (a valid file) fails its SHA-256, whatever changed."""
+    """A valid file with a changed entry and the old digest fails its SHA-256.
+
+    torch itself loads and saves the changed file.
+    """
 
     def weight(entries):
         entries["model_state_dict"]["0.bias"][0] += 1e-6
@@ -333,7 +353,7 @@ def test_altered_with_the_digest_left_as_it_was(saved, tmp_path):
 
 
 class _Touch:
-    """Pickles as a call that makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path, how):
         self.path, self.how = str(path), how
@@ -349,8 +369,11 @@ class _Touch:
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("how", ["system", "exec", "open"])
 def test_hostile_pickle_runs_no_code(how, saved, tmp_path):
-    """Code hidden in a checkpoint (by torch.save or as a bare pickle; in an entry or in place of them) is refused, and
-    does not run: the file that it would make is not there. Loaded without care it would be."""
+    """Code hidden in a checkpoint is refused and does not run.
+
+    torch.save or a bare pickle hides it, in an entry or in place of all entries. At the end
+    pickle.loads shows that the code works.
+    """
     mark = tmp_path / "mark"
     hostile = _Touch(mark, how)
     whole = saved[1]
@@ -430,21 +453,21 @@ def _foreign(kind, entries):
     ],
 )
 def test_foreign_files(kind, saved, tmp_path):
-    """What is no training checkpoint is refused in one line that names the file."""
+    """A file that is not a training checkpoint is refused in one line with its name."""
     path = tmp_path / "Epoch_1.pt"
     path.write_bytes(_foreign(kind, saved[1]))
     assert str(path) in _refused(path)
 
 
 def test_missing_file_and_folder(tmp_path):
-    """A path that is not there, a folder, and one below a file: one line that names it."""
+    """A missing path, a folder or a path below a file is refused in one line with its name."""
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "Epoch_1.pt", tmp_path, tmp_path / "file" / "Epoch_1.pt"):
         assert str(path) in _refused(path)
 
 
 def test_message_about_bytes_does_not_print_them(saved):
-    """Bytes without a name are not poured into the message."""
+    """The message about bytes without a name does not contain them."""
     assert len(_refused(saved[0][:1000])) < 400
 
 
@@ -452,7 +475,7 @@ def test_message_about_bytes_does_not_print_them(saved):
 
 
 def test_other_architectures_weights(saved):
-    """Another width, a missing or an added layer: UserError that names an entry, and the model is left as it was."""
+    """Another width or number of layers: the error names an entry; the model is unchanged."""
     loaded = load_checkpoint(saved[0], name="saved")
     wider, deeper = _small_model(channels=5), nn.Sequential(*_small_model(), nn.Linear(5, 5))
     shorter = nn.Sequential(*list(_small_model())[:2])
@@ -466,18 +489,18 @@ def test_other_architectures_weights(saved):
 
 @pytest.mark.parametrize("value", [1.5, "text", None, [1.0]])
 def test_weights_that_are_no_tensors(value, saved):
-    """A plain value in place of a tensor is named as a difference, not met with a traceback."""
+    """A plain value in place of a tensor is reported as a difference, without a traceback."""
     loaded = load_checkpoint(saved[0], name="saved")
     loaded["model_state_dict"]["0.bias"] = value
     with pytest.raises(UserError, match=r"'0\.bias'"):
         load_model_state(_small_model(), loaded, name="Epoch_3.pt")
 
 
-# --- whole or not at all ---
+# --- atomic ---
 
 
 def _in_child(function, *arguments):
-    """Call the function in a process of its own (fork server) and return its result; its error fails the test."""
+    """Call the function in a child process; return its result, or fail with its error."""
     results = _context.SimpleQueue()
     child = _context.Process(target=_child_main, args=(function, arguments, results), daemon=True)
     child.start()
@@ -511,8 +534,11 @@ def _save_with_little_room(path, limit):
 
 
 def test_full_disk_leaves_the_old_file(saved, tmp_path):
-    """No room after 0, 2000 or 5000 bytes: UserError that names the path; the old file is as it was, where there was
-    none there is none, and no temporary file stays."""
+    """If the disk is full, the error names the path and the old file is unchanged.
+
+    There is room for 0, 2,000 or 5,000 bytes. Without an old file there is no new one, and no
+    temporary file remains.
+    """
     old, new = tmp_path / "Epoch_3.pt", tmp_path / "Epoch_4.pt"
     old.write_bytes(saved[0])
     for path, limit in ((old, 2000), (old, 0), (new, 5000)):
@@ -528,7 +554,10 @@ def test_full_disk_leaves_the_old_file(saved, tmp_path):
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
 def test_error_at_the_last_moment(fails, saved, tmp_path, monkeypatch):
-    """Where syncing or renaming fails (a network disk's way to say full), the old file stays and nothing else."""
+    """If fsync or rename fails, only the old file remains.
+
+    Network disks report this way that they are full.
+    """
     path = tmp_path / "Epoch_3.pt"
     path.write_bytes(saved[0])
 
@@ -543,7 +572,10 @@ def test_error_at_the_last_moment(fails, saved, tmp_path, monkeypatch):
 
 
 def test_folder_that_vanishes(tmp_path, monkeypatch):
-    """A folder removed while the file is written: UserError, not a second error of the tidying up."""
+    """If the folder vanishes during a write, a UserError says so, without a second error.
+
+    The cleanup must not fail.
+    """
     folder = tmp_path / "run"
 
     def vanish(*_):
@@ -556,7 +588,7 @@ def test_folder_that_vanishes(tmp_path, monkeypatch):
 
 
 def test_folder_that_cannot_be(tmp_path):
-    """Below a regular file, and over a folder of that name: UserError that names the path; both stay as they were."""
+    """A path below a file, or equal to a folder: the error names it, and both stay unchanged."""
     (tmp_path / "file").write_text("precious")
     (tmp_path / "Epoch_1.pt").mkdir()
     for path in (
@@ -572,8 +604,10 @@ def test_folder_that_cannot_be(tmp_path):
 
 
 def test_order_of_sync_and_rename(tmp_path, monkeypatch):
-    """The file is synced before it takes the name, and the folder after: so a power cut leaves the old one or the
-    new."""
+    """The file is synced before the rename, and the folder after it.
+
+    Hence a power cut leaves either the old file or the new one.
+    """
     events = []
     fsync, replace = os.fsync, os.replace
 
@@ -608,8 +642,10 @@ def _save_for_ever(path, floats):
 
 
 def test_killed_while_saving(tmp_path):
-    """Ten times a process that saves over and over is killed with SIGKILL; each time the file is whole, and so it is
-    whenever it is read while the saving goes on."""
+    """Ten processes that save repeatedly are killed with SIGKILL; each file is complete.
+
+    A read while the process saves also finds a complete file.
+    """
     delays = random.Random(1)
     for turn in range(10):
         path = tmp_path / f"Epoch_{turn}.pt"
@@ -623,7 +659,7 @@ def test_killed_while_saving(tmp_path):
             assert child.is_alive()
             for _ in range(2):
                 _whole(path)
-            time.sleep(delays.uniform(0, 0.05))  # so that the kill comes at any moment
+            time.sleep(delays.uniform(0, 0.05))  # the kill comes at a random moment
         finally:
             child.kill()
             child.join(10)
@@ -637,12 +673,15 @@ def _whole(path):
     )
 
 
-# --- the newest good one ---
+# --- the newest good checkpoint ---
 
 
 def test_newest_passes_over_damaged_ones(saved, tmp_path):
-    """The latest folder first, in it the highest epoch as a number; a damaged, cut or foreign one is passed over, and
-    each is named with its reason; temporary and other files do not count."""
+    """The newest checkpoint is the highest epoch, as a number, in the first folder that has one.
+
+    A damaged, cut or foreign file is skipped and named with its reason. Temporary and other files
+    do not count.
+    """
     content = saved[0]
     old, new = tmp_path / "old", tmp_path / "new"
     for folder in (old, new):
@@ -670,7 +709,7 @@ def test_newest_passes_over_damaged_ones(saved, tmp_path):
 
 
 def test_newest_of_nothing_good(saved, tmp_path):
-    """No folder, an empty one, only damaged ones: None, and the reasons."""
+    """No folder, an empty one or only damaged files give None and the reasons."""
     assert newest_checkpoint([]) == (None, [])
     assert newest_checkpoint([tmp_path, tmp_path / "missing"]) == (None, [])
     (tmp_path / "Epoch_1.pt").write_bytes(saved[0][:99])

@@ -1,4 +1,7 @@
-"""On a CUDA device: NCCL at world size 1, mixed precision, data on the GPU. `python3 -m pytest -m gpu` runs these alone."""
+"""Tests on a CUDA device: NCCL at world size 1, mixed precision, data on the GPU.
+
+`python3 -m pytest -m gpu` runs only these.
+"""
 
 import json
 from pathlib import Path
@@ -90,7 +93,7 @@ def test_augmentation_is_the_same_on_the_gpu(tmp_path: Path) -> None:
 
 
 def points() -> TensorDataset:
-    """Two classes that a line separates."""
+    """Return two classes that a line separates."""
     inputs = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
     return TensorDataset(inputs, (inputs[:, 0] > 0).long())
 

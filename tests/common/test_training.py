@@ -1,4 +1,7 @@
-"""The assignment's functions on their own, as from a notebook: any model, any loader, no ``run``."""
+"""The assignment's functions called directly, as in a notebook: any model, any loader.
+
+No test uses ``run``.
+"""
 
 import re
 import warnings
@@ -25,7 +28,7 @@ LINE = re.compile(
 
 
 def points(count: int = 60) -> TensorDataset:
-    """Two classes that a line separates."""
+    """Return two classes that a line separates."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(count, 4, generator=generator)
     return TensorDataset(inputs, (inputs[:, 0] > 0).long())
@@ -93,14 +96,14 @@ def test_alone_it_leaves_log_checkpoints_and_report(tmp_path: Path) -> None:
 
 
 class SlowFirst(DataLoader):
-    """A loader whose first batch takes long."""
+    """A loader whose first batch takes 1 s."""
 
     def __iter__(self):
         import time
 
         for index, batch in enumerate(super().__iter__()):
             if index == 0:
-                time.sleep(1)  # what the average leaves out
+                time.sleep(1)  # the average must leave this out
             yield batch
 
 
@@ -171,7 +174,10 @@ def test_distribute_flag_and_task_flag_without_a_group(tmp_path: Path) -> None:
 
 
 def train_in_a_group(rank: int, folder: str) -> dict:
-    """Each kind of flags in turn; then evaluation of a DDP model on one rank alone, and the commonest mistake."""
+    """Train with each set of flags, evaluate on one rank alone, and make the commonest mistake.
+
+    The mistake: both ranks train on the same samples.
+    """
     results = {}
     for name, distribute, task in (
         ("gather", False, "PartOne"),
@@ -185,7 +191,7 @@ def train_in_a_group(rank: int, folder: str) -> dict:
         sampler = DistributedSampler(points(), seed=1)
         loader = DataLoader(points(), batch_size=10, sampler=sampler)
         with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)  # shares of their own: no warning
+            warnings.simplefilter("error", UserWarning)  # each rank has its own samples: no warning
             model = train_model(
                 model,
                 "cpu",
@@ -204,7 +210,7 @@ def train_in_a_group(rank: int, folder: str) -> dict:
             key.removeprefix("module."): value.numpy() for key, value in model.state_dict().items()
         }
         results[name] = (wraps, sampler.epoch, state)
-    if rank == 1:  # one rank alone: it must not communicate
+    if rank == 1:  # one rank alone must not communicate
         evaluate_model(
             model,
             "cpu",
@@ -307,7 +313,7 @@ def test_amp_on_a_cpu_without_fast_bf16_falls_back_and_says_so(
 
 
 class SlowGradient(torch.autograd.Function):
-    """Identity whose backward takes 0.3 s."""
+    """Identity whose backward pass takes 0.3 s."""
 
     @staticmethod
     def forward(ctx: object, inputs: Tensor) -> Tensor:
@@ -317,7 +323,7 @@ class SlowGradient(torch.autograd.Function):
     def backward(ctx: object, gradient: Tensor) -> Tensor:
         import time
 
-        time.sleep(0.3)  # the time that must count as backward
+        time.sleep(0.3)  # must count as backward
         return gradient
 
 
@@ -331,7 +337,10 @@ class SlowBackward(nn.Module):
 
 
 def timed_step(rank: int) -> dict:
-    """Sections of one step of DDP where rank 1 starts 2 s late, so that rank 0 waits inside backward()."""
+    """Return the section times of a DDP step that rank 1 starts 2 s late.
+
+    Rank 0 waits for it inside backward().
+    """
     import time
 
     from common.training_engine import TrainingEngine
@@ -346,7 +355,7 @@ def timed_step(rank: int) -> dict:
             [(torch.randn(4, 4), torch.zeros(4, dtype=torch.int64))], global_samples=8
         )
     engine.timer.take()
-    time.sleep(2 * rank)  # the lateness that rank 0 must see
+    time.sleep(2 * rank)  # rank 0 must see this delay
     engine.train_step([(torch.randn(4, 4), torch.zeros(4, dtype=torch.int64))], global_samples=8)
     return engine.timer.seconds(engine.timer.take())
 

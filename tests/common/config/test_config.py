@@ -1,4 +1,7 @@
-"""Flags, their nonsense values, and how flags and torchrun's environment join. Nothing here needs torch."""
+"""Flags, invalid values, and how flags combine with torchrun's environment.
+
+Nothing here needs torch.
+"""
 
 import contextlib
 import dataclasses
@@ -55,7 +58,7 @@ def _no_torchrun(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-# --- nonsense values ---
+# --- invalid values ---
 
 _POSITIVE_WHOLE = ("0", "-1", "1.5", "nan", "inf", "many", "", "1e3", "0x10", "9" * 400)
 _NOT_NEGATIVE = ("-1", "-0.001", "nan", "inf", "some", "", "1,5")
@@ -108,7 +111,7 @@ NONSENSE = {
 
 
 def _as_shown(text):
-    """How a message may show a value: as text in quotes, or as the number that it is."""
+    """Return the ways a message may show a value: as quoted text or as a number."""
     shown = {repr(text)}
     for kind in (int, float):
         with contextlib.suppress(ValueError, OverflowError):
@@ -125,7 +128,7 @@ _CASES = [
 
 @pytest.mark.parametrize(("flag", "value"), _CASES)
 def test_nonsense_value_is_one_line_and_status_2(flag, value, capsys):
-    """One line on stderr that names the flag and the value got; status 2; no usage page, no traceback, no run."""
+    """One line on stderr names the flag and the value; status 2, no traceback, no run."""
     cluster = [
         one
         for pair in zip(CLUSTER[::2], CLUSTER[1::2], strict=True)
@@ -143,7 +146,7 @@ def test_nonsense_value_is_one_line_and_status_2(flag, value, capsys):
 
 
 def test_every_number_and_every_choice_has_nonsense_above():
-    """A new flag with a type or choices must be added to the table, or this fails."""
+    """A new flag with a numeric type or choices must be added to NONSENSE."""
     checked = {
         "--" + spec.name.replace("_", "-")
         for spec in dataclasses.fields(Config)
@@ -156,8 +159,10 @@ def test_every_number_and_every_choice_has_nonsense_above():
     "flag", ["--master-ip", "--data-dir", "--mirror", "--resume", "--output-dir"]
 )
 def test_empty_text_is_refused(flag):
-    """An empty path or address (an unset shell variable in quotes) is an error that names the flag, not the current
-    folder."""
+    """An empty path or address (a quoted unset shell variable) is an error that names the flag.
+
+    It does not mean the current folder.
+    """
     with pytest.raises(UserError, match=f"{flag}.*''"):
         _parse(f"{flag}=")
 
@@ -175,7 +180,7 @@ def test_empty_text_is_refused(flag):
     ],
 )
 def test_unknown_or_incomplete_flags(arguments, capsys):
-    """Misspelt, abbreviated, stray and valueless arguments: one line that names them, status 2."""
+    """A misspelt, abbreviated, stray or valueless argument: one line that names it, status 2."""
     assert _main(*CLUSTER, *arguments) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
@@ -184,13 +189,13 @@ def test_unknown_or_incomplete_flags(arguments, capsys):
 
 @pytest.mark.parametrize("value", [True, "4", 4.0, float("nan")])
 def test_config_checks_types_without_the_parser(value):
-    """A Config made in code is checked as the flags are: a bool, text or float is no batch size."""
+    """A Config built in code gets the same checks: a bool, text or float is no batch size."""
     with pytest.raises(UserError, match=f"--batch-size: got {value!r}"):
         Config("PartOne", batch_size=value)
 
 
 def test_limits_themselves_are_allowed():
-    """The bounds are inclusive where they say so."""
+    """The limits are inclusive."""
     config = _parse(
         "-N",
         5,
@@ -217,7 +222,7 @@ def test_limits_themselves_are_allowed():
     assert _parse("--master-port", 1).master_port == 1
 
 
-# --- meanings ---
+# --- synonyms, defaults and conflicts ---
 
 
 @pytest.mark.parametrize(
@@ -256,14 +261,14 @@ def test_limits_themselves_are_allowed():
     ],
 )
 def test_flags_and_synonyms(arguments, setting, expected):
-    """Synonyms set one and the same setting; an underscore in a flag equals a dash, and one in a value stays."""
+    """Synonyms set the same setting; an underscore equals a dash in a flag, not in a value."""
     got = getattr(_parse(*arguments), setting)
     assert got == expected
     assert type(got) is type(expected)
 
 
 def test_part_one_has_no_cluster_flags_and_part_two_no_other_sync():
-    """PartOne refuses --rank; parts with one strategy have no --sync to set."""
+    """PartOne refuses --rank; parts with one strategy have no --sync flag."""
     assert _parse(part="PartOne").sync == "none"
     assert _parse(part="PartThree").sync == "ddp"
     for part, flag in (
@@ -276,7 +281,7 @@ def test_part_one_has_no_cluster_flags_and_part_two_no_other_sync():
 
 
 def test_a_parts_defaults_give_way_to_flags():
-    """A part's default counts where the flag is not given."""
+    """A part's default applies only if the flag is not given."""
     assert _parse(defaults={"dataset": "digits"}).dataset == "digits"
     assert _parse("--dataset", "cifar100", defaults={"dataset": "digits"}).dataset == "cifar100"
 
@@ -293,7 +298,7 @@ def test_a_parts_defaults_give_way_to_flags():
     ],
 )
 def test_flags_that_contradict_each_other(arguments, named, capsys):
-    """Both ways of giving one thing, or a place outside the range: one line, status 2, both flags named."""
+    """Two flags for one setting, or a rank out of range: one line names both; status 2."""
     assert _main("--master-ip", "10.0.0.1", *arguments) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
@@ -301,7 +306,7 @@ def test_flags_that_contradict_each_other(arguments, named, capsys):
 
 
 def test_global_batch_size():
-    """--batch-size is global, whatever the number of ranks; --local-batch-size is per rank; 256 without either."""
+    """--batch-size is global, --local-batch-size per rank; the default is 256 (global)."""
     assert [_parse().global_batch_size(world) for world in (1, 3, 4)] == [256, 256, 256]
     assert [_parse("--batch-size", 100).global_batch_size(world) for world in (1, 3, 4)] == [
         100,
@@ -312,7 +317,7 @@ def test_global_batch_size():
 
 
 def test_defaults_that_depend():
-    """The rate depends on the optimiser unless it is given; data and reports lie beside the parts."""
+    """The default rate depends on the optimiser; data and reports are in the repository."""
     assert _parse().peak_learning_rate == 0.02
     assert _parse("--opt", "adamw").peak_learning_rate == 0.001
     assert _parse("--opt", "adamw", "--lr", 0.1).peak_learning_rate == 0.1
@@ -324,7 +329,7 @@ def test_defaults_that_depend():
 
 
 def test_config_is_frozen_and_plain_as_json():
-    """Nothing changes a setting after the check, and config.json holds plain values that say all of them."""
+    """A setting cannot change after the check; config.json holds all of them as plain values."""
     import json
 
     config = _parse("--data-dir", "/d", *CLUSTER)
@@ -337,8 +342,7 @@ def test_config_is_frozen_and_plain_as_json():
 
 
 def test_shared_settings():
-    """What must agree between ranks has what changes the training, and nothing that may differ: place, paths,
-    threads."""
+    """Ranks compare what affects training, not rank, paths or threads, which may differ."""
     shared = _parse(*CLUSTER, "--data-dir", "/d", "--threads", 2).shared_settings()
     for flag in (
         "--rank",
@@ -384,7 +388,7 @@ def test_shared_settings():
     assert _parse("--opt", "adamw").shared_settings()["--opt"] == "adamw"
 
 
-# --- where this process stands ---
+# --- rank, world size and address of this process ---
 
 TORCHRUN = {
     "RANK": "1",
@@ -397,7 +401,7 @@ TORCHRUN = {
 
 
 def test_launch_from_flags():
-    """The three flags, with the default port or one given; what only the ranks' meeting can tell stays None."""
+    """The three flags set the launch; ranks learn local rank and local size later (None)."""
     assert resolve_launch(_parse(*CLUSTER).launch_flags, {}) == LaunchSpec(
         0, 2, "10.0.0.1", DEFAULT_MASTER_PORT, None, None
     )
@@ -408,14 +412,14 @@ def test_launch_from_flags():
 
 
 def test_launch_from_torchrun():
-    """Everything from the environment."""
+    """torchrun's environment sets everything."""
     assert resolve_launch(_parse().launch_flags, TORCHRUN) == LaunchSpec(
         1, 3, "127.0.0.1", 4000, 1, 3, largest_size=3
     )
 
 
 def test_flags_that_repeat_torchrun_are_fine():
-    """Flags that say what the environment says are no contradiction, also by another name of the same host."""
+    """A flag that repeats the environment, also by another name of the host, is accepted."""
     flags = ["-N", 3, "-R", 1, "-M", "localhost", "--master-port", 4000]
     assert resolve_launch(_parse(*flags).launch_flags, TORCHRUN) == resolve_launch(
         _parse().launch_flags, TORCHRUN
@@ -423,7 +427,10 @@ def test_flags_that_repeat_torchrun_are_fine():
 
 
 def test_no_launch_without_flags_and_environment():
-    """Neither says anything: None, and half of torchrun's environment (a scheduler's leftover) is none of it."""
+    """Without flags and environment the result is None.
+
+    An incomplete torchrun environment, left by a scheduler, does not count.
+    """
     assert resolve_launch(_parse().launch_flags, {}) is None
     assert resolve_launch(_parse("--master-port", 4000).launch_flags, {}) is None
     assert resolve_launch(_parse().launch_flags, {"WORLD_SIZE": "3"}) is None
@@ -441,7 +448,7 @@ def test_no_launch_without_flags_and_environment():
     ],
 )
 def test_flags_that_contradict_torchrun(flags, named):
-    """Each kind of contradiction names the flag, the variable and both values."""
+    """Each contradiction names the flag, the variable and both values."""
     with pytest.raises(UserError) as error:
         resolve_launch(_parse(*flags).launch_flags, TORCHRUN)
     assert all(name in str(error.value) for name in named), error.value
@@ -460,7 +467,10 @@ def test_flags_that_contradict_torchrun(flags, named):
     ],
 )
 def test_part_of_the_three_flags(flags, missing, capsys):
-    """One or two of the three: status 2, and the message says exactly which are missing; rank 0 counts as given."""
+    """One or two of the three flags: status 2, and the message lists exactly the missing ones.
+
+    Rank 0 counts as given.
+    """
     assert _main(*flags) == 2
     err = capsys.readouterr().err
     said = err.partition("without")[2].partition(":")[0]
@@ -489,8 +499,10 @@ def test_part_of_the_three_flags(flags, missing, capsys):
     ],
 )
 def test_environment_that_makes_no_sense(name, value):
-    """Text, a negative, a rank beyond the size, a port that is none: UserError that names the variable and the
-    value."""
+    """Text, a negative number, a rank beyond the size or a bad port: a UserError names it.
+
+    The message gives the variable and the value.
+    """
     with pytest.raises(UserError) as error:
         resolve_launch(_parse().launch_flags, TORCHRUN | {name: value})
     assert name in str(error.value)
@@ -498,12 +510,12 @@ def test_environment_that_makes_no_sense(name, value):
     assert "\n" not in str(error.value)
 
 
-# --- as a user starts it ---
+# --- from the command line ---
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """The entry points started from another folder, at once: without anything, with --help, with nonsense."""
+    """Start the entry points from another folder: without flags and with --epochs=0."""
     cwd = tmp_path_factory.mktemp("elsewhere")
     running = {
         (part, flag): start_part(part, *([flag] if flag else []), cwd=cwd)
@@ -516,8 +528,11 @@ def started(tmp_path_factory):
 
 @pytest.mark.parametrize("part", ["PartTwo", "PartThree"])
 def test_started_without_a_place(part, started):
-    """Status 2, nothing on stdout, and both ways of starting in examples that can be pasted: each command names the
-    real file, parses, and the ranks of an example are all there and fit together."""
+    """Status 2 and empty stdout; stderr shows examples for both ways to start the part.
+
+    Each command names the real file and parses, and the commands of one example cover all its
+    ranks.
+    """
     ended = started[part, ""]
     assert ended.status == 2
     assert ended.out == ""
@@ -544,7 +559,7 @@ def test_started_without_a_place(part, started):
 
 
 def test_nonsense_on_a_real_command_line(started):
-    """The same one line and status from the real entry point."""
+    """The real entry point gives the same single line and the same status."""
     ended = started["PartTwo", "--epochs=0"]
     assert (ended.status, ended.out) == (2, "")
     assert ended.err.startswith("error: --epochs: got 0, give a whole number of at least 1")
@@ -553,7 +568,7 @@ def test_nonsense_on_a_real_command_line(started):
 
 @pytest.mark.parametrize("part", SYNCS)
 def test_help_lists_the_flags_without_torch(part, tmp_path):
-    """--help from another folder: status 0, every flag and choice in it, and neither torch nor numpy is imported."""
+    """--help from another folder lists every flag and choice without importing torch or numpy."""
     ended = subprocess.run(
         [sys.executable, "-X", "importtime", str(ROOT / part / "main.py"), "--help"],
         cwd=tmp_path,

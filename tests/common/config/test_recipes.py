@@ -1,7 +1,7 @@
-"""Recipes: every command that is shown parses to what it says, every recipe runs, and a wrong one is one clear line.
+"""Recipes: the documented commands parse as described, and every recipe runs.
 
-The commands are those of the project's description. Runs are short, on a few generated images, and
-are started in each of the ways that a recipe can be started.
+A recipe with a mistake gives one clear line. The runs are short, on a few generated images, and
+cover each way to start a recipe.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parse(command: str | list[str], part: str = "PartThree") -> Config:
-    """The settings of a command line; what stands before and including ``main.py`` does not count."""
+    """Return the settings of a command line; ignore all words up to ``main.py``."""
     words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
     ends = [index for index, word in enumerate(words) if word.endswith("main.py")]
     return parse_arguments(
@@ -72,7 +72,7 @@ def parse(command: str | list[str], part: str = "PartThree") -> Config:
 
 
 def ranks_environment(rank: int, size: int, port: int = 29500) -> dict[str, str]:
-    """What torchrun and ``python -m torch.distributed.launch`` set, all ranks on this machine."""
+    """Return what torchrun and ``torch.distributed.launch`` set, with all ranks on one machine."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -83,7 +83,7 @@ def ranks_environment(rank: int, size: int, port: int = 29500) -> dict[str, str]
     }
 
 
-# --- the commands that are shown ---
+# --- documented commands ---
 
 WIDE_RESNET = (
     "torchrun --nproc_per_node=2 PartThree/main.py --recipe wide-resnet-cifar100 "
@@ -208,7 +208,7 @@ def test_every_command_shown_gives_what_it_says(command: str) -> None:
 def test_the_command_shown_for_a_recipe_gives_its_defaults(
     command: str, own: tuple[str, ...]
 ) -> None:
-    """But for what belongs to one start."""
+    """Except for the flags that belong to one start, such as the GPU numbers."""
     config = parse(command)
     defaults = parse(["--recipe", config.recipe])
     assert (
@@ -223,7 +223,7 @@ def test_shown_batches_are_global_or_a_rank() -> None:
     assert parse(EMA).global_batch_size(4) == 512
 
 
-# --- all ways to start ---
+# --- every way to start a recipe ---
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -235,7 +235,7 @@ def test_without_launcher_flags_a_recipe_is_one_process(name: str) -> None:
 
 @pytest.mark.parametrize("command", [WIDE_RESNET, RESNET50, TRANSFER, EMA])
 def test_under_a_launcher_each_process_is_a_rank_and_starts_no_other(command: str) -> None:
-    """Also where the command would start processes by itself: so do those that it has started."""
+    """So do the processes of a command that starts several: they start no more."""
     config = parse(command)
     size = config.num_nodes or 2
     for rank in range(size):
@@ -262,7 +262,7 @@ def test_under_a_launcher_each_process_is_a_rank_and_starts_no_other(command: st
 def test_a_command_that_starts_its_ranks_hands_on_its_own_arguments(
     command: str, processes: int, meeting: tuple[str, int | None]
 ) -> None:
-    """torchrun's command line: so many processes, where they meet, then the file and what the ranks must know."""
+    """torchrun's command line has the process count, the address, the file and the ranks' flags."""
     config, words = parse(command), shlex.split(command)[1:]
     assert processes_to_start(config.launch_flags, {}) == processes
     launcher = launcher_command(config.launch_flags, processes, words)
@@ -277,7 +277,7 @@ def test_a_command_that_starts_its_ranks_hands_on_its_own_arguments(
 
 
 def test_two_launchers_at_once_meet_on_ports_of_their_own() -> None:
-    """No port is fixed: where one listens already, another is taken."""
+    """No port is fixed: if one is in use, the launcher picks another."""
     import socket
 
     ports = []
@@ -308,7 +308,7 @@ def test_distributed_without_a_number_takes_the_gpus_or_two(
 
 
 def test_the_older_launchers_flag_is_taken() -> None:
-    """``python -m torch.distributed.launch`` adds --local-rank=1, earlier --local_rank=1, to each process."""
+    """``torch.distributed.launch`` adds --local-rank=1 (formerly --local_rank=1) to processes."""
     for words in (["--local-rank=1"], ["--local_rank=1"], ["--local_rank", "1"]):
         config = parse(["--recipe", "vgg11-cifar10-fast", *words])
         assert config.local_rank == 1
@@ -372,7 +372,7 @@ def test_contradictions_about_the_place_are_errors(
     words: str, environment: Mapping[str, str], named: tuple[str, ...]
 ) -> None:
     config = parse("--recipe resnet-cifar10-ema " + words)
-    with pytest.raises(UserError) as error:  # as main() calls them
+    with pytest.raises(UserError) as error:  # in the order of main()
         assert processes_to_start(config.launch_flags, environment) or resolve_launch(
             config.launch_flags, environment
         )
@@ -404,7 +404,7 @@ def test_a_dist_url_that_is_none_is_an_error(url: str) -> None:
     assert url in str(error.value)
 
 
-# --- settings: recipe, flags, and back ---
+# --- settings: recipe, flags, and printed recipe ---
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -421,7 +421,7 @@ def test_a_recipe_that_is_printed_reads_back_the_same(name: str, tmp_path: Path)
 def test_print_config_keeps_flags_and_awkward_texts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What --print-config shows is a recipe: with the flags in it, and with any text and number."""
+    """--print-config prints a valid recipe: with the flags, and with any text and number."""
     words = [
         "--lr",
         "1e-7",
@@ -476,7 +476,7 @@ _KEYS = {
 
 
 def _two_values(name: str) -> tuple[Any, Any]:
-    """What a recipe says and what a flag says instead; neither is the default."""
+    """Return two different values: one for the recipe, one for the flag."""
     rules, default = _KEYS[name], Config.__dataclass_fields__[name].default
     if name in _TEXTS:
         return _TEXTS[name]
@@ -542,7 +542,7 @@ def test_a_flag_overrides_but_the_rest_of_the_recipe_stays() -> None:
     assert config == dataclasses.replace(parse("--recipe resnet18-transfer-cifar10"), input_size=64)
 
 
-# --- what is wrong with a recipe ---
+# --- mistakes in a recipe ---
 
 WRONG = {
     "epochz = 5": ("epochz", "did you mean epochs?"),
@@ -585,7 +585,7 @@ WRONG = {
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object, part: str = "PartThree") -> str:
-    """The one line on stderr with which ``main`` refuses a command line; status 2, nothing on stdout."""
+    """Return the one line with which ``main`` refuses a command line; check status and stdout."""
     status = main(
         part,
         path=f"{part}/main.py",
@@ -649,18 +649,18 @@ def test_gpus_that_are_not_there_are_one_line(
     assert "--gpu-ids: got 6,7" in error
 
 
-# --- every recipe runs; every way to start it starts it ---
+# --- every recipe runs, in every way to start it ---
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """24 images to train on, 8 to test: two classes."""
+    """Return a folder with 24 training and 8 test images in two classes."""
     return make_image_folder(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file as torchvision's own, with weights and statistics that are like no fresh ones."""
+    """Return a file in torchvision's format with weights and statistics unlike any fresh ones."""
     from torchvision.models import resnet18
 
     torch.manual_seed(3)
@@ -674,7 +674,10 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quick(recipe: str, images: Path, output: Path, *more: object) -> list[object]:
-    """Two steps of a recipe on a few images; two, since what is wrong after a step shows in the next."""
+    """Return flags for two steps of a recipe on a few images.
+
+    An error that the first step causes shows in the second.
+    """
     return [
         "--recipe",
         recipe,
@@ -694,7 +697,7 @@ def quick(recipe: str, images: Path, output: Path, *more: object) -> list[object
 
 
 def start(module: list[str], part: str, *words: object, cwd: Path) -> Started:
-    """Start a part under a launcher of torch's, ``module``, in a clean environment."""
+    """Start a part with one of torch's launchers, ``module``, in a clean environment."""
     clean = {
         name: value for name, value in os.environ.items() if name not in LAUNCHERS_VARIABLES
     } | {"OMP_NUM_THREADS": "1"}
@@ -719,8 +722,11 @@ def check(
     ema: bool = False,
     seconds_of_training: bool = True,
 ) -> tuple[Path, dict[str, Any]]:
-    """What each run of a recipe leaves: status 0, numbers of each epoch over all ranks, the best weights, one folder
-    <recipe>/<time>. Returns that folder and the summary."""
+    """Check what each run of a recipe writes; return its folder and the summary.
+
+    Status 0, results of each epoch over all ranks, the best weights, and one folder
+    <recipe>/<time>.
+    """
     assert ended.status == 0, ended.out + ended.err
     assert "Traceback" not in ended.err
     folder = only_run_folder(output, recipe)
@@ -734,8 +740,8 @@ def check(
     last = epochs[-1]
     assert last["samples_per_second"] > 0
     assert summary["total_seconds"] >= sum(epoch["seconds"] for epoch in epochs)
-    # All images count once, however they are shared out: as the report at the end, which gathers
-    # them, has it.
+    # Each image counts once on any number of ranks, as in the final report, which gathers all #
+    # predictions.
     assert last["val_accuracy"] == pytest.approx(summary["test_accuracy"])
     assert last["val_loss"] == pytest.approx(summary["test_loss"], rel=1e-3)
     assert len(
@@ -758,8 +764,10 @@ def check(
 
 @pytest.mark.slow
 def test_wide_resnet_as_one_process_profiled(tmp_path: Path, images: Path) -> None:
-    """16-4 by flag; mixed precision as the recipe has it; a trace of the steps after the second; and a CPU run is
-    repeatable anyway, which is said."""
+    """Model 16-4 by flag, mixed precision, and a trace of the steps after the second.
+
+    A notice says that a CPU run is repeatable without --deterministic.
+    """
     [ended] = run_part(
         "PartThree",
         *quick("wide-resnet-cifar100", images, tmp_path),
@@ -808,7 +816,7 @@ def test_wide_resnet_28_10_runs_as_its_recipes_have_it(
 def test_wide_resnet_full_with_ranks_that_are_told_their_places(
     tmp_path: Path, images: Path
 ) -> None:
-    """--num-nodes, --rank and --master-ip; the rate is scaled by the global batch against the reference, not by ranks."""
+    """--num-nodes, --rank, --master-ip; the rate scales with the global batch, not the ranks."""
     ended = run_part(
         "PartThree",
         *quick("wide-resnet-cifar100-full", images, tmp_path),
@@ -841,7 +849,7 @@ def test_wide_resnet_full_with_ranks_that_are_told_their_places(
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["resnet50-cifar100", "resnet50-cifar100-fast"])
 def test_resnet50_under_torchrun(tmp_path: Path, images: Path, recipe: str) -> None:
-    """``-b`` is a rank's; it puts aside the global batch of the fast recipe."""
+    """``-b`` is per rank and overrides the global batch size of the fast recipe."""
     launcher = [
         "-m",
         "torch.distributed.run",
@@ -866,9 +874,10 @@ def test_resnet50_under_torchrun(tmp_path: Path, images: Path, recipe: str) -> N
 def test_transfer_learning_with_a_dist_url(
     tmp_path: Path, images: Path, weights: Path, unfreeze: bool
 ) -> None:
-    """Two ranks by --dist-url and --rank, only one of which has the file. Layers that are frozen hold the file's weights
-    and statistics after training; the last layer has learned. Gradients are accumulated: 4 x 2 x 2
-    ranks = 16.
+    """Two ranks start with --dist-url and --rank; only rank 0 has the weights file.
+
+    Without --unfreeze, only the last layer trains; the others keep the file's weights and
+    statistics. The global batch is 4 a rank x 2 accumulated x 2 ranks = 16.
     """
     words = [
         *quick("resnet18-transfer-cifar10", images, tmp_path),
@@ -935,7 +944,7 @@ def test_transfer_learning_with_a_dist_url(
 def test_resnet_with_averaged_weights_starts_its_ranks_by_itself(
     tmp_path: Path, images: Path
 ) -> None:
-    """--distributed --world-size 2 from one command; both ranks' accuracies of both kinds of weights are reduced."""
+    """One command starts both ranks; validation accuracies, EMA too, cover both ranks."""
     [ended] = run_part(
         "PartThree",
         *quick("resnet-cifar10-ema", images, tmp_path),
@@ -958,7 +967,10 @@ def test_resnet_with_averaged_weights_starts_its_ranks_by_itself(
 
 @pytest.mark.slow
 def test_a_target_that_is_reached_ends_all_ranks(tmp_path: Path, images: Path) -> None:
-    """Under ``python -m torch.distributed.launch``; any accuracy reaches the target: patience 2 ends after 2 epochs of 5."""
+    """With ``torch.distributed.launch``; any accuracy reaches the target.
+
+    Patience 2 therefore ends training after 2 of 5 epochs.
+    """
     launcher = [
         "-m",
         "torch.distributed.launch",
@@ -999,7 +1011,10 @@ def test_a_target_that_is_reached_ends_all_ranks(tmp_path: Path, images: Path) -
 
 
 def test_without_pretrained_weights_nothing_is_trained(tmp_path: Path, images: Path) -> None:
-    """No net, no file: one clear line and status 1, on both ranks though only one has looked, and no random weights."""
+    """No network, no file: one line and status 1 on both ranks, and no random weights.
+
+    Only one rank has tried to get the file.
+    """
     nowhere = f"http://127.0.0.1:{free_port()}"
     env = {
         "TORCH_HOME": str(tmp_path / "torch"),
@@ -1036,8 +1051,10 @@ def test_without_pretrained_weights_nothing_is_trained(tmp_path: Path, images: P
 def test_checkpoint_holds_the_latest_state_and_resume_auto_goes_on_from_it(
     tmp_path: Path, images: Path, weights: Path
 ) -> None:
-    """Also after the first run's folder is gone, without the pretrained file; the end is that of a training without an
-    interruption, bit for bit."""
+    """Resume works without the first run's folder and without the pretrained file.
+
+    The result equals an uninterrupted run bit for bit.
+    """
     words = quick("resnet18-transfer-cifar10", images, tmp_path / "parts")
     words[words.index("--max-steps") : words.index("--max-steps") + 2] = ["--epochs", 2]
     words += ["--input-size", 32, "-b", 4, "--accumulation-steps", 2, "--threads", 1]
@@ -1108,7 +1125,7 @@ def test_checkpoint_holds_the_latest_state_and_resume_auto_goes_on_from_it(
     ],
 )
 def test_a_recipe_on_the_real_cifar100(tmp_path: Path, model: str, parameters: str) -> None:
-    """The data that the recipe is for: 100 classes and 10,000 test images, each counted once."""
+    """CIFAR-100 has 100 classes and 10,000 test images, and each image counts once."""
     [ended] = run_part(
         "PartThree",
         "--recipe",
@@ -1136,7 +1153,7 @@ def test_a_recipe_on_the_real_cifar100(tmp_path: Path, model: str, parameters: s
 
 
 def test_every_recipe_names_what_there_is() -> None:
-    """Recipe files, parser and this module's runs speak of the same things."""
+    """The recipe files, the parser and SHOWN name the same recipes, models and data sets."""
     known = build_parser("PartThree", "", {}, ("ddp",)).format_help()
     assert "--recipe" in known
     assert {command.split("--recipe ")[1].split()[0] for command in SHOWN} == set(NAMES)

@@ -1,4 +1,7 @@
-"""The closed formulas against a simulation message by message, the event model by hand, and figures known from elsewhere."""
+"""The cost model: formulas against a simulation by message, and known figures.
+
+The event model is compared with results by hand.
+"""
 
 import time
 
@@ -42,9 +45,11 @@ NO_COMPUTE = StepCompute(0.0, 0.0, 0.0)
 
 
 def simulate(messages):
-    """Seconds until the last of ``messages`` (sender, receiver, bytes, indices that must have arrived before, bytes summed on
-    arrival). A link carries one message at a time in each direction, in this order; alpha passes
-    beside the link.
+    """Return the seconds until the last of ``messages`` arrives.
+
+    A message is (sender, receiver, bytes, indices that must have arrived before, bytes summed on
+    arrival). A link carries one message at a time in each direction, in this order; alpha does not
+    occupy it.
     """
     arrived, sending, receiving = [], {}, {}
     for sender, receiver, nbytes, after, summed in messages:
@@ -120,7 +125,7 @@ def test_formulas_equal_a_simulation_of_the_messages(kind, ranks):
         simulated = simulate(messages_of(kind, ranks, nbytes))
         if kind == "broadcast" and ranks & (
             ranks - 1
-        ):  # some ranks are nearer to the root than others
+        ):  # some ranks are closer to the root than others
             assert formula - 2 * ALPHA <= simulated <= formula + 1e-12
         else:
             assert formula == pytest.approx(simulated, rel=1e-12)
@@ -137,7 +142,7 @@ def test_counts_sums_and_copies_add_up():
 
 
 def test_an_operation_takes_no_less_than_its_floor_and_nothing_more():
-    """max(alpha1, ideal + alpha0): what the floor adds is latency, and large messages do not know of it."""
+    """max(alpha1, ideal + alpha0): the floor adds latency and does not affect large messages."""
     network = Network(ALPHA, BETA, kinds={"all_reduce": Rate(ALPHA, BETA, 0.02)})
     small, large = (
         operation_terms(Operation("all_reduce", nbytes, count=3), 4, network)
@@ -179,10 +184,10 @@ def test_more_bytes_and_more_ranks_never_take_less(kind):
     assert all(list(column) == sorted(column) for column in zip(*times, strict=True))
 
 
-TENSORS, PAYLOAD, K = len(VGG11), sum(VGG11), 4 * -(-sum(VGG11) // 400)  # K: of 1 % of the entries
+# K: bytes of 1 % of the entries
+TENSORS, PAYLOAD, K = len(VGG11), sum(VGG11), 4 * -(-sum(VGG11) // 400)
 
-# As docs/strategies.md has them: messages one after the other, and the payloads that pass the
-# busiest link, of N ranks.
+# From docs/strategies.md, for n ranks: messages in sequence, and payload bytes on the busiest link.
 CLOSED_FORMS = {
     "gather_scatter": lambda n: (
         2 * TENSORS,
@@ -197,7 +202,7 @@ CLOSED_FORMS = {
     "halving_doubling": lambda n: (
         2 * 16 + 2,
         (2 + 2) * PAYLOAD,
-    ),  # 100,000 is no power of two: two more, of all bytes
+    ),  # 100,000 is no power of two: two more messages, each of all bytes
     "overlapped": lambda n: (3 * 2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
     "ddp": lambda n: (3 * 2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
     "ddp_fp16": lambda n: (3 * 2 * (n - 1), (n - 1) / n * PAYLOAD),
@@ -208,7 +213,7 @@ CLOSED_FORMS = {
 
 @pytest.mark.parametrize("name", CLOSED_FORMS)
 def test_closed_formulas_hold_at_100_000_nodes(name):
-    """None grows with N that should not, and none stays that should grow: at four nodes one would not tell the difference."""
+    """Each cost depends on the number of nodes as it should; 4 nodes would not show this."""
     strategy, (messages, link_bytes) = message_plans([name])[name], CLOSED_FORMS[name](100_000)
     terms = message_terms(strategy, VGG11, 100_000, network=Network(1.0, 1.0))
     assert terms.latency == pytest.approx(messages)
@@ -218,7 +223,10 @@ def test_closed_formulas_hold_at_100_000_nodes(name):
 
 
 def test_a_root_takes_its_messages_one_after_the_other():
-    """Else a gather of next to nothing would cost two messages however many send it, and be the best on 100,000 nodes."""
+    """Otherwise a gather of a few bytes would be the fastest on 100,000 nodes.
+
+    The formula would charge two messages, however many ranks send.
+    """
     small, strategies = (
         [GradientSize((10,))],
         message_plans(["gather_scatter_flat", "tree", "ring"]),
@@ -245,23 +253,24 @@ def test_every_strategy_for_100_000_nodes_within_a_second():
     assert time.perf_counter() - began < 1.0
 
 
-# Backward takes 10 s; what each line of messages (ready, seconds) costs beyond it.
+# Backward takes 10 s. A case: messages as (ready, seconds), overlap cost, seconds beyond backward.
 @pytest.mark.parametrize(
     ("messages", "cost", "expected"),
     [
         ([], 0.0, (0, 0)),
         ([(2, 3), (6, 3)], 0.0, (0, 0)),  # all hidden
         ([(None, 3), (None, 4)], 0.0, (0, 7)),  # nothing hidden
-        ([(10, 3), (10, 4)], 0.0, (0, 7)),  # ready at the end: the same
-        ([(9, 3), (10, 4)], 0.0, (0, 6)),  # the first bucket comes late and holds the second up
+        ([(10, 3), (10, 4)], 0.0, (0, 7)),  # ready at the end: as above
+        ([(9, 3), (10, 4)], 0.0, (0, 6)),  # the first bucket is late and delays the second
         ([(1, 20), (10, 1)], 0.0, (0, 12)),  # the first takes longer than backward
-        ([(2, 3), (10, 1)], 1.0, (3, 1)),  # backward stands still while the first is under way
-        ([(2, 4), (10, 1)], 0.5, (2, 1)),  # it goes on at half speed
+        ([(2, 3), (10, 1)], 1.0, (3, 1)),  # backward stops during the first message
+        # half speed during the first message, full speed after it
+        ([(2, 4), (10, 1)], 0.5, (2, 1)),
         (
             [(8, 6), (None, 1)],
             0.5,
             (2, 3),
-        ),  # and at full speed when it has ended: 2 s of work took 4, 2 and 1 s are left
+        ),  # 2 s of work take 4 s; 2 s and 1 s of messages are left
     ],
 )
 def test_event_model_by_hand(messages, cost, expected):
@@ -285,7 +294,7 @@ def test_buckets_wait_for_the_gradients_that_they_hold():
     one = predict_step(Buckets(), [300, 100], 2, network=Network(0.0, 0.02), compute=compute)
     assert (one.compute_seconds, one.sync_seconds) == pytest.approx(
         (5.5, 6.0)
-    )  # 2 s hidden, from 1 to 3 of 4
+    )  # the first bucket is hidden, from 1 s to 3 s of 4 s
     assert (one.bound, one.bytes_sent_root) == ("bandwidth", 400)
 
 
@@ -329,7 +338,8 @@ def test_other_links_keep_the_software():
     assert slow.overlap_cost == pytest.approx(0.8 * 5e-10 / (8e-9 * HEADERS))
     assert slow.gamma_seconds_per_byte == 2e-10
     fast = network.over(rate_bits=1e12, latency_seconds=1e-6)
-    assert fast.rate("all_reduce") == Rate(1e-6, 5e-10)  # no byte takes less than in this software
+    # no byte is faster than this software allows
+    assert fast.rate("all_reduce") == Rate(1e-6, 5e-10)
     assert (fast.rate("gather"), fast.overlap_cost) == (Rate(1e-6, 1e-9), 0.8)
     assert network.over(rate_bits=None, latency_seconds=None) == network
 

@@ -1,4 +1,4 @@
-"""Crop, flip and normalisation: equal to torchvision's own transforms, and drawn from the right distribution."""
+"""Crop, flip and normalisation: equal to torchvision's, and drawn uniformly."""
 
 import pytest
 import torch
@@ -16,7 +16,10 @@ SAMPLES = 12_000
 
 
 def _pictures(n, *, seed=0, size=32):
-    """Blurred noise over the full scale with sharp edges, as a photograph has; uint8 (n, size, size, 3)."""
+    """Return blurred noise with sharp edges over the full scale, similar to photographs.
+
+    The result is uint8 of shape (n, size, size, 3).
+    """
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(n, 3, 6, 6, generator=generator)
     smooth = torch.nn.functional.interpolate(coarse, size=(size, size), mode="bilinear")
@@ -30,7 +33,7 @@ def _pictures(n, *, seed=0, size=32):
 
 
 def _torchvision(image, top, left, flip):
-    """What torchvision's transforms make of one picture for these offsets: Pad, crop, hflip, ToTensor, Normalize."""
+    """Return one picture after torchvision's Pad, crop, hflip, ToTensor and Normalize."""
     size = image.shape[0]
     picture = transforms.Pad(4)(Image.fromarray(image.numpy()))
     picture = functional.crop(picture, top, left, size, size)
@@ -40,7 +43,10 @@ def _torchvision(image, top, left, flip):
 
 
 def test_equals_torchvision_for_every_offset_and_flip():
-    """All 81 crops, flipped or not (the corners with their padding included), differ from torchvision's by < 1e-6."""
+    """All 81 crops, flipped or not, equal torchvision's within 1e-6.
+
+    The corners include their padding.
+    """
     images = _pictures(162)
     places = torch.arange(162)
     draws = Draws(places % 9, places // 9 % 9, places >= 81)
@@ -53,7 +59,7 @@ def test_equals_torchvision_for_every_offset_and_flip():
 
 
 def test_ids_choose_the_images_and_their_draws():
-    """A batch of ids, in any order and with one twice, gives each sample its own image, offsets and flip."""
+    """Each id of a batch, in any order or repeated, gets its own image, offsets and flip."""
     images = _pictures(50, seed=1)
     draws = draw(50, seed=3, epoch=4, flip=True)
     ids = torch.tensor([49, 0, 17, 17, 3, 31])
@@ -66,8 +72,10 @@ def test_ids_choose_the_images_and_their_draws():
 
 
 def test_loader_equals_torchvision_for_the_drawn_offsets():
-    """A whole step of the training loader is torchvision's own for what ``draw`` gives; the evaluation loader's is
-    ToTensor and Normalize alone."""
+    """The training loader gives torchvision's result for the offsets from ``draw``.
+
+    The evaluation loader gives that of ToTensor and Normalize alone.
+    """
     images = ImageSet(_pictures(40, seed=2), torch.arange(40) % 3)
     dataset = Dataset("pictures", images, images, ("a", "b", "c"), MEAN, STD)
     sampler = GlobalBatchSampler(40, batch_size=16, rank=1, world_size=2, seed=7)
@@ -88,7 +96,7 @@ def test_loader_equals_torchvision_for_the_drawn_offsets():
 
 
 def test_normaliser_on_every_byte_value():
-    """Each of the 256 values in each channel is what ToTensor and Normalize make of it, within 1e-6."""
+    """Each of the 256 values in each channel equals ToTensor and Normalize within 1e-6."""
     images = torch.arange(256, dtype=torch.uint8).view(1, 8, 32, 1).repeat(1, 1, 1, 3)
     expected = transforms.Normalize(MEAN, STD)(
         transforms.ToTensor()(Image.fromarray(images[0].numpy()))
@@ -99,7 +107,7 @@ def test_normaliser_on_every_byte_value():
 
 
 def test_images_need_not_be_square():
-    """Height and width are not mixed up anywhere."""
+    """Height and width are not mixed up."""
     images = _pictures(8, seed=3, size=48)[:, :24]
     draws = draw(8, seed=0, epoch=1, flip=True)
     batch = Normaliser(MEAN, STD, width=48)(RandomCropFlip(images)(torch.arange(8), draws))
@@ -118,8 +126,10 @@ def test_images_need_not_be_square():
 
 
 def test_strides_of_the_source_do_not_matter():
-    """A set whose bytes lie in another order (torchvision's CIFAR: channel by channel) gives the same batches, in the
-    same strides."""
+    """A set stored channel by channel, like torchvision's CIFAR, gives the same batches.
+
+    The strides of the batches are also the same.
+    """
     labels = torch.arange(20) % 3
     plain = _pictures(20, seed=6)
     turned = plain.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
@@ -135,7 +145,7 @@ def test_strides_of_the_source_do_not_matter():
 
 
 def test_the_set_is_left_as_it_was():
-    """Flipping and cutting work on copies: the next epoch starts from the same images."""
+    """Crops and flips work on copies: the next epoch starts from the same images."""
     images = _pictures(10, seed=4)
     before = images.clone()
     cut = RandomCropFlip(images)
@@ -148,7 +158,7 @@ def test_the_set_is_left_as_it_was():
 
 
 def test_result_is_float32_channels_last():
-    """What the model gets has channels_last strides, no copy needed, also for a batch of one epoch's last step."""
+    """Batches have channels_last strides without a copy, also the last batch of an epoch."""
     images = ImageSet(_pictures(21, seed=5), torch.arange(21) % 3)
     dataset = Dataset("pictures", images, images, ("a", "b", "c"), MEAN, STD)
     for loader in (
@@ -162,7 +172,7 @@ def test_result_is_float32_channels_last():
             assert batch.is_contiguous(memory_format=torch.channels_last)
 
 
-# --- distribution; the seeds are fixed, so that nothing here is a matter of luck ---
+# --- distribution, with fixed seeds: no test depends on luck ---
 
 
 def _chi_square(values, kinds):
@@ -171,8 +181,10 @@ def _chi_square(values, kinds):
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 1), (0, 2), (1, 1)])
 def test_offsets_are_uniform_from_0_to_8(seed, epoch):
-    """Each of the 9 offsets of an axis comes equally often (chi-square), and no other; 0 to 7, as an exclusive upper
-    bound gives, or a bell shape would fail."""
+    """Each of the 9 offsets of an axis is equally frequent (chi-square), and there is no other.
+
+    Offsets of 0 to 7, from an exclusive upper bound, or a bell shape would fail.
+    """
     draws = draw(SAMPLES, seed=seed, epoch=epoch, flip=True)
     for offsets in (draws.top, draws.left):
         assert offsets.dtype == torch.int64
@@ -182,8 +194,10 @@ def test_offsets_are_uniform_from_0_to_8(seed, epoch):
 
 
 def test_axes_and_flips_are_independent():
-    """Top, left and flip of a sample know nothing of each other: all 162 combinations equally often, and a contingency
-    test of each pair; the same number for both axes would fail."""
+    """Top, left and flip are independent: all 162 combinations are equally frequent.
+
+    A contingency test checks each pair. The same number for both axes would fail.
+    """
     draws = draw(SAMPLES, seed=0, epoch=1, flip=True)
     assert _chi_square((draws.top * 9 + draws.left) * 2 + draws.flip.long(), 162) > 0.01
     for one, other, kinds in (
@@ -196,7 +210,7 @@ def test_axes_and_flips_are_independent():
 
 
 def test_a_sample_gets_unrelated_draws_in_neighbouring_epochs_and_seeds():
-    """What a sample gets in an epoch says nothing about the next epoch, the next seed or the next sample."""
+    """The draw of a sample says nothing about the next epoch, seed or sample."""
     first = draw(SAMPLES, seed=0, epoch=1, flip=True).top
     for other in (
         draw(SAMPLES, seed=0, epoch=2, flip=True).top,
@@ -208,8 +222,10 @@ def test_a_sample_gets_unrelated_draws_in_neighbouring_epochs_and_seeds():
 
 
 def test_half_of_the_samples_are_flipped():
-    """The share of flips is one half within the binomial test's bounds, in each of three epochs, and each time
-    others."""
+    """In each of three epochs half of the samples are flipped, and not always the same ones.
+
+    The bounds are those of a binomial test.
+    """
     flips = [draw(SAMPLES, seed=0, epoch=epoch, flip=True).flip for epoch in (1, 2, 3)]
     for flip in flips:
         assert flip.dtype == torch.bool
@@ -218,7 +234,7 @@ def test_half_of_the_samples_are_flipped():
 
 
 def test_no_flips_where_a_mirrored_image_is_another():
-    """Without flips (digits) none is flipped, and the offsets are the same as with them."""
+    """Without flips (digits) no sample is flipped, and the offsets are the same as with flips."""
     with_flips, without = (draw(SAMPLES, seed=0, epoch=1, flip=flip) for flip in (True, False))
     assert not without.flip.any()
     assert torch.equal(with_flips.top, without.top)
@@ -226,7 +242,7 @@ def test_no_flips_where_a_mirrored_image_is_another():
 
 
 def test_the_loader_never_flips_digits():
-    """With the real digits each training image is a pure shift of its original; a mirrored 3 would be no digit."""
+    """Each training digit is only shifted, since a mirrored 3 is not a digit."""
     from common.data import load_dataset
 
     digits = load_dataset("digits", "unused")
@@ -253,7 +269,7 @@ def test_the_loader_never_flips_digits():
 
 
 def test_draws_do_not_touch_the_global_stream():
-    """Drawing neither reads nor moves torch's own generator, on which initial weights depend."""
+    """Drawing neither reads nor changes torch's own generator, which sets the initial weights."""
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -263,7 +279,10 @@ def test_draws_do_not_touch_the_global_stream():
 
 
 def test_pictures_look_real():
-    """Guards the tests above: the pictures use the whole scale, differ from each other and are not symmetric."""
+    """The generated pictures use the full scale, are not symmetric, and have edges.
+
+    The tests above rely on this.
+    """
     images = _pictures(20)
     assert int(images.min()) < 10
     assert int(images.max()) > 245

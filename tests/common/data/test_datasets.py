@@ -1,4 +1,7 @@
-"""Datasets: digits, folders, the real CIFAR, and its download by several processes from a server on loopback."""
+"""Datasets: digits, image folders, the real CIFAR, and its download.
+
+Several processes download from a server on loopback.
+"""
 
 import contextlib
 import hashlib
@@ -30,7 +33,7 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def _checked(dataset, train, test, classes):
-    """What every dataset keeps: sizes, types, shapes, labels of every class."""
+    """Check what every dataset guarantees: sizes, types, shapes, labels of every class."""
     for images, size in ((dataset.train, train), (dataset.test, test)):
         assert len(images) == size
         assert (images.images.dtype, images.labels.dtype) == (torch.uint8, torch.int64)
@@ -50,8 +53,11 @@ def digits():
 
 
 def test_digits_split(digits):
-    """1,437 and 360 samples, each class in equal shares (its share of the test set within one sample of a fifth), never
-    flipped, no image on both sides that the source does not hold twice."""
+    """1,437 training and 360 test samples, every class in the same proportion, no flips.
+
+    A fifth of each class, within one sample, is in the test set. No image is in both sets, unless
+    the source has it twice.
+    """
     from sklearn.datasets import load_digits
 
     _checked(digits, 1437, 360, 10)
@@ -64,8 +70,10 @@ def test_digits_split(digits):
 
 
 def test_digits_values_are_scikit_learns(digits):
-    """Every image with its label is one of scikit-learn's, each used once: greys 0 to 16 spread over 0 to 255, each
-    pixel 4x4 times, three equal channels."""
+    """Every image with its label comes from scikit-learn, and each is used once.
+
+    Grey values 0 to 16 become 0 to 255, and a pixel becomes 4x4 pixels in three equal channels.
+    """
     from sklearn.datasets import load_digits
 
     source = load_digits()
@@ -87,8 +95,10 @@ def test_digits_values_are_scikit_learns(digits):
 
 
 def test_digits_are_always_the_same(digits):
-    """The split is fixed, whatever the global random streams: another call gives the same order, and the labels of this
-    commit's split are those of the next's."""
+    """The split is fixed: it does not depend on the global random streams.
+
+    Another call gives the same order, and so does the next commit.
+    """
     torch.manual_seed(3)
     np.random.seed(3)
     again = load_dataset("digits", Path("/nonexistent"))
@@ -103,14 +113,14 @@ DIGITS_TEST_LABELS = [7, 6, 3, 7, 7, 3, 2, 8, 9, 3, 2, 6]
 
 
 def test_digits_statistics_are_of_the_training_pixels(digits):
-    """Mean and deviation are those of the training set, within rounding, in units of the full scale."""
+    """Mean and deviation are those of the training set, as fractions of the full scale."""
     pixels = digits.train.images.double() / 255
     assert digits.mean == pytest.approx(pixels.mean(dim=(0, 1, 2)).tolist(), abs=1e-9)
     assert digits.std == pytest.approx(pixels.std(dim=(0, 1, 2), correction=0).tolist(), abs=1e-9)
 
 
 def test_pixel_statistics_by_channel():
-    """Channels are told apart, and a constant channel gives no division by zero."""
+    """Each channel has its own statistics, and a constant one causes no division by zero."""
     images = torch.zeros(3, 4, 5, 3, dtype=torch.uint8)
     images[..., 1] = 255
     images[0, ..., 2] = 100
@@ -121,7 +131,7 @@ def test_pixel_statistics_by_channel():
 
 
 def test_unknown_dataset_names_the_choices():
-    """A name that is none: UserError with every name that is one."""
+    """An unknown name gives a UserError that lists every known name."""
     with pytest.raises(UserError) as error:
         load_dataset("mnist", Path("."))
     assert all(name in str(error.value) for name in ("mnist", *DATASETS))
@@ -131,7 +141,7 @@ def test_unknown_dataset_names_the_choices():
     ("labels", "message"), [([], "no images"), ([0, 2], "2 classes"), ([-1, 0], "-1")]
 )
 def test_a_dataset_checks_itself(labels, message):
-    """An empty set and labels outside the classes are refused with a message that says which set."""
+    """An empty set or a label outside the classes is refused; the message says in which set."""
     good = ImageSet(torch.zeros(2, 32, 32, 3, dtype=torch.uint8), torch.tensor([0, 1]))
     bad = ImageSet(
         torch.zeros(len(labels), 32, 32, 3, dtype=torch.uint8),
@@ -155,7 +165,10 @@ def _picture(path, colour, *, size=(32, 32), mode="RGB"):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """Three classes by colour, PNG and JPEG, in many sizes and modes, with files that are no images beside them."""
+    """Return a folder of images in three classes by colour, in many sizes and modes.
+
+    They are PNG and JPEG files, next to files that are not images.
+    """
     for name, colour in COLOURS.items():
         for i, size in enumerate(((32, 32), (100, 40), (7, 9))):
             _picture(tmp_path / "train" / name / f"{i}.png", colour, size=size)
@@ -169,8 +182,11 @@ def pictures(tmp_path):
 
 
 def test_folder_reads_any_image(pictures):
-    """Every image of every class, by sorted class name, as 32x32 RGB with its own colour (JPEG: nearly); hidden folders
-    and other files are no classes and no images."""
+    """Every image of each class is read as 32x32 RGB in its own colour.
+
+    Classes are sorted by name. JPEG colours are approximate. Hidden folders are not classes, and
+    other files are not images.
+    """
     dataset = _checked(load_dataset("folder", pictures), 15, 3, 3)
     assert dataset.class_names == ("blue", "green", "red")
     for images in (dataset.train, dataset.test):
@@ -182,7 +198,7 @@ def test_folder_reads_any_image(pictures):
 
 
 def test_folder_scales_the_middle_square(tmp_path):
-    """A wide picture is not squeezed: its middle square is kept, upright, and what lies left and right is cut off."""
+    """A wide picture keeps its middle square, upright and not squeezed; the sides are cut off."""
     wide = np.zeros((64, 192, 3), dtype=np.uint8)
     wide[:, 64:128] = (0, 255, 0)
     wide[:32, 64:128, 0] = 255
@@ -192,14 +208,14 @@ def test_folder_scales_the_middle_square(tmp_path):
     image = load_dataset("folder", tmp_path).train.images[0]
     assert (
         image[:, 1:31, 1] == 255
-    ).all()  # the outermost columns take in a little of their neighbours
+    ).all()  # scaling mixes the outermost columns with their neighbours
     assert (image[:15, 1:31, 0] == 255).all()
     assert (image[17:, :, 0] == 0).all()
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "1", "CMYK", "I;16"])
 def test_folder_modes(mode, tmp_path):
-    """Grey, palette, bilevel, print colours and 16 bits a pixel: the same picture as 8-bit RGB, nothing clipped."""
+    """Grey, palette, bilevel, CMYK and 16-bit pictures become the same 8-bit RGB, unclipped."""
     grey = np.tile(np.linspace(20, 235, 32).astype(np.uint8), (32, 1))
     picture = (
         Image.fromarray(grey.astype(np.uint16) * 257)
@@ -225,7 +241,7 @@ def _remove_tree(folder):
 
 
 def _break(pictures, how):
-    """Spoil the folder; return the words that the message must have."""
+    """Damage the folder; return the words that the message must contain."""
     train, test = pictures / "train", pictures / "test"
     if how in ("no train", "no test"):
         folder = pictures / how.removeprefix("no ")
@@ -270,7 +286,7 @@ def _break(pictures, how):
 
 
 def _bomb():
-    """A PNG of some bytes that says it has 40,000 x 40,000 pixels."""
+    """Return a PNG of a few bytes whose header claims 40,000 x 40,000 pixels."""
 
     def chunk(kind, body):
         return (
@@ -304,7 +320,7 @@ def _bomb():
     ],
 )
 def test_folder_errors(how, pictures):
-    """Whatever is wrong with a folder: one line that names the folder or file concerned."""
+    """Whatever is wrong with a folder, one line names the folder or file."""
     words = _break(pictures, how)
     with pytest.raises(UserError) as error:
         load_dataset("folder", pictures)
@@ -314,8 +330,10 @@ def test_folder_errors(how, pictures):
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 def test_folder_with_damaged_images(tmp_path):
-    """Images cut or with flipped bytes at 120 seeded places, PNG and JPEG with EXIF: read or named, never a
-    traceback."""
+    """A cut or altered image is read, or named in an error, but never causes a traceback.
+
+    The test damages PNG and JPEG files with EXIF data at 120 seeded places.
+    """
     places, refused = random.Random(0), 0
     noise = Image.effect_noise((48, 40), 60).convert("RGB")
     exif = Image.Exif()
@@ -346,7 +364,7 @@ def test_folder_with_damaged_images(tmp_path):
 
 
 def _like_torchvision(dataset, kind):
-    """All labels, some images and the names are those of torchvision's own dataset."""
+    """Check all labels, the class names and some images against torchvision's own dataset."""
     for images, is_train in ((dataset.train, True), (dataset.test, False)):
         theirs = kind(str(CIFAR), train=is_train)
         assert images.labels.tolist() == theirs.targets
@@ -358,7 +376,7 @@ def _like_torchvision(dataset, kind):
 
 
 def _statistics_are_right(dataset, *, tolerance):
-    """The constants are those of the training pixels."""
+    """Check that the constants are the statistics of the training pixels."""
     mean, std = pixel_statistics(dataset.train.images)
     assert dataset.mean == pytest.approx(mean, abs=tolerance)
     assert dataset.std == pytest.approx(std, abs=0.015)
@@ -367,7 +385,10 @@ def _statistics_are_right(dataset, *, tolerance):
 @needs_cifar10
 @pytest.mark.cifar
 def test_cifar10_is_torchvisions():
-    """The real files: 50,000 and 10,000 images, labels, names, statistics; a mirrored image is still of its class."""
+    """The real files give 50,000 and 10,000 images with labels, names and statistics.
+
+    Flips are on, since a mirrored image stays in its class.
+    """
     from torchvision.datasets import CIFAR10
 
     dataset = _checked(load_dataset("cifar10", CIFAR), 50_000, 10_000, 10)
@@ -382,7 +403,7 @@ def test_cifar10_is_torchvisions():
 @needs_cifar100
 @pytest.mark.cifar
 def test_cifar100_is_torchvisions():
-    """The same with 100 fine classes, not the 20 coarse ones."""
+    """The labels are the 100 fine classes, not the 20 coarse ones."""
     from torchvision.datasets import CIFAR100
 
     dataset = _checked(load_dataset("cifar100", CIFAR), 50_000, 10_000, 100)
@@ -400,7 +421,7 @@ PER_BATCH = 20
 
 
 class _Fake:
-    """A small CIFAR-10: the archive, its files, their MD5 and a digest of the images in them."""
+    """A small CIFAR-10: its archive, files, MD5 sums and a digest of its images."""
 
     def __init__(self):
         random_bytes, md5 = (
@@ -443,7 +464,10 @@ def _digest(images):
 
 
 def _use_small_archive(md5, change):
-    """Tell torchvision's class the small archive's sums; its code, and the project's, stay the real ones."""
+    """Give torchvision's class the MD5 sums of the small archive.
+
+    All other code, torchvision's and the project's, stays real.
+    """
     from torchvision.datasets import CIFAR10
 
     change(CIFAR10, "train_list", [[name, md5[name]] for name in BATCHES[:5]])
@@ -454,7 +478,7 @@ def _use_small_archive(md5, change):
 
 
 def _load(data_dir, mirror):
-    """A digest of the images read, or the message of the UserError."""
+    """Return a digest of the loaded images, or the message of the UserError."""
     try:
         dataset = load_dataset("cifar10", data_dir, mirror=mirror)
     except UserError as error:
@@ -469,7 +493,8 @@ def _child_main(data_dir, mirror, md5, gate, results):
         torch.set_num_threads(1)
         os.environ |= {"no_proxy": "*", "NO_PROXY": "*"}
         _use_small_archive(md5, setattr)
-        import common.data.cifar  # noqa: F401  so that all begin to load at the same moment
+        # imported early, so that all processes load at the same moment
+        import common.data.cifar  # noqa: F401
 
         results.put("ready")
         gate.wait(60)
@@ -479,11 +504,10 @@ def _child_main(data_dir, mirror, md5, gate, results):
 
 
 class _Children:
-    """Processes that load the small archive at the same moment; ended when the block ends."""
+    """Processes that load the small archive at the same moment; they end with the block."""
 
     def __init__(self, number, data_dir, mirror, md5):
-        # The gate is kept here: a barrier that is gone in its maker cannot be opened by the
-        # children.
+        # Keep the gate: if its creator frees a barrier, the children cannot open it.
         self._gate, self._results = _context.Barrier(number), _context.SimpleQueue()
         self.processes = [
             _context.Process(
@@ -495,12 +519,12 @@ class _Children:
         ]
 
     def result(self):
-        """The next result; an error where none comes in a minute."""
+        """Return the next result; fail if none arrives within 60 s."""
         assert self._results._reader.poll(60), [process.exitcode for process in self.processes]
         return self._results.get()
 
     def __enter__(self):
-        """Start them, and return when all are about to load."""
+        """Start the processes; return when all are about to load."""
         for process in self.processes:
             process.start()
         for _ in self.processes:
@@ -516,7 +540,7 @@ class _Children:
 
 
 class _Server:
-    """A mirror on loopback: answers with ``answer(path)``, counts what is asked, holds answers back while ``slow``."""
+    """A mirror on loopback: it counts requests and can delay, cut or spoil its answers."""
 
     def __init__(self, content, *, status=200, cut=None, linger=0.0, garbage=None):
         self.downloads, self.paths, self.began = 0, [], threading.Event()
@@ -576,7 +600,7 @@ def _archive():
 
 @pytest.fixture
 def fake(_archive, monkeypatch):
-    """The small archive, known to torchvision's class in this process too."""
+    """Return the small archive, and make torchvision's class accept it in this process, too."""
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setenv("NO_PROXY", "*")
     _use_small_archive(_archive.md5, monkeypatch.setattr)
@@ -584,8 +608,11 @@ def fake(_archive, monkeypatch):
 
 
 def test_several_processes_download_once(fake, tmp_path):
-    """Three processes that start at once lead to one download (held up in its middle, so that a second would be seen),
-    and all three read the same, right data; a later start asks nobody."""
+    """Three processes that start at once download once, and all read the correct data.
+
+    The server pauses in the middle, so that a second download would show. A later start sends no
+    request.
+    """
     folder = tmp_path / "new" / "data"
     with _Server(fake.archive, linger=0.7) as server:
         with _Children(3, folder, server.url, fake.md5) as children:
@@ -598,14 +625,14 @@ def test_several_processes_download_once(fake, tmp_path):
 
 @pytest.mark.parametrize("mirror", ["{url}", "{url}/", "{url}/" + ARCHIVE])
 def test_mirror_is_a_folder_or_the_archive(mirror, fake, tmp_path):
-    """A mirror is named by the folder's address, with or without a slash, or by the archive's."""
+    """--mirror takes the URL of the folder, with or without a slash, or of the archive."""
     with _Server(fake.archive) as server:
         assert _load(tmp_path, mirror.format(url=server.url)) == fake.digest
         assert set(server.paths) == {f"/pub/{ARCHIVE}"}
 
 
 def test_whole_files_need_no_network_and_no_writing(fake, tmp_path):
-    """Files that are there and whole are read without a request, a lock file or an archive."""
+    """Complete files are read without a request, a lock file or an archive."""
     fake.unpack(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     assert _load(tmp_path, f"http://127.0.0.1:{free_port()}") == fake.digest
@@ -613,8 +640,10 @@ def test_whole_files_need_no_network_and_no_writing(fake, tmp_path):
 
 
 def test_killed_in_the_middle_of_a_download(fake, tmp_path):
-    """The process that downloads is killed by SIGKILL half-way: the one that waits for it takes over, downloads anew,
-    and what lay there half is never taken for data."""
+    """If SIGKILL ends the process that downloads, the one that waits downloads again.
+
+    The partial file never counts as data.
+    """
     with (
         _Server(fake.archive, linger=60) as server,
         _Children(1, tmp_path, server.url, fake.md5) as first,
@@ -622,7 +651,7 @@ def test_killed_in_the_middle_of_a_download(fake, tmp_path):
         assert server.began.wait(60)
         wait_until((tmp_path / ARCHIVE).exists, "the beginning of the download")
         with _Children(1, tmp_path, server.url, fake.md5) as second:
-            time.sleep(0.3)  # it looks, and finds the other at work
+            time.sleep(0.3)  # time for it to find the first process at work
             assert server.downloads == 1
             first.processes[0].kill()
             first.processes[0].join(10)
@@ -644,7 +673,7 @@ def test_killed_in_the_middle_of_a_download(fake, tmp_path):
     ],
 )
 def test_what_a_crash_left_is_replaced(fake, left, tmp_path):
-    """A cut archive, or files extracted in part, are not taken for data but downloaded again."""
+    """A cut archive or incomplete files do not count as data; the archive is downloaded again."""
     if left == "half an archive":
         (tmp_path / ARCHIVE).write_bytes(fake.archive[: len(fake.archive) // 2])
     elif left == "empty archive":
@@ -669,7 +698,7 @@ def test_what_a_crash_left_is_replaced(fake, left, tmp_path):
 
 
 def test_archive_that_is_there_is_unpacked_without_a_download(fake, tmp_path):
-    """A crash between download and unpacking, or an archive carried here by hand: unpacked, nobody asked."""
+    """An archive left by a crash or copied by hand is unpacked without a request."""
     (tmp_path / ARCHIVE).write_bytes(fake.archive)
     assert _load(tmp_path, f"http://127.0.0.1:{free_port()}") == fake.digest
 
@@ -683,8 +712,11 @@ def _says_the_ways_out(message, *words):
 
 
 def test_wrong_bytes_from_a_mirror_are_refused(fake, tmp_path):
-    """A mirror with another archive, one with an error page, one that breaks off, one that speaks no HTTP, one without
-    the file: refused in one line with the address and the ways out, and never data."""
+    """A bad mirror is refused in one line with its URL and what to do instead.
+
+    It has another archive, an error page or no file, stops half-way, or does not speak HTTP. Its
+    bytes never count as data.
+    """
     other = bytearray(fake.archive)
     other[len(other) // 2] ^= 1
     for name, answer in {
@@ -700,7 +732,7 @@ def test_wrong_bytes_from_a_mirror_are_refused(fake, tmp_path):
             assert not (tmp_path / name / BASE).exists()
     with _Server(
         fake.archive
-    ) as server:  # and the wrong archive that lies there now does not stand in the way
+    ) as server:  # the wrong archive, which is still in the folder, is replaced
         assert _load(tmp_path / "other", server.url) == fake.digest
 
 
@@ -718,15 +750,17 @@ def test_wrong_bytes_from_a_mirror_are_refused(fake, tmp_path):
     ],
 )
 def test_offline_says_the_ways_out(mirror, fake, tmp_path):
-    """Nothing listens, or the mirror's address is none: one line with what is missing, where, and the three ways
-    out."""
+    """Without a server or a valid URL, one line says what is missing, where, and what to do.
+
+    It offers --data-dir, --mirror and --dataset digits.
+    """
     mirror = mirror and mirror.format(port=free_port())
     message = _load(tmp_path, mirror)
     _says_the_ways_out(message, str(tmp_path), "missing: data_batch_1, data_batch_2", "test_batch")
 
 
 def test_offline_names_damaged_files(fake, tmp_path):
-    """In a folder that holds most files, exactly the damaged and the missing ones are named, each as what it is."""
+    """The message names exactly the missing files and the damaged ones, each as such."""
     fake.unpack(tmp_path, damaged=("data_batch_3",), without=("test_batch",))
     message = _load(tmp_path, f"http://127.0.0.1:{free_port()}")
     _says_the_ways_out(message, "missing: test_batch;", "MD5 is wrong: data_batch_3)")
@@ -734,7 +768,7 @@ def test_offline_names_damaged_files(fake, tmp_path):
 
 
 def test_data_dir_that_cannot_be(fake, tmp_path):
-    """A data folder below a regular file: one line with the path and the reason."""
+    """A data folder below a regular file gives one line with the path and the reason."""
     (tmp_path / "file").write_text("x")
     for folder in (tmp_path / "file", tmp_path / "file" / "data"):
         message = _load(folder, f"http://127.0.0.1:{free_port()}")

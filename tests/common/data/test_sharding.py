@@ -1,4 +1,7 @@
-"""Which rank sees which sample, audited by sample ids for 1 to 5 ranks: the sampler and both loaders."""
+"""Which rank sees which sample, checked by sample ids for 1 to 5 ranks.
+
+The tests cover the sampler and both loaders.
+"""
 
 import pytest
 import torch
@@ -15,9 +18,9 @@ from common.data.sharding import (
 from common.errors import UserError
 
 RANKS = (1, 2, 3, 4, 5)
-# (samples, global batch size): one that divides by all ranks, a batch or a set that does not, a
-# rest of 1, of 4, of 9 (too small for 5 ranks), a batch greater than the set, a set of one batch,
-# the assignment's own.
+# (samples, global batch size): divisible by all ranks; a batch or a set that is not; a rest of 1,
+# of 4, of 9 (too small for 5 ranks); a batch larger than the set; a set of one batch; the
+# assignment's own.
 SIZES = (
     (120, 60),
     (100, 32),
@@ -35,7 +38,7 @@ _ids = [f"{samples}by{batch}" for samples, batch in SIZES]
 
 
 def _epoch(samples, batch, world, *, seed=0, epoch=1):
-    """Every rank's batches of an epoch: by rank, a list of lists of ids."""
+    """Return all ranks' batches of an epoch: by rank, a list of lists of ids."""
     ranks = []
     for rank in range(world):
         sampler = GlobalBatchSampler(
@@ -54,7 +57,7 @@ def _global_batches(ranks):
 @pytest.mark.parametrize("world", RANKS)
 @pytest.mark.parametrize(("samples", "batch"), SIZES, ids=_ids)
 def test_each_sample_comes_exactly_once_an_epoch(samples, batch, world):
-    """Over all ranks no training sample is left out (also of the last smaller batch) and none comes twice."""
+    """Over all ranks no training sample is missing, also from a smaller last batch, or repeated."""
     for epoch in (1, 2):
         steps = _global_batches(_epoch(samples, batch, world, epoch=epoch))
         assert sorted(sample for step in steps for sample in step) == list(range(samples)), (
@@ -65,8 +68,10 @@ def test_each_sample_comes_exactly_once_an_epoch(samples, batch, world):
 @pytest.mark.parametrize("world", RANKS)
 @pytest.mark.parametrize(("samples", "batch"), SIZES, ids=_ids)
 def test_batches_are_full_but_the_last_and_shared_evenly(samples, batch, world):
-    """All global batches have the size asked for but the last; a rank has at least 2 samples of each, and at most one
-    sample more than any other; the sizes announced to the engine are the real ones."""
+    """All global batches but the last have the requested size; shares differ by at most one.
+
+    Each rank has at least two samples of each batch. The engine gets the real sizes.
+    """
     ranks = _epoch(samples, batch, world)
     sizes = [len(step) for step in _global_batches(ranks)]
     rest = samples % batch
@@ -84,8 +89,10 @@ def test_batches_are_full_but_the_last_and_shared_evenly(samples, batch, world):
 
 @pytest.mark.parametrize(("samples", "batch"), SIZES, ids=_ids)
 def test_global_batches_do_not_depend_on_the_number_of_ranks(samples, batch):
-    """N ranks train on the very batches, in the very order, of one rank; only a rest with less than two samples a rank
-    joins the batch before it."""
+    """Any number of ranks trains on the same batches in the same order as one rank.
+
+    Only a rest of less than two samples per rank joins the batch before it.
+    """
     alone = _global_batches(_epoch(samples, batch, 1, seed=5, epoch=3))
     for world in RANKS[1:]:
         steps = _global_batches(_epoch(samples, batch, world, seed=5, epoch=3))
@@ -96,13 +103,16 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(samples, batch):
 
 
 def test_rest_of_a_single_sample_joins_even_on_one_rank():
-    """BatchNorm cannot train on one sample, so a last batch of one is never made."""
+    """BatchNorm cannot train on one sample, so the last batch never has only one."""
     sampler = GlobalBatchSampler(101, batch_size=20)
     assert sampler.global_batch_sizes == [20, 20, 20, 20, 21]
 
 
 def test_bounds_at_the_limit():
-    """A rest of exactly two samples a rank stays a batch, one less joins; a set within one batch is one batch."""
+    """A rest of two samples per rank is a batch; a smaller rest joins the batch before it.
+
+    A set that fits into one batch is one batch.
+    """
     assert global_batch_bounds(26, 10, 3) == [0, 10, 20, 26]
     assert global_batch_bounds(25, 10, 3) == [0, 10, 25]
     assert global_batch_bounds(20, 10, 3) == [0, 10, 20]
@@ -110,7 +120,7 @@ def test_bounds_at_the_limit():
 
 
 def test_shares_tile_a_batch():
-    """Shares lie side by side without gap or overlap, and differ by at most one, for any size."""
+    """Shares cover a batch without gap or overlap, and differ by at most one, for any size."""
     for world in RANKS:
         for samples in range(40):
             shares = [range(samples)[rank_share(samples, rank, world)] for rank in range(world)]
@@ -119,8 +129,7 @@ def test_shares_tile_a_batch():
 
 
 def test_order_is_new_each_epoch_and_the_same_for_the_same_seed():
-    """A permutation by (seed, epoch): another epoch or seed shuffles anew, the same ones repeat, nothing else
-    matters."""
+    """The order is a permutation that depends only on seed and epoch."""
     torch.manual_seed(1)
     first = epoch_order(500, seed=0, epoch=1)
     torch.manual_seed(2)
@@ -139,7 +148,10 @@ def test_order_is_new_each_epoch_and_the_same_for_the_same_seed():
 
 
 def test_sampler_repeats_its_epoch_until_told_otherwise():
-    """Iterating twice gives one order; ``set_epoch`` changes it, and going back brings it back. Epochs count from 1."""
+    """Iterating twice gives the same order; ``set_epoch`` changes it. Epochs count from 1.
+
+    Going back to an epoch restores its order.
+    """
     sampler = GlobalBatchSampler(60, batch_size=20, rank=1, world_size=2)
     first = [ids.tolist() for ids in sampler]
     assert [ids.tolist() for ids in sampler] == first
@@ -150,7 +162,7 @@ def test_sampler_repeats_its_epoch_until_told_otherwise():
 
 
 def test_ranks_see_different_samples_in_each_step():
-    """The commonest mistake, every rank on the same batch, would show here."""
+    """The commonest mistake, the same batch on every rank, would fail here."""
     ranks = _epoch(100, 20, 4)
     for step in zip(*ranks, strict=True):
         assert len({sample for share in step for sample in share}) == sum(map(len, step)) == 20, (
@@ -159,7 +171,7 @@ def test_ranks_see_different_samples_in_each_step():
 
 
 def test_stream_seeds_are_unrelated_and_fit():
-    """Seeds of neighbouring (seed, stream, epoch) all differ, and fit torch's generator."""
+    """The seeds of neighbouring (seed, stream, epoch) differ and fit torch's generator."""
     seeds = [
         stream_seed(seed, stream, epoch)
         for seed in range(10)
@@ -173,7 +185,7 @@ def test_stream_seeds_are_unrelated_and_fit():
 
 @pytest.mark.parametrize("world", RANKS)
 def test_too_small_batch_is_refused(world):
-    """Fewer than two samples a rank: UserError names the flag, the size got and the least that works."""
+    """Less than two samples per rank: a UserError with the flag, the value and the minimum."""
     with pytest.raises(
         UserError, match=rf"--batch-size.*got {2 * world - 1}.*give {2 * world} or more"
     ):
@@ -183,20 +195,21 @@ def test_too_small_batch_is_refused(world):
 
 @pytest.mark.parametrize("world", RANKS)
 def test_too_small_training_set_is_refused(world):
-    """A set with fewer than two samples a rank is refused with its size; one that just suffices works."""
+    """A set with less than two samples per rank is refused with its size; two per rank suffice."""
     with pytest.raises(UserError, match=rf"{2 * world - 1} images.*{world} rank"):
         GlobalBatchSampler(2 * world - 1, batch_size=64, world_size=world)
     sampler = GlobalBatchSampler(2 * world, batch_size=64, world_size=world)
     assert [len(ids) for ids in sampler] == [2]
 
 
-# --- the loaders, by images that tell who they are ---
+# --- the loaders, with images that contain their number ---
 
 
 def _marked_set(samples):
-    """Images that carry their number: base 256 digits in channels 0 and 1 of every pixel, so that any crop that leaves
-    one true pixel shows it; channel 2 is a gradient, so that crop and flip show too. Label: number
-    modulo 7.
+    """Return images whose pixels contain their number; the label is the number modulo 7.
+
+    Channels 0 and 1 of every pixel hold the two digits in base 200, plus 1, so that one true pixel
+    in a crop suffices. Channel 2 is a gradient, which shows crop and flip.
     """
     number = torch.arange(samples)
     images = torch.empty(samples, 32, 32, 3, dtype=torch.uint8)
@@ -207,7 +220,10 @@ def _marked_set(samples):
 
 
 def _numbers(batch):
-    """The sample numbers in a batch normalised with mean 0, std 1 / 255; read at the middle, which no crop loses."""
+    """Return the sample numbers in a batch normalised with mean 0 and std 1 / 255.
+
+    They are read in the middle, which every crop keeps.
+    """
     middle = batch[:, :, 16, 16].round().long()
     return ((middle[:, 0] - 1) * 200 + middle[:, 1] - 1).tolist()
 
@@ -226,7 +242,10 @@ def _loader(dataset, batch, rank=0, world=1, *, seed=0, epoch=1):
 
 
 def _by_sample(dataset, batch, world, **place):
-    """Every sample's augmented image of an epoch, over all ranks, with the audit that each comes once."""
+    """Return all samples' augmented images of an epoch; check that each comes once.
+
+    The epoch covers all ranks.
+    """
     found = {}
     for rank in range(world):
         loader = _loader(dataset, batch, rank, world, **place)
@@ -245,16 +264,18 @@ def _by_sample(dataset, batch, world, **place):
 
 @pytest.mark.parametrize("world", RANKS)
 def test_train_loader_yields_the_images_of_the_ids(world):
-    """The images and labels of each step are those of the sampler's ids; over the ranks each image comes once."""
+    """The images and labels of each step match the sampler's ids; each image comes once."""
     _by_sample(_marked_dataset(307), 64, world)
 
 
 def test_a_sample_is_augmented_alike_on_any_number_of_ranks():
-    """The same augmented image bit by bit for a sample on 1 to 5 ranks and for another batch size: results do not
-    depend on the number of ranks."""
+    """A sample's augmented image has the same bits on 1 to 5 ranks, and in other batch sizes.
+
+    The result therefore does not depend on the number of ranks.
+    """
     dataset = _marked_dataset(307)
     alone = _by_sample(dataset, 64, 1, epoch=2)
-    torch.manual_seed(99)  # the global stream must not matter
+    torch.manual_seed(99)  # the global random stream must not matter
     for world, batch in ((2, 64), (3, 64), (4, 50), (5, 64)):
         for sample, image in _by_sample(dataset, batch, world, epoch=2).items():
             assert torch.equal(image, alone[sample]), (
@@ -263,8 +284,10 @@ def test_a_sample_is_augmented_alike_on_any_number_of_ranks():
 
 
 def test_set_epoch_and_seed_change_the_augmentation():
-    """Another epoch or seed crops and flips most samples anew (a crop and flip are one of 162); an epoch repeats
-    itself."""
+    """Another epoch or seed gives most samples a new crop or flip; an epoch repeats itself.
+
+    There are 162 combinations of crop and flip.
+    """
     dataset = _marked_dataset(307)
     first = _by_sample(dataset, 64, 2, epoch=1)
     again = _by_sample(dataset, 64, 2, epoch=1)
@@ -276,7 +299,7 @@ def test_set_epoch_and_seed_change_the_augmentation():
 
 
 def test_samples_of_an_epoch_get_different_crops():
-    """Each sample has offsets of its own, not one crop a batch: most of the 162 kinds occur among 307 samples."""
+    """Each sample has its own crop and flip: most of the 162 combinations occur in 307 samples."""
     dataset = _marked_dataset(307)
     gradients = {image[2].numpy().tobytes() for image in _by_sample(dataset, 64, 1).values()}
     assert len(gradients) > 100  # 137 expected
@@ -284,7 +307,10 @@ def test_samples_of_an_epoch_get_different_crops():
 
 @pytest.mark.parametrize("world", RANKS)
 def test_evaluation_gives_each_of_10000_samples_one_prediction(world):
-    """10,000 images give 10,000 predictions over 1 to 5 ranks: none twice, none left out, no padding; as they are."""
+    """On 1 to 5 ranks, 10,000 images give 10,000 predictions, and the images are unchanged.
+
+    None comes twice, none is missing, and there is no padding.
+    """
     test_set = _marked_set(10_000)
     seen = []
     for rank in range(world):
@@ -314,8 +340,10 @@ def test_evaluation_gives_each_of_10000_samples_one_prediction(world):
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 4, 5])
 def test_evaluation_of_fewer_samples_than_ranks(samples):
-    """A test set smaller than the group: some ranks have nothing, no rank fails, every sample comes once, and a loader
-    has as many batches as it says."""
+    """If there are fewer test samples than ranks, no rank fails and every sample comes once.
+
+    Some ranks have no sample. A loader has as many batches as its length says.
+    """
     test_set, seen = _marked_set(samples), []
     for rank in range(5):
         loader = EvaluationLoader(

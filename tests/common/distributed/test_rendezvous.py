@@ -1,4 +1,4 @@
-"""The meeting of ranks that were started by hand: who sits where, and how much of it passes rank 0's node."""
+"""The rendezvous of ranks started by hand: local ranks, and the load on rank 0's machine."""
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -29,13 +29,13 @@ def test_ranks_of_a_machine_sit_there_in_their_order() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    """What is asked of stores in this process, and how many keys those questions name."""
+    """Count the requests to the stores of this process, once for each key they name."""
     counted: Counter = Counter()
 
     store_of_torch = dist.TCPStore
 
     class CountingStore(store_of_torch):
-        """A store that counts what is asked of it over one connection."""
+        """A store that counts the requests over its connection."""
 
         def __init__(self, host: str, port: int, **more: object) -> None:
             super().__init__(host, port, **more)
@@ -54,11 +54,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter:
     return counted
 
 
-# Each store looks up the other end's name: where DNS leaves some of many questions without an
-# answer, 32 wait 5 s for one.
+# Each store looks up its peer's host name. If DNS drops some of many queries, 32 stores wait 5 s
+# for one.
 @pytest.mark.parametrize("size", [4, 10, pytest.param(32, marks=pytest.mark.slow)])
 def test_what_a_rank_asks_does_not_grow_with_the_number_of_ranks(size: int, asked: Counter) -> None:
-    """Each rank asking for each other one would make it size² at rank 0's node: a million for a thousand ranks."""
+    """If each rank asked for each other rank, rank 0's machine would get size² requests.
+
+    That is a million requests for 1,000 ranks.
+    """
     port = free_port()
     with ThreadPoolExecutor(size) as threads:
         met = list(

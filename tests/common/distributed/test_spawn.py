@@ -1,4 +1,4 @@
-"""Ranks on this machine as real processes: how they end, in which order, and that none is left."""
+"""Ranks as processes on this machine: exit statuses, order of failures, nothing left running."""
 
 import os
 import signal
@@ -18,12 +18,12 @@ SLEEP = f"import time; time.sleep({LONG})"
 
 
 def python(code: str, *arguments: object) -> list[str]:
-    """Return the command of a rank; -S -E: it starts in a few hundredths of a second."""
+    """Return a rank's command; with -S -E it starts in a few hundredths of a second."""
     return [sys.executable, "-S", "-E", "-c", code, *map(str, arguments)]
 
 
 def waits_for(path: Path, *, then: str) -> list[str]:
-    """Return the command of a rank that waits until another has made a file."""
+    """Return the command of a rank that waits until another rank creates a file."""
     wait = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
     return python(wait + then, path)
 
@@ -33,7 +33,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_statuses_are_by_rank_and_failures_in_the_order_of_their_ends(tmp_path: Path) -> None:
-    """Rank 2 fails first, then rank 0 fails because of it; rank 1 ends well and is no failure."""
+    """Rank 2 fails first, then rank 0 as a consequence; rank 1 succeeds."""
     failed = tmp_path / "failed"
     exits = run_local_ranks(
         [
@@ -58,7 +58,7 @@ def test_a_rank_killed_by_a_signal_has_its_negative_number() -> None:
 
 
 def test_after_the_first_failure_the_others_have_the_grace_period() -> None:
-    """One rank fails by itself within it and counts; one that hangs is killed and does not."""
+    """A rank that fails in the period counts as failed; a hanging one is killed and does not."""
     started = time.monotonic()
     exits = run_local_ranks(
         [
@@ -80,7 +80,7 @@ def test_the_limit_ends_all_and_no_rank_has_failed() -> None:
 
 
 def test_a_failure_before_the_limit_is_no_timeout() -> None:
-    """The limit also ends the grace period: after it nothing more is waited for."""
+    """The limit also ends the grace period."""
     started = time.monotonic()
     exits = run_local_ranks(
         [python(SLEEP), python("import sys; sys.exit(1)")], limit_seconds=1.5, grace_seconds=LONG
@@ -101,7 +101,7 @@ time.sleep(60)
 
 
 def test_a_stop_lets_the_ranks_save_and_end(tmp_path: Path) -> None:
-    """SIGTERM reaches every rank once all have started; each ends with its own status."""
+    """SIGTERM reaches every rank after all have started; each returns its own status."""
     ready = [tmp_path / "0", tmp_path / "1"]
     exits = run_local_ranks(
         [python(SAVES, path) for path in ready],
@@ -185,7 +185,7 @@ def test_ranks_end_when_this_process_is_killed(tmp_path: Path) -> None:
 
 
 def test_each_rank_writes_to_its_own_file_in_the_environment_given(tmp_path: Path) -> None:
-    """stdout and stderr in one file, in the order in which they were written; stdin is empty."""
+    """stdout and stderr share one file in the order written; stdin is empty."""
     code = (
         "import os, sys\n"
         "print(os.environ['GREETING'], sys.argv[1], repr(sys.stdin.read()), flush=True)\n"

@@ -1,4 +1,7 @@
-"""Emulated compute: times, order and gradients of a model that sleeps, what is real all the same, and what is refused."""
+"""Emulated compute: times, order and gradients of a model that sleeps.
+
+Other tests cover what stays real and what is refused.
+"""
 
 import json
 import math
@@ -45,7 +48,7 @@ def profile_of(
     backward: SectionTime = NOTHING,
     update: float = 0.0,
 ) -> Profile:
-    """A profile with the same times for every layer of ``model``."""
+    """Return a profile with the same times for every layer of ``model``."""
     layers = tuple(
         Layer(
             name,
@@ -64,7 +67,7 @@ def emulated(model: nn.Module, rank: int = 0, **times) -> Emulation:
 
 
 def backward_pass(model: nn.Module, samples: int = 2) -> dict[str, Tensor]:
-    """The gradients of one pass, as they are when each becomes ready."""
+    """Return the gradients of one pass, each as it is when it becomes ready."""
     found: dict[str, Tensor] = {}
     hooks = [
         p.register_hook(lambda gradient, name=name: found.__setitem__(name, gradient.clone()))
@@ -80,11 +83,14 @@ def backward_pass(model: nn.Module, samples: int = 2) -> dict[str, Tensor]:
 
 
 def test_late_layers_are_made_up_for_and_times_follow_the_samples():
-    """A hook takes 8 ms after each of 20 layers; a chain that slept as long as each layer takes would be 160 ms late."""
+    """A hook takes 8 ms after each of 20 layers, and the emulation makes up for it.
+
+    A chain that slept for each layer's full time would be 160 ms late.
+    """
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(20)))
     emulation = emulated(model, forward=SectionTime(0.0, 0.005), backward=SectionTime(0.01, 0.005))
     for p in list(model.parameters())[::2]:
-        p.register_hook(lambda _: time.sleep(0.008))  # late by that much
+        p.register_hook(lambda _: time.sleep(0.008))  # makes each layer late
 
     def right(forward, backward):
         return forward == pytest.approx(20 * 2 * 0.005, abs=0.04) and backward == pytest.approx(
@@ -94,8 +100,8 @@ def test_late_layers_are_made_up_for_and_times_follow_the_samples():
     taken = []
     while len(taken) < 2 or (
         len(taken) < 40 and not any(right(*times) for times in taken)
-    ):  # a busy machine is late at times
-        emulation.update()  # as in training; without it a step would make up for the one before
+    ):  # a busy machine is sometimes late
+        emulation.update()  # as in training; otherwise a step would make up for the previous one
         began = time.perf_counter()
         outputs = model(torch.zeros(2, 3))
         middle = time.perf_counter()
@@ -107,11 +113,11 @@ def test_late_layers_are_made_up_for_and_times_follow_the_samples():
 
 
 def test_the_update_begins_when_the_exchange_has_ended():
-    """Time that an exchange took is not made up for."""
+    """The update does not make up for the time of an exchange."""
     model = Small()
     emulation = emulated(model, forward=SectionTime(0.02, 0.0), update=0.05)
     backward_pass(model)
-    time.sleep(0.1)  # later than the deadline, which must not make the update shorter
+    time.sleep(0.1)  # past the deadline, which must not shorten the update
     began = time.perf_counter()
     emulation.update()
     assert time.perf_counter() - began >= 0.05
@@ -124,7 +130,7 @@ def test_the_update_begins_when_the_exchange_has_ended():
 
 
 class Written(TorchDispatchMode):
-    """Counts the entries that operations write to new memory."""
+    """Records the entries of the largest tensor that an operation writes to new memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +171,8 @@ def test_gradients_cost_nothing_differ_and_have_the_parameters_strides():
 def test_accumulated_gradients_are_sums_and_stay_finite():
     model = Small()
     emulated(model)
-    for _ in range(300):  # memory added to itself would overflow after 128
+    # gradients that share memory would double in each step and overflow after 128
+    for _ in range(300):
         model.zero_grad(set_to_none=True)
         one = backward_pass(model)
         other = backward_pass(model)
@@ -185,7 +192,7 @@ def _ready_order(model: nn.Module) -> list[str]:
 
 
 class Shortcut(nn.Module):
-    """Small, and no chain."""
+    """A small model that is not a chain."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -240,22 +247,22 @@ def test_a_gpus_profile_emulates_it_on_a_cpu(tmp_path):
 
 
 class Waits(torch.autograd.Function):
-    """Takes seconds forward and backward."""
+    """Takes the given seconds forward, and twice as long backward."""
 
     @staticmethod
     def forward(ctx, inputs, weight, seconds):
-        time.sleep(seconds)  # the time that this layer takes
+        time.sleep(seconds)  # this layer's forward time
         ctx.seconds, ctx.shape = seconds, weight.shape
         return inputs + weight
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(2 * ctx.seconds)  # and this way
+        time.sleep(2 * ctx.seconds)  # and its backward time
         return gradient, gradient.sum(dim=0), None
 
 
 class Known(nn.Module):
-    """A layer of known times with a parameter."""
+    """A layer with a parameter and known times."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -266,7 +273,10 @@ class Known(nn.Module):
 
 
 class Residual(nn.Module):
-    """Not a chain: the second layer's output is added to its input; the third one runs twice, in place in between."""
+    """Not a chain: the second layer's output is added to its input.
+
+    The third layer runs twice, with an in-place operation in between.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +293,7 @@ class Residual(nn.Module):
 
 
 def test_layers_are_timed_where_they_run_and_parameters_belong_to_the_call_that_ends_them():
-    """Other work on the machine makes single times longer, so each counts by its least."""
+    """Other work on the machine makes single times longer, so the shortest time counts."""
     model, criterion = Residual(), nn.CrossEntropyLoss()
     forward = [0.03, 0.06, 0.02, 0.0, 0.02, 0.0]
     expected = forward + [2 * seconds for seconds in forward]
@@ -310,7 +320,10 @@ def test_layers_are_timed_where_they_run_and_parameters_belong_to_the_call_that_
 
 
 def _one_step(rank: int, names: tuple[str, ...]) -> dict[str, tuple]:
-    """Of each strategy: whether weights stay, the gradients that this rank made, those that it has after the exchange."""
+    """Return, by strategy, this rank's gradients before and after the exchange.
+
+    The result also says whether the weights are unchanged, and holds the outcome of the step.
+    """
     found = {}
     for name in names:
         torch.manual_seed(0)
@@ -367,7 +380,7 @@ def test_every_strategy_exchanges_the_gradients_that_the_ranks_made():
 
 @pytest.fixture(scope="module")
 def profile_file(tmp_path_factory):
-    """A profile of the tiny model."""
+    """Return the path of a profile of the tiny model."""
     tiny = profile_of(
         build_model("tiny", 10),
         forward=SectionTime(1e-4, 1e-5),
@@ -412,7 +425,7 @@ def test_a_run_shows_no_loss_and_says_that_it_is_emulated(
     assert [(row["loss"], row["accuracy"], row["local_loss"]) for row in metrics] == [
         (None, None, None)
     ] * 4
-    # A backward pass makes up for what its forward pass was late, so both count together.
+    # A backward pass makes up for a late forward pass, so their sum counts.
     longest = max(row["forward_seconds"] + row["backward_seconds"] for row in metrics)
     assert longest > 0.055, "6 layers of 5 ms in each of two micro-batches"
     summary = json.loads((folder / "summary.json").read_text())
@@ -444,7 +457,7 @@ def test_ranks_with_other_profiles_are_refused(profile_file, tmp_path):
     port, started = free_port(), []
     for rank, folder in enumerate(
         (profile_file.parent, other.parent)
-    ):  # the same flag, another content
+    ):  # the same flag, different content
         started.append(
             start_part(
                 "PartTwo",

@@ -1,7 +1,7 @@
-"""Jobs that lose workers and nodes, gain nodes, and are asked to stop: real torchrun agents, real signals.
+"""Jobs that lose workers and nodes, gain nodes, or get a stop signal: real torchrun agents.
 
-``tiny`` on generated images, one thread a rank, at a pace that each test sets, so that it is not
-over before it is disturbed. What a disturbed run ends with is compared with an undisturbed one.
+They train ``tiny`` on generated images with one thread per rank. Each test sets the pace, so that
+it can disturb the run before it ends, and compares the result with an undisturbed run.
 """
 
 import functools
@@ -36,7 +36,7 @@ from tests.helpers.stage import PACED, set_pace
 
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 STEPS, EVERY = 24, 4
-RATE = 1e-3  # small, so that rounding stays small, too
+RATE = 1e-3  # small, to keep rounding errors small
 ARGUMENTS = [
     *TINY,
     "--sync",
@@ -62,7 +62,10 @@ WAY = "PartTwo-all_reduce"
 
 
 def start_agent(folder: Path, *flags: object, env: dict[str, str], arguments: list) -> Started:
-    """One node: a torchrun agent with one output folder of its own. Its workers read its command line: it cannot be forked."""
+    """Start one node: a torchrun agent with its own output folder.
+
+    It cannot be forked, because its workers read its command line.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     command = [
         TORCHRUN,
@@ -83,7 +86,7 @@ def start_agent(folder: Path, *flags: object, env: dict[str, str], arguments: li
 
 
 def workers(agent: Started) -> list[psutil.Process]:
-    """The ranks that an agent has started, by rank."""
+    """Return the processes of an agent's ranks, by rank."""
     found = [
         child
         for child in psutil.Process(agent.process.pid).children(recursive=True)
@@ -93,7 +96,7 @@ def workers(agent: Started) -> list[psutil.Process]:
 
 
 def lose(agent: Started) -> None:
-    """The node goes away at once: the agent and all that it has started."""
+    """Kill a node at once: the agent and all its processes."""
     processes = [
         psutil.Process(agent.process.pid),
         *psutil.Process(agent.process.pid).children(recursive=True),
@@ -104,12 +107,12 @@ def lose(agent: Started) -> None:
 
 
 def wait_for_any(agents: list[Started], text: str) -> None:
-    """Wait until one of them, the one with rank 0, has printed ``text``."""
+    """Wait until one of the agents, the one with rank 0, has printed ``text``."""
     wait_until(lambda: any(text in agent.read_out() for agent in agents), repr(text))
 
 
 def last_checkpoint(*folders: Path) -> dict:
-    """The furthest checkpoint of all nodes."""
+    """Return the checkpoint with the most steps from all nodes."""
     found = [
         load_checkpoint(path)
         for folder in folders
@@ -119,7 +122,7 @@ def last_checkpoint(*folders: Path) -> dict:
 
 
 def weights(entries: dict) -> Tensor:
-    """All parameters as one vector."""
+    """Return all parameters as one vector."""
     return torch.cat(
         [
             value.double().flatten()
@@ -130,13 +133,13 @@ def weights(entries: dict) -> Tensor:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps in metrics.jsonl of the only run in ``folder``."""
+    """Return the steps in metrics.jsonl of the only run in ``folder``."""
     [metrics] = folder.glob(f"{WAY}/*/metrics.jsonl")
     return [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
 
 
 def going_on(text: str) -> list[int]:
-    """From which steps the output says that it went on."""
+    """Return the steps from which the run resumed, according to its output."""
     return [
         int(step)
         for step in re.findall(r"going on from \S+(?: of rank \d+'s node)?, step (\d+)", text)
@@ -145,7 +148,10 @@ def going_on(text: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> list:
-    """Flags of a set of noisy images: with the digits' black borders BatchNorm divides by variances of zero."""
+    """Return flags for a set of noisy images.
+
+    With the black borders of the digits, BatchNorm would divide by variances of zero.
+    """
     return [
         "--dataset",
         "folder",
@@ -156,7 +162,10 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> list:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, images: list) -> Callable[[int], dict]:
-    """Return a function that trains undisturbed on a number of ranks, once for each, and returns the last checkpoint."""
+    """Return a function that trains undisturbed and returns the last checkpoint.
+
+    It trains once for each number of ranks.
+    """
 
     @functools.cache
     def trained(size: int) -> dict:
@@ -240,7 +249,7 @@ def test_a_node_leaves_another_joins_and_the_weights_stay_those_of_an_undisturbe
     lose(leaving)
     staying.wait_for("3 shards on 1 rank ", timeout_seconds=LONG)
     staying.wait_for(f"step 12/{STEPS}", timeout_seconds=LONG)
-    set_pace(tmp_path, 8)  # time for the other to come
+    set_pace(tmp_path, 8)  # time for the other node to join
     joined = start_agent(
         tmp_path / "2", *flags, f"is_host=0,{patience}", env=pace, arguments=arguments
     )
@@ -273,7 +282,7 @@ def test_a_node_leaves_another_joins_and_the_weights_stay_those_of_an_undisturbe
 def test_the_newest_checkpoint_counts_on_whichever_node_it_lies(
     tmp_path: Path, images: list
 ) -> None:
-    """Two nodes, each with a folder of its own; only rank 0 writes, until its files are moved to the other node."""
+    """Each node has its own folder; the test moves rank 0's files to the other node."""
 
     def arguments(node: int, epoch: int) -> list[str]:
         flags = [
@@ -287,7 +296,7 @@ def test_the_newest_checkpoint_counts_on_whichever_node_it_lies(
         return [str(word) for word in flags]
 
     def end(nodes: list[Started]) -> str:
-        """Wait for both; return what rank 0 has printed."""
+        """Wait for both nodes; return the output of rank 0."""
         ended = [node.end(timeout_seconds=150) for node in nodes]
         assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
         return ended[0].out
@@ -419,7 +428,7 @@ def test_a_run_name_that_exists_is_refused_without_resume(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_setting_under_which_restarts_would_fail_is_named(tmp_path: Path) -> None:
-    """Started as users do: torchrun and a part, nothing else."""
+    """Started as users do: only torchrun and a part."""
     command = [
         TORCHRUN,
         "--rdzv-backend",

@@ -1,4 +1,7 @@
-"""Two epochs straight, and one plus one resumed, give the same bits: weights, metrics, predictions."""
+"""Two epochs in one run and one epoch plus a resumed one give the same bits.
+
+The tests compare weights, metrics and predictions.
+"""
 
 import json
 import shutil
@@ -41,7 +44,7 @@ def settings(images: Path, output: Path, *more: object) -> list[object]:
 
 
 def second_epoch(folder: Path) -> tuple[dict, list, dict]:
-    """Checkpoint, metrics without times, and report of epoch 2."""
+    """Return the checkpoint, the metrics without times, and the report of epoch 2."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [
         {key: value for key, value in line.items() if "seconds" not in key}
@@ -104,7 +107,7 @@ def test_one_rank_resumes_bit_for_bit(tmp_path: Path, images: Path) -> None:
 def test_two_ranks_resume_bit_for_bit_though_only_rank_0_has_the_file(
     tmp_path: Path, images: Path, part: str
 ) -> None:
-    """Each rank has a disk of its own; --resume auto finds the newest good checkpoint on rank 0's."""
+    """Each rank has its own disk; --resume auto finds the newest good checkpoint on rank 0's."""
 
     def run(name: str, *more: object) -> None:
         port = free_port()

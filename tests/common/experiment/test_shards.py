@@ -1,4 +1,7 @@
-"""A job's shards on another number of ranks: the same samples, BatchNorm statistics and weights, to rounding."""
+"""A job's shards on other numbers of ranks: the same result up to rounding.
+
+The result covers samples, weights and BatchNorm statistics.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +22,7 @@ SHARDS, BATCH, STEPS = 3, 50, 4
 
 
 class Double:
-    """A loader's batches in float64, with what the engine asks it for."""
+    """A loader in float64, with the attributes that the engine needs."""
 
     def __init__(self, loader: TrainLoader) -> None:
         self.sampler, self._loader = loader.sampler, loader
@@ -37,7 +40,7 @@ class Double:
 
 
 def network() -> nn.Module:
-    """With BatchNorm and dropout, whose draws must be those of the shard."""
+    """Return a model with BatchNorm and dropout; dropout must draw by shard, not by rank."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=2),
@@ -55,7 +58,7 @@ def network() -> nn.Module:
 def train(
     rank: int, size: int, sync: str, accumulation_steps: int, stop_after: int | None = None
 ) -> dict[str, np.ndarray]:
-    """Train some steps of digits and return weights, averaged weights and running statistics."""
+    """Train some steps on digits; return weights, averaged weights and running statistics."""
     digits = load_dataset("digits", Path("unused"))
     sampler = GlobalBatchSampler(
         len(digits.train),
@@ -93,7 +96,7 @@ def train(
 
 
 def every_way(rank: int, size: int) -> dict[tuple, dict[str, np.ndarray]]:
-    """Strategies and numbers of pieces in turn, in one group."""
+    """Train with each strategy and number of micro-batches, in one group."""
     names = EXACT if size > 2 else ["all_reduce", "overlapped", "ddp"]
     return {
         (name, micro_batches): train(rank, size, name, micro_batches)
@@ -114,7 +117,7 @@ def test_shards_on_any_number_of_ranks_are_those_of_one_process(size: int) -> No
     for (name, micro_batches), state in results[0].items():
         wanted = expected[1 if micro_batches == "in two parts" else micro_batches]
         for key, value in wanted.items():
-            # Averaged running statistics of shards of 17 and 16 samples are blended with equal
+            # The average of the running statistics of shards of 17 and 16 samples gives them equal
             # weights: see blend().
             tolerance = 1e-2 if key.startswith("ema.") and "running" in key else 1e-9
             assert np.linalg.norm(state[key] - value) <= tolerance * max(

@@ -1,4 +1,7 @@
-"""Models: sizes as published, shapes inside, and pretrained weights that are loaded whole or refused with a clear error."""
+"""Models: published sizes, inner shapes, and pretrained weights.
+
+Pretrained weights are loaded completely or refused with a clear error.
+"""
 
 import http.server
 import pickle
@@ -44,9 +47,9 @@ BIG = (
     "vgg13",
     "vgg16",
     "vgg19",
-)  # each a larger one of a kind that is tried anyway
+)  # larger versions of models that the tests cover anyway
 
-# Modules by name and what they must hand on: (channels, height and width).
+# Modules by name, with their output shape: (channels, height and width).
 INSIDE = {
     "vgg11": {
         "features.3": (64, 16),
@@ -90,7 +93,7 @@ INSIDE = {
 
 
 def output_shapes(model: nn.Module, names: list[str], images: Tensor) -> dict[str, tuple[int, int]]:
-    """Channels and height of what each module of ``names`` hands on; all are square."""
+    """Return channels and height of each module's output; all outputs are square."""
     found: dict[str, tuple[int, int]] = {}
 
     def watch(name: str) -> Callable[..., None]:
@@ -117,14 +120,14 @@ def test_every_model_has_a_published_size_here() -> None:
 
 @pytest.mark.parametrize(("name", "classes"), PUBLISHED)
 def test_parameters_are_as_many_as_published(name: str, classes: int) -> None:
-    with torch.device("meta"):  # shapes without numbers
+    with torch.device("meta"):  # shapes without data
         model = build_model(name, classes)
     assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name, classes]
 
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_images_keep_the_published_size_inside(name: str) -> None:
-    """ResNet's stem and WideResNet's first stage still see 32x32: no stride, no pooling there."""
+    """ResNet's stem and WideResNet's first stage keep 32x32: no stride, no pooling."""
     with torch.device("meta"):
         assert (
             output_shapes(build_model(name, 10), list(INSIDE[name]), torch.empty(1, 3, 32, 32))
@@ -164,7 +167,7 @@ def test_a_seed_gives_the_same_weights_and_another_others() -> None:
     ("name", "convolutions"), [("wide_resnet28_10", 28), ("wide_resnet16_4", 16)]
 )
 def test_wide_resnets_depth_counts_its_convolutions(name: str, convolutions: int) -> None:
-    """Three of them in shortcuts: the three stages begin with another shape."""
+    """Three are in shortcuts, since each of the three stages starts with a new shape."""
     layers = [layer for layer in build_model(name, 10).modules() if isinstance(layer, nn.Conv2d)]
     assert len(layers) == convolutions
     assert sum(layer.kernel_size == (1, 1) for layer in layers) == 3
@@ -172,7 +175,7 @@ def test_wide_resnets_depth_counts_its_convolutions(name: str, convolutions: int
 
 
 def _block(channels_in: int, channels_out: int, stride: int) -> ResidualBlock:
-    """A block with running statistics and weights of BatchNorm that do something."""
+    """Return a block whose BatchNorm statistics and weights have an effect."""
     torch.manual_seed(0)
     block = ResidualBlock(channels_in, channels_out, stride).eval()
     with torch.no_grad():
@@ -185,7 +188,7 @@ def _block(channels_in: int, channels_out: int, stride: int) -> ResidualBlock:
 
 
 def test_wide_resnets_shortcut_hands_on_what_comes_in_where_the_shape_stays() -> None:
-    """Pre-activation: nothing, not even a ReLU, lies on the way past the convolutions."""
+    """Pre-activation: the shortcut contains nothing, not even a ReLU."""
     block, inputs = _block(8, 8, 1), torch.randn(2, 8, 6, 6)
     nn.init.zeros_(block.conv2.weight)
     assert torch.equal(block(inputs), inputs)
@@ -203,7 +206,6 @@ def test_wide_resnets_shortcut_starts_at_the_activated_input_where_the_shape_cha
 
 
 def test_wide_resnet_normalises_and_activates_before_each_convolution() -> None:
-    """The order of a block's layers, and what each convolution sees."""
     block, inputs = _block(8, 8, 1), torch.randn(2, 8, 6, 6)
     order: list[str] = []
     seen: dict[str, Tensor] = {}
@@ -229,7 +231,10 @@ def test_wide_resnet_normalises_and_activates_before_each_convolution() -> None:
 
 
 def _source(classes: int = 1000, seed: int = 5) -> dict[str, Tensor]:
-    """A state dict of torchvision's ResNet-18 in which every tensor, BatchNorm's statistics too, is its own."""
+    """Return a state dict of torchvision's ResNet-18 with its own values in every tensor.
+
+    BatchNorm's statistics differ from the defaults, too.
+    """
     torch.manual_seed(seed)
     state = torchvision_resnet18(num_classes=classes).state_dict()
     for name, value in state.items():
@@ -241,7 +246,7 @@ def _source(classes: int = 1000, seed: int = 5) -> dict[str, Tensor]:
 
 
 def _assert_has(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """All layers but the last are those of ``state``."""
+    """Check that all layers but the last have the values in ``state``."""
     own = model.network.state_dict()
     assert len(own) == 122
     for name, value in own.items():
@@ -271,7 +276,10 @@ def test_only_the_last_layer_of_a_pretrained_model_trains_unless_asked(unfreeze:
 def test_images_reach_a_pretrained_model_in_the_size_it_asks_for(
     input_size: int, stem_hands_on: int
 ) -> None:
-    """Enlarged, not padded: an image of one colour stays one; and the stem is ImageNet's, with stride and pooling."""
+    """Images are enlarged, not padded; the stem is ImageNet's, with stride and pooling.
+
+    An image of one colour keeps it.
+    """
     model = build_model("resnet18_transfer", 10, input_size=input_size)
     seen: list[Tensor] = []
     model.network.conv1.register_forward_pre_hook(lambda _module, given: seen.append(given[0]))
@@ -293,7 +301,7 @@ def test_images_reach_a_pretrained_model_in_the_size_it_asks_for(
 
 @pytest.mark.parametrize("classes", [1000, 10])
 def test_pretrained_weights_fill_all_layers_but_the_last(tmp_path: Path, classes: int) -> None:
-    """The file's last layer is ignored, whatever its number of classes."""
+    """Loading ignores the file's last layer, whatever its number of classes."""
     state = _source(classes)
     torch.save(state, tmp_path / "weights.pth")
     model = build_model("resnet18_transfer", 10)
@@ -313,7 +321,10 @@ def test_pretrained_weights_of_a_wrapped_model_load(tmp_path: Path) -> None:
 
 
 def test_pretrained_weights_without_batchnorms_counters_load(tmp_path: Path) -> None:
-    """torchvision's older files have no ``num_batches_tracked``, which torch came to keep later; torchvision takes them."""
+    """torchvision's older files lack ``num_batches_tracked``, a later addition to torch.
+
+    torchvision itself accepts them.
+    """
     state = _source()
     older = {
         name: value for name, value in state.items() if not name.endswith("num_batches_tracked")
@@ -329,7 +340,7 @@ def test_pretrained_weights_without_batchnorms_counters_load(tmp_path: Path) -> 
 
 
 class _Hostile:
-    """Leaves a file where it is unpickled by a careless reader."""
+    """An object that creates a file if a careless reader unpickles it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -424,12 +435,12 @@ def test_a_file_that_is_not_there_is_named_with_what_to_do(tmp_path: Path, what:
     assert "\n" not in str(error.value)
 
 
-# --- pretrained weights from the net, here from this machine ---
+# --- pretrained weights from a URL, here on this machine ---
 
 
 @pytest.fixture
 def torch_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Torch's cache, empty; and no proxy between this process and a server on this machine."""
+    """Return torch's cache folder, empty; use no proxy for servers on this machine."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setenv("no_proxy", "*")
     return tmp_path / "torch"
@@ -437,7 +448,7 @@ def torch_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[Path, str, list[str]]]:
-    """A folder, the URL under which it is served, and the paths asked for so far."""
+    """Yield a folder, the URL that serves it, and the paths requested so far."""
     folder = tmp_path / "served"
     folder.mkdir()
     asked: list[str] = []
@@ -492,7 +503,7 @@ def test_a_server_without_the_file_or_out_of_reach_is_named_with_what_to_do(
 def test_a_damaged_download_is_refused_and_does_not_stay(
     torch_home: Path, served: tuple[Path, str, list[str]]
 ) -> None:
-    """Once the server has the right file, the next start gets it."""
+    """Once the server has the correct file, the next start downloads it."""
     folder, url, _ = served
     state = _source()
     torch.save(state, folder / "good")
@@ -508,7 +519,7 @@ def test_a_damaged_download_is_refused_and_does_not_stay(
 def test_two_urls_that_end_alike_are_two_files(
     torch_home: Path, served: tuple[Path, str, list[str]]
 ) -> None:
-    """Torch's cache goes by the last part of a URL, which must not give one server's weights for another's."""
+    """Torch's cache uses only the last part of a URL, which must not mix up two files."""
     folder, url, _ = served
     for name, seed in (("one", 1), ("other", 2)):
         (folder / name).mkdir()
@@ -522,7 +533,10 @@ def test_two_urls_that_end_alike_are_two_files(
 def test_torchvisions_own_weights_are_asked_for_without_a_source(
     torch_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without ``--pretrained-weights``: its URL of ResNet-18, with the hash in its name checked."""
+    """Without ``--pretrained-weights``, ResNet-18 comes from torchvision's URL.
+
+    Its content must match the hash in its name.
+    """
     state, calls = _source(), []
 
     def load(url: str, **options: Any) -> dict[str, Tensor]:

@@ -1,4 +1,7 @@
-"""What a step's sync consists of: waiting apart from the wire, by clocks that may differ; messages, when and how large."""
+"""Communication in a step: waiting time, transfer time, and each message's time and size.
+
+The clocks of the ranks may differ.
+"""
 
 import time
 
@@ -18,7 +21,7 @@ from tests.helpers import run_ranks
 
 
 class FixedTimes:
-    """A timer whose steps began to synchronise at given moments."""
+    """A timer that returns given start and end times of each step's sync."""
 
     def seconds(self, taken):
         return {"sync": sum(end - begin for begin, end in taken["sync"])}
@@ -28,7 +31,11 @@ class FixedTimes:
 
 
 def ledger_waits(rank: int) -> list[float]:
-    """Wait and sync of three steps: rank 1 is the slower one, then rank 0, then a second part of sync after the update."""
+    """Return the wait and sync seconds of three steps.
+
+    Rank 1 is slower in the first step, rank 0 in the second. In the third, a second part of sync
+    follows the update.
+    """
     world = World(rank=rank, size=2)
     spans = (
         [[(10.0, 13.0)], [(20.5, 21.0)], [(30.0, 30.1), (31.0, 32.0)]]
@@ -59,7 +66,7 @@ def test_waiting_lasts_until_the_slowest_rank_begins_to_synchronise():
 
 
 def offsets(rank: int) -> tuple[float, float]:
-    """With one clock, and with rank 1's 1000 seconds ahead."""
+    """Return this rank's offset with one clock, and with rank 1's clock 1,000 s ahead."""
     world = World(rank=rank, size=2)
     here = clock_offset(world)
     common.distributed.clock_offset._one_machine = lambda world: False
@@ -77,7 +84,7 @@ def test_clocks_of_other_machines_are_compared():
 
 
 def recorded(rank: int, size: int) -> dict:
-    """A timeline of steps 2 and 3 of four with all_reduce, and point-to-point messages by hand."""
+    """Record steps 2 and 3 of 4 with all_reduce, then a send and a broadcast without a strategy."""
     torch.manual_seed(0)
     model = nn.Linear(10, 3)
     engine = TrainingEngine(model, "cpu", distributed=True, sync="all_reduce")
@@ -91,9 +98,9 @@ def recorded(rank: int, size: int) -> dict:
     with recorder:
         work = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
         if rank == 0:
-            time.sleep(0.05)  # the message is over long before anybody waits for it
+            time.sleep(0.05)  # the message arrives long before wait()
         work.wait()
-        torch.ones(1)  # the strategy computes again: now the message is over
+        torch.ones(1)  # as a strategy does after its wait: the recorder ends the message here
         after = time.perf_counter()
         dist.broadcast(tensor, src=size - 1)
     recorder.finish()
@@ -114,7 +121,7 @@ def test_messages_are_taken_down_with_bytes_and_times():
             ("all_reduce", 120),
             ("all_reduce", 12),
         ]
-        assert found["bytes"] == 132.0  # a ring of two sends what it has once
+        assert found["bytes"] == 132.0  # in a ring of two, each rank sends the data once
         assert found["messages"] == 2.0
         begin, end = lane["sections"]["sync"][0]
         for message in lane["messages"]:
@@ -132,7 +139,7 @@ def test_messages_are_taken_down_with_bytes_and_times():
 
 
 def steps_taking(seconds):
-    """Records whose sync took these seconds, all the rest nothing."""
+    """Return one step record for each sync time in seconds; forward takes 1 s."""
     return [
         StepRecord(1, number, 1, 0.0, 0.0, 0.0, 0.1, {"forward": 1.0, "sync": value}, value / 2)
         for number, value in enumerate(seconds, start=1)

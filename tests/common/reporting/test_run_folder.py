@@ -1,4 +1,4 @@
-"""A run's folder: what lies where in it."""
+"""The run folder: which ranks write a log file into it."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from common.training import train_model
 
 @pytest.mark.parametrize("rank", [63, 64])
 def test_only_the_first_64_ranks_write_a_log(rank: int, tmp_path: Path) -> None:
-    """A thousand files that a thousand machines append to would be a load on the disk that they share."""
+    """Otherwise 1,000 machines would append to 1,000 files on one shared disk."""
     folder = RunFolder(tmp_path / "run")
     model = torch.nn.Linear(2, 2)
     batches = [(torch.ones(4, 2), torch.zeros(4, dtype=torch.int64))]

@@ -1,4 +1,7 @@
-"""Dashboards: what a run sends to Weights & Biases, offline, and writes for TensorBoard; and that neither is needed."""
+"""Dashboards: what a run logs to Weights & Biases (offline) and TensorBoard.
+
+A run without either flag needs neither package.
+"""
 
 import json
 import sys
@@ -26,7 +29,10 @@ STEPS, EPOCH_ENDS = [1, 2, 3, 4, 5, 6], [3, 6]
 
 @pytest.fixture(autouse=True)
 def _no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user without an account at Weights & Biases; torch's and matplotlib's own files stay where they are."""
+    """Give the test a home folder without a Weights & Biases account.
+
+    matplotlib's files stay in the real home folder.
+    """
     monkeypatch.setenv("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -35,7 +41,10 @@ def _no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wandb_records(path: Path) -> list[Any]:
-    """The records of an offline run's file: after 7 bytes, LevelDB's log format, chunks in blocks of 32 KiB."""
+    """Return the records of an offline run file.
+
+    After a header of 7 bytes, the file uses LevelDB's log format: chunks in blocks of 32 KiB.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, position, part, records = path.read_bytes(), 7, b"", []
@@ -50,7 +59,7 @@ def wandb_records(path: Path) -> list[Any]:
         )
         part += content[position + 7 : position + 7 + size]
         position += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a complete record, or the last part of one
             records.append(Record.FromString(part))
             part = b""
     return records
@@ -58,7 +67,7 @@ def wandb_records(path: Path) -> list[Any]:
 
 @pytest.mark.slow
 def test_a_run_on_two_ranks_fills_both_dashboards_from_rank_0(tmp_path: Path) -> None:
-    """Without an account Weights & Biases writes offline, in the run's folder; every number stands at its step."""
+    """Without an account, W&B writes offline to the run folder; each value has its step."""
     pytest.importorskip("wandb")
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -149,7 +158,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_a_package_that_is_missing_ends_all_ranks_with_one_line(tmp_path: Path) -> None:
-    """Though only rank 0 would have used it; and nothing has been trained by then."""
+    """All ranks stop before training, although only rank 0 needs the package."""
     (tmp_path / "without.py").write_text(WITHOUT)
     make_image_folder(tmp_path / "images", train_per_class=4, test_per_class=2)
     command = [
@@ -225,7 +234,10 @@ def test_an_account_or_a_wish_decides_whether_wandb_goes_online(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without either it is offline: wandb would ask on the terminal. With one, wandb's own rules hold (mode None)."""
+    """Without an account or WANDB_MODE the run is offline: wandb would prompt for a key.
+
+    With one of them, wandb's own rules apply (mode None).
+    """
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if netrc is not None:
@@ -245,7 +257,7 @@ def test_an_account_or_a_wish_decides_whether_wandb_goes_online(
 def test_a_key_that_wandb_refuses_is_one_line_that_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A UserError, which reaches all ranks at once; another error would leave them waiting for rank 0."""
+    """The error is a UserError: it reaches all ranks at once, so none waits for rank 0."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_API_KEY", "bad")
     with pytest.raises(UserError, match=r"--log-wandb.*WANDB_API_KEY") as error:

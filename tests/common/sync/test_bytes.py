@@ -1,4 +1,4 @@
-"""What each strategy says that it sends is what it sends: every message of real ranks, byte for byte."""
+"""Each strategy sends exactly what it says: all messages of real ranks, byte for byte."""
 
 import functools
 import pickle
@@ -20,11 +20,14 @@ from tests.helpers.strategies import Mixed
 
 RANKS = [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))]
 BY_MESSAGES = ("tree", "ring", "halving_doubling")
-"""Their operations are the longest way; the messages of a rank are others."""
+"""Their operations describe the longest path; the messages of a rank differ."""
 
 
 class Odd(nn.Module):
-    """Sizes that no number of ranks divides; matrices that PowerSGD compresses and that it does not; channels_last."""
+    """A channels_last model whose sizes no world size divides.
+
+    PowerSGD compresses some of its matrices, but not all.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +40,7 @@ class Odd(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Two entries: fewer than ranks."""
+    """A model with two entries, so that there can be more ranks than entries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +64,7 @@ CASES = [(name, {}) for name in STRATEGIES if name != "none"] + [
 
 
 def recorded(rank: int, sync: GradientSync, model: nn.Module) -> list[tuple[str, int]]:
-    """Train until the messages are those of every further step; return (kind, bytes) of one period's."""
+    """Train until the messages repeat; return (kind, bytes) of each message of one period."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     training = sync.prepare(model, optimizer)
     generator = torch.Generator().manual_seed(rank)
@@ -76,7 +79,7 @@ def recorded(rank: int, sync: GradientSync, model: nn.Module) -> list[tuple[str,
 
     steps(
         max(3, sync.period)
-    )  # DistributedDataParallel settles in its third step, a strategy by hand in its first
+    )  # DDP's messages are final after its third step, those of other strategies after the first
     recorder = MessageRecorder()
     with recorder:
         steps(sync.period)
@@ -95,7 +98,7 @@ def every_case(rank: int) -> dict:
 
 @functools.cache
 def messages(size: int) -> list[dict]:
-    """By rank; computed once for all tests."""
+    """Return the messages by rank, computed once for all tests."""
     return run_ranks(size, every_case)
 
 
@@ -124,7 +127,7 @@ def test_bytes_sent_are_the_payload_of_the_messages(size: int, kind: str, index:
         )
         assert sync.bytes_sent(sizes, rank, size) == sent, real
         if name.startswith("ddp") and (kind == "mixed" or "bucket_mb" in options):
-            continue  # torch orders types as it likes, and within a layer as backward does
+            continue  # torch chooses the order of types, and backward the order within a layer
         if name not in BY_MESSAGES:
             assert [
                 (one.kind, int(one.nbytes))
@@ -141,7 +144,7 @@ def test_bytes_sent_are_the_payload_of_the_messages(size: int, kind: str, index:
     [name for name in STRATEGIES if name not in ("none", "ddp_powersgd", "topk", "local_sgd")],
 )
 def test_the_docstrings_formulas_for_four_ranks(name: str) -> None:
-    """M = 4,000 bytes of 4-byte entries in one tensor; fp16 sends half."""
+    """One tensor of M = 4,000 bytes in 4-byte entries; fp16 sends half."""
     sizes, whole = [GradientSize((1000,))], 4000
     root, other = (build_sync(name).bytes_sent(sizes, rank, 4) for rank in (0, 3))
     ring = Fraction(2 * 3 * whole, 4)
@@ -163,11 +166,14 @@ def test_vgg11_with_powersgd_sends_what_the_docstring_says() -> None:
 
 
 BUCKETS = {None: [9.5, 27.2, 0.3], 25: [28.3, 8.6], 4.5: None}
-"""By bucket_mb; the megabytes that docstrings state."""
+"""By bucket_mb, the bucket sizes in MB that docstrings state."""
 
 
 def torchs_buckets(rank: int) -> dict[float | None, tuple[list[int], list[list[int]]]]:
-    """The sizes of torch's own buckets and their parameters' indices, which it tells in the third step."""
+    """Return the sizes of torch's own buckets and the indices of their parameters.
+
+    torch reports them from the third step.
+    """
     found = {}
     for bucket_mb in BUCKETS:
         sync, model = build_sync("ddp", bucket_mb=bucket_mb), build_model("vgg11", 10)
@@ -188,7 +194,7 @@ def torchs_buckets(rank: int) -> dict[float | None, tuple[list[int], list[list[i
 def test_buckets_are_those_of_distributed_data_parallel() -> None:
     sizes = GradientSize.of(build_model("vgg11", 10).parameters())
     for bucket_mb, (real, members) in run_ranks(2, torchs_buckets)[0].items():
-        order = list(chain.from_iterable(members))  # backward's, which is ours but for biases
+        order = list(chain.from_iterable(members))  # backward's order; ours differs only in biases
         assert [
             [order[i] for i in share]
             for share in assign_buckets([sizes[i] for i in order], bucket_mb)

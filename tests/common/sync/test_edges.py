@@ -1,4 +1,7 @@
-"""The edges of the exact strategies: accumulation, types, lengths that no number of ranks divides, hooks that come and go."""
+"""Edge cases of the exact strategies: accumulation, types, lengths, and hooks.
+
+The lengths include those that no world size divides. Hooks must disappear when an engine closes.
+"""
 
 import copy
 import math
@@ -29,11 +32,14 @@ BY_HAND = {
 }
 
 
-# --- Sums by hand ---
+# --- All-reduce algorithms ---
 
 
 def sums(rank: int, lengths: list[int]) -> list[str]:
-    """Names and lengths where the sum is wrong; whole numbers, so that it must be right to the bit."""
+    """Return the algorithms and lengths with a wrong sum.
+
+    The values are whole numbers, so the sum must be right to the bit.
+    """
     wrong = []
     for length in lengths:
         for name, all_reduce in BY_HAND.items():
@@ -99,7 +105,10 @@ class Deep(nn.Module):
 
 
 def order_of_events(rank: int) -> dict[str, list]:
-    """What happens in the second step: each gradient (by layer) and each message (by bucket), in order."""
+    """Return the order of gradients (by layer) and messages (by bucket) in several steps.
+
+    These are the first step, the second, one with accumulation, and one after close().
+    """
     model, events = Deep(), []
     sync = build_sync("overlapped", bucket_mb=1)
     sync.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -158,7 +167,11 @@ def test_overlapped_sends_a_bucket_before_the_next_gradient_is_there() -> None:
 
 
 def engines_in_turn(rank: int) -> tuple[float, str]:
-    """Overlapped, prepared twice; another strategy; overlapped again, on one model: against all_reduce all the time."""
+    """Train one model with three engines in turn; return its error and a digest.
+
+    The engines use overlapped, ring and overlapped again, and each prepares twice. The reference
+    uses all_reduce throughout.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(288, 4)).double()
     other = copy.deepcopy(model)
@@ -215,7 +228,11 @@ def test_a_second_backward_pass_in_a_step_is_an_error_in_place_of_a_wrong_sum() 
 
 
 def flat_gradients(rank: int, name: str) -> list[bool]:
-    """Whether gradients are views of one buffer, with the parameters' strides, that stays the same from step to step."""
+    """Return five checks of the gradients; True if each holds.
+
+    They keep their addresses from step to step, share one storage, have the parameters' strides,
+    leave no gap, and are finite.
+    """
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 2)).to(
         memory_format=torch.channels_last
     )
@@ -254,7 +271,7 @@ def test_gradients_become_views_of_a_buffer_that_is_kept(name: str) -> None:
 
 
 def test_settle_is_sync_replicas_by_its_older_name() -> None:
-    """For one release; whichever of the two a strategy defines, both are that."""
+    """The old name works for one release; a strategy may define either of the two."""
 
     class Older(GradientSync):
         def settle(self, model: nn.Module) -> None:

@@ -1,4 +1,7 @@
-"""What the strategies keep that send less than every step's exact gradient; that a resume goes on bit for bit."""
+"""Strategies that send less than every step's exact gradient: what they preserve.
+
+A resumed run continues bit for bit.
+"""
 
 import io
 from collections.abc import Callable
@@ -20,7 +23,7 @@ from tests.helpers.strategies import DISTRIBUTED
 
 
 class Net(nn.Module):
-    """(batch, 24) to (batch, 3); matrices that PowerSGD compresses with rank 1 or 2."""
+    """(batch, 24) to (batch, 3), with matrices that PowerSGD compresses at rank 1 or 2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +36,7 @@ class Net(nn.Module):
 
 
 def batch(rank: int, step: int, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Eight samples of a task that can be learnt: the largest of three sums."""
+    """Return eight samples of a task that a model can learn: the largest of three sums."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     inputs = torch.randn(8, 24, generator=generator, dtype=torch.float64).to(dtype)
     return inputs, inputs.view(8, 3, 8).sum(dim=2).argmax(dim=1)
@@ -60,7 +63,11 @@ def steps_of(
     errors: Callable[[], np.ndarray] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> list[dict[str, np.ndarray]]:
-    """Train; return, of each step, this rank's own gradient, what the exchange left, and its errors before and after."""
+    """Train; return the gradients and errors of each step.
+
+    These are this rank's own gradient, the gradient after the exchange, and the strategy's errors
+    before and after.
+    """
     model, found = new_net(dtype), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     training = sync.prepare(model, optimizer)
@@ -159,7 +166,7 @@ def test_fp16_is_within_its_rounding_of_the_exact_mean() -> None:
     for step in range(4):
         owns = np.stack([one[step]["own"] for one in results]).astype(np.float64) / size
         error = np.abs(results[0][step]["mean"] - owns.sum(axis=0))
-        # Each addend and each of the sums is rounded to 11 bits, or to a multiple of 2^-24.
+        # Each addend and each sum is rounded to 11 bits, or to a multiple of 2^-24.
         assert (error <= 2 * size * (2.0**-12 * np.abs(owns).sum(axis=0) + 2.0**-25)).all()
         assert error.max() > 1e-6, "nothing was rounded"
         assert len({one[step]["mean"].tobytes() for one in results}) == 1
@@ -221,7 +228,7 @@ def final_losses(rank: int) -> dict[str, float]:
 @pytest.mark.slow
 def test_all_learn_about_as_well_as_the_exact_way() -> None:
     losses = run_ranks(2, final_losses)[0]
-    assert losses["all_reduce"] < 0.35, losses  # chance is 1.1
+    assert losses["all_reduce"] < 0.35, losses  # guessing gives 1.1
     assert all(loss < losses["all_reduce"] + 0.1 for loss in losses.values()), losses
 
 
@@ -237,7 +244,10 @@ def test_local_sgd_of_one_step_is_all_reduce_for_plain_sgd() -> None:
 
 
 def local_sgd_beside_a_simulation(rank: int, size: int, period: int) -> dict:
-    """Eight steps through the strategy, and the same of all ranks in this process."""
+    """Train eight steps with the strategy, and simulate all ranks in this process.
+
+    Return the differences, the weights after each step, and digests.
+    """
     sync = build_sync("local_sgd", averaging_period=period)
     model = new_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
@@ -323,7 +333,7 @@ def test_local_sgd_agrees_on_an_overflow_that_one_rank_sees() -> None:
     assert all("not finite in epoch 1, step 3: loss nan on rank 1" in one for one in told), told
 
 
-# --- All together ---
+# --- All strategies ---
 
 
 def train_epoch(engine: TrainingEngine, rank: int, first: int) -> None:
@@ -342,7 +352,10 @@ def new_engine(name: str) -> tuple[TrainingEngine, nn.Module, torch.optim.Optimi
 
 
 def resumed_and_not(rank: int) -> dict[str, tuple[str, str]]:
-    """Digests after nine steps: without a break, and resumed by a new engine after the third and the sixth."""
+    """Return digests after nine steps: without a break, and resumed after steps 3 and 6.
+
+    A new engine resumes each time.
+    """
     found = {}
     for name in DISTRIBUTED:
         engine, model, optimizer = new_engine(name)

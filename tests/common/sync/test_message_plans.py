@@ -1,4 +1,7 @@
-"""The plans: one for each strategy, built with the same options, and what a strategy of one's own may do without one."""
+"""Message plans: each strategy has one, with the same options.
+
+A custom strategy needs no plan.
+"""
 
 import inspect
 
@@ -53,7 +56,7 @@ def test_an_unknown_name_is_told_the_choices() -> None:
 
 
 class Own(GradientSync):
-    """Defines what it sends itself."""
+    """Defines its messages itself."""
 
     def operations(self, sizes, ranks):
         return [Operation("all_reduce", sum(sizes), count=2)]

@@ -1,7 +1,8 @@
-"""Every exact strategy equals one process on the whole batch, after every step; what the contract refuses, it refuses.
+"""Every exact strategy equals one process on the whole batch, after every step.
 
-The harness is lab/proofs/equivalence.py, and tests/lab/proofs/test_proofs.py shows that it can
-fail. What the other strategies keep is in tests/common/sync/test_lossy.py.
+The harness is lab/proofs/equivalence.py; tests/lab/proofs/test_proofs.py shows that it can fail.
+Other tests here break the contract and expect an error. tests/common/sync/test_lossy.py covers the
+other strategies.
 """
 
 import functools
@@ -29,7 +30,7 @@ OTHER_CASES = {
 
 @functools.cache
 def compared(size: int) -> dict[str, Equivalence]:
-    """Each strategy in each type, in one group; computed once for all tests."""
+    """Return the result of each strategy and type, computed once for all tests."""
     return check_group(
         {f"{name}-{kind}": (name, case) for name in EXACT for kind, case in TYPES.items()}, size
     )
@@ -46,7 +47,7 @@ def test_equals_one_process_after_every_step(size: int, name: str, kind: str) ->
 
 @pytest.mark.parametrize("kind", OTHER_CASES)
 def test_other_cases_equal_one_process(kind: str) -> None:
-    """On two ranks; accumulation on uneven micro-batches, some of them empty, clipping to a tenth of the norm."""
+    """On two ranks: some micro-batches are empty, and clipping cuts the norm to a tenth."""
     for name, found in check_group({name: (name, OTHER_CASES[kind]) for name in EXACT}, 2).items():
         assert found.first_wrong is None, f"{name}: {found}"
 
@@ -56,11 +57,11 @@ def test_none_equals_one_process() -> None:
     assert found.first_wrong is None, str(found)
 
 
-# --- The edges of the contract ---
+# --- Limits of the contract ---
 
 
 class Switching(nn.Module):
-    """Uses ``extra`` in some steps only."""
+    """A model that uses ``extra`` in some steps only."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""BatchNorm beside every strategy: each rank's own statistics in training, one set for all before evaluation."""
+"""BatchNorm with every strategy: statistics per rank in training, the same in evaluation."""
 
 import copy
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SHARES = {2: [(3, 2), (2, 4)], 3: [(3, 2, 2), (2, 4, 3)]}
 
 
 def small(classes: int) -> nn.Module:
-    """Two BatchNorm layers, in place of VGG-11's eight."""
+    """Return a model with two BatchNorm layers; VGG-11 has eight."""
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, stride=2),
         nn.BatchNorm2d(6),
@@ -37,7 +37,7 @@ def vgg11(classes: int) -> nn.Module:
 
 
 def shard_of(batch: Batch, rank: int) -> tuple[Tensor, Tensor]:
-    """This rank's part of a global batch."""
+    """Return this rank's part of a global batch."""
     images, labels, split = batch
     begin = sum(split[:rank])
     return images[begin : begin + split[rank]], labels[begin : begin + split[rank]]
@@ -46,7 +46,11 @@ def shard_of(batch: Batch, rank: int) -> tuple[Tensor, Tensor]:
 def errors_in_turn(
     rank: int, size: int, build: Callable[[int], nn.Module], ways: list[str]
 ) -> dict:
-    """Training in float64 against one process that computes the shards in turn, each with a BatchNorm of its own."""
+    """Compare float64 training with one process that computes the shards in turn.
+
+    Each shard has its own BatchNorm. Return, by strategy, the errors of weights and statistics, the
+    statistics before the ranks agree on them, and a digest.
+    """
     generator = torch.Generator().manual_seed(3)
     batches = [
         (
@@ -60,7 +64,7 @@ def errors_in_turn(
     start = build(10).double()
     shards = [
         copy.deepcopy(start) for _ in range(size)
-    ]  # equal weights, running statistics of their own
+    ]  # equal weights, separate running statistics
     optimizers = [torch.optim.SGD(shard.parameters(), **SGD) for shard in shards]
     for batch in batches:
         for index, (shard, optimizer) in enumerate(zip(shards, optimizers, strict=True)):
@@ -88,7 +92,7 @@ def errors_in_turn(
         model = copy.deepcopy(start)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter *= 1 + rank  # so that they begin with other weights than rank 0's
+                parameter *= 1 + rank  # initial weights differ from rank 0's
         engine = TrainingEngine(model, "cpu", distributed=True, sync=name)
         engine.prepare(torch.optim.SGD(model.parameters(), **SGD), nn.CrossEntropyLoss())
         engine.train_epoch([shard_of(batch, rank) for batch in batches], epoch=1)
@@ -126,14 +130,14 @@ def assert_equal_to_shards_in_turn(
 
 
 def test_running_statistics_are_the_mean_over_all_samples() -> None:
-    """Weights and statistics are those of the shards in turn, with every exact strategy."""
+    """With every exact strategy, weights and statistics equal those of the shards in turn."""
     for size in (2, 3):
         assert_equal_to_shards_in_turn(size, small, EXACT)
 
 
 @pytest.mark.slow
 def test_vgg11_with_batchnorm_equals_the_shards_in_turn() -> None:
-    """The assignment's ways on three ranks; a step of VGG-11 in float64 takes its time."""
+    """The assignment's strategies on three ranks; slow, since VGG-11 runs in float64."""
     assert_equal_to_shards_in_turn(3, vgg11, ["gather_scatter", "all_reduce", "ddp"])
 
 

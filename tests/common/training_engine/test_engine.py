@@ -1,4 +1,4 @@
-"""TrainingEngine as a library: accumulation, averaged weights, validation, clipping, stopping, and the loop around them.
+"""TrainingEngine as a library: accumulation, EMA, validation, clipping, early stop, train().
 
 References are plain loops in one process, never the engine. Ranks are real Gloo processes on the
 CPU.
@@ -53,7 +53,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def small_model(seed: int = 100) -> nn.Module:
-    """Four parameter tensors in float64, no BatchNorm."""
+    """Return a float64 model with four parameter tensors and no BatchNorm."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
@@ -81,7 +81,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def relative_error(parameters: Sequence[Tensor], references: Sequence[Tensor]) -> float:
-    """The largest difference by tensor norm, relative to the reference's."""
+    """Return the largest error of a tensor relative to its reference, by norm."""
     return max(
         float((p - q).norm() / q.norm()) for p, q in zip(parameters, references, strict=True)
     )
@@ -90,7 +90,10 @@ def relative_error(parameters: Sequence[Tensor], references: Sequence[Tensor]) -
 def one_process(
     model: nn.Module, batches: Sequence[Batch], *, clip_norm: float | None = None, **sgd: float
 ) -> Iterator[tuple[nn.Module, float]]:
-    """Plain SGD on whole batches; after each step the model and the norm of its gradients before clipping."""
+    """Run plain SGD on whole batches; after each step yield the model and its gradient norm.
+
+    The norm is the one before clipping.
+    """
     optimizer = torch.optim.SGD(model.parameters(), **sgd)
     for inputs, labels in batches:
         optimizer.zero_grad()
@@ -108,8 +111,8 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
 
 # --- Accumulation ---
 
-# By size and rank, the samples of each micro-batch. Five are no multiple of two or three; rank 2
-# has an empty one.
+# Samples of each micro-batch, by world size and rank. Five is no multiple of two or three; rank 2
+# has an empty micro-batch.
 MICRO_BATCHES = {
     2: [(3, 2, 1, 4, 2), (1, 4, 5, 2, 3)],
     3: [(3, 2, 1, 4, 2), (1, 4, 5, 2, 3), (2, 0, 3, 1, 6)],
@@ -118,7 +121,11 @@ MICRO_BATCHES = {
 
 @contextmanager
 def counted_messages(engine: TrainingEngine) -> Iterator[dict[str, int]]:
-    """Count the gradients' messages; a strategy's own first step begins with one in which the ranks agree what they exchange."""
+    """Count the gradient messages of all steps.
+
+    A strategy's first step starts with a message in which the ranks agree on what they exchange. It
+    does not count.
+    """
     count, train_step = {"messages": 0}, engine.train_step
 
     def counting(*arguments: Any, **named: Any) -> Any:
@@ -128,7 +135,7 @@ def counted_messages(engine: TrainingEngine) -> Iterator[dict[str, int]]:
         if isinstance(engine.model, DistributedDataParallel):
             kinds = [
                 kind for kind in kinds if kind != "broadcast"
-            ]  # of its second step: the buckets' new order
+            ]  # DDP broadcasts the new bucket order in its second step
         elif not count["messages"]:
             kinds = kinds[1:]
         count["messages"] += len(kinds)
@@ -139,7 +146,10 @@ def counted_messages(engine: TrainingEngine) -> Iterator[dict[str, int]]:
 
 
 def accumulate(rank: int, size: int, strategy: str, accumulation_steps: int) -> dict[str, list]:
-    """After every optimiser step the error against one process, a digest, and the messages that it took."""
+    """Return the error against one process, a digest and the message count of each step.
+
+    The result also has the samples of each optimiser step.
+    """
     micro_batches = [
         random_batches(counts, seed=index) for index, counts in enumerate(MICRO_BATCHES[size])
     ]
@@ -192,7 +202,7 @@ def accumulate_all(rank: int, size: int) -> dict:
 
 @functools.cache
 def accumulated(size: int) -> list[dict]:
-    """By rank; computed once for all tests."""
+    """Return the results by rank, computed once for all tests."""
     return run_ranks(size, accumulate_all, size)
 
 
@@ -240,11 +250,11 @@ def test_accumulation_without_a_group_equals_the_whole_window() -> None:
     assert relative_error(parameters_of(model), parameters_of(reference)) <= 1e-12
 
 
-# --- The average of the weights ---
+# --- Averaged weights (EMA) ---
 
 
 def averages_by_hand(states: Sequence[dict[str, Tensor]], decay: float) -> dict[str, Tensor]:
-    """The formula as a plain loop over the states after each step."""
+    """Return the average of the states after each step, by the formula in a plain loop."""
     average = {name: tensor.clone() for name, tensor in states[0].items()}
     for updates, state in enumerate(states[1:], start=1):
         keep = min(decay, (1 + updates) / (10 + updates))
@@ -277,7 +287,7 @@ def test_the_average_is_the_formula_for_weights_and_buffers() -> None:
     assert all(torch.equal(averages[0][name], tensor) for name, tensor in states[0].items()), (
         "the first update copies"
     )
-    for count in (2, 3, 6, 12):  # the bound 0.4 begins to count after 5 updates
+    for count in (2, 3, 6, 12):  # the bound 0.4 takes effect after 5 updates
         for name, expected in averages_by_hand(states[:count], 0.4).items():
             torch.testing.assert_close(
                 averages[count - 1][name], expected, rtol=1e-13, atol=1e-15, msg=f"{name}, {count}"
@@ -288,7 +298,7 @@ def test_the_average_is_the_formula_for_weights_and_buffers() -> None:
 
 
 def test_the_average_takes_no_part_in_training() -> None:
-    """The same weights with and without it, and other weights than the average's."""
+    """Training gives the same weights with and without the average, which differs from them."""
     finals = []
     for use_ema in (False, True):
         model = model_with_batchnorm()
@@ -301,7 +311,7 @@ def test_the_average_takes_no_part_in_training() -> None:
 
 
 def restored(engine_entries: dict[str, Any], strategy: str, steps: Sequence[Batch]) -> str:
-    """Go on in a new engine from a checkpoint's entries; a digest of weights, averages and optimiser."""
+    """Resume in a new engine from a checkpoint; return a digest of weights, EMA and optimiser."""
     model = model_with_batchnorm(7)
     model.load_state_dict(engine_entries["model_state_dict"])
     optimizer = torch.optim.SGD(model.parameters(), **MOMENTUM)
@@ -370,7 +380,7 @@ def test_the_average_is_equal_on_all_ranks_and_survives_a_restart(strategy: str)
         "each rank's BatchNorm has seen its own samples"
     )
     assert results[0]["together"] == results[1]["together"]
-    for index, agreed in enumerate(results[0]["agreed"]):  # 15 samples on either rank
+    for index, agreed in enumerate(results[0]["agreed"]):  # 15 samples on each rank
         assert agreed == pytest.approx(
             (results[0]["own"][index] + results[1]["own"][index]) / 2, rel=1e-12
         )
@@ -405,7 +415,7 @@ def validate_all(rank: int, size: int) -> dict[str, tuple[float, float]]:
         )
     own = random_batches(
         [2 + 5 * rank], seed=rank
-    )  # plain lists of batches, of other lengths on each rank
+    )  # a list of one batch, whose size differs by rank
     results["uneven"] = validate(model, current_world(), criterion, own)
     return results
 
@@ -439,7 +449,7 @@ def test_validation_over_ranks_is_that_of_one_process_on_each_sample_once(size: 
 
 
 class Steady(nn.Module):
-    """Predicts what its inputs say, while ``drift`` trains without changing that."""
+    """A model that predicts from its inputs alone; training changes only ``drift``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -450,7 +460,7 @@ class Steady(nn.Module):
 
 
 class ScriptedLoader:
-    """Ten samples of which so many have the label that ``Steady`` predicts, another number each time it is iterated."""
+    """Ten samples; in iteration n, ``Steady`` predicts ``right[n]`` of the labels correctly."""
 
     def __init__(self, right: Sequence[int], model: nn.Module | None = None) -> None:
         self.right, self.rounds, self.model, self.drifts = right, 0, model, []
@@ -466,7 +476,7 @@ class ScriptedLoader:
 
 
 def steady_batches(rank: int = 0) -> list[Batch]:
-    """Two steps an epoch; noise in the inputs, so that ranks and steps differ."""
+    """Return the two batches of an epoch, with noise so that ranks and steps differ."""
     generator = torch.Generator().manual_seed(rank)
     return [
         (torch.randn(8, 2, generator=generator, dtype=torch.float64), torch.tensor([0, 1] * 4))
@@ -501,8 +511,8 @@ def train_steady(
     ), loader
 
 
-# Of ten samples a rank. Over both: 0.5, 0.75, 0.6, 0.75: epoch 2 is the first best; rank 0 alone
-# would choose 3, rank 1 alone 4.
+# Correct predictions of ten samples, by rank and epoch. Over both ranks: 0.5, 0.75, 0.6, 0.75, so
+# epoch 2 is the best. Rank 0 alone would choose epoch 3; epoch 4 is as good, but later.
 RIGHT = [(5, 5, 9, 5), (5, 10, 3, 10)]
 KEYS = {
     "epoch",
@@ -562,15 +572,15 @@ def test_history_and_files_are_those_of_all_ranks_together(tmp_path: Path) -> No
     assert (best["epoch"], float(best["model_state_dict"]["drift"])) == (2, drifts[1])
     assert (last["epoch"], float(last["model_state_dict"]["drift"])) == (4, drifts[3])
     assert best["val_accuracy"] == 0.75
-    # load_checkpoint would take the prefix away
+    # load_checkpoint would remove a prefix
     assert list(
         torch.load(tmp_path / "rank0" / "steady" / "best.pt", weights_only=True)["model_state_dict"]
     ) == ["drift"]
 
 
 def test_the_average_decides_which_epoch_is_best_where_it_is_kept(tmp_path: Path) -> None:
-    # In turn the weights' and the average's right predictions: the weights are best in epoch 1, the
-    # average in epoch 2.
+    # Correct predictions of the weights and of the average, in turns: the weights are best in epoch
+    # 1, the average in epoch 2.
     history, _ = train_steady(
         tmp_path, [9, 2, 5, 8, 7, 3], epochs=3, engine_kwargs={"use_ema": True}
     )
@@ -596,8 +606,8 @@ def test_without_a_val_loader_there_is_no_best_epoch(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["last.pt"]
 
 
-# Epochs have two optimiser steps. The rate in an epoch's history is the one after its steps, before
-# the next epoch's.
+# An epoch has two optimiser steps. Its history entry holds the learning rate after these steps,
+# before a scheduler that steps by epoch changes it.
 SCHEDULES: dict[str, tuple] = {
     "StepLR by epoch": (lambda o: StepLR(o, 1, gamma=0.1), {}, 3, [0.5, 0.05, 0.005]),
     "LambdaLR by epoch": (
@@ -654,8 +664,8 @@ def test_a_scheduler_steps_by_epoch_or_by_step(tmp_path: Path, name: str) -> Non
 
 
 def test_reduce_on_plateau_gets_the_validation_loss(tmp_path: Path) -> None:
-    # Wrong labels, hence loss, rise in epochs 2 and 3 and fall in 4, while the training loss falls
-    # in every epoch.
+    # The validation loss rises in epochs 2 and 3 with the wrong labels and falls in epoch 4; the
+    # training loss falls in every epoch.
     history, _ = train_steady(
         tmp_path,
         [8, 6, 4, 10, 2],
@@ -666,8 +676,9 @@ def test_reduce_on_plateau_gets_the_validation_loss(tmp_path: Path) -> None:
     assert history["learning_rate"] == pytest.approx([0.5, 0.5, 0.05, 0.005, 0.005])
 
 
-# Over both ranks 0.75, 0.5, 0.5, 0.75, 0.75: two in a row only in epoch 5. Rank 0 alone would stop
-# in epoch 2, rank 1 alone never; whoever does not begin to count anew after a dip stops in epoch 4.
+# Over both ranks: 0.75, 0.5, 0.5, 0.75, 0.75. Only epoch 5 is the second in a row at the target.
+# Rank 0 alone would stop in epoch 2, rank 1 alone never; a count that a dip does not reset would
+# stop in epoch 4.
 SCRIPT = [(10, 10, 0, 10, 10, 0, 0), (5, 0, 10, 5, 5, 0, 0)]
 
 
@@ -708,7 +719,7 @@ CLIP = 0.05
 
 
 def clipped(rank: int, strategy: str) -> dict[str, Any]:
-    """Three steps on uneven shares, each clipped."""
+    """Clip three steps on uneven shares; return errors and norms."""
     shares = [random_batches((3, 5, 2), seed=0), random_batches((6, 1, 4), seed=1)]
     global_batches = [joined(pair) for pair in zip(*shares, strict=True)]
     reference = [
@@ -768,7 +779,10 @@ def half_frozen() -> nn.Module:
 
 
 def train_half_frozen(rank: int, strategy: str) -> dict[str, Any]:
-    """Two epochs, with an evaluation between them; whether the layers were in training mode in every forward pass."""
+    """Train two epochs with an evaluation in between; return modes, changes and warnings.
+
+    The modes say whether each layer was in training mode in each forward pass of training.
+    """
     model, modes = half_frozen(), {1: [], 3: []}
     for index, seen in modes.items():
         model[index].register_forward_pre_hook(
@@ -837,11 +851,14 @@ def test_synchronise_batchnorm_replaces_what_trains_and_keeps_parameters() -> No
     assert not batchnorm.has_batchnorm(half_frozen().requires_grad_(False))
 
 
-# --- Each rank's own numbers ---
+# --- Per-rank numbers ---
 
 
 def own_numbers(rank: int, folder: str) -> dict[str, Any]:
-    """With a learning rate of zero the numbers are those of the first weights; rank 1 has other data than rank 0."""
+    """Return this rank's results; a learning rate of 0 keeps the first weights.
+
+    The ranks have different data.
+    """
     batches, model = random_batches((4, 7), seed=rank), small_model()
     inputs, labels = joined(batches)
     with torch.no_grad():
@@ -964,12 +981,11 @@ def prepare_frozen(_rank: int, distributed: bool = True) -> None:
     )
 
 
-# --- In an open group: contradictions, the mean of a metric, a stop asked for by one rank, opening
-# and closing ---
+# --- Open group: conflicts, the mean of a metric, a stop request, opening and closing ---
 
 
 class Asking:
-    """Sixty batches; asks the engine to stop while the fifth is fetched, on rank 1 only."""
+    """Sixty batches; rank 1 asks the engine to stop while it fetches the fifth."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.engine = rank, None
@@ -993,7 +1009,7 @@ def refusal(action: Callable[[], Any]) -> str:
 
 
 class EpochsThatEnded(Callback):
-    """Notes the number of each epoch and whether it was complete."""
+    """Record each epoch's number and whether it was complete."""
 
     def __init__(self) -> None:
         self.epochs: list[tuple[int, bool]] = []
@@ -1036,7 +1052,7 @@ def in_an_open_group(rank: int, port: int) -> dict[str, Any]:
 
 @functools.cache
 def open_group_results() -> list[dict[str, Any]]:
-    """By rank; computed once for all tests."""
+    """Return the results by rank, computed once for all tests."""
     return run_ranks(2, in_an_open_group, free_port())
 
 

@@ -1,7 +1,7 @@
-"""``launch_distributed_training``: real processes, from their start to their end, however they end.
+"""``launch_distributed_training`` with real processes: start, results, failures and end.
 
-Functions that the workers run are defined inside the tests where the point is that they may be;
-those of this module are found by name.
+Some worker functions are local to a test, to show that this works. Workers find the functions of
+this module by name.
 """
 
 import os
@@ -48,7 +48,7 @@ def gather(mine: Any, size: int) -> list[Any]:
 
 
 def note(folder: str | Path, name: str, text: object) -> None:
-    """Leave a file that is there whole or not at all."""
+    """Write a file atomically: a reader sees all of the text or no file."""
     temporary = Path(folder, f".{name}")
     temporary.write_text(str(text))
     temporary.rename(Path(folder, name))
@@ -59,7 +59,7 @@ def pids(folder: Path) -> list[int]:
 
 
 def runs(pid: int) -> bool:
-    """Whether the process is there; one that has ended and waits for its new parent to notice is not."""
+    """Return whether the process is running; a zombie is not."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -70,16 +70,19 @@ def assert_all_ended(numbers: Iterable[int], *, count: int) -> None:
     numbers = list(numbers)
     left = [pid for pid in numbers if runs(pid)]
     for pid in left:
-        os.kill(pid, signal.SIGKILL)  # the test fails, and leaves nothing behind all the same
+        os.kill(pid, signal.SIGKILL)  # the test fails, but leaves no process running
     assert len(numbers) == count
     assert not left, "a worker is left behind"
 
 
-# --- Workers forked ---
+# --- Forked workers ---
 
 
 class Forked:
-    """A worker with what spawn.py uses of subprocess.Popen, forked from the server that has torch imported."""
+    """A worker with the parts of subprocess.Popen that spawn.py uses.
+
+    It is forked from a server process that has torch imported already.
+    """
 
     def __init__(self, command: list[str], *, env: dict[str, str], **_streams: object) -> None:
         ready, child = ranks.context().Pipe(duplex=False)
@@ -88,7 +91,7 @@ class Forked:
             target=_work, args=(child, command[3:], env), daemon=True
         )
         self._process.start()
-        ready.recv()  # it leads a process group now, as Popen's start_new_session promises
+        ready.recv()  # the child now leads a process group, as with Popen's start_new_session
         assert self._process.pid is not None
         self.pid = self._process.pid
         self.terminate, self.wait = self._process.terminate, self._process.join
@@ -102,7 +105,7 @@ class Forked:
 
 
 def _work(ready: Connection, command: list[str], environment: dict[str, str]) -> None:
-    """Become the worker."""
+    """Run the worker's command in this process."""
     os.setsid()
     ready.send(None)
     os.environ.clear()
@@ -112,20 +115,23 @@ def _work(ready: Connection, command: list[str], environment: dict[str, str]) ->
 
 @pytest.fixture(params=["forked", pytest.param("cold", marks=pytest.mark.slow)])
 def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How the workers start; anew, as users start them, also in the tests of scripts below."""
+    """Choose how workers start: forked, or in a new interpreter as for users.
+
+    The tests of scripts below always use new interpreters.
+    """
     if request.param == "forked":
         fake = SimpleNamespace(Popen=Forked, DEVNULL=None, STDOUT=None)
         monkeypatch.setattr(spawn, "subprocess", fake)
 
 
-# --- What comes back ---
+# --- Results ---
 
 
 @pytest.mark.usefixtures("workers")
 def test_lambdas_and_local_classes_reach_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also: NCCL without GPUs is a warning that says so, and Gloo serves."""
+    """Also: NCCL without GPUs falls back to Gloo with a warning."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
     class Point:
@@ -195,7 +201,7 @@ SAMPLES, EPOCHS = 20, 2
 @pytest.mark.usefixtures("workers")
 def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path: Path) -> None:
     class Recorded(Dataset):
-        """Writes down which samples it gave, a line each, in a file of this process."""
+        """A data set that writes the index of each sample it returns to a file per process."""
 
         def __init__(self, name: str, count: int) -> None:
             self.name, self.count = name, count
@@ -234,8 +240,8 @@ def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path: Path) -> Non
     assert history["epoch"] == [1, 2]
     assert history["learning_rate"] == [0.1, 0.05]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["best.pt", "last.pt"]
-    # Ten samples a rank in batches of three are four batches, hence two optimiser steps, in each of
-    # two epochs.
+    # 10 samples per rank in batches of 3 make 4 micro-batches, hence 2 optimiser steps, in each of
+    # 2 epochs.
     assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 4
 
     ranks = seen("train")
@@ -247,11 +253,11 @@ def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path: Path) -> Non
         assert sorted(chain(*shares)) == list(range(SAMPLES)), "each sample once, on one rank"
     assert epochs[0] != epochs[1], "set_epoch gives each epoch an order of its own"
     assert epochs[0][0] != sorted(epochs[0][0]), "shuffled"
-    # Seven on two ranks: one is fetched twice so that the shares are equal; nothing is shuffled.
+    # 7 samples on 2 ranks: sample 0 comes twice for equal shares; no shuffling.
     assert Counter(chain(*seen("val"))) == {0: 2 * EPOCHS} | dict.fromkeys(range(1, 7), EPOCHS)
 
 
-# --- What goes wrong ---
+# --- Failures ---
 
 
 @pytest.mark.usefixtures("workers")
@@ -269,7 +275,10 @@ def test_a_group_that_cannot_be_set_up_is_told_and_one_device_trains(
 
 
 def failing(rank: int, world_size: int, *, folder: str, how: str) -> None:
-    """Rank 1 fails while rank 0 waits for it in a collective; rank 2 is stopped, so that only SIGKILL can end it."""
+    """Fail on rank 1 while rank 0 waits in a collective and rank 2 is stopped.
+
+    SIGSTOP stops rank 2, hence only SIGKILL can end it.
+    """
     with Path(folder, "calls").open("a") as file:
         file.write(f"{rank}\n")
     note(folder, f"pid{rank}", os.getpid())
@@ -284,7 +293,7 @@ def failing(rank: int, world_size: int, *, folder: str, how: str) -> None:
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.filterwarnings("error")  # no fallback, which would warn
+@pytest.mark.filterwarnings("error")  # a fallback would warn
 @pytest.mark.parametrize(
     ("how", "size", "words"),
     [("raise", 3, "KeyError: 'the very reason'"), ("kill", 2, "status -9")],
@@ -306,7 +315,7 @@ def test_a_rank_that_fails_is_named_and_nothing_is_tried_again(
 
 
 class OnlyHere:
-    """Can be pickled, but not read back in another process."""
+    """An object that can be pickled, but not unpickled in another process."""
 
     def __reduce__(self) -> tuple:
         return _read_back, (os.getpid(),)
@@ -330,7 +339,7 @@ def test_arguments_that_a_worker_cannot_read_are_an_error_not_a_fallback() -> No
 @pytest.mark.usefixtures("workers")
 def test_a_result_that_cannot_be_sent_back_says_so() -> None:
     def train(rank: int, world_size: int) -> Any:
-        return (number for number in range(3))  # a generator has no pickle
+        return (number for number in range(3))  # a generator cannot be pickled
 
     with pytest.raises(WorkerError, match="cannot pickle 'generator' object") as caught:
         launch_distributed_training(train, 2, "gloo")
@@ -338,7 +347,10 @@ def test_a_result_that_cannot_be_sent_back_says_so() -> None:
 
 
 def test_a_failure_in_training_counts_more_than_a_group_that_breaks_of_it(tmp_path: Path) -> None:
-    """A rank may fail so early that another is still in the last message of the set-up: no reason to train again."""
+    """A rank that fails early can break another rank's set-up; training does not start again.
+
+    The other rank may still be in the last message of the set-up.
+    """
     for rank, outcome in enumerate(
         [
             {
@@ -364,7 +376,7 @@ def test_a_failure_in_training_counts_more_than_a_group_that_breaks_of_it(tmp_pa
     assert caught.value.rank == 1
 
 
-# --- From a script, and its end ---
+# --- Scripts, and how they end ---
 
 SCRIPT = """
     import sys
@@ -388,7 +400,7 @@ def script_environment() -> dict[str, str]:
 
 
 def write_script(folder: Path, text: str) -> tuple[Path, Path]:
-    """Return the script, and another folder to start it from."""
+    """Return the path of the script, and another folder to start it from."""
     (folder / "scripts").mkdir()
     (folder / "elsewhere").mkdir()
     (folder / "scripts" / "beside.py").write_text("def triple(x):\n    return 3 * x\n")
@@ -399,7 +411,7 @@ def write_script(folder: Path, text: str) -> tuple[Path, Path]:
 
 def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
     script, cwd = write_script(tmp_path, SCRIPT)
-    (cwd / "common.py").write_text("")  # a usual name; `python -m` would find it before ours
+    (cwd / "common.py").write_text("")  # a common name: `python -m` would find it before ours
     ended = subprocess.run(
         [sys.executable, script],
         cwd=cwd,
@@ -437,7 +449,7 @@ WAITING = f"""
     "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
 def test_workers_end_with_their_caller(tmp_path: Path, number: signal.Signals) -> None:
-    """By SIGKILL, which nobody can catch, and by Ctrl-C."""
+    """The caller ends by SIGKILL, which no process can catch, or by Ctrl-C."""
     script, cwd = write_script(tmp_path, WAITING)
     caller = Started(
         [sys.executable, str(script), str(tmp_path)], cwd=cwd, env=script_environment(), forked=True
@@ -458,20 +470,20 @@ def test_workers_end_with_their_caller(tmp_path: Path, number: signal.Signals) -
             )
     finally:
         caller.kill()
-    assert_all_ended(workers, count=2)  # at Ctrl-C the caller sees to it before it ends
+    assert_all_ended(workers, count=2)  # at Ctrl-C the caller stops them before it ends
     assert number == signal.SIGKILL or "KeyboardInterrupt" in ended.err
     assert ended.status != 0
 
 
 @pytest.mark.usefixtures("workers")
 def test_ctrl_c_ends_the_workers(tmp_path: Path) -> None:
-    """As in a notebook, where the caller goes on."""
+    """The caller itself continues, as in a notebook."""
 
     def train(rank: int, world_size: int) -> None:
         note(tmp_path, f"pid{rank}", os.getpid())
         if rank == 0:
-            dist.barrier()  # waits in torch's C++ code for the other, which sleeps
-        time.sleep(LONG)  # until it is ended
+            dist.barrier()  # blocks in torch's C++ code while rank 1 sleeps
+        time.sleep(LONG)  # until a signal ends it
 
     def interrupt() -> None:
         wait_until(lambda: len(pids(tmp_path)) == 2, "the workers' start")

@@ -1,4 +1,4 @@
-"""What only Linux has: elsewhere nothing raises, and ``missing_features`` names it."""
+"""Linux-only features: elsewhere no call raises, and ``missing_features`` lists them."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ KILLED, MEMORY, AFFINITY, CONNECTIONS = (
 
 
 class LibraryWithout:
-    """A C library that has none of Linux's functions."""
+    """A C library without Linux's functions."""
 
     def __init__(self, name: str | None) -> None:
         pass
@@ -29,7 +29,7 @@ class LibraryWithout:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A system that is not Linux: no prctl, no mallopt, no affinity, neither /dev/fd nor /proc."""
+    """Imitate a system without prctl, mallopt, CPU affinity, /dev/fd and /proc."""
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(system, "ON_LINUX", False)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
@@ -72,7 +72,7 @@ def test_elsewhere_every_function_works() -> None:
     processes.adopt_orphans()
     assert system.open_descriptors() == []
     assert open_sockets() == set()
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts in bytes
     assert 0 < most <= environment.peak_memory_bytes() <= 2 * most
     assert environment._cpu_name()
     assert 0 < system.free_port() < 65536
