@@ -14,7 +14,7 @@ from rich.console import Console
 
 from common.errors import INTERRUPTED, UserError
 from common.utils.paths import REPORTS, new_folder
-from common.utils.processes import find_root_failure
+from common.utils.processes import find_root_failure, shell_status
 from lab.cluster import control
 from lab.cluster.cluster import FAULTS, Cluster, End
 from lab.cluster.program import check_placeholders, node_environment, parse_python
@@ -41,11 +41,11 @@ def _add_run(actions: argparse._SubParsersAction) -> None:
         actions,
         "run",
         run=run,
+        passes_flags=True,
         help="start the command behind -- on every node of a new cluster; {master}, {nodes}, "
         "{rank} and {port} in it become the first node's address, the number of nodes, the node's "
         "own, and a port that is free there",
     )
-    parser.set_defaults(passes_flags=True)
     parser.add_argument("--nodes", type=int, default=4, help="number of nodes")
     parser.add_argument(
         "--rate",
@@ -73,9 +73,9 @@ def _add_shell(actions: argparse._SubParsersAction) -> None:
         actions,
         "shell",
         run=shell,
+        passes_flags=True,
         help="a shell in a node of a running cluster, or the command behind --",
     )
-    parser.set_defaults(passes_flags=True)
     _add_node(parser)
 
 
@@ -166,8 +166,7 @@ def _conclusion(cluster: Cluster, ends: Sequence[End], seconds: float, logs: Pat
     outputs = {node: cluster.output(node) for node in failed}
     culprit, message = find_root_failure(list(failed), failed, outputs, name="node")
     print(f"error: {message} (its output: {cluster.log(culprit, logs)})", file=sys.stderr)
-    status = failed[culprit]
-    return status if status > 0 else 128 - status
+    return shell_status(failed[culprit])
 
 
 def shell(args: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.utils.processes import shell_status
 from lab.cluster import network
 from lab.cluster.cluster import Cluster
 from lab.cluster.program import NOT_FOUND
@@ -140,5 +141,4 @@ def enter(host: int, node: int, command: Sequence[str], *, environment: Mapping[
     except OSError as error:
         print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
         return NOT_FOUND
-    status = process.wait()
-    return status if status >= 0 else 128 - status
+    return shell_status(process.wait())

@@ -22,7 +22,7 @@ import pytest
 
 from common.utils.source_hash import source_digests
 from lab.cli import main
-from lab.ssh.collect import Outcome, _copy_runs, _is_safe
+from lab.ssh.collect import _copy_runs, _is_safe
 from lab.ssh.hosts import Host, SSHOptions, program, ssh_command
 from tests.helpers import LONG, ROOT, Started, start_lab, wait_until
 
@@ -292,8 +292,8 @@ def test_files_come_only_under_safe_names_and_replace_no_different_one(tmp_path:
     files = {name: [2, digest] for name in (*new, "../../../out")}
     other = {"out/x": [2, digest]}
     listing = {"reports": "/r", "runs": {"PartTwo-ring/2026": files, "..": other, "/etc": other}}
-    outcome, host = Outcome(), _SendingHost()
-    _copy_runs(host, {0: listing, 1: listing}, here, outcome)
+    host = _SendingHost()
+    outcome = _copy_runs(host, {0: listing, 1: listing}, here)
     run = here / "PartTwo-ring" / "2026"
     asked = [f"PartTwo-ring/2026/{name}" for name in new[1:]]
     assert sorted(host.asked) == sorted(asked), "each file once"
