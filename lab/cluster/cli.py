@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from common.errors import INTERRUPTED, UserError
 from common.utils.paths import REPORTS, new_folder
 from common.utils.processes import find_root_failure, shell_status
@@ -19,11 +17,9 @@ from lab.cluster import control
 from lab.cluster.cluster import FAULTS, Cluster, End
 from lab.cluster.program import check_placeholders, node_environment, parse_python
 from lab.flags import add_command
-from lab.processes.prefixed_output import PrefixedOutput
+from lab.processes.prefixed_output import PrefixedOutput, say
 
 _INTERRUPT_SECONDS = 5.0
-
-console = Console(highlight=False)
 
 
 def add_flags(commands: argparse._SubParsersAction) -> None:
@@ -118,23 +114,19 @@ def run(args: argparse.Namespace) -> int:
         latency=args.latency,
         loopback=args.loopback,
         fresh=args.fresh or parse_python(command) is None,
-        on_line=PrefixedOutput(console, args.nodes),
+        on_line=PrefixedOutput(args.nodes),
     )
     for warning in cluster.warnings:
-        _show(f"warning: {warning}")
+        say(f"warning: {warning}")
     logs, began = args.logs or new_folder(args.output_dir, "cluster"), time.monotonic()
     with cluster, control.served(cluster):
-        _show(_introduction(cluster, args, time.monotonic() - began))
+        say(_introduction(cluster, args, time.monotonic() - began))
         try:
             cluster.start(command, logs=logs)
             ends = cluster.wait(stop_at_failure=True)
         except KeyboardInterrupt:
             return _interrupted(cluster, logs)
         return _conclusion(cluster, ends, time.monotonic() - began, logs)
-
-
-def _show(text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)
 
 
 def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) -> str:
@@ -153,7 +145,7 @@ def _interrupted(cluster: Cluster, logs: Path) -> int:
     with contextlib.suppress(KeyboardInterrupt, TimeoutError):
         cluster.send_signal(signal.SIGINT)
         cluster.wait(limit_seconds=_INTERRUPT_SECONDS)
-    _show(f"interrupted: every process of every node is ended; their output is in {logs}")
+    say(f"interrupted: every process of every node is ended; their output is in {logs}")
     return INTERRUPTED
 
 
@@ -161,7 +153,7 @@ def _conclusion(cluster: Cluster, ends: Sequence[End], seconds: float, logs: Pat
     """Report how the run ended, and return its exit status."""
     failed = {end.node: end.status for end in ends if end.status}
     if not failed:
-        _show(f"all nodes ended well after {seconds:.1f} s; their output: {logs}")
+        say(f"all nodes ended well after {seconds:.1f} s; their output: {logs}")
         return 0
     outputs = {node: cluster.output(node) for node in failed}
     culprit, message = find_root_failure(list(failed), failed, outputs, name="node")
@@ -177,10 +169,7 @@ def shell(args: argparse.Namespace) -> int:
             "a cluster on loopback has no nodes to enter: they are this machine's own processes"
         )
     if not args.flags:
-        console.print(
-            f"a shell in node {args.node} of the cluster of process {pid}; exit leaves it",
-            soft_wrap=True,
-        )
+        say(f"a shell in node {args.node} of the cluster of process {pid}; exit leaves it")
     command = args.flags or [os.environ.get("SHELL", "/bin/sh")]
     environment = node_environment(os.environ, nodes=cluster["nodes"], interface="eth0")
     return control.enter(cluster["host"], args.node, command, environment=environment)
@@ -191,7 +180,7 @@ def fault(args: argparse.Namespace) -> int:
     what = next(name for name in FAULTS if getattr(args, name))
     pid, _ = _find_node(args)
     control.ask(pid, node=args.node, what=what, rate=args.slow)
-    console.print(f"node {args.node}: {what}{f' {args.slow}' if args.slow else ''}", markup=False)
+    say(f"node {args.node}: {what}{f' {args.slow}' if args.slow else ''}")
     return 0
 
 

@@ -50,6 +50,8 @@ class NodeSupervisor:
     An event is (node, line that its program wrote) or (node, exit status of its program).
     """
 
+    traffic = staticmethod(network.traffic)
+
     def __init__(self) -> None:
         self._requests = Connection(os.dup(0))
         self._events = Connection(os.dup(1), readable=False)
@@ -107,10 +109,6 @@ class NodeSupervisor:
             for pid in pids:
                 _send_signal(pid, signal.SIGKILL)
             self._reap()
-
-    def traffic(self, nodes: int) -> list[list[int]]:
-        """Return what has passed each link, see ``network.traffic``."""
-        return network.traffic(nodes)
 
     def send_signal(self, number: int) -> None:
         """Send a signal to each program's process group, as a terminal does for Ctrl-C."""

@@ -15,11 +15,12 @@ from typing import Any
 
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
+from lab.processes.prefixed_output import say
 from lab.ssh.connections import HostConnections
 from lab.ssh.hosts import Host, SSHOptions, first_of, parse_hosts
 from lab.ssh.launch import read_ssh_options
 from lab.ssh.probe import refuse, unreached_hosts
-from lab.ssh.record import read_launch, say
+from lab.ssh.record import read_launch
 
 _ANSWER_SECONDS = 600.0
 _MOST_NAMED = 8

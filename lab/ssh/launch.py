@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from common.errors import INTERRUPTED, TO_BE_CONTINUED, UserError
 from common.utils.paths import BASE, new_folder
 from common.utils.processes import find_root_failure, shell_status
-from lab.processes.prefixed_output import PrefixedOutput
+from lab.processes.prefixed_output import PrefixedOutput, say
 from lab.ssh.check import doctor_passes
 from lab.ssh.command import NodeCommands
 from lab.ssh.connection import LOST
@@ -23,7 +23,7 @@ from lab.ssh.connections import HostConnections
 from lab.ssh.hosts import Host, SSHOptions, parse_hosts, remote_folder
 from lab.ssh.master_address import find_master
 from lab.ssh.probe import Facts, ask_facts, problems_of, refuse
-from lab.ssh.record import SHOWN_HOSTS, Record, console, launch_content, say
+from lab.ssh.record import SHOWN_HOSTS, Record, launch_content
 
 _GRACE_SECONDS = 8.0
 _FAREWELL_SECONDS = 5.0
@@ -54,10 +54,10 @@ def launch(args: argparse.Namespace) -> int:
         facts = ask_facts(connections, options, script=commands.script)
         refuse(problems_of(hosts, facts, commands, shares_a_port=shares_a_port), of=len(hosts))
         master = args.master_ip
-        if master is None and (commands.needs_master or args.check):
+        if master is None and (commands.kind != "plain" or args.check):
             master = find_master(connections, facts, port=commands.master_port)
         prefixed = PrefixedOutput(
-            console, len(hosts), shown=lambda node: len(hosts) <= SHOWN_HOSTS or node == 0
+            len(hosts), shown=lambda node: len(hosts) <= SHOWN_HOSTS or node == 0
         )
         folder = args.logs or new_folder(args.output_dir, "launch")
         content = launch_content(hosts, facts, options, commands, master=master)

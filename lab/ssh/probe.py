@@ -70,9 +70,10 @@ def refuse(
     if not problems:
         return
     lines = [f"  {host}: {problem}" for host, problem in list(problems.items())[:_MOST_NAMED]]
-    if len(problems) > _MOST_NAMED:
-        lines.append(f"  and {len(problems) - _MOST_NAMED} more")
-    raise UserError("\n".join([f"{len(problems)} of {of} host{'s' * (of > 1)} {what}", *lines]))
+    more = [f"  and {len(problems) - _MOST_NAMED} more"] if len(problems) > _MOST_NAMED else []
+    raise UserError(
+        "\n".join([f"{len(problems)} of {of} host{'s' * (of > 1)} {what}", *lines, *more])
+    )
 
 
 def problems_of(

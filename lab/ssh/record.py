@@ -2,7 +2,7 @@
 the hosts.
 
 Create a ``Record`` when every host is ready, call ``line`` for each line that a node writes, and
-``ended`` last. ``read_launch`` reads launch.json, ``say`` prints a message.
+``ended`` last. ``read_launch`` reads launch.json.
 """
 
 import contextlib
@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
@@ -27,13 +25,6 @@ SHOWN_HOSTS = 8
 """With more hosts the terminal shows only rank 0 and the first failure."""
 
 _FILE = "launch.json"
-
-console = Console(highlight=False)
-
-
-def say(text: str) -> None:
-    """Print a message as it stands."""
-    console.print(text, markup=False, soft_wrap=True)
 
 
 def launch_content(

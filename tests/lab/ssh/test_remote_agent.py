@@ -222,6 +222,31 @@ def test_two_ranks_here_and_their_runs_brought_back(
     )
 
 
+def test_a_slow_line_is_no_broken_connection(
+    ssh_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file takes several times --silence, and data counts as a sign of life while it arrives."""
+    slow = (
+        "import os,time\n"
+        "while piece := os.read(0, 20_000): os.write(1, piece); time.sleep(len(piece) / 200_000)"
+    )
+    ssh = ssh_here / "bin" / "ssh"
+    throttle = ssh_here / "throttle.py"
+    throttle.write_text(slow)
+    ssh.write_text(
+        f'#!/bin/sh\nfor last; do :; done\nsh -c "$last" | {sys.executable} {throttle}\n'
+    )
+    run = ssh_here / "there" / "reports" / "PartTwo-ring" / "2026"
+    run.mkdir(parents=True)
+    (run / "config.json").write_bytes(content := os.urandom(500_000))
+    place = ["--hosts", "a", "--workdir", str(ssh_here / "there"), "--python", sys.executable]
+    here = ["--output-dir", str(ssh_here / "here"), "--silence", "1"]
+    began = time.monotonic()
+    assert main(["collect", *place, *here, "PartTwo-ring/2026"]) == 0, capsys.readouterr().err
+    assert time.monotonic() - began > 3
+    assert (ssh_here / "here" / "PartTwo-ring" / "2026" / "config.json").read_bytes() == content
+
+
 def start_launch(folder: Path, *flags: str, command: list[str]) -> tuple[Started, psutil.Process]:
     """``lab launch`` on one host, and its process."""
     process = start_lab(
