@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -37,5 +37,4 @@ def add_command(
 
 
 def _run_imported(target: str, args: argparse.Namespace) -> int:
-    module, name = target.split(":")
-    return getattr(import_module(module), name)(args)
+    return resolve_name(target)(args)

@@ -97,7 +97,7 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command on every node, and show and keep what the nodes write.
+    """Run the command on every node; print what the nodes write, and log it to files.
 
     Returns 0, or the exit status of the node that failed first.
     """
@@ -141,7 +141,7 @@ def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) ->
 
 
 def _interrupted(cluster: Cluster, logs: Path) -> int:
-    """Let the nodes print why they end; a second Ctrl-C does not wait for that."""
+    """Pass the interrupt on, and wait until the nodes have ended; a second Ctrl-C ends the wait."""
     with contextlib.suppress(KeyboardInterrupt, TimeoutError):
         cluster.send_signal(signal.SIGINT)
         cluster.wait(limit_seconds=_INTERRUPT_SECONDS)
@@ -185,7 +185,7 @@ def fault(args: argparse.Namespace) -> int:
 
 
 def _find_node(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Return the process id of the chosen cluster, and what ``control.ask`` returns."""
+    """Return the process id of the chosen cluster, and its facts, see ``control.ask``."""
     pid = control.find(args.cluster)
     cluster = control.ask(pid)
     if not 0 <= args.node < cluster["nodes"]:

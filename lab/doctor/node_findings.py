@@ -1,7 +1,7 @@
-"""What the nodes' exchange shows: missing nodes, pairs that cannot connect, and what differs.
+"""Results of the nodes' exchange: missing nodes, pairs that cannot connect, and differences.
 
-``own_facts`` is what a node sends to the others; ``results_of`` turns what ``connect_nodes``
-returns into results, the same ones on every node.
+``own_facts`` returns what a node sends to the others. ``results_of`` turns what ``connect_nodes``
+returns into results, the same on every node.
 """
 
 import platform
@@ -39,7 +39,7 @@ def own_facts(request: CheckRequest) -> dict[str, Any]:
 def results_of(
     request: CheckRequest, nodes_by_rank: Mapping[int, NodeReport], problems: Sequence[str]
 ) -> list[CheckResult]:
-    """Return what ``connect_nodes`` showed: its nodes by rank, and its problems."""
+    """Return the results of the checks between nodes, from what ``connect_nodes`` returned."""
     attendance = _attendance(request, nodes_by_rank, problems)
     nodes = [nodes_by_rank[rank] for rank in sorted(nodes_by_rank)]
     if len(nodes) < 2:
@@ -74,7 +74,7 @@ def _attendance(
 
 
 def _remedy_if_alone(request: CheckRequest, problem: str) -> str:
-    """Return what to do on a node that reached no other one, or that rank 0 refused."""
+    """Return what to do on a node that reached no other node, or that rank 0 refused."""
     if "started twice" in problem or "--num-nodes" in problem:
         return "give every node the same --num-nodes and a --rank of its own"
     if "connection refused" in problem:

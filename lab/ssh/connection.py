@@ -45,11 +45,11 @@ class HostConnection:
 
     @classmethod
     def open(cls, host: Host, options: SSHOptions, program: bytes) -> "HostConnection":
-        """Start ``ssh`` and send it ``program``. UserError where there is no ssh."""
+        """Start ``ssh`` and send it ``program``. UserError if there is no ssh."""
         errors = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - HostConnections closes it
         try:
-            # In its own session: Ctrl-C at the terminal goes to lab alone, which lets the hosts
-            # end by themselves.
+            # In its own session: Ctrl-C at the terminal reaches only lab, which then ends the
+            # hosts in order.
             ssh = subprocess.Popen(
                 ssh_command(host, options),
                 stdin=subprocess.PIPE,
@@ -89,7 +89,7 @@ class HostConnection:
         return [line.strip() for line in lines if line.strip()]
 
     def end_input(self) -> None:
-        """Close the remote agent's input, whereupon it ends everything."""
+        """Close the remote agent's input, so that it ends everything."""
         with contextlib.suppress(OSError):
             self.stdin.close()
 

@@ -80,14 +80,13 @@ def problems_of(
     hosts: Sequence[Host], facts: Sequence[Facts], commands: NodeCommands, *, shares_a_port: bool
 ) -> dict[Host, str]:
     """Return the first problem of each host that cannot run its command."""
-    found = {}
-    for host, mine in zip(hosts, facts, strict=True):
-        problem = _own_problem(mine, commands) or _difference(hosts[0], facts[0], mine, commands)
-        if problem is None and not shares_a_port:
-            problem = _same_machine(mine, hosts[: host.rank], facts)
-        if problem is not None:
-            found[host] = problem
-    return found
+    problems = {
+        host: _own_problem(mine, commands)
+        or _difference(hosts[0], facts[0], mine, commands)
+        or (None if shares_a_port else _same_machine(mine, hosts[: host.rank], facts))
+        for host, mine in zip(hosts, facts, strict=True)
+    }
+    return {host: problem for host, problem in problems.items() if problem is not None}
 
 
 def _own_problem(mine: Facts, commands: NodeCommands) -> str | None:
