@@ -16,7 +16,8 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         "doctor",
         run="lab.doctor.examination:main_doctor",
         help="before a run: versions, cores, dataset, disk, network, and with --master-ip "
-        "--num-nodes --rank on every node at once, each pair of nodes; status 1 where something would fail",
+        "--num-nodes --rank on every node at once, each pair of nodes; status 1 where something "
+        "would fail",
     )
     parser.add_argument("-M", "--master-ip", help="address of rank 0's node")
     parser.add_argument("--master-port", type=int, default=DEFAULT_MASTER_PORT, help="port there")
