@@ -17,7 +17,7 @@ from lab.compare.cli import add_compare, add_report, add_run_cell
 from lab.doctor.cli import add_flags as add_doctor
 from lab.explain.cli import add_flags as add_explain
 from lab.predict.cli import add_flags as add_predict
-from lab.ssh.cli import add_flags as add_ssh
+from lab.ssh.cli import add_collect, add_launch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(given[:end])
         args.flags = flags
         args.typed = shlex.join(["lab", *given])
-        if flags and not getattr(args, "passes_flags", False):
+        if flags and not args.passes_flags:
             raise UserError(
                 f"-- {' '.join(flags)}: only lab compare, lab launch, lab cluster run and lab "
                 "cluster shell take what follows --"
@@ -63,7 +63,8 @@ def build_parser() -> argparse.ArgumentParser:
         add_calibrate,
         add_predict,
         add_cluster,
-        add_ssh,
+        add_launch,
+        add_collect,
         add_run_cell,
         add_doctor,
         add_explain,

@@ -3,11 +3,11 @@
 import argparse
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the default of flags that have one, and no "(default: None)"."""
+    """Show the defaults of flags that have one, and no "(default: None)"."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False, []):
@@ -26,7 +26,7 @@ def add_command(
     """Add a subcommand that calls ``run`` with its flags, and return its parser.
 
     run : a function, or "module:function", which is imported when the command is called.
-    passes_flags : whether it takes what follows ``--``.
+    passes_flags : whether the command takes what follows ``--``.
     """
     parser = commands.add_parser(
         name, help=help, description=help, allow_abbrev=False, formatter_class=_Help
@@ -37,5 +37,4 @@ def add_command(
 
 
 def _run_imported(target: str, args: argparse.Namespace) -> int:
-    module, name = target.split(":")
-    return getattr(import_module(module), name)(args)
+    return resolve_name(target)(args)

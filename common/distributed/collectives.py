@@ -61,7 +61,7 @@ def _values_text(values: Sequence[Any]) -> str:
     return ", ".join(
         f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
         f"{' …' if len(ranks) > 8 else ''}"
-        for value, ranks in ranks_by_value(values).items()
+        for value, ranks in ranks_by_value(dict(enumerate(values))).items()
     )
 
 

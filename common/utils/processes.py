@@ -68,6 +68,11 @@ def descendants(pid: int) -> list[int]:
         return []
 
 
+def shell_status(status: int) -> int:
+    """Return an exit status as a shell reports it: 128 + n if signal n ended the process (-n)."""
+    return status if status >= 0 else 128 - status
+
+
 def find_root_failure(
     failed: Sequence[int], statuses: Mapping[int, int], outputs: Mapping[int, str], *, name: str
 ) -> tuple[int, str]:

@@ -10,20 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from common.errors import INTERRUPTED, UserError
 from common.utils.paths import REPORTS, new_folder
-from common.utils.processes import find_root_failure
+from common.utils.processes import find_root_failure, shell_status
 from lab.cluster import control
 from lab.cluster.cluster import FAULTS, Cluster, End
 from lab.cluster.program import check_placeholders, node_environment, parse_python
 from lab.flags import add_command
-from lab.processes.prefixed_output import PrefixedOutput
+from lab.processes.prefixed_output import PrefixedOutput, say
 
 _INTERRUPT_SECONDS = 5.0
-
-console = Console(highlight=False)
 
 
 def add_flags(commands: argparse._SubParsersAction) -> None:
@@ -41,11 +37,11 @@ def _add_run(actions: argparse._SubParsersAction) -> None:
         actions,
         "run",
         run=run,
+        passes_flags=True,
         help="start the command behind -- on every node of a new cluster; {master}, {nodes}, "
         "{rank} and {port} in it become the first node's address, the number of nodes, the node's "
         "own, and a port that is free there",
     )
-    parser.set_defaults(passes_flags=True)
     parser.add_argument("--nodes", type=int, default=4, help="number of nodes")
     parser.add_argument(
         "--rate",
@@ -73,9 +69,9 @@ def _add_shell(actions: argparse._SubParsersAction) -> None:
         actions,
         "shell",
         run=shell,
+        passes_flags=True,
         help="a shell in a node of a running cluster, or the command behind --",
     )
-    parser.set_defaults(passes_flags=True)
     _add_node(parser)
 
 
@@ -101,7 +97,7 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command on every node, and show and keep what the nodes write.
+    """Run the command on every node; print what the nodes write, and log it to files.
 
     Returns 0, or the exit status of the node that failed first.
     """
@@ -118,23 +114,19 @@ def run(args: argparse.Namespace) -> int:
         latency=args.latency,
         loopback=args.loopback,
         fresh=args.fresh or parse_python(command) is None,
-        on_line=PrefixedOutput(console, args.nodes),
+        on_line=PrefixedOutput(args.nodes),
     )
     for warning in cluster.warnings:
-        _show(f"warning: {warning}")
+        say(f"warning: {warning}")
     logs, began = args.logs or new_folder(args.output_dir, "cluster"), time.monotonic()
     with cluster, control.served(cluster):
-        _show(_introduction(cluster, args, time.monotonic() - began))
+        say(_introduction(cluster, args, time.monotonic() - began))
         try:
             cluster.start(command, logs=logs)
             ends = cluster.wait(stop_at_failure=True)
         except KeyboardInterrupt:
             return _interrupted(cluster, logs)
         return _conclusion(cluster, ends, time.monotonic() - began, logs)
-
-
-def _show(text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)
 
 
 def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) -> str:
@@ -149,11 +141,11 @@ def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) ->
 
 
 def _interrupted(cluster: Cluster, logs: Path) -> int:
-    """Let the nodes print why they end; a second Ctrl-C does not wait for that."""
+    """Pass the interrupt on, and wait until the nodes have ended; a second Ctrl-C ends the wait."""
     with contextlib.suppress(KeyboardInterrupt, TimeoutError):
         cluster.send_signal(signal.SIGINT)
         cluster.wait(limit_seconds=_INTERRUPT_SECONDS)
-    _show(f"interrupted: every process of every node is ended; their output is in {logs}")
+    say(f"interrupted: every process of every node is ended; their output is in {logs}")
     return INTERRUPTED
 
 
@@ -161,13 +153,12 @@ def _conclusion(cluster: Cluster, ends: Sequence[End], seconds: float, logs: Pat
     """Report how the run ended, and return its exit status."""
     failed = {end.node: end.status for end in ends if end.status}
     if not failed:
-        _show(f"all nodes ended well after {seconds:.1f} s; their output: {logs}")
+        say(f"all nodes ended well after {seconds:.1f} s; their output: {logs}")
         return 0
     outputs = {node: cluster.output(node) for node in failed}
     culprit, message = find_root_failure(list(failed), failed, outputs, name="node")
     print(f"error: {message} (its output: {cluster.log(culprit, logs)})", file=sys.stderr)
-    status = failed[culprit]
-    return status if status > 0 else 128 - status
+    return shell_status(failed[culprit])
 
 
 def shell(args: argparse.Namespace) -> int:
@@ -178,10 +169,7 @@ def shell(args: argparse.Namespace) -> int:
             "a cluster on loopback has no nodes to enter: they are this machine's own processes"
         )
     if not args.flags:
-        console.print(
-            f"a shell in node {args.node} of the cluster of process {pid}; exit leaves it",
-            soft_wrap=True,
-        )
+        say(f"a shell in node {args.node} of the cluster of process {pid}; exit leaves it")
     command = args.flags or [os.environ.get("SHELL", "/bin/sh")]
     environment = node_environment(os.environ, nodes=cluster["nodes"], interface="eth0")
     return control.enter(cluster["host"], args.node, command, environment=environment)
@@ -192,12 +180,12 @@ def fault(args: argparse.Namespace) -> int:
     what = next(name for name in FAULTS if getattr(args, name))
     pid, _ = _find_node(args)
     control.ask(pid, node=args.node, what=what, rate=args.slow)
-    console.print(f"node {args.node}: {what}{f' {args.slow}' if args.slow else ''}", markup=False)
+    say(f"node {args.node}: {what}{f' {args.slow}' if args.slow else ''}")
     return 0
 
 
 def _find_node(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Return the process id of the chosen cluster, and what ``control.ask`` returns."""
+    """Return the process id of the chosen cluster, and its facts, see ``control.ask``."""
     pid = control.find(args.cluster)
     cluster = control.ask(pid)
     if not 0 <= args.node < cluster["nodes"]:

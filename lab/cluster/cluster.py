@@ -31,7 +31,7 @@ _PORT = 29500
 
 @dataclass(frozen=True)
 class End:
-    """How a node's program ended: status (minus the signal that killed it), and after how long."""
+    """How a node's program ended: its status, or minus a signal's number, and after how long."""
 
     node: int
     status: int
@@ -40,7 +40,7 @@ class End:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What has passed a node's link, see ``network.traffic``."""
+    """What a node has sent and received, see ``network.traffic``."""
 
     sent_bytes: int
     sent_packets: int
@@ -53,17 +53,17 @@ class Cluster:
 
     Parameters
     ----------
-    rate, latency : of each node's link, such as "200mbit" and "0.5ms"; None: no limit, no delay.
+    rate, latency : of each node's link, e.g. "200mbit" and "0.5ms"; None: no limit, no delay.
     logs : folder for ``node<r>.log``, unless ``start`` gets another.
     loopback : processes on 127.0.0.1, without namespaces: no link to shape, cut or slow down.
     fresh : start each Python program in a new interpreter. By default it is forked from a process
         that has imported torch.
     on_line : called in a thread with a node's number and each line that it writes.
 
-    ``warnings`` says what the kernel cannot do. ``latency_seconds`` is what each link adds; None if
-    the kernel cannot. ``host_pid`` is the first process in the cluster's namespaces, as seen from
+    ``warnings`` says what the kernel cannot do. ``latency_seconds`` is the delay that each link
+    adds; None if none. ``host_pid`` is the first process in the cluster's namespaces, as seen from
     outside.
-    Raises UserError if the machine allows no namespaces, with the setting to change.
+    Raises UserError, with the setting to change, if the machine allows no namespaces.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Cluster:
         self._channel.ask("send_signal", number)
 
     def traffic(self) -> dict[int, Traffic]:
-        """Return what has passed each node's link. Raises UserError on loopback."""
+        """Return what each node has sent and received. Raises UserError on loopback."""
         if self.loopback:
             raise UserError("a cluster on loopback has no links to read")
         rows = self._channel.ask("traffic", self.nodes)
@@ -227,7 +227,7 @@ class Cluster:
         stop_at_failure: bool = False,
         grace_seconds: float = 8.0,
     ) -> list[End]:
-        """Wait until nothing runs; return the ends since the last ``wait``, in their order.
+        """Wait until nothing runs; return the ends since the last ``wait``, the earliest first.
 
         stop_at_failure : after the first failure, give the other nodes ``grace_seconds`` to report
             why they end, too; then kill them.
@@ -249,7 +249,7 @@ class Cluster:
             if now > kill_at:
                 for node in list(self._running):
                     self.fault(node, "kill")
-                kill_at = math.inf  # what still runs is killed again after the same time
+                kill_at = math.inf  # set anew above: kills what still runs after the same time
             self._program_ended.wait(_POLL_SECONDS)
             self._program_ended.clear()
         ends, self._ends = self._ends, []

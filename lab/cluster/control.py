@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.utils.processes import shell_status
 from lab.cluster import network
 from lab.cluster.cluster import Cluster
 from lab.cluster.program import NOT_FOUND
@@ -32,7 +33,7 @@ def _name(pid: int | str) -> str:
 
 @contextlib.contextmanager
 def served(cluster: Cluster) -> Iterator[None]:
-    """Answer requests of this user's other terminals; on Linux only, which has such sockets."""
+    """Answer requests of this user's other terminals; Linux only, for its abstract sockets."""
     if sys.platform != "linux":
         yield
         return
@@ -59,7 +60,7 @@ def _serve(listener: socket.socket, cluster: Cluster) -> None:
 
 
 def _answer(cluster: Cluster, fault: Mapping[str, Any]) -> dict[str, Any]:
-    """Cause the fault, if there is one; return what other terminals need to know, or an error."""
+    """Cause the fault, if any; return facts about the cluster for other terminals, or an error."""
     try:
         if fault:
             cluster.fault(**fault)
@@ -69,9 +70,10 @@ def _answer(cluster: Cluster, fault: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find(pid: int | None) -> int:
-    """Return the process id of this user's only ``lab cluster run``, or ``pid`` if that is one.
+    """Return the process id of a ``lab cluster run`` of this user: ``pid``, or the only one.
 
-    Raises UserError if none runs, or several and ``pid`` is none of them.
+    Raises UserError if none runs, if ``pid`` is none of them, or if several run and ``pid`` is
+    None.
     """
     if sys.platform != "linux":
         raise UserError(
@@ -97,9 +99,10 @@ def find(pid: int | None) -> int:
 
 
 def ask(pid: int, **fault: Any) -> dict[str, Any]:
-    """Cause a fault (arguments of ``Cluster.fault``), or none; return nodes, loopback and host.
+    """Ask the ``lab cluster run`` with this process id for its nodes, loopback and host.
 
-    Raises UserError if the ``lab cluster run`` with this process id refuses or does not answer.
+    fault : arguments of ``Cluster.fault``, to cause a fault first; none: only ask.
+    Raises UserError if the cluster refuses or does not answer.
     """
     try:
         with socket.socket(socket.AF_UNIX) as connection:
@@ -140,5 +143,4 @@ def enter(host: int, node: int, command: Sequence[str], *, environment: Mapping[
     except OSError as error:
         print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
         return NOT_FOUND
-    status = process.wait()
-    return status if status >= 0 else 128 - status
+    return shell_status(process.wait())

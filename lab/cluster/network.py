@@ -34,7 +34,7 @@ def address(node: int) -> str:
 
 
 def namespace(node: int) -> str:
-    """Return the name of a node's network namespace, which is the node's host name, too."""
+    """Return the name of a node's network namespace and host."""
     return f"node{node}"
 
 
@@ -44,12 +44,12 @@ def namespace_file(node: int) -> Path:
 
 
 def namespace_id(node: int) -> str:
-    """Return what ``/proc/PID/ns/net`` links to for a process on this node, inside and outside."""
+    """Return the target of ``/proc/PID/ns/net`` of processes on this node, inside and outside."""
     return f"net:[{namespace_file(node).stat().st_ino}]"
 
 
 def pids_in(network_id: str, pids: Iterable[int]) -> list[int]:
-    """Return those of the processes that are in the network namespace with this id."""
+    """Return the processes that are in the network namespace with this id."""
     found = []
     for pid in pids:
         with contextlib.suppress(OSError):  # the process has just ended
@@ -71,8 +71,8 @@ def enter_namespace(path: Path) -> None:
 def build(nodes: int, link: Link) -> None:
     """Make the bridge, the namespaces and the links, and add the nodes' names to ``/etc/hosts``.
 
-    The caller must be in its own network and mount namespaces. The kernel removes everything with
-    the last process in them.
+    The caller must be in its own network and mount namespaces. The kernel removes everything when
+    the last process in them ends.
     """
     _run("mount", "-t", "tmpfs", "tmpfs", "/run")
     _ip(
@@ -105,9 +105,9 @@ def shape(node: int, link: Link) -> None:
     """Give a node's link this rate both ways, and this latency where the node sends.
 
     The kernel shapes only what a device sends: the node's end limits what the node sends, and the
-    bridge's end what it receives. Every packet passes one sender, so the latency counts once.
+    bridge's end what it receives. Every packet has one sender, so the latency counts once.
     """
-    # tbf hands over packets of up to 64 KB: with a smaller burst a third of the rate is lost.
+    # tbf passes packets of up to 64 KB: a smaller burst would lose a third of the rate.
     rate, burst = link.rate_bits, "256kb" if (link.rate_bits or 0) >= 500e6 else "128kb"
     limit = [] if rate is None else [f"tbf rate {rate:.0f}bit burst {burst} limit 2mb"]
     latency = link.latency_seconds
@@ -123,14 +123,14 @@ def shape(node: int, link: Link) -> None:
 
 
 def set_link(node: int, state: str) -> None:
-    """Turn a node's link "up" or "down" at the bridge: down, it loses packets and tells nobody."""
+    """Turn a node's link "up" or "down" at the bridge; when down, it drops packets silently."""
     _ip(f"link set {_bridge_end(node)} {state}")
 
 
 def traffic(nodes: int) -> list[list[int]]:
-    """Return for each node bytes and packets sent, then bytes and packets received.
+    """Return for each node [bytes sent, packets sent, bytes received, packets received].
 
-    Bytes include Ethernet headers. Packets are the kernel's, of up to 64 KB; a network card would
+    Bytes include Ethernet headers. The kernel's packets have up to 64 KB; a network card would
     cut them into frames.
     """
     links = {
@@ -153,7 +153,7 @@ def _bridge_end(node: int) -> str:
 
 
 def _ip(*lines: str, node: int | None = None) -> None:
-    """Run lines of ``ip`` commands, in a node's namespace where ``node`` is given."""
+    """Run lines of ``ip`` commands, in a node's namespace if ``node`` is given."""
     inside = [] if node is None else ["-netns", namespace(node)]
     _run("ip", *inside, "-batch", "-", stdin="\n".join(lines))
 

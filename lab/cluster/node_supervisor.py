@@ -34,8 +34,8 @@ _ERRORS = (RuntimeError, OSError, subprocess.TimeoutExpired)
 class _Program:
     """What runs on a node.
 
-    output : end of the pipe that the program writes to; closed when no process can write to it.
-    partial_line : what the program has written after its last whole line.
+    output : the pipe that the program writes to, here for reading; closed at its end.
+    partial_line : what the program has written since its last newline.
     """
 
     pid: int
@@ -49,6 +49,8 @@ class NodeSupervisor:
     A request is (number, name of a method, arguments), its answer (number, result or error).
     An event is (node, line that its program wrote) or (node, exit status of its program).
     """
+
+    traffic = staticmethod(network.traffic)
 
     def __init__(self) -> None:
         self._requests = Connection(os.dup(0))
@@ -108,10 +110,6 @@ class NodeSupervisor:
                 _send_signal(pid, signal.SIGKILL)
             self._reap()
 
-    def traffic(self, nodes: int) -> list[list[int]]:
-        """Return what has passed each link, see ``network.traffic``."""
-        return network.traffic(nodes)
-
     def send_signal(self, number: int) -> None:
         """Send a signal to each program's process group, as a terminal does for Ctrl-C."""
         for program in self._programs.values():
@@ -146,7 +144,7 @@ class NodeSupervisor:
         known: set[int] = set()
         while new := set(self._pids(node)) - known:
             known |= new
-            # The node's program first: it might see a killed child end, and then end by itself.
+            # The node's program first: otherwise it might see a child killed, and end by itself.
             for pid in sorted(new, key=lambda pid: program is None or pid != program.pid):
                 _send_signal(pid, number)
 
@@ -203,7 +201,7 @@ class NodeSupervisor:
             os._exit(NOT_FOUND)
 
     def _forward_output(self, node: int) -> None:
-        """Send what a node's program has written: its whole lines."""
+        """Send the whole lines that a node's program has written."""
         program = self._programs[node]
         while not program.output.closed and wait([program.output.fileno()], timeout=0):
             text = program.output.read(_READ_BYTES)
@@ -214,9 +212,9 @@ class NodeSupervisor:
                 program.output.close()
 
     def _reap(self) -> None:
-        """Collect every ended process, and report those that were a node's program.
+        """Reap every ended process, and report those that were a node's program.
 
-        The others are orphans, whose parent is now the first process of the namespaces.
+        The others are orphans that this process has adopted.
         """
         nodes = {program.pid: node for node, program in self._programs.items()}
         with contextlib.suppress(ChildProcessError):  # there is no child left
@@ -228,13 +226,13 @@ class NodeSupervisor:
     def _report_end(self, node: int, status: int) -> None:
         self._forward_output(node)
         program = self._programs.pop(node)
-        program.output.close()  # a process that the program has left behind may hold the other end
+        program.output.close()  # a process that the program left behind may still hold the pipe
         if program.partial_line:
             self._send(node, program.partial_line.decode(errors="replace"))
         self._send(node, status)
 
     def _send(self, node: int, event: str | int) -> None:
-        with contextlib.suppress(BrokenPipeError):  # lab has ended; so will ``serve``
+        with contextlib.suppress(BrokenPipeError):  # lab has ended; ``serve`` will end, too
             self._events.send((node, event))
 
 
@@ -244,7 +242,7 @@ def _send_signal(pid: int, number: int) -> None:
 
 
 def main() -> None:
-    """Serve until the process that has started this one closes the socket, or ends."""
+    """Serve until the parent process closes the socket or ends."""
     supervisor = NodeSupervisor()
     try:
         supervisor.serve()

@@ -54,14 +54,14 @@ class PythonProgram:
                 runpy.run_path(self.target, run_name="__main__")
         except BaseException as error:
             status = _report(error)
-        # An interpreter would also clear all modules, which takes seconds for memory that is shared
-        # since the fork. There is no public function that joins all threads.
-        threading._shutdown()  # type: ignore[attr-defined]
+        # An interpreter would also clear all modules, which takes seconds for memory shared since
+        # the fork. There is no public function that joins all threads.
+        threading._shutdown()  # type: ignore[attr-defined]  # private, so without a type
         end_process(status)
 
 
 def _report(error: BaseException) -> int:
-    """Print an error that ended the program as an interpreter does; return the exit status."""
+    """Print the error that ended the program, as an interpreter does; return the exit status."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF
@@ -90,8 +90,11 @@ def parse_python(command: Sequence[str]) -> PythonProgram | None:
 
 
 def _is_this_interpreter(word: str) -> bool:
-    """Compare folders, not resolved links: a virtual environment's python is often a link to an
-    interpreter without the environment's packages."""
+    """Return whether the word names the interpreter that runs this.
+
+    Compares folders, not resolved links: a virtual environment's python is often a link to an
+    interpreter without the environment's packages.
+    """
     return word in _INTERPRETERS or (
         os.path.basename(word).startswith("python")
         and os.path.dirname(os.path.abspath(word)) == os.path.dirname(sys.executable)
@@ -109,8 +112,8 @@ def preload_modules() -> None:
 def reset_forked_state(environment: Mapping[str, str], target: Path) -> None:
     """Set in a fork what a new interpreter takes from its environment or draws at random.
 
-    A target outside this repository must not find the repository's modules, since it may have
-    others with the same names.
+    A target outside this repository must not find the repository's modules: it may have its own
+    with the same names.
     """
     import numpy as np
     import torch

@@ -97,11 +97,11 @@ def add_compare(commands: argparse._SubParsersAction) -> None:
         commands,
         "compare",
         run=_compare,
+        passes_flags=True,
         help="train with each strategy on each number of nodes, in turns, and write "
         "reports/compare-<time>/ with tables, figures and report.html; what follows -- goes to "
         "every run",
     )
-    parser.set_defaults(passes_flags=True)
     for flag, options in COMPARE_FLAGS.items():
         parser.add_argument(flag, **options)
 

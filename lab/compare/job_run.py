@@ -22,6 +22,7 @@ from common.distributed.launch_env import LaunchSpec
 from common.distributed.spawn import run_local_ranks
 from common.errors import GroupError, UserError
 from common.utils.atomic_files import write_atomically
+from common.utils.processes import shell_status
 from lab.compare.cells import Run, node_command
 from lab.compare.job_plan import (
     code_of_runs,
@@ -166,7 +167,7 @@ def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> tuple[int, str]:
         if received and status != 0
         else ""
     )
-    return status if status >= 0 else 128 - status, why
+    return shell_status(status), why
 
 
 def _remove(path: Path) -> None:

@@ -3,15 +3,16 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-# A run can start; it can start, but may be slow, mislead or stop later; it would fail.
+# A run can start; a run can start, but may be slow, mislead or stop later; a run would fail.
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """The planned run. ``num_nodes`` is 0 if this machine is to be checked alone, without others.
+    """The planned run.
 
-    ``master_ip`` is "" if there is none; ``num_nodes`` is given with it only.
+    master_ip : "" if none is given. num_nodes : 0 to check this machine alone; else ``master_ip``
+    is given, too.
     """
 
     master_ip: str

@@ -14,9 +14,10 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
     parser = add_command(
         commands,
         "doctor",
-        run=_doctor,
+        run="lab.doctor.examination:main_doctor",
         help="before a run: versions, cores, dataset, disk, network, and with --master-ip "
-        "--num-nodes --rank on every node at once, each pair of nodes; status 1 where something would fail",
+        "--num-nodes --rank on every node at once, each pair of nodes; status 1 where something "
+        "would fail",
     )
     parser.add_argument("-M", "--master-ip", help="address of rank 0's node")
     parser.add_argument("--master-port", type=int, default=DEFAULT_MASTER_PORT, help="port there")
@@ -37,9 +38,3 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         "--timeout", type=float, default=60.0, help="seconds to wait for the other nodes"
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    from lab.doctor.examination import main_doctor
-
-    return main_doctor(args)

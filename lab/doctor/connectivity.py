@@ -1,4 +1,4 @@
-"""Connections between doctors: JSON messages, and a test whether each node reaches each other one.
+"""Connections between doctors: JSON messages, and a test whether every node reaches every other.
 
 A message is a JSON object on one line; every wait for one has a deadline (of ``time.monotonic``).
 Gloo and NCCL connect all nodes to each other, at ports that the system chooses, and so does the
@@ -33,7 +33,7 @@ def send(connection: socket.socket, message: Mapping[str, Any], *, deadline: flo
 
 
 def receive(connection: socket.socket, *, deadline: float) -> dict[str, Any]:
-    """Return the next message. The two ends take turns, so no other one follows it yet.
+    """Return the next message. The two ends take turns, so nothing follows it yet.
 
     Raises OSError if the other end closes, sends no JSON object (another program), or sends
     nothing; TimeoutError after the deadline.
@@ -81,8 +81,8 @@ def probe_ranks(
 ) -> list[tuple[int, str]]:
     """Connect to every other rank, several at once, each within ``limit_seconds``.
 
-    ``addresses`` holds rank, host and port of each node. Returns the ranks that were not reached,
-    in order, each with the reason.
+    addresses : rank, host and port of each node. Returns the ranks that were not reached, in
+    order, each with the reason.
     """
     others = sorted(address for address in addresses if address[0] != rank)
     with ThreadPoolExecutor(_AT_ONCE) as pool:

@@ -1,8 +1,8 @@
 """``lab doctor`` itself: run every check, then print the findings or give them as JSON.
 
-``request_of`` reads the flags, ``examine`` runs the checks, ``main_doctor`` prints. A new check is
-a function in one of the other files and an entry of CHECKS. Each check runs in a daemon thread and
-is abandoned after a time limit, so none can hang the command.
+``request_of`` reads the flags, ``examine`` runs the checks, ``main_doctor`` prints. To add a check,
+write a function in one of the other files and add it to CHECKS. Each check runs in a daemon thread
+and is abandoned after a time limit, so none can hang the command.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -113,23 +112,22 @@ def _connect_nodes(request: CheckRequest) -> list[CheckResult]:
 
 def _limited(name: str, ask: Callable[[], T], seconds: float) -> T | CheckResult:
     """Return what ``ask`` returns; if it takes too long or raises, a failure named ``name``."""
-    answer = in_thread(ask)
-    wait([answer], seconds)
-    if not answer.done():
+    try:
+        return in_thread(ask).result(seconds)
+    except TimeoutError:
         return CheckResult(
             name,
             FAILURE,
             f"no answer within {seconds:g} s",
             "look for a disk or a name server that hangs",
         )
-    if error := answer.exception():  # one broken check must not hide the others
+    except Exception as error:  # one broken check must not hide the others
         return CheckResult(
             name,
             FAILURE,
             f"could not be looked at ({type(error).__name__}: {error})",
             "tell the authors",
         )
-    return answer.result()
 
 
 def as_json(request: CheckRequest, results: Sequence[CheckResult]) -> dict[str, Any]:

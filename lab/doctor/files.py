@@ -20,7 +20,7 @@ _ROOM_FOR = 20
 
 
 def check_dataset(request: CheckRequest) -> CheckResult:
-    """Check that the dataset's files are there and whole."""
+    """Check that the dataset's files exist and are whole."""
     name, folder = request.dataset, request.data_dir
     if name == "digits":
         return CheckResult("dataset", OK, "digits come with scikit-learn")
@@ -55,9 +55,9 @@ def check_dataset(request: CheckRequest) -> CheckResult:
 
 @cache
 def dataset_state(name: str, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return which files of CIFAR are missing, and which are damaged: their MD5 is wrong.
+    """Return which files of CIFAR are missing, and which are damaged (their MD5 is wrong).
 
-    Imports torchvision, which knows the MD5.
+    Imports torchvision, which knows each file's MD5.
     """
     from torchvision.datasets import CIFAR10, CIFAR100
     from torchvision.datasets.utils import check_integrity
@@ -89,7 +89,7 @@ def _image_folder(folder: Path) -> CheckResult:
 
 
 def dataset_fact(request: CheckRequest) -> str:
-    """Return a short description of the dataset, the same on two nodes that have the same files."""
+    """Return a short description of the dataset, equal on nodes that have the same files."""
     if request.dataset == "digits":
         return "digits"
     if request.dataset == "folder":
@@ -124,7 +124,7 @@ def check_disk(
         f"{free / 1e9:.1f} GB free in {there}; "
         f"a checkpoint of VGG-11 takes {_CHECKPOINT_BYTES / 1e6:.0f} MB"
     )
-    if free < 2 * _CHECKPOINT_BYTES:  # the new one is whole before an old one goes
+    if free < 2 * _CHECKPOINT_BYTES:  # an old one is deleted only after the new one is written
         return CheckResult("disk", FAILURE, text, "make room, or give --output-dir on another disk")
     if free < _ROOM_FOR * _CHECKPOINT_BYTES:
         return CheckResult(

@@ -59,7 +59,7 @@ def check_python(_request: CheckRequest) -> CheckResult:
 
 
 def check_system(_request: CheckRequest) -> CheckResult | None:
-    """Report what this system lacks; None on Linux."""
+    """Report what this system lacks; None if nothing, as on Linux."""
     missing = " ".join(missing_features())
     if not missing:
         return None
@@ -69,7 +69,7 @@ def check_system(_request: CheckRequest) -> CheckResult | None:
 
 
 def check_torch(_request: CheckRequest) -> CheckResult:
-    """Check that torch and torchvision are there and match."""
+    """Check that torch and torchvision are installed and match."""
     versions = {name: package_version(name) for name in ("torch", "torchvision")}
     text = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     facts = torch_facts()
@@ -98,7 +98,7 @@ def check_torch(_request: CheckRequest) -> CheckResult:
 
 
 def check_gpus(_request: CheckRequest) -> CheckResult:
-    """Report what torch can compute on."""
+    """Report on which devices torch can compute."""
     facts = torch_facts()
     if facts.error is not None:
         return CheckResult(
@@ -152,7 +152,7 @@ def check_cores(request: CheckRequest) -> CheckResult:
 
 
 def check_memory(_request: CheckRequest) -> CheckResult:
-    """Check that there is free memory, and shared memory, of which containers have little."""
+    """Check that there is enough free memory, and shared memory: containers often have little."""
     free = psutil.virtual_memory().available
     text = f"{free / 1e9:.1f} GB free"
     if free < _LEAST_MEMORY:
@@ -176,7 +176,7 @@ def check_memory(_request: CheckRequest) -> CheckResult:
 
 
 def check_open_files(request: CheckRequest) -> CheckResult:
-    """Check how many files a process may hold: Gloo needs a few sockets for each other rank."""
+    """Check how many files a process may open: Gloo needs a few sockets for each other rank."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _FILES_BESIDE + _FILES_A_NODE * (request.num_nodes or 1)
     if limit != resource.RLIM_INFINITY and limit < needed:

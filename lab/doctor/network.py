@@ -1,6 +1,6 @@
 """Checks of this node's side of the network: the route to the master, the host's name, the port.
 
-What needs the other nodes is in node_exchange.py.
+node_exchange.py has the checks that need the other nodes.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def _own_addresses() -> list[str]:
 
 
 def check_interface(request: CheckRequest) -> CheckResult | None:
-    """Check the interface that routes to the master, which is the one that the parts choose."""
+    """Check the interface that routes to the master: the parts choose that one."""
     if not request.master_ip:
         return None
     try:
@@ -110,7 +110,7 @@ def check_host_name(
 
 
 def check_port(request: CheckRequest) -> CheckResult | None:
-    """Check on rank 0's node that the port is free, else find out who holds it."""
+    """Check on rank 0's node that the port is free; if not, name the process that holds it."""
     if request.rank != 0 or (request.master_ip and not is_own(request.master_ip)):
         return None
     port = request.master_port
@@ -131,7 +131,7 @@ def check_port(request: CheckRequest) -> CheckResult | None:
 
 
 def _holder(port: int) -> str:
-    """Return which process listens on a port, by name and id, if this user may know."""
+    """Return the name and id of the process that listens on a port, if this user may know."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections(kind="tcp"):
             if (

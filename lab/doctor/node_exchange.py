@@ -33,8 +33,8 @@ _ROUND_TRIPS = 8
 class NodeReport:
     """What one node reports about itself. The field names are keys of the messages between nodes.
 
-    address, port : where it answers probes. facts : plain values by name. clock : how far its
-    clock is ahead of rank 0's and the uncertainty of that, in seconds; None for rank 0.
+    address, port : where it answers probes. facts : plain values by name.
+    clock : how far its clock is ahead of rank 0's, and the uncertainty, in seconds; None on rank 0.
     unreached : the ranks that this node did not reach, each with the reason.
     """
 
@@ -57,10 +57,10 @@ def connect_nodes(
 ) -> tuple[dict[int, NodeReport], list[str]]:
     """Connect to the other nodes' doctors.
 
-    Returns the report of each node that connected, by rank (none if this node reached no other
-    one), and what went wrong, in words.
+    Returns the report of each node that connected, by rank (empty if this node reached no other),
+    and the problems, in words.
 
-    Waits for the others until the request's timeout; the whole takes at most twice that and some
+    Waits for the others until the request's timeout; in all it takes at most twice that and about
     20 s. ``open_listener`` opens the socket that the others connect to. Raises OSError on rank 0
     if the master's port is taken, and on every rank if there is no route to the master.
     """
@@ -88,7 +88,7 @@ def _collect_nodes(
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("", request.master_port)))
         while len(nodes) < request.num_nodes and time.monotonic() < deadline:
-            # Another program, or a node that has gone: it counts as missing.
+            # An error means another program, or a node that has gone: the node counts as missing.
             with contextlib.suppress(OSError, KeyError, TypeError):
                 listener.settimeout(seconds_until(deadline))
                 connection = stack.enter_context(listener.accept()[0])
@@ -124,7 +124,7 @@ def _collect_nodes(
 def _refusal(
     node: NodeReport, num_nodes: int, request: CheckRequest, nodes: Mapping[int, NodeReport]
 ) -> str:
-    """Return why rank 0 refuses the node; "" if it takes it in."""
+    """Return why rank 0 refuses the node; "" if it accepts it."""
     if num_nodes != request.num_nodes:
         return (
             f"rank {node.rank} was started with --num-nodes {num_nodes}, "
@@ -192,8 +192,8 @@ def _report_to(
 ) -> tuple[dict[int, NodeReport], list[str]]:
     """Exchange reports with rank 0.
 
-    Raises LookupError, TypeError or ValueError for messages of another form, OSError if it breaks
-    off.
+    Raises LookupError, TypeError or ValueError for messages of another form, OSError if the
+    connection breaks.
     """
     soon = time.monotonic() + request.timeout_seconds + _GRACE_SECONDS
     send(master, {"num_nodes": request.num_nodes, "node": asdict(report)}, deadline=soon)
@@ -209,7 +209,10 @@ def _report_to(
 
 
 def _measure_clock(master: socket.socket, clock: Callable[[], float]) -> tuple[float, float]:
-    """Return how far this clock is ahead of rank 0's, and half of the fastest round trip, in s."""
+    """Return how far this clock is ahead of rank 0's, and its uncertainty, in seconds.
+
+    The uncertainty is half of the fastest round trip.
+    """
     deadline = time.monotonic() + _GRACE_SECONDS
     measured = []
     for _ in range(_ROUND_TRIPS):

@@ -1,7 +1,7 @@
-"""What the nodes' exchange shows: missing nodes, pairs that cannot connect, and what differs.
+"""Results of the nodes' exchange: missing nodes, pairs that cannot connect, and differences.
 
-``own_facts`` is what a node sends to the others; ``results_of`` turns what ``connect_nodes``
-returns into results, the same ones on every node.
+``own_facts`` returns what a node sends to the others. ``results_of`` turns what ``connect_nodes``
+returns into results, the same on every node.
 """
 
 import platform
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.utils.environment import git, package_version
+from common.utils.ranks import ranks_by_value
 from common.utils.system import usable_cores
 from lab.doctor.check_result import FAILURE, OK, WARNING, CheckRequest, CheckResult
 from lab.doctor.files import code_digest, dataset_fact
@@ -38,7 +39,7 @@ def own_facts(request: CheckRequest) -> dict[str, Any]:
 def results_of(
     request: CheckRequest, nodes_by_rank: Mapping[int, NodeReport], problems: Sequence[str]
 ) -> list[CheckResult]:
-    """Return what ``connect_nodes`` showed: its nodes by rank, and its problems."""
+    """Return the results of the checks between nodes, from what ``connect_nodes`` returned."""
     attendance = _attendance(request, nodes_by_rank, problems)
     nodes = [nodes_by_rank[rank] for rank in sorted(nodes_by_rank)]
     if len(nodes) < 2:
@@ -73,7 +74,7 @@ def _attendance(
 
 
 def _remedy_if_alone(request: CheckRequest, problem: str) -> str:
-    """Return what to do on a node that reached no other one, or that rank 0 refused."""
+    """Return what to do on a node that reached no other node, or that rank 0 refused."""
     if "started twice" in problem or "--num-nodes" in problem:
         return "give every node the same --num-nodes and a --rank of its own"
     if "connection refused" in problem:
@@ -208,11 +209,13 @@ def _backend(nodes: Sequence[NodeReport]) -> CheckResult:
 
 def _cores(nodes: Sequence[NodeReport]) -> CheckResult:
     """Compare the ranks that share a machine with its cores, from their facts."""
-    crowded = []
-    for host, ranks in Counter(node.host for node in nodes).items():
-        cores = min(node.facts.get("cores", ranks) for node in nodes if node.host == host)
-        if ranks > cores:
-            crowded.append(f"{host} has {ranks} ranks and {cores} cores")
+    by_host = Counter(node.host for node in nodes).items()
+    crowded = [
+        f"{host} has {ranks} ranks and {cores} cores"
+        for host, ranks in by_host
+        for cores in [min(one.facts.get("cores", ranks) for one in nodes if one.host == host)]
+        if ranks > cores
+    ]
     if not crowded:
         return CheckResult("cores", OK, "no more ranks than cores on any machine")
     return CheckResult(
@@ -225,10 +228,7 @@ def _cores(nodes: Sequence[NodeReport]) -> CheckResult:
 
 def _by_value(nodes: Sequence[NodeReport], name: str) -> Mapping[str, list[int]]:
     """Return which ranks have each value of a fact."""
-    ranks: dict[str, list[int]] = {}
-    for node in nodes:
-        ranks.setdefault(str(node.facts.get(name)), []).append(node.rank)
-    return ranks
+    return ranks_by_value({node.rank: node.facts.get(name) for node in nodes})
 
 
 def _values_text(values: Mapping[str, list[int]]) -> str:

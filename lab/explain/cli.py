@@ -10,16 +10,10 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
     parser = add_command(
         commands,
         "explain",
-        run=_explain,
+        run="lab.explain.output:main_explain",
         help="after a failure: the known errors in the output of one or several ranks, the likely "
         "cause first, with what to do",
     )
     parser.add_argument(
         "logs", nargs="+", metavar="LOG", help="outputs of ranks, read as one; - is standard input"
     )
-
-
-def _explain(args: argparse.Namespace) -> int:
-    from lab.explain.output import main_explain
-
-    return main_explain(args)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from common.errors import UserError
 
-# In printed order: what began it, what followed, what other ranks print about it, no errors.
+# In printed order: what began a failure, what followed, what other ranks print about it, and
+# what is no error.
 KINDS = ("cause", "symptom", "echo", "note")
 OWN = "own_exception"
 _TABLE = Path(__file__).with_name("known_errors.toml")
@@ -85,10 +86,11 @@ def known_errors() -> tuple[KnownError, ...]:
 
 
 def explain(lines: Sequence[LogLine]) -> list[Found]:
-    """Return the known errors that the lines show, sorted by kind (see KINDS), then by line.
+    """Return the known errors in the lines, sorted by kind (see KINDS), then by line.
 
-    An exception that the table does not know is a cause named ``own_exception`` if other ranks
-    echo it, and a note if nothing else is known. Logs of several ranks may follow one another.
+    An exception that the table does not know becomes a cause named ``own_exception`` if other
+    ranks echo it, or a note if no other error is found. ``lines`` may join the logs of several
+    ranks.
     """
     shown: dict[KnownError, list[LogLine]] = {}
     own: list[LogLine] = []
@@ -107,7 +109,7 @@ def explain(lines: Sequence[LogLine]) -> list[Found]:
         if _CHAINED.search(text):
             chained = True
         elif not known and _EXCEPTION.match(text) and not _WRAPPERS.search(text):
-            if chained:  # one failure: the last exception of a chain stands for it
+            if chained:  # a chain is one failure: keep only its last exception
                 del own[-1:]
             own.append(line)
             chained = False

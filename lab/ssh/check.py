@@ -26,7 +26,7 @@ def doctor_passes(
 ) -> bool:
     """Run ``lab doctor`` on all hosts; return whether none of them found a failure.
 
-    Shows what it prints on rank 0, and of each other host the failures that rank 0 does not have.
+    Shows all that it prints on rank 0. Of the other hosts it shows failures that rank 0 lacks.
     """
     connections.on_line = lambda node, line: prefixed(node, line) if node == 0 else None
     address = ["--master-ip", master, "--master-port", str(commands.master_port)]
@@ -40,8 +40,7 @@ def doctor_passes(
         )
     connections.wait(lambda: not connections.running, limit_seconds=_LIMIT_SECONDS)
     _show_others(connections, prefixed)
-    failed = [str(one.host) for one in connections.by_rank if one.status or one.running]
-    connections.ended.clear()
+    failed = [str(host) for host in connections.hosts if _failed(connections, host.rank)]
     if failed:
         print(
             f"error: lab doctor found failures on {first_of(failed, _MOST_HOSTS)}: nothing was "
@@ -52,16 +51,20 @@ def doctor_passes(
 
 
 def _show_others(connections: HostConnections, prefixed: PrefixedOutput) -> None:
-    """Show the other hosts' failures that rank 0 does not have: most are the same on all nodes."""
+    """Show the other hosts' failures that rank 0 lacks: most are the same on all nodes."""
     known, shown_hosts = set(_failures(connections.by_rank[0].lines)), 0
     for connection in connections.by_rank[1:]:
         failures = _failures(connection.lines)
         own = [line for line in failures if line not in known]
-        if not failures and (connection.status or connection.running):  # the doctor itself failed
+        if not failures and _failed(connections, connection.host.rank):  # the doctor itself failed
             own = list(connection.lines)[-1:] or ["lab doctor ended without a word"]
         shown_hosts += bool(own)
         for line in own if shown_hosts <= _MOST_HOSTS else []:
             prefixed.show(connection.host.rank, line)
+
+
+def _failed(connections: HostConnections, node: int) -> bool:
+    return connections.ended.get(node) != 0  # None: it still runs
 
 
 def _failures(lines: Collection[str]) -> list[str]:

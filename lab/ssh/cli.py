@@ -1,4 +1,4 @@
-"""The flags of ``lab launch`` and ``lab collect``; each imports the rest when it is called."""
+"""The flags of ``lab launch`` and ``lab collect``."""
 
 import argparse
 from pathlib import Path
@@ -8,13 +8,8 @@ from common.utils.paths import REPORTS
 from lab.flags import add_command
 
 
-def add_flags(commands: argparse._SubParsersAction) -> None:
-    """Add ``launch`` and ``collect`` to the subcommands of ``lab``."""
-    _add_launch(commands)
-    _add_collect(commands)
-
-
-def _add_launch(commands: argparse._SubParsersAction) -> None:
+def add_launch(commands: argparse._SubParsersAction) -> None:
+    """Add ``lab launch``."""
     parser = add_command(
         commands,
         "launch",
@@ -44,7 +39,8 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--output-dir", type=Path, default=REPORTS, help="receives launch-<time>/")
 
 
-def _add_collect(commands: argparse._SubParsersAction) -> None:
+def add_collect(commands: argparse._SubParsersAction) -> None:
+    """Add ``lab collect``."""
     parser = add_command(
         commands,
         "collect",

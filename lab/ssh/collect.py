@@ -1,8 +1,8 @@
 """``lab collect``: copy the run folders of several hosts into one folder here.
 
-A run's folder has one name on all hosts. Rank 0's is copied whole; of the others come the files
-that it lacks, above all logs. A file that is here already is never replaced by a different one,
-except by one that has grown since (a run that was collected while it ran).
+A run's folder has the same name on all hosts. Rank 0's is copied whole; the other hosts add the
+files that it lacks, above all logs. A file that is here already is never replaced by a different
+one, unless it has only grown since (a run that was collected while it ran).
 """
 
 import argparse
@@ -15,11 +15,12 @@ from typing import Any
 
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
+from lab.processes.prefixed_output import say
 from lab.ssh.connections import HostConnections
 from lab.ssh.hosts import Host, SSHOptions, first_of, parse_hosts
 from lab.ssh.launch import read_ssh_options
 from lab.ssh.probe import refuse, unreached_hosts
-from lab.ssh.record import read_launch, say
+from lab.ssh.record import read_launch
 
 _ANSWER_SECONDS = 600.0
 _MOST_NAMED = 8
@@ -29,7 +30,7 @@ _MOST_NAMED = 8
 class CollectRequest:
     """Which hosts are asked for which runs.
 
-    clocks : of each host at the launch; its runs since then count. Zeros where runs are named.
+    clocks : the time of each host's clock at the launch; its runs since then are copied.
     folders, reports : the project on each host, and the folder of runs in it.
     names : of runs or experiments; none: all runs of the launch.
     """
@@ -44,23 +45,23 @@ class CollectRequest:
 
 @dataclass
 class Outcome:
-    """How many files were written, and were here already; which are kept because they differ.
+    """What became of the files.
 
-    runs : the nodes that have each run. unreached : why a host was not reached.
+    written, same : the number of files that were copied, and that were here already.
+    kept : different files here, which were left alone. runs : the nodes that have each run.
     """
 
     written: int = 0
     same: int = 0
     kept: list[Path] = field(default_factory=list)
     runs: dict[str, list[int]] = field(default_factory=dict)
-    unreached: Mapping[Host, str] = field(default_factory=dict)
 
 
 def collect(args: argparse.Namespace) -> int:
     """Copy the runs here and print where they are.
 
-    Returns 1 where a host was not reached or a different file here was left alone, else 0.
-    UserError where no host is reached or has any of the runs.
+    Returns 1 if a host was not reached or a different file here was left alone, else 0.
+    UserError if no host is reached, or none has any of the runs.
     """
     request = _collect_request(args)
     with HostConnections(request.hosts, request.options) as connections:
@@ -69,10 +70,9 @@ def collect(args: argparse.Namespace) -> int:
             refuse(
                 unreached, of=len(connections.hosts), what="cannot be reached; nothing was brought"
             )
-        outcome = Outcome(unreached=unreached)
         listings = _listings(connections, request, args.checkpoints, leave_out=unreached)
-        _copy_runs(connections, listings, args.output_dir, outcome)
-    return _report(request, outcome, args.output_dir)
+        outcome = _copy_runs(connections, listings, args.output_dir)
+    return _report(request, outcome, unreached, args.output_dir)
 
 
 def _collect_request(args: argparse.Namespace) -> CollectRequest:
@@ -135,7 +135,7 @@ def _listings(
 ) -> dict[int, Mapping[str, Any]]:
     """Return the runs of each host that is reached, by node.
 
-    UserError where a host does not answer, and where none has any of the runs.
+    UserError if a host does not answer, or if none has any of the runs.
     """
     listings = {}
     for host, folder, clock in zip(request.hosts, request.folders, request.clocks, strict=True):
@@ -172,9 +172,9 @@ def _copy_runs(
     connections: HostConnections,
     listings: Mapping[int, Mapping[str, Any]],
     output_dir: Path,
-    outcome: Outcome,
-) -> None:
+) -> Outcome:
     """Copy each file from the first host that lists it, unless the same file is here already."""
+    outcome = Outcome()
     found: set[str] = set()
     for node, listing in listings.items():
         for run, files in listing["runs"].items():
@@ -188,16 +188,17 @@ def _copy_runs(
                 else:
                     _write(here, _fetch(connections, node, listing["reports"], path, size), outcome)
             found |= new.keys()
+    return outcome
 
 
 def _is_safe(path: str) -> bool:
-    """Whether a path that a host has named stays within the folder that receives it."""
+    """Whether a path that a host names stays within the folder that receives it."""
     parts = PurePosixPath(path).parts
     return not path.startswith("/") and ".." not in parts and len(parts) >= 3
 
 
 def _fetch(connections: HostConnections, node: int, reports: str, path: str, size: int) -> bytes:
-    """Return a file of one host. UserError where it does not come whole."""
+    """Return a file of one host. UserError if it does not arrive whole."""
     content = b""
     while len(content) < size:
         answer = connections.ask(
@@ -225,8 +226,10 @@ def _write(path: Path, content: bytes, outcome: Outcome) -> None:
     outcome.written += 1
 
 
-def _report(request: CollectRequest, outcome: Outcome, output_dir: Path) -> int:
-    """Print what has become of the files; return the exit status."""
+def _report(
+    request: CollectRequest, outcome: Outcome, unreached: Mapping[Host, str], output_dir: Path
+) -> int:
+    """Print what became of the files; return the exit status."""
     for run, nodes in sorted(outcome.runs.items()):
         hosts = first_of([request.hosts[node].name for node in nodes], _MOST_NAMED)
         say(f"{output_dir / run}: from {hosts}")
@@ -240,6 +243,6 @@ def _report(request: CollectRequest, outcome: Outcome, output_dir: Path) -> int:
             f"({len(outcome.kept)}): {files}{more}; give another --output-dir to have those of the "
             "hosts"
         )
-    for host, why in list(outcome.unreached.items())[:_MOST_NAMED]:
+    for host, why in list(unreached.items())[:_MOST_NAMED]:
         say(f"warning: nothing came from {host}: {why}")
-    return 1 if outcome.kept or outcome.unreached else 0
+    return 1 if outcome.kept or unreached else 0

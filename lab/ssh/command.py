@@ -39,8 +39,8 @@ _EXAMPLE = "lab launch --hosts node0,node1 -- python PartTwo/main.py --sync all_
 class NodeCommands:
     """One command, and how each node learns its rank from it.
 
-    kind : "part" (the part's flags are appended), "torchrun" (its flags that are absent are
-    inserted), "filled" (placeholders), "plain" (not at all).
+    kind : "part" appends the part's flags, "torchrun" inserts the flags of torchrun that are
+    absent, "filled" replaces placeholders, "plain" tells the node nothing.
     part : name of the part that it runs. script : the part's file, as given.
     """
 
@@ -55,7 +55,7 @@ class NodeCommands:
     def of(cls, words: Sequence[str], *, nodes: int, port: int | None) -> "NodeCommands":
         """Read a command for ``nodes`` hosts.
 
-        UserError where it sets a rank itself, or cannot run on so many.
+        UserError if it sets a rank itself, or cannot run on that number of hosts.
         """
         if not words:
             raise UserError(f"no command: give it behind --, for example {_EXAMPLE}")
@@ -79,20 +79,15 @@ class NodeCommands:
         return cls(tuple(words), nodes, kind, part, script, port)
 
     @property
-    def needs_master(self) -> bool:
-        """Whether the nodes' processes join a group at a master's address."""
-        return self.kind != "plain"
-
-    @property
     def master_port(self) -> int:
-        """The port that rank 0 waits at."""
+        """The port at which rank 0 waits."""
         own = self.value("--master-port") or ""
         return self.port or (int(own) if own.isdecimal() else DEFAULT_MASTER_PORT)
 
     def fill(self, *, master: str, rank: int, python: str) -> list[str]:
         """Return the command of one host.
 
-        python : the host's interpreter, which stands for the word python.
+        python : the host's interpreter, which replaces the word python.
         """
         words = [python, *self.words[1:]] if self.words[0] in _PYTHON else list(self.words)
         if self.kind == "part":
@@ -115,12 +110,12 @@ class NodeCommands:
         return fill_in(words, master=master, nodes=self.nodes, rank=rank, port=self.master_port)
 
     def value(self, flag: str) -> str | None:
-        """Return what the command gives for a flag of the parts; None where it does not."""
+        """Return the command's value of a flag of the parts; None if it gives none."""
         return _flags(self.words).get(flag)
 
 
 def _launcher_words(words: Sequence[str]) -> int:
-    """Return how many words at the beginning start torchrun; 0 where they start something else."""
+    """Return how many words at the beginning start torchrun; 0 if they start something else."""
     program = words[0].rpartition("/")[2]
     if program == "torchrun":
         return 1
@@ -129,9 +124,9 @@ def _launcher_words(words: Sequence[str]) -> int:
 
 
 def _flags(words: Sequence[str]) -> dict[str, str | None]:
-    """Return the value of each flag, written with dashes; of several the last one counts.
+    """Return the value of each flag, by its name with dashes; of repeated flags the last counts.
 
-    The value of a flag that takes none is the word after it, None at the end.
+    A flag that takes no value gets the word after it, or None at the end.
     """
     flags = {}
     for word, following in itertools.zip_longest(words, words[1:]):

@@ -17,18 +17,19 @@ from common.utils.processes import kill_on_parent_exit
 from lab.ssh.hosts import Host, SSHOptions, ssh_command
 
 LOST = 255
-"""The status of a host whose connection broke; ssh's own exit status then."""
+"""The status of a host whose connection broke, as ssh itself reports it."""
 
 _KEPT_LINES = 1000
 
 
 @dataclass
 class HostConnection:
-    """One host.
+    """The connection to one host.
 
-    errors : the file that receives what ssh and the login shell print. ready : the remote agent has
-    answered. closed : nothing more will come. running : a command is; status : how the last one
-    ended. heard : when the last message arrived.
+    errors : the file that receives what ssh and the login shell print.
+    ready : whether the remote agent has answered. closed : whether the connection has ended.
+    heard : when the host last sent something.
+    lines : the last lines that its command wrote. answers : the last answer to each request.
     """
 
     host: Host
@@ -38,19 +39,17 @@ class HostConnection:
     errors: IO[bytes]
     ready: bool = False
     closed: bool = False
-    running: bool = False
-    status: int | None = None
     heard: float = field(default_factory=time.monotonic)
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     answers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, host: Host, options: SSHOptions, program: bytes) -> "HostConnection":
-        """Start ``ssh`` and send it ``program``. UserError where there is no ssh."""
+        """Start ``ssh`` and send it ``program``. UserError if there is no ssh."""
         errors = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - HostConnections closes it
         try:
-            # In its own session: Ctrl-C at the terminal goes to lab alone, which lets the hosts
-            # end by themselves.
+            # In its own session: Ctrl-C at the terminal reaches only lab, which then ends the
+            # hosts in order.
             ssh = subprocess.Popen(
                 ssh_command(host, options),
                 stdin=subprocess.PIPE,
@@ -90,7 +89,7 @@ class HostConnection:
         return [line.strip() for line in lines if line.strip()]
 
     def end_input(self) -> None:
-        """Close the remote agent's input, whereupon it ends everything."""
+        """Close the remote agent's input, so that it ends everything."""
         with contextlib.suppress(OSError):
             self.stdin.close()
 

@@ -2,8 +2,8 @@
 
 Order: ``HostConnections(...)`` as a context manager, ``ask`` the hosts, ``start`` a command on
 each, ``wait``; perhaps ``signal`` or ``kill`` meanwhile. A thread for each host reads, and one
-sends heartbeats to all: without them the hosts end by themselves. So neither a slow terminal nor a
-busy caller loses a host.
+sends heartbeats to all: without them the hosts end by themselves. So no host is lost to a slow
+terminal or a busy caller.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lab.ssh.connection import LOST, HostConnection
@@ -24,21 +25,24 @@ _TURN_SECONDS = 20.0
 _POLL_SECONDS = 0.2
 _LEAVE_SECONDS = 15.0
 _ERRORS_SECONDS = 2.0
+_READ_BYTES = 1 << 13
 
 
 class HostConnections:
     """The hosts of a launch.
 
     ``on_line`` is called with a node's number and a line that its command wrote. ``by_rank`` holds
-    the connections in the order of the hosts, ``ended`` the nodes in the order in which their
-    commands ended. A connection without a sign of life for ``silence_seconds`` counts as broken.
+    the connections in the order of the hosts. ``running`` holds the nodes whose command runs,
+    ``ended`` the status of each whose command has ended, in the order of the ends. A connection
+    counts as broken if nothing arrives on it for ``silence_seconds``.
     """
 
     def __init__(self, hosts: Sequence[Host], options: SSHOptions) -> None:
         self.hosts, self.silence_seconds = hosts, options.silence_seconds
         self.on_line: Callable[[int, str], object] = lambda node, line: None
         self.by_rank: list[HostConnection] = []
-        self.ended: list[int] = []
+        self.running: set[int] = set()
+        self.ended: dict[int, int] = {}
         self._options = options
         self._changed, self._closing = threading.Event(), threading.Event()
         self._token = secrets.token_hex(16)
@@ -79,7 +83,7 @@ class HostConnections:
     ) -> dict[int, Mapping[str, Any]]:
         """Ask several hosts the same at once.
 
-        Returns by node {"result": …} or {"error": why}, the latter also where no answer came.
+        Returns by node {"result": …} or {"error": why}, an error also if no answer came.
         """
         asked = [self.by_rank[node] for node in nodes]
         for connection in asked:
@@ -102,31 +106,27 @@ class HostConnections:
     ) -> None:
         """Start a command on a host and return at once.
 
-        environment : counts where the host has no value of its own.
+        environment : variables for the command; the host's own values win.
         """
         connection = self.by_rank[node]
         connection.lines.clear()
-        connection.running, connection.status = True, None
+        self.ended.pop(node, None)
+        self.running.add(node)
         connection.send(
             do="start", command=list(command), environment=dict(environment), folder=folder
         )
         if connection.closed:
-            self._note_end(connection, LOST)
+            self._note_end(node, LOST)
 
     def signal(self, number: int) -> None:
         """Send a signal to the commands that still run, as a terminal does."""
-        for node in self.running:
+        for node in self.running.copy():
             self.by_rank[node].send(do="signal", number=number)
 
     def kill(self) -> None:
         """Kill all processes of the commands that still run, and end their hosts' agents."""
-        for node in self.running:
+        for node in self.running.copy():
             self.by_rank[node].end_input()
-
-    @property
-    def running(self) -> list[int]:
-        """The nodes whose command still runs."""
-        return [connection.host.rank for connection in self.by_rank if connection.running]
 
     def wait(self, condition: Callable[[], bool], *, limit_seconds: float = math.inf) -> bool:
         """Wait until ``condition``, checked after every message, holds; return whether it does."""
@@ -152,35 +152,41 @@ class HostConnections:
 
     def _read(self, connection: HostConnection) -> None:
         """In a thread for each host: handle what arrives, until the connection is closed."""
+        line = bytearray()
         with connection.stdout:
-            for line in connection.stdout:
+            # In pieces: while a long message arrives over a slow line, each is a sign of life.
+            for piece in iter(partial(connection.stdout.readline, _READ_BYTES), b""):
                 # While a stopped terminal blocks this thread, silence says nothing about the host.
                 connection.heard = math.inf
-                _, token, message = line.partition(self._token.encode())
-                if token and line.endswith(b"\n"):
-                    self._handle(connection, json.loads(message))
-                elif not connection.ready:
-                    connection.errors.write(line)  # of the login shell
+                line += piece
+                if piece.endswith(b"\n"):
+                    self._handle(connection, bytes(line))
+                    line.clear()
                 connection.heard = time.monotonic()
-                self._changed.set()
+        self._handle(connection, bytes(line))  # the last line may have no newline
         with contextlib.suppress(subprocess.TimeoutExpired):
             connection.ssh.wait(_ERRORS_SECONDS)  # until then it may write errors
         connection.closed = True
-        if connection.running:
-            self._note_end(connection, LOST)
+        if connection.host.rank in self.running:
+            self._note_end(connection.host.rank, LOST)
         self._changed.set()
 
-    def _handle(self, connection: HostConnection, message: Mapping[str, Any]) -> None:
+    def _handle(self, connection: HostConnection, line: bytes) -> None:
+        """Handle a message of the remote agent, or a line of the login shell."""
+        _, token, text = line.partition(self._token.encode())
+        message = json.loads(text) if token and line.endswith(b"\n") else {}
         if "line" in message:
             connection.lines.append(message["line"])
             self.on_line(connection.host.rank, message["line"])
         elif "ended" in message:
-            self._note_end(connection, message["ended"])
-        else:
+            self._note_end(connection.host.rank, message["ended"])
+        elif "answer" in message:
             connection.ready = True  # its first message is an answer
             connection.answers[message["answer"]] = message
+        elif not connection.ready:
+            connection.errors.write(line)
+        self._changed.set()
 
-    def _note_end(self, connection: HostConnection, status: int) -> None:
-        connection.status = status
-        self.ended.append(connection.host.rank)
-        connection.running = False  # last: then the main thread reads the others
+    def _note_end(self, node: int, status: int) -> None:
+        self.ended[node] = status
+        self.running.discard(node)  # last: then the main thread reads the status

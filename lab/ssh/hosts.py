@@ -15,9 +15,8 @@ from common.errors import UserError
 
 CONNECT_SECONDS = 10
 _REMOTE = ("remote_handlers.py", "remote_agent.py")
-# Reads the program, whose length is in the first line, and not a byte more: what follows is for the
-# program itself. It has double quotes only and no newline, so that every login shell passes it on
-# unchanged.
+# Reads the length of the program in the first line, then the program and not a byte more: what
+# follows is its input. Has only double quotes and no newline, so that no login shell changes it.
 _BOOTSTRAP = (
     "import os, sys; sys.path[:] = [p for p in sys.path if p]; "
     'f = os.fdopen(0, "rb", 0, closefd=False); '
@@ -55,8 +54,8 @@ class Host:
 def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
     """Return the hosts of ``--hosts``, rank 0 first.
 
-    UserError on none, on an empty or impossible name, and on a host that is named twice, unless
-    ``shares_a_port``: the user has given the port that all ranks share.
+    UserError if there are none, if a name is empty or impossible, or if a host is named twice.
+    ``shares_a_port`` allows that: the user has given a port for the ranks that share a host.
     """
     names = [name.strip() for name in text.split(",")]
     if names == [""]:
@@ -88,16 +87,16 @@ def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
 def first_of(names: Sequence[str], most: int, *, noun: str = "") -> str:
     """Return at most ``most`` names with commas between, and how many more there are.
 
-    noun : what there are more of, with a space before it.
+    noun : follows the number of further names, e.g. " files".
     """
     more = f" and {len(names) - most} more{noun}" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def program(token: str, silence_seconds: float) -> bytes:
-    """Return what is sent to each host first: its length as a line, then the remote agent's text.
+    """Return the first input of each host: the length of the remote agent's text, then the text.
 
-    token : begins each of its messages. silence_seconds : after which it ends everything.
+    token : begins each message of the agent. silence_seconds : the agent ends everything after it.
     """
     files = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _REMOTE)
     text = f"{files}main(HANDLERS, {token!r}, {silence_seconds!r})\n".encode()
@@ -110,7 +109,7 @@ class SSHOptions:
 
     workdir : the project's folder there, relative to the home folder unless absolute.
     user : on hosts that are given without one.
-    python : the interpreter there; None: WORKDIR/.venv/bin/python where there is one, else python3.
+    python : the interpreter there; None: WORKDIR/.venv/bin/python if it exists, else python3.
     config, options : of ssh (-F, -o).
     """
 
@@ -125,7 +124,7 @@ class SSHOptions:
 def ssh_command(host: Host, options: SSHOptions) -> list[str]:
     """Return the command that starts the remote agent on a host.
 
-    It never asks for a password: nobody can type many at once.
+    It never asks for a password: nobody can type those of many hosts at once.
     """
     alive = max(1, round(options.silence_seconds / 3))
     defaults = [
@@ -143,15 +142,15 @@ def ssh_command(host: Host, options: SSHOptions) -> list[str]:
     remote = shlex.join(["exec", "sh", "-c", script, options.workdir, _BOOTSTRAP, *given])
     config = ["-F", str(options.config)] if options.config is not None else []
     user = ["-l", options.user] if options.user is not None and "@" not in host.given else []
-    # The user's options stand first: of options that are given twice, ssh takes the first.
+    # The user's options come first: if an option is given twice, ssh takes the first.
     words = [word for option in (*options.options, *defaults) for word in ("-o", option)]
     return ["ssh", "-T", *config, *words, *user, "--", host.given, remote]
 
 
 def remote_folder(text: str) -> str:
-    """Return ``--workdir`` as the hosts understand it: relative to the home folder unless absolute.
+    """Return ``--workdir`` without "~": it is relative to the home folder unless absolute.
 
-    UserError where it is empty.
+    UserError if it is empty.
     """
     if not text:
         raise UserError("--workdir: got '', give the folder of the project on the hosts")

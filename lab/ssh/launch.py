@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from common.errors import INTERRUPTED, TO_BE_CONTINUED, UserError
 from common.utils.paths import BASE, new_folder
-from common.utils.processes import find_root_failure
-from lab.processes.prefixed_output import PrefixedOutput
+from common.utils.processes import find_root_failure, shell_status
+from lab.processes.prefixed_output import PrefixedOutput, say
 from lab.ssh.check import doctor_passes
 from lab.ssh.command import NodeCommands
 from lab.ssh.connection import LOST
@@ -23,7 +23,7 @@ from lab.ssh.connections import HostConnections
 from lab.ssh.hosts import Host, SSHOptions, parse_hosts, remote_folder
 from lab.ssh.master_address import find_master
 from lab.ssh.probe import Facts, ask_facts, problems_of, refuse
-from lab.ssh.record import SHOWN_HOSTS, Record, console, say
+from lab.ssh.record import SHOWN_HOSTS, Record, launch_content
 
 _GRACE_SECONDS = 8.0
 _FAREWELL_SECONDS = 5.0
@@ -44,7 +44,7 @@ def _raise_terminated(*_: object) -> None:
 def launch(args: argparse.Namespace) -> int:
     """Run the command on all hosts; return 0, or the status of the host that failed first.
 
-    UserError where nothing can be started.
+    UserError if nothing can be started.
     """
     shares_a_port = args.master_port is not None
     hosts, options = parse_hosts(args.hosts, shares_a_port=shares_a_port), read_ssh_options(args)
@@ -54,13 +54,14 @@ def launch(args: argparse.Namespace) -> int:
         facts = ask_facts(connections, options, script=commands.script)
         refuse(problems_of(hosts, facts, commands, shares_a_port=shares_a_port), of=len(hosts))
         master = args.master_ip
-        if master is None and (commands.needs_master or args.check):
+        if master is None and (commands.kind != "plain" or args.check):
             master = find_master(connections, facts, port=commands.master_port)
         prefixed = PrefixedOutput(
-            console, len(hosts), shown=lambda node: len(hosts) <= SHOWN_HOSTS or node == 0
+            len(hosts), shown=lambda node: len(hosts) <= SHOWN_HOSTS or node == 0
         )
         folder = args.logs or new_folder(args.output_dir, "launch")
-        record = Record(folder, prefixed, hosts, facts, options, commands, master=master)
+        content = launch_content(hosts, facts, options, commands, master=master)
+        record = Record(folder, prefixed, content)
         say(_introduction(hosts, commands, master, record))
         status = 1
         try:
@@ -88,7 +89,7 @@ def read_ssh_options(args: argparse.Namespace) -> SSHOptions:
 
 
 def _allow_open_files(wanted: int) -> None:
-    """Raise the limit of open files where it is too low; the usual 1,024 suffice for 240 hosts."""
+    """Raise the limit of open files if it is too low; the usual 1,024 suffice for 240 hosts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         try:
@@ -119,7 +120,7 @@ def _run(
 ) -> int:
     environment = {"PYTHONUNBUFFERED": "1"}
     if commands.kind == "torchrun":
-        # Else restarted workers would read the addresses of those before them.
+        # Otherwise restarted workers would read the addresses of their predecessors.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     began, interrupted = time.monotonic(), 0
     try:
@@ -144,16 +145,17 @@ def _run(
 
 
 def _wait(connections: HostConnections, record: Record) -> None:
-    """Return when all have ended, or when one has failed and the others had time to report why."""
-    connections.wait(lambda: not connections.running or bool(_ended_badly(connections)))
-    if not _failed(connections):  # they were stopped and have saved; rank 0 may still write
+    """Wait until all nodes end; after a failure give the others a short time to report why."""
+    connections.wait(lambda: not connections.running or bool(_failed(connections, or_stopped=True)))
+    if not _failed(connections):  # the nodes were stopped and have saved; rank 0 may still write
         connections.wait(
             lambda: not connections.running or bool(_failed(connections)),
             limit_seconds=_SAVE_SECONDS,
         )
     first = next(iter(_failed(connections)), 0)
     if len(connections.hosts) > SHOWN_HOSTS and first != 0:
-        record.show_failure(first, list(connections.by_rank[first].lines)[-_FAILURE_LINES:])
+        for line in list(connections.by_rank[first].lines)[-_FAILURE_LINES:]:
+            record.prefixed.show(first, line)
     connections.wait(lambda: not connections.running, limit_seconds=_GRACE_SECONDS)
 
 
@@ -164,16 +166,13 @@ def _let_end(connections: HostConnections, number: int, limit_seconds: float) ->
         connections.wait(lambda: not connections.running, limit_seconds=limit_seconds)
 
 
-def _ended_badly(connections: HostConnections) -> dict[int, int]:
-    """Return the nonzero statuses by node, in the order in which the nodes ended."""
-    statuses = {node: connections.by_rank[node].status for node in connections.ended}
-    return {node: status for node, status in statuses.items() if status}
+def _failed(connections: HostConnections, *, or_stopped: bool = False) -> dict[int, int]:
+    """Return the status of each node that failed, in the order in which they ended.
 
-
-def _failed(connections: HostConnections) -> dict[int, int]:
-    """Return those of them that did not stop in order to be resumed."""
-    ended_badly = _ended_badly(connections).items()
-    return {node: status for node, status in ended_badly if status != TO_BE_CONTINUED}
+    or_stopped : include the nodes that stopped after saving a checkpoint.
+    """
+    good = (0,) if or_stopped else (0, TO_BE_CONTINUED)
+    return {node: status for node, status in connections.ended.copy().items() if status not in good}
 
 
 def _conclude(
@@ -181,14 +180,15 @@ def _conclude(
 ) -> int:
     """Print how the launch ended, and return the exit status.
 
-    interrupted : the status of a launch that a signal ended; 0 where none did.
+    interrupted : the exit status if a signal ended the launch, else 0.
     """
     lost = [
-        connection.host
-        for connection in connections.by_rank
-        if connection.running or (connection.status == LOST and connection.closed)
+        one.host
+        for one in connections.by_rank
+        if one.host.rank in connections.running
+        or (connections.ended.get(one.host.rank) == LOST and one.closed)
     ]
-    ended_badly, failed = _ended_badly(connections), _failed(connections)
+    failed, ended_badly = _failed(connections), _failed(connections, or_stopped=True)
     if lost and not interrupted:
         return _report_lost(connections, lost[0], seconds, record)
     if not lost and len(ended_badly) > len(failed) and (interrupted or not failed):
@@ -206,7 +206,7 @@ def _conclude(
     culprit, message = find_root_failure(list(failed), failed, outputs, name="node")
     host = connections.hosts[culprit].name
     print(f"error: {message} (host {host}; its output: {record.log(culprit)})", file=sys.stderr)
-    return failed[culprit] if failed[culprit] > 0 else 128 - failed[culprit]
+    return shell_status(failed[culprit])
 
 
 def _report_interrupted(

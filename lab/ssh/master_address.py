@@ -1,7 +1,7 @@
 """Find, by trying, an address of the first host that all others reach.
 
-A name may be known to the terminal alone, or stand for 127.0.1.1 on the host itself; a host may
-have several networks. So the others resolve the first host's names, and connect to each of its
+A name may be known only on this machine, or mean 127.0.1.1 on the host itself; a host may have
+several networks. So the others resolve the first host's names, and connect to each of its
 addresses at the port of the run.
 """
 
@@ -22,7 +22,7 @@ _CONNECT_SECONDS = 4.0
 def find_master(connections: HostConnections, facts: Sequence[Facts], *, port: int) -> str:
     """Return the address at which rank 0 waits for the others.
 
-    UserError where its port is taken, or where no address is reached by all.
+    UserError if its port is taken, or if no address is reached by all.
     """
     others = range(1, len(connections.hosts))
     candidates = _candidates(connections, facts, others)
@@ -62,9 +62,9 @@ def _candidates(
 ) -> list[str]:
     """Return the addresses to try, the likeliest first.
 
-    First those of the first host that its names resolve to on the others; then its other ones,
-    private networks before public ones; then the names' other addresses (perhaps translated by a
-    router).
+    First the first host's own addresses to which the others resolve its names; then its other
+    addresses, private networks before public ones. Last all other addresses of the names: a router
+    may translate them.
     """
     names = [connections.hosts[0].name, facts[0]["name"]]
     answers = connections.ask("resolve", nodes=others, limit_seconds=_RESOLVE_SECONDS, names=names)

@@ -27,7 +27,7 @@ def ask_facts(
 ) -> list[Facts]:
     """Return the facts about each host, see remote_handlers.facts.
 
-    UserError, with a line for each, where some do not answer.
+    UserError, with a line for each host that does not answer.
     """
     refuse(unreached_hosts(connections), of=len(connections.hosts))
     answers = connections.ask(
@@ -70,79 +70,85 @@ def refuse(
     if not problems:
         return
     lines = [f"  {host}: {problem}" for host, problem in list(problems.items())[:_MOST_NAMED]]
-    if len(problems) > _MOST_NAMED:
-        lines.append(f"  and {len(problems) - _MOST_NAMED} more")
-    raise UserError("\n".join([f"{len(problems)} of {of} host{'s' * (of > 1)} {what}", *lines]))
+    more = [f"  and {len(problems) - _MOST_NAMED} more"] if len(problems) > _MOST_NAMED else []
+    raise UserError(
+        "\n".join([f"{len(problems)} of {of} host{'s' * (of > 1)} {what}", *lines, *more])
+    )
 
 
 def problems_of(
     hosts: Sequence[Host], facts: Sequence[Facts], commands: NodeCommands, *, shares_a_port: bool
 ) -> dict[Host, str]:
     """Return the first problem of each host that cannot run its command."""
-    found = {}
-    for host, mine in zip(hosts, facts, strict=True):
-        problem = _own_problem(mine, commands) or _difference(hosts[0], facts[0], mine, commands)
-        if problem is None and not shares_a_port:
-            problem = _same_machine(mine, hosts[: host.rank], facts)
-        if problem is not None:
-            found[host] = problem
-    return found
+    problems = {
+        host: _own_problem(mine, commands)
+        or _difference(hosts[0], facts[0], mine, commands)
+        or (None if shares_a_port else _same_machine(mine, hosts[: host.rank], facts))
+        for host, mine in zip(hosts, facts, strict=True)
+    }
+    return {host: problem for host, problem in problems.items() if problem is not None}
 
 
 def _own_problem(mine: Facts, commands: NodeCommands) -> str | None:
-    if not mine["folder_there"]:
-        return (
+    is_part = commands.part is not None
+    problems = (
+        (
+            not mine["folder_there"],
             f"there is no folder {mine['folder']}: clone the project to it, or give --workdir, its "
-            "folder on the hosts"
-        )
-    if not mine["script_there"]:
-        return (
+            "folder on the hosts",
+        ),
+        (
+            not mine["script_there"],
             f"{mine['folder']} has no {commands.script}: give --workdir, the project's folder on "
-            "the hosts"
-        )
-    if commands.part is None:
-        return None
-    if _numbers(mine["version"]) < OLDEST_PYTHON:
-        return (
+            "the hosts",
+        ),
+        (
+            is_part and _numbers(mine["version"]) < OLDEST_PYTHON,
             f"{mine['python']} is Python {mine['version']}, and the parts need "
-            f"{'.'.join(map(str, OLDEST_PYTHON))}: make setup there, or give --python"
-        )
-    if mine["torch"] is None:
-        return (
+            f"{'.'.join(map(str, OLDEST_PYTHON))}: make setup there, or give --python",
+        ),
+        (
+            is_part and mine["torch"] is None,
             f"{mine['python']} has no torch: make setup in {mine['folder']}, or give --python, an "
-            "interpreter that has it"
-        )
-    return None
+            "interpreter that has it",
+        ),
+    )
+    return next((problem for found, problem in problems if found), None)
 
 
 def _difference(first_host: Host, first: Facts, mine: Facts, commands: NodeCommands) -> str | None:
-    """Return the difference from rank 0's host in Python, torch or code, if the ranks need them."""
+    """Return the first difference from rank 0's host, in Python, torch or code.
+
+    Only the parts need them to be equal.
+    """
     if commands.part is None:
         return None
-    if _numbers(mine["version"]) != _numbers(first["version"]):
-        return (
-            f"Python {mine['version']} ({mine['python']}), but {first_host} has "
-            f"{first['version']}: use the same on all hosts, make setup with it, or --python"
-        )
-    if first["torch"] and mine["torch"].split("+")[0] != first["torch"].split("+")[0]:
-        return (
-            f"torch {mine['torch']}, but {first_host} has {first['torch']}: make setup on both, "
-            "from one checkout"
-        )
     ours, theirs = ((one["code"] or {}).items() for one in (mine, first))
     files = sorted({name for name, _ in ours ^ theirs})
-    if files:
-        return (
+    differences = (
+        (
+            _numbers(mine["version"]) != _numbers(first["version"]),
+            f"Python {mine['version']} ({mine['python']}), but {first_host} has "
+            f"{first['version']}: use the same on all hosts, make setup with it, or --python",
+        ),
+        (
+            first["torch"] and mine["torch"].split("+")[0] != first["torch"].split("+")[0],
+            f"torch {mine['torch']}, but {first_host} has {first['torch']}: make setup on both, "
+            "from one checkout",
+        ),
+        (
+            files,
             f"other code than {first_host}: {first_of(files, 3, noun=' files')}: check out the "
-            "same commit on all hosts (git pull)"
-        )
-    return None
+            "same commit on all hosts (git pull)",
+        ),
+    )
+    return next((problem for found, problem in differences if found), None)
 
 
 def _same_machine(mine: Facts, others: Sequence[Host], facts: Sequence[Facts]) -> str | None:
-    """Return the problem of a host that another name stands for, too.
+    """Return the problem of a host that is the same machine as an earlier one.
 
-    No two machines have all their addresses in common.
+    Two machines never have all their addresses in common.
     """
     for other, theirs in zip(others, facts, strict=False):
         if mine["addresses"] and sorted(mine["addresses"]) == sorted(theirs["addresses"]):

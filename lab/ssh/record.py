@@ -1,8 +1,8 @@
 """What a launch leaves here: a log for each node, and launch.json, from which ``lab collect`` reads
 the hosts.
 
-``Record`` is created when every host is ready; then ``line`` for each line that a node writes,
-``ended`` last. ``read_launch`` reads launch.json, ``say`` prints a message.
+Create a ``Record`` when every host is ready, call ``line`` for each line that a node writes, and
+``ended`` last. ``read_launch`` reads launch.json.
 """
 
 import contextlib
@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
@@ -28,61 +26,56 @@ SHOWN_HOSTS = 8
 
 _FILE = "launch.json"
 
-console = Console(highlight=False)
 
+def launch_content(
+    hosts: Sequence[Host],
+    facts: Sequence[Facts],
+    options: SSHOptions,
+    commands: NodeCommands,
+    *,
+    master: str | None,
+) -> dict[str, Any]:
+    """Return the content of launch.json before the start.
 
-def say(text: str) -> None:
-    """Print a message as it stands."""
-    console.print(text, markup=False, soft_wrap=True)
+    master : the address of rank 0, if the command needs one.
+    """
+    return {
+        "format": FORMAT,
+        "what": "lab launch",
+        "command": list(commands.words),
+        "began": f"{datetime.now():%Y-%m-%dT%H:%M:%S}",
+        "hosts": [
+            {"given": host.given} | {key: own[key] for key in ("folder", "python", "clock")}
+            for host, own in zip(hosts, facts, strict=True)
+        ],
+        "user": options.user,
+        "workdir": options.workdir,
+        "python": options.python,
+        "ssh_options": list(options.options),
+        "ssh_config": None if options.config is None else str(options.config.absolute()),
+        "master": master,
+        "port": commands.master_port,
+        "reports": commands.value("--output-dir") or "reports",
+        "status": None,
+        "seconds": None,
+    }
 
 
 class Record:
-    """The folder of one launch; launch.json and empty logs are there once it is made.
+    """The folder of one launch: launch.json and a log for each node.
 
-    Parameters
-    ----------
-    prefixed : shows a node's line on the terminal.
-    master : the address of rank 0, if the command needs one.
-
-    UserError where the folder cannot be written.
+    prefixed : shows a node's line on the terminal. content : of launch.json.
+    UserError if the folder cannot be written.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        prefixed: PrefixedOutput,
-        hosts: Sequence[Host],
-        facts: Sequence[Facts],
-        options: SSHOptions,
-        commands: NodeCommands,
-        *,
-        master: str | None,
-    ) -> None:
-        self.folder, self._prefixed, self._began = folder, prefixed, time.monotonic()
-        self._content: dict[str, Any] = {
-            "format": FORMAT,
-            "what": "lab launch",
-            "command": list(commands.words),
-            "began": f"{datetime.now():%Y-%m-%dT%H:%M:%S}",
-            "hosts": [
-                {"given": host.given} | {key: own[key] for key in ("folder", "python", "clock")}
-                for host, own in zip(hosts, facts, strict=True)
-            ],
-            "user": options.user,
-            "workdir": options.workdir,
-            "python": options.python,
-            "ssh_options": list(options.options),
-            "ssh_config": None if options.config is None else str(options.config.absolute()),
-            "master": master,
-            "port": commands.master_port,
-            "reports": commands.value("--output-dir") or "reports",
-            "status": None,
-            "seconds": None,
-        }
+    def __init__(self, folder: Path, prefixed: PrefixedOutput, content: dict[str, Any]) -> None:
+        self.folder, self.prefixed, self._began = folder, prefixed, time.monotonic()
+        self._content = content
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._files = [
-                self.log(host.rank).open("a", encoding="utf-8", buffering=1) for host in hosts
+                self.log(node).open("a", encoding="utf-8", buffering=1)
+                for node in range(len(content["hosts"]))
             ]
         except OSError as error:
             raise UserError(
@@ -95,18 +88,13 @@ class Record:
         return self.folder / f"node{node}.log"
 
     def line(self, node: int, line: str) -> None:
-        """Keep a line that a node wrote, and show it."""
+        """Write a line of a node's output to its log, and show it."""
         with contextlib.suppress(ValueError, OSError):  # a full disk must not end the run
             self._files[node].write(line + "\n")
-        self._prefixed(node, line)
-
-    def show_failure(self, node: int, lines: Sequence[str]) -> None:
-        """Show the last lines of a node whose output is not shown otherwise."""
-        for line in lines:
-            self._prefixed.show(node, line)
+        self.prefixed(node, line)
 
     def ended(self, status: int) -> None:
-        """Write how it ended, and close the logs."""
+        """Write the exit status of the launch, and close the logs."""
         self._content |= {"status": status, "seconds": round(time.monotonic() - self._began, 1)}
         for file in self._files:
             with contextlib.suppress(OSError):
@@ -118,7 +106,7 @@ class Record:
 
 
 def read_launch(folder: Path) -> dict[str, Any]:
-    """Return launch.json of a folder. UserError where there is none, or none of this format."""
+    """Return launch.json of a folder. UserError if it has none, or none of this format."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         content = json.loads((folder / _FILE).read_text(encoding="utf-8"))
         if content["format"] == FORMAT and content["what"] == "lab launch":

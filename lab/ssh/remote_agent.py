@@ -35,12 +35,13 @@ _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class RemoteAgent:
-    """Serves requests.
+    """Serve requests.
 
     Parameters
     ----------
     token : begins each line that is sent, to tell it from what the login shell prints.
-    handlers : functions by the request's name, which take its values; their result is sent back.
+    handlers : a function for each request, by name; it takes the request's values, and its result
+        is sent back.
     """
 
     def __init__(self, token: str, handlers: "Handlers", silence_seconds: float) -> None:
@@ -53,8 +54,8 @@ class RemoteAgent:
     def serve(self) -> None:
         """Handle requests until the connection ends.
 
-        This thread must not write for long: it notices when the network is cut. The command is
-        started here, because the kernel kills a program with the thread that started it.
+        This thread must never block on writing: it has to notice when the network is cut. It also
+        starts the command, because the kernel kills a program with the thread that started it.
         """
         _prctl(_ADOPT_ORPHANS, 1)
         _prctl(_DIE_WITH_PARENT, signal.SIGTERM)
@@ -79,13 +80,14 @@ class RemoteAgent:
     def _answer(self, what: str, values: "Mapping[str, Any]") -> None:
         try:
             self.send({"answer": what, "result": self._handlers[what](**values)})
-        except Exception as error:  # whatever it is, the terminal must not wait in vain
+        except Exception as error:  # any: the terminal must not wait in vain
             self.send({"answer": what, "error": str(error) or type(error).__name__})
 
     def send(self, message: "Mapping[str, Any]") -> None:
         """Send a message as one line."""
-        content = (self._token + json.dumps(message) + "\n").encode("utf-8", "replace")
-        with self._sending, contextlib.suppress(OSError):  # where the connection has ended
+        # A memoryview, so that slicing a long message copies nothing.
+        content = memoryview((self._token + json.dumps(message) + "\n").encode())
+        with self._sending, contextlib.suppress(OSError):  # the connection has ended
             while content:
                 content = content[os.write(1, content) :]
 
@@ -149,9 +151,8 @@ def end_all(program: "subprocess.Popen[bytes] | None") -> None:
         if not found:
             return
         for pid in found:
-            with contextlib.suppress(
-                OSError
-            ):  # it has ended, belongs to another user, or is no child
+            # It may have ended, belong to another user, or be no child.
+            with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
                 if program is None or pid != program.pid:
                     os.waitpid(pid, os.WNOHANG)
@@ -159,7 +160,7 @@ def end_all(program: "subprocess.Popen[bytes] | None") -> None:
 
 
 def _descendants() -> "list[int]":
-    """Return the processes that descend from this one, dead ones that wait to be reaped too."""
+    """Return the processes that descend from this one, and dead ones that are not reaped yet."""
     parents = _parents()
     found: list[int] = []
     generation = {os.getpid()}
@@ -183,7 +184,7 @@ def _parents() -> "dict[int, int]":
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux only; elsewhere processes in sessions of their own may escape."""
+    """Call prctl, on Linux only; elsewhere processes in sessions of their own may escape."""
     if sys.platform.startswith("linux"):
         import ctypes
 
@@ -191,7 +192,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _guard(agent: int) -> None:
-    """Wait for the agent, a child process; kill what it left, and report if it was killed."""
+    """Wait for the agent, a child process; kill what it leaves, and report if it was killed."""
     _prctl(_ADOPT_ORPHANS, 1)
     for number in _ENDING_SIGNALS:
         signal.signal(number, lambda *_: os.kill(agent, signal.SIGTERM))

@@ -1,7 +1,7 @@
 """Handlers of the questions that ``lab launch`` and ``lab collect`` ask a host; they run there.
 
-Each function of HANDLERS takes the values of a request, and returns what can be written as JSON;
-see remote_agent.py. They use the standard library of Python 3.6 alone (annotations too, hence the
+Each function of HANDLERS takes the values of a request and returns an answer for JSON; see
+remote_agent.py. They use only the standard library of Python 3.6 (annotations too, hence the
 quotes), so that a host with an old Python can report it.
 """
 
@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_PIECE_BYTES = 1 << 19
+_PIECE_BYTES = 1 << 22
+"""Pieces of a file: each costs a round trip, and must arrive within collect's limit for answers."""
+
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
 
 
@@ -32,8 +34,10 @@ def beat() -> None:
 
 
 def facts(folder: str, script: "str | None" = None) -> "dict[str, Any]":
-    """Return facts about this host: folder, the command's file in it, Python, torch, the digests
-    of the code, addresses."""
+    """Return facts about this host: folder, Python, torch, digests of the code, addresses.
+
+    script : the command's file in the folder.
+    """
     path = os.path.join(os.path.expanduser("~"), folder)
     there = os.path.isdir(path)
     return {
@@ -60,7 +64,7 @@ def _torch() -> "str | None":
 
 
 def _code(folder: str) -> "dict[str, str] | None":
-    """Return the digests that the ranks compare at a start; None where there is no such project."""
+    """Return the digests that the ranks compare at a start; None if the project is not there."""
     path = os.path.join(folder, "common", "utils", "source_hash.py")
     try:
         return runpy.run_path(path)["source_digests"]()
@@ -78,7 +82,7 @@ def _addresses() -> "list[str]":
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             for _, name in socket.if_nameindex():
                 interface = struct.pack("256s", name.encode()[:15])
-                with contextlib.suppress(OSError):  # it has none
+                with contextlib.suppress(OSError):  # the interface has no IPv4 address
                     answer = fcntl.ioctl(probe.fileno(), _ADDRESS_OF_INTERFACE, interface)
                     found.append(socket.inet_ntoa(answer[20:24]))
     reached = os.environ.get("SSH_CONNECTION", "").split()[2:3]
@@ -90,7 +94,7 @@ def resolve(names: "Sequence[str]") -> "list[str]":
     """Return the IPv4 addresses of names as this host knows them, in the names' order."""
     found: dict[str, None] = {}
     for name in names:
-        with contextlib.suppress(OSError, UnicodeError):  # it is unknown here
+        with contextlib.suppress(OSError, UnicodeError):  # the name is unknown here
             entries = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
             found.update((str(address[0]), None) for *_, address in entries)
     return list(found)
@@ -105,8 +109,10 @@ _servers: "list[_TokenServer]" = []
 
 
 def listen(port: int, token: str) -> None:
-    """Send the token to everyone who connects to a port, until ``stop_listening``; OSError where
-    the port is taken."""
+    """Send the token to everyone who connects to a port, until ``stop_listening``.
+
+    OSError if the port is taken.
+    """
 
     class SendToken(socketserver.StreamRequestHandler):
         timeout = 5
@@ -129,7 +135,7 @@ def stop_listening() -> None:
 
 
 def connect(addresses: "Sequence[str]", port: int, token: str, seconds: float) -> "dict[str, str]":
-    """Return why each address cannot be reached at the port; "" for those that send the token."""
+    """Return why each address cannot be reached at the port; "" if it sends the token."""
 
     def try_one(address: str) -> str:
         try:
@@ -147,11 +153,10 @@ def connect(addresses: "Sequence[str]", port: int, token: str, seconds: float) -
 def runs(
     folder: str, reports: str, names: "Sequence[str]", since: float, checkpoints: bool
 ) -> "dict[str, Any]":
-    """Return the run folders below a reports folder, by ``<experiment>/<name>``, each with size and
-    SHA-256 of its files.
+    """Return the runs below a reports folder, by ``<experiment>/<name>``, with their files.
 
-    names : of runs or experiments; where there are none, the runs that have changed since a moment
-    of this host's own clock count.
+    names : of runs or experiments; none: the runs that changed after ``since``, a time of this
+    host's own clock. Of each file: [size in bytes, SHA-256].
     """
     root = Path(os.path.expanduser("~"), folder, reports)
     found = {}
@@ -163,13 +168,14 @@ def runs(
         is_run = any(path == "config.json" or path.startswith("logs_rank") for path in files)
         if is_run and (names or any(one.st_mtime >= since for one in files.values())):
             found[name] = {
-                path: [status.st_size, _digest(run / path)] for path, status in files.items()
+                path: [status.st_size, hashlib.sha256((run / path).read_bytes()).hexdigest()]
+                for path, status in files.items()
             }
     return {"reports": str(root), "runs": found}
 
 
 def _files(run: Path, checkpoints: bool) -> "dict[str, os.stat_result]":
-    """Return the status of each file of a run; the names of unfinished ones begin with a dot."""
+    """Return the status of each file of a run, without hidden files: they are unfinished."""
     return {
         str(path.relative_to(run)): path.stat()
         for path in run.rglob("*")
@@ -178,14 +184,6 @@ def _files(run: Path, checkpoints: bool) -> "dict[str, os.stat_result]":
         and not path.name.startswith(".")
         and (checkpoints or path.relative_to(run).parts[0] != "checkpoints")
     }
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for piece in iter(lambda: file.read(1 << 20), b""):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def read(reports: str, path: str, offset: int) -> str:

@@ -22,7 +22,7 @@ import pytest
 
 from common.utils.source_hash import source_digests
 from lab.cli import main
-from lab.ssh.collect import Outcome, _copy_runs, _is_safe
+from lab.ssh.collect import _copy_runs, _is_safe
 from lab.ssh.hosts import Host, SSHOptions, program, ssh_command
 from tests.helpers import LONG, ROOT, Started, start_lab, wait_until
 
@@ -223,6 +223,31 @@ def test_two_ranks_here_and_their_runs_brought_back(
     )
 
 
+def test_a_slow_line_is_no_broken_connection(
+    ssh_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file takes several times --silence, and data counts as a sign of life while it arrives."""
+    slow = (
+        "import os,time\n"
+        "while piece := os.read(0, 20_000): os.write(1, piece); time.sleep(len(piece) / 200_000)"
+    )
+    ssh = ssh_here / "bin" / "ssh"
+    throttle = ssh_here / "throttle.py"
+    throttle.write_text(slow)
+    ssh.write_text(
+        f'#!/bin/sh\nfor last; do :; done\nsh -c "$last" | {sys.executable} {throttle}\n'
+    )
+    run = ssh_here / "there" / "reports" / "PartTwo-ring" / "2026"
+    run.mkdir(parents=True)
+    (run / "config.json").write_bytes(content := os.urandom(500_000))
+    place = ["--hosts", "a", "--workdir", str(ssh_here / "there"), "--python", sys.executable]
+    here = ["--output-dir", str(ssh_here / "here"), "--silence", "1"]
+    began = time.monotonic()
+    assert main(["collect", *place, *here, "PartTwo-ring/2026"]) == 0, capsys.readouterr().err
+    assert time.monotonic() - began > 3
+    assert (ssh_here / "here" / "PartTwo-ring" / "2026" / "config.json").read_bytes() == content
+
+
 def start_launch(folder: Path, *flags: str, command: list[str]) -> tuple[Started, psutil.Process]:
     """Start ``lab launch`` on one host; return it and its process."""
     # A fresh interpreter is fast here, since a launch does not import torch.
@@ -294,8 +319,8 @@ def test_files_come_only_under_safe_names_and_replace_no_different_one(tmp_path:
     files = {name: [2, digest] for name in (*new, "../../../out")}
     other = {"out/x": [2, digest]}
     listing = {"reports": "/r", "runs": {"PartTwo-ring/2026": files, "..": other, "/etc": other}}
-    outcome, host = Outcome(), _SendingHost()
-    _copy_runs(host, {0: listing, 1: listing}, here, outcome)
+    host = _SendingHost()
+    outcome = _copy_runs(host, {0: listing, 1: listing}, here)
     run = here / "PartTwo-ring" / "2026"
     asked = [f"PartTwo-ring/2026/{name}" for name in new[1:]]
     assert sorted(host.asked) == sorted(asked), "each file once"
