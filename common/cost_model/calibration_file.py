@@ -134,7 +134,7 @@ def describe(calibration: Calibration) -> list[str]:
 def noise_warning(others_share: float, command: str) -> list[str]:
     """Return a warning if other processes took more than ``QUIET_SHARE`` of the cores, else none.
 
-    command : what the user is to do again.
+    command : what the user should do again.
     """
     warning = f"warning: other processes took {others_share:.0%} of the cores meanwhile: end them, and {command} again"
     return [warning] if others_share > QUIET_SHARE else []

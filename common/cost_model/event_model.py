@@ -140,9 +140,8 @@ def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
     """
     if ranks == 1 and kind != "exchange":
         return 0, 0.0, 0.0
-    parts = (
-        (ranks - 1) / ranks * nbytes
-    )  # a ring cuts the tensor into N parts; N-1 of them pass each link
+    # A ring cuts the tensor into N parts; N-1 of them pass each link.
+    parts = (ranks - 1) / ranks * nbytes
     rounds = (ranks - 1).bit_length()  # log2 N, rounded up
     # A root's messages pass its link one after the other; each but the first adds PACKET_BYTES.
     through_root = (ranks - 1) * nbytes + (ranks - 2) * PACKET_BYTES
@@ -247,10 +246,11 @@ def predict_step(
     sizes : bytes of each parameter's gradient, in the order of the parameters. Raises
     NotImplementedError if the plan has no formula.
     """
-    busy, sync, terms = _busy_and_exposed(plan, sizes, ranks, network, compute)
-    bound = "compute" if busy >= sync else terms.largest
-    root, others = _bytes_sent(plan, sizes, ranks)
-    return Prediction(busy + sync, busy, sync, root, others, bound)
+    busy, sync = _busy_and_exposed(plan, sizes, ranks, network, compute)
+    bound = (
+        "compute" if busy >= sync else message_terms(plan, sizes, ranks, network=network).largest
+    )
+    return Prediction(busy + sync, busy, sync, *_bytes_sent(plan, sizes, ranks), bound)
 
 
 def step_seconds(
@@ -262,8 +262,7 @@ def step_seconds(
     compute: StepCompute,
 ) -> float:
     """Return the seconds of ``predict_step`` alone, which is faster: no bytes are counted."""
-    busy, sync, _ = _busy_and_exposed(plan, sizes, ranks, network, compute)
-    return busy + sync
+    return sum(_busy_and_exposed(plan, sizes, ranks, network, compute))
 
 
 def message_terms(
@@ -282,9 +281,8 @@ def _costs(
 
 def _busy_and_exposed(
     plan: MessagePlan, sizes: Sequence[int], ranks: int, network: Network, compute: StepCompute
-) -> tuple[float, float, Terms]:
-    """Return the seconds of computing, of messages left after backward, and the messages' terms."""
-    costs = _costs(plan, sizes, ranks, network)
+) -> tuple[float, float]:
+    """Return the seconds of computing, and of messages left after backward."""
     slowed, left = exposed_seconds(
         [
             (
@@ -293,14 +291,13 @@ def _busy_and_exposed(
                 else compute.ready_seconds(operation.ready_bytes),
                 cost.seconds,
             )
-            for operation, cost in costs
+            for operation, cost in _costs(plan, sizes, ranks, network)
         ],
         compute.backward_seconds,
         network.overlap_cost,
     )
-    terms = sum((cost for _, cost in costs), Terms())
-    # A strategy that sends in every eighth step only (local SGD) costs an eighth of it a step.
-    return compute.seconds + slowed / plan.period, left / plan.period, terms
+    # A strategy that sends in every eighth step only (local SGD) costs an eighth of that a step.
+    return compute.seconds + slowed / plan.period, left / plan.period
 
 
 def _bytes_sent(plan: MessagePlan, sizes: Sequence[int], ranks: int) -> tuple[float, float]:

@@ -2,8 +2,10 @@
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 from common.cost_model.calibration_file import Calibration, count
@@ -42,7 +44,9 @@ def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Cal
             profile, lines = _profile(sharing, threads, _by_turn(ranks, steps), found, noise)
             profiles.append(profile)
             fits |= lines
-    ready = _ready(found["gradients"], [rank["ready"] for rank in ranks])
+    shares = [
+        statistics.median(of_all) for of_all in zip(*(rank["ready"] for rank in ranks), strict=True)
+    ]
     return Calibration(
         name=f"{ranks[0]['environment']['cpu']}, {count(cores, 'core')}",
         made=datetime.now().isoformat(timespec="seconds"),
@@ -54,8 +58,13 @@ def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Cal
         others_share=mean_share(noise),
         gradients=tuple(found["gradients"]),
         network=network,
-        compute=ComputeModel(tuple(profiles), *ready),
-        fits={name: one.as_json() for name, one in fits.items()},
+        compute=ComputeModel(
+            tuple(profiles),
+            # backward makes the last parameter's gradient first
+            tuple(accumulate(reversed(found["gradients"]))),
+            tuple(accumulate(reversed(shares), max)),
+        ),
+        fits={name: asdict(one) for name, one in fits.items()},
         machine=ranks[0]["environment"],
     )
 
@@ -68,16 +77,11 @@ def quiet(
     found : "cores" and "ranks_here" of what ``measure_rank`` returned. noise : receives for every
     turn its length in seconds and the share of the cores that other processes took.
     """
-    by_noise = sorted(
-        (
-            (_others_share([rank["cpu"] for rank in turn], found), index, turn)
-            for index, turn in enumerate(turns)
-        )
-    )
-    noise += [(turn[0]["cpu"]["clock"], share) for share, _, turn in by_noise]
+    by_noise = sorted(((_others_share(turn, found), turn) for turn in turns), key=itemgetter(0))
+    noise += [(turn[0]["cpu"]["clock"], share) for share, turn in by_noise]
     return [
         turn
-        for position, (share, _, turn) in enumerate(by_noise)
+        for position, (share, turn) in enumerate(by_noise)
         if share <= _QUIET_SHARE or position < _LEAST_TURNS
     ]
 
@@ -100,16 +104,12 @@ def _by_turn(ranks: Sequence[Mapping[str, Any]], key: str) -> list[Turn]:
     return list(zip(*(rank[key] for rank in ranks if rank[key]), strict=True))
 
 
-def _others_share(cpu: Sequence[Mapping[str, float]], found: Mapping[str, Any]) -> float:
+def _others_share(turn: Turn, found: Mapping[str, Any]) -> float:
     """Return the share of rank 0's cores that other processes took, from the ranks' CPU times."""
-    first = cpu[0]
-    # With ranks on several machines, rank 0 stands for each of those on its own.
-    own = (
-        sum(rank["own"] for rank in cpu)
-        if len(cpu) <= found["ranks_here"]
-        else first["own"] * found["ranks_here"]
-    )
-    return max(0.0, first["all"] - own) / (first["clock"] * found["cores"])
+    cpu, here = [rank["cpu"] for rank in turn], found["ranks_here"]
+    # If the ranks are on several machines, rank 0 stands for every rank of its machine.
+    own = [rank["own"] for rank in cpu] if len(cpu) <= here else [cpu[0]["own"]] * here
+    return max(0.0, cpu[0]["all"] - sum(own)) / (cpu[0]["clock"] * found["cores"])
 
 
 def _fit_memory(action: str, turns: Sequence[Turn]) -> Fit:
@@ -149,9 +149,9 @@ def _medians(points: Iterable[Sequence[float]]) -> tuple[list[float], list[float
 
 
 def _overlap_cost(turns: Sequence[Turn]) -> float:
-    costs = [
+    costs = (
         (rank["both"] - rank["backward"]) / rank["messages"] for turn in turns for rank in turn
-    ]
+    )
     return min(1.0, max(0.0, statistics.median(costs)))
 
 
@@ -180,11 +180,3 @@ def _profile(
     profile = ComputeProfile(sharing, threads, *[*before.values, *backward.values, update])
     on = count(sharing, "rank")
     return profile, {f"before, {on}": before, f"backward, {on}": backward}
-
-
-def _ready(
-    sizes: Sequence[int], shares: Sequence[Sequence[float]]
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return the bytes of gradients made, last parameter first, and their shares of backward."""
-    median = [statistics.median(column) for column in zip(*shares, strict=True)]
-    return tuple(accumulate(reversed(sizes))), tuple(accumulate(reversed(median), max))

@@ -4,7 +4,10 @@ Everything is measured in turns, for several rounds, so that a machine whose spe
 all numbers alike. Sizes are in bytes, times in seconds.
 """
 
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +33,7 @@ from common.utils.environment import environment
 from common.utils.system import tune_malloc, usable_cores
 from lab.calibrate.trainer import WARM_UP_STEPS, Trainer, cpu_seconds, spent
 
+_LIMIT_SECONDS = 600.0
 _WARM_UP_ROUNDS = 1
 _OVERLAP_BYTES = 8_000_000
 _PROBE_SAMPLES, _LONGEST_BACKWARD_SECONDS = 4, 6.0
@@ -58,11 +62,24 @@ class Measures:
     steps: int
 
 
+@contextmanager
+def end_process_after(seconds: float) -> Iterator[None]:
+    """End this process with status 1 if the block takes longer than ``seconds``."""
+    watchdog = threading.Timer(seconds, os._exit, args=[1])
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.cancel()
+
+
+@end_process_after(_LIMIT_SECONDS)
 def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -> dict[str, Any]:
     """Measure in the open process group; return all ranks' numbers on every rank. Collective.
 
     ranks_here : ranks that share this machine; if there are several, rank 0 also computes alone,
-        with all threads.
+        with all threads. Ends the process if it takes longer than ten minutes.
     """
     tune_malloc()
     cores = usable_cores()

@@ -113,9 +113,11 @@ def _above_chance(
     for row, values in reached:
         if not row.exact:
             points = 100 * (fmean(values) - fmean(exact))
-            side = "within their range"
-            if not min(exact) <= fmean(values) <= max(exact):
-                side = f"{abs(points):.1f} points {'above' if points > 0 else 'below'} their mean"
+            side = (
+                "within their range"
+                if min(exact) <= fmean(values) <= max(exact)
+                else f"{abs(points):.1f} points {'above' if points > 0 else 'below'} their mean"
+            )
             yield Finding(
                 "Accuracy",
                 f"{on_nodes(nodes)} {row.sync}, which is not exact, reaches "

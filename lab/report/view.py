@@ -197,8 +197,8 @@ def blocks(results: Mapping[str, Any]) -> list[ComparisonGroup]:
     for group, rate in keys:
         names = [(f"group {group}", f"-group{group}")] if len(groups) > 1 else []
         if many_rates:
-            shown = rate if isinstance(rate, str) else rate_text(rate)
-            names.append((rate_text(rate), "-" + safe_name(shown)))
+            name = safe_name(rate if isinstance(rate, str) else rate_text(rate))
+            names.append((rate_text(rate), f"-{name}"))
         settings = _group_settings(results, group)
         scaling = (results.get("settings") or {}).get("scaling") or "strong"
         found.append(
@@ -228,8 +228,10 @@ def _rows(
 ) -> list[CellRow]:
     """Return the rows of a block: a group's cells of this rate, and its one-node cell."""
     predictions = (results.get("prediction") or {}).get("cells") or {}
-    ones = [cell for cell in cells if cell["nodes"] == 1]
-    ones.sort(key=lambda cell: cell.get("rate") != rate)  # one of this rate, or else any
+    # one node of this rate, or else of any
+    ones = sorted(
+        (cell for cell in cells if cell["nodes"] == 1), key=lambda cell: cell.get("rate") != rate
+    )
     mine = ones[:1] + [cell for cell in cells if cell["nodes"] > 1 and cell.get("rate") == rate]
     baseline = CellRow(ones[0], None, scaling, {}) if ones else None
     rows = [CellRow(cell, baseline, scaling, predictions.get(cell["id"]) or {}) for cell in mine]
@@ -248,21 +250,16 @@ def _group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
 
 def what_is_emulated(settings: Mapping[str, Any]) -> str:
     """Return a sentence that says what an emulated comparison imitated."""
-    compute = settings.get("compute")
+    profile = str(settings.get("compute")).rpartition("/")[2].removesuffix(".json")
     rates = [rate_text(rate) for rate in settings.get("rates") or [] if rate is not None]
-    parts = []
-    if compute not in (None, "real"):
-        name = str(compute).rpartition("/")[2].removesuffix(".json")
-        parts.append(
-            f"layers and update slept as long as they take by profile {name}, "
-            "and nothing was learned"
-        )
-    if rates:
-        parts.append(
-            "the nodes were namespaces of one machine, their links limited to "
-            + " and ".join(rates)
-        )
-    return f"EMULATED: {'; '.join(parts) or 'network or compute were imitated on one machine'}."
+    parts = {
+        f"layers and update slept as long as they take by profile {profile}, and nothing was "
+        "learned": settings.get("compute") not in (None, "real"),
+        "the nodes were namespaces of one machine, their links limited to "
+        f"{' and '.join(rates)}": bool(rates),
+    }
+    said = "; ".join(part for part, holds in parts.items() if holds)
+    return f"EMULATED: {said or 'network or compute were imitated on one machine'}."
 
 
 def rate_text(rate: Any) -> str:
