@@ -1,4 +1,4 @@
-"""A calibration: the file of what messages, memory and computing cost. Imports no torch.
+"""The file of a calibration: what messages, memory and computing cost. Imports no torch.
 
 ``find_calibration`` chooses the user's own file or the one that comes with the project,
 ``load_calibration`` reads and checks it, ``describe`` tells a person what it holds.

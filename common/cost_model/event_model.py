@@ -29,7 +29,7 @@ _SAMPLED_RANKS = 32
 
 @dataclass(frozen=True)
 class Rate:
-    """The cost of a kind of operation: seconds a message, a byte on the busiest link, and at least.
+    """The cost of one kind of operation: seconds per message, and per byte on the busiest link.
 
     An operation never takes less than ``floor_seconds``: where ranks share cores, waking them all
     takes longer than a small message does.
@@ -72,8 +72,8 @@ class Network:
         """Return this network's software and memory on other links; None keeps what was measured.
 
         rate_bits : of a link in a second, ``HEADERS`` included. latency_seconds : of a message. A
-        byte never takes less than was measured here, since it still passes this software. Backward
-        loses as many seconds to a byte as it did here; the rest of a message is waiting.
+        byte never takes less than was measured here, since it still passes this software. A byte
+        takes as many seconds from backward as it did here; the rest of a message is waiting.
         """
         beta = 0.0 if rate_bits is None else 8 * HEADERS / rate_bits
         measured = self.rate("all_reduce").beta_seconds_per_byte
@@ -97,10 +97,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Terms:
-    """Seconds, by what they are spent on.
-
-    Nothing of one operation is hidden behind another part of it.
-    """
+    """The seconds of operations, by what they are spent on; the parts do not overlap."""
 
     latency: float = 0.0
     bandwidth: float = 0.0
@@ -160,9 +157,9 @@ def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
 
 
 def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms:
-    """Return the seconds of all ``count`` of an operation; what the floor adds counts as latency.
+    """Return the seconds of ``operation.count`` operations; what the floor adds counts as latency.
 
-    One takes max(messages x alpha + bytes x beta, floor) + summed x gamma + copied x the cost of a
+    One operation takes max(messages x alpha + bytes x beta, floor) + summed x gamma + copied x the cost of a
     copy.
     """
     messages, link_bytes, summed = loads(operation.kind, operation.nbytes, ranks)
@@ -187,7 +184,7 @@ def exposed_seconds(
     backward_seconds: float,
     overlap_cost: float = 0.0,
 ) -> tuple[float, float]:
-    """Return by how much messages make backward longer, and how much of them is left after it.
+    """Return the seconds that messages add to backward, and those that they take after it.
 
     messages : in order, after how many seconds of backward each may begin (None: after all of it),
         and its own seconds. They go one after the other, c_k = max(r_k, c_{k-1}) + t_k. While one
@@ -282,7 +279,7 @@ def _costs(
 def _busy_and_exposed(
     plan: MessagePlan, sizes: Sequence[int], ranks: int, network: Network, compute: StepCompute
 ) -> tuple[float, float]:
-    """Return the seconds of computing, and of messages left after backward."""
+    """Return the seconds of computing, and of the messages left after backward."""
     slowed, left = exposed_seconds(
         [
             (

@@ -15,7 +15,7 @@ from common.sync.message_cost import KINDS
 from lab.fitting import Fit, fit
 
 _LEAST_TURNS = 2
-_QUIET_SHARE = 0.04  # of the cores; in a quarter of a second the kernel counts no less
+_QUIET_SHARE = 0.04  # of the cores; the kernel's counters resolve no less in a quarter of a second
 
 Turn = Sequence[Mapping[str, Any]]  # what every rank measured in one round, by rank
 
@@ -72,7 +72,7 @@ def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Cal
 def quiet(
     turns: Iterable[Turn], found: Mapping[str, Any], noise: list[tuple[float, float]]
 ) -> list[Turn]:
-    """Return the turns in which other processes took next to nothing, at least the two quietest.
+    """Return the turns that other processes hardly disturbed, at least the two quietest.
 
     found : "cores" and "ranks_here" of what ``measure_rank`` returned. noise : receives for every
     turn its length in seconds and the share of the cores that other processes took.
@@ -92,7 +92,7 @@ def mean_share(noise: Sequence[tuple[float, float]]) -> float:
 
 
 def fit_line(samples: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """Fit fixed seconds and seconds a sample."""
+    """Fit a line: fixed seconds, and seconds per sample."""
     return fit([[1.0] * len(samples), samples], seconds, varied=samples)
 
 
@@ -113,7 +113,7 @@ def _others_share(turn: Turn, found: Mapping[str, Any]) -> float:
 
 
 def _fit_memory(action: str, turns: Sequence[Turn]) -> Fit:
-    """Fit the seconds a byte of adding ("sum") or copying ("copy") in memory."""
+    """Fit the seconds per byte of adding ("sum") or copying ("copy") in memory."""
     sizes, seconds = _medians(
         point for turn in turns for rank in turn for point in rank["memory"][action]
     )
@@ -141,7 +141,7 @@ def _fit_kind(kind: str, size: int, gamma: float, turns: Sequence[Turn]) -> Fit:
 
 
 def _medians(points: Iterable[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Return what was varied, rising, and the median of what was measured at each value."""
+    """Return the varied values in rising order, and the median measurement at each."""
     found: dict[float, list[float]] = {}
     for varied, measured in points:
         found.setdefault(varied, []).append(measured)

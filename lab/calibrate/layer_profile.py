@@ -2,7 +2,7 @@
 
 ``measure_profile`` trains the real model on noise, in one process with all cores, with several
 numbers of samples in turns; hooks record when each layer ends. Work between two layers (an
-addition, a reshape) counts to the layer after it, so that the layers' times add up to the step's.
+addition, a reshape) counts towards the second, so that the layers' times add up to the step's.
 ``save_profile`` writes the file.
 """
 

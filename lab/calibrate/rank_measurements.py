@@ -48,8 +48,8 @@ class Measures:
     model, image : name of the model, and (height, width) of the images that it trains on.
     sizes : of messages in bytes, each with the number of calls in a row that are timed together.
     rounds, step_rounds : rounds of the messages and of the training steps.
-    samples : of a training step of a rank that has its machine alone; ranks that share a machine
-        divide them. Fewer if the model is slow.
+    samples : of the training steps of a rank that has its machine to itself; ranks that share a
+        machine divide them. Fewer are used if the model is slow.
     steps : timed in each round for each number of samples.
     """
 
@@ -111,9 +111,9 @@ def time_messages(rank: int, size: int, measures: Measures) -> list[dict[str, An
 
     "messages" has rows [bytes, seconds, seconds without the message] for each kind, from a common
     begin until every rank has its result; "memory" is what ``time_memory`` returns, "cpu" the CPU
-    time of the round. A tiny all_reduce follows each message, since a sender alone would be timed
-    until it has filled a buffer; a row's last entry is that all_reduce by itself, measured in the
-    same round. Each call takes another part of the memory, as gradients lie.
+    time of the round. A tiny all_reduce follows each message, since a sender by itself would be
+    timed only until its message is in a buffer. A row's last entry is that all_reduce by itself,
+    measured in the same round. Each call uses another part of memory, as gradients do.
     """
     floats = max(2 * measures.sizes[-1][0], 10 * MEMORY_SIZES[-1]) // FLOAT_BYTES + SPREAD
     arena = torch.zeros(floats).fill_(0.0)  # filled: the kernel maps its pages now
@@ -144,8 +144,7 @@ def _overlap(trainer: Trainer, samples: int) -> dict[str, Any]:
     alone = trainer.backward_seconds(samples)
     tensor = torch.zeros(_OVERLAP_BYTES // FLOAT_BYTES)
     one = seconds_of_call(lambda part: _wait(_send(1, part)), [tensor] * 4)
-    # As many as take half of backward: all of them fit within it, and there are enough to see what
-    # they cost.
+    # Messages for half of backward: all of them end within it, and they suffice to show their cost.
     count = int(over_ranks(max(1.0, 0.5 * alone / one), dist.ReduceOp.MIN))
     messages = seconds_of_call(lambda part: _wait(_send(count, part)), [tensor])
     works: list[dist.Work] = []

@@ -20,7 +20,7 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def numbers_to_draw(limit: int) -> list[int]:
-    """Return the powers of two, where halving and doubling is best, and ``limit`` itself."""
+    """Return the powers of two, where halving_doubling is fastest, and ``limit`` itself."""
     return sorted({1 << power for power in range(limit.bit_length())} | {limit})
 
 
@@ -49,8 +49,9 @@ def draw_scaling(
         _panel(efficiencies, efficiency_curves, "efficiency")
         efficiencies.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
         efficiencies.set_xlabel("nodes")
-        title = f"{scaling.capitalize()} scaling, predicted"
-        figure.suptitle(title, x=0.005, ha="left", fontweight="bold")
+        figure.suptitle(
+            f"{scaling.capitalize()} scaling, predicted", x=0.005, ha="left", fontweight="bold"
+        )
         notes = "\n".join(line for each in summary for line in textwrap.wrap(each, 130))
         figure.supxlabel(notes, x=0.005, ha="left", fontsize=7)
         try:
@@ -65,10 +66,7 @@ def draw_scaling(
 
 
 def _panel(axis: Axes, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
-    """Draw each strategy's curve (number of nodes: value).
-
-    Curves that lie on one another become one.
-    """
+    """Draw each strategy's curve (number of nodes: value); curves that coincide become one."""
     most = max(nodes for curve in curves.values() for nodes in curve)
     axis.set(xscale="log", yscale="log", ylabel=label, xlim=(0.8, 1.1 * max(2, most)))
     ends = []
@@ -92,7 +90,7 @@ def _panel(axis: Axes, curves: Mapping[str, Mapping[int, float]], label: str) ->
 
 
 def _coinciding(curves: Mapping[str, Mapping[int, float]]) -> list[list[str]]:
-    """Return the names in groups whose curves lie on one another."""
+    """Return the names in groups whose curves coincide."""
 
     def close(one: str, other: str) -> bool:
         pairs = zip(curves[one].values(), curves[other].values(), strict=True)

@@ -8,9 +8,9 @@ from lab.report.losses import by_seed, differences
 from lab.report.sentences import Finding, listed, on_nodes
 from lab.report.view import CellRow, ComparisonGroup, percent
 
-# of the loss: another order of sums differs by less after some steps, a wrong mean by far more
+# relative to the loss: summing in another order changes less, a wrong mean far more
 _AGREE = 1e-3
-_NEAR_CHANCE = 1.5  # times the share that guessing reaches
+_NEAR_CHANCE = 1.5  # times the accuracy of guessing
 
 
 def exact_losses(block: ComparisonGroup) -> Iterator[Finding]:

@@ -74,12 +74,12 @@ class CellRow:
 
     @property
     def measured_step(self) -> float:
-        """``step`` of a row of ``ComparisonGroup.measured``, which has one."""
+        """``step`` of a row of ``ComparisonGroup.measured``: those always have one."""
         return self.step or 0.0
 
     @cached_property
     def speedup(self) -> float | None:
-        """One node's step time over this one's (weak scaling: ratio of samples per second)."""
+        """One node's step time over this cell's (weak scaling: ratio of samples per second)."""
         one = self.baseline.step if self.baseline else None
         return one / self.step * self._sample_ratio if one and self.step else None
 
@@ -187,7 +187,7 @@ def order(sync: str) -> tuple[int, str]:
 
 
 def blocks(results: Mapping[str, Any]) -> list[ComparisonGroup]:
-    """Split the cells into comparable blocks; a one-node cell stands in each rate of its group."""
+    """Split the cells into comparable blocks; each block of a group has its one-node cell."""
     groups: dict[int, list[Mapping[str, Any]]] = {}
     for cell in results.get("cells") or []:
         groups.setdefault(cell.get("group", 0), []).append(cell)
@@ -239,7 +239,7 @@ def _rows(
 
 
 def _group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
-    """Return the settings that all groups have in common, and the group's own ones."""
+    """Return the settings that all groups share, and the group's own."""
     differing = {str(difference).split(":")[0] for difference in results.get("differences") or []}
     common = results.get("settings") or {}
     return {
