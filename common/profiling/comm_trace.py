@@ -1,10 +1,10 @@
 """Record what this rank sends in a step, and when: each collective and message.
 
-The engine opens ``Timeline.around`` each step and hands over the step's times with ``took``; ``lab``
-draws and counts the messages. Every call of torch.distributed, by our
-strategies, by DistributedDataParallel or by its hooks, passes torch's dispatcher, where
-``MessageRecorder`` sees it. That slows a step a little, so only the last steps of a run are
-recorded, and their times stay out of the medians.
+The engine opens ``Timeline.around`` each step and hands over the step's times with ``took``; lab
+draws and counts the messages. Every call of torch.distributed, by our strategies, by
+DistributedDataParallel or by its hooks, passes torch's dispatcher, where ``MessageRecorder`` sees
+it. That slows a step a little, so only the last steps of a run are recorded, and their times stay
+out of the medians.
 """
 
 import math
@@ -117,7 +117,7 @@ class Timeline:
         self._recorder: MessageRecorder | None = None
 
     def around(self, step: int) -> AbstractContextManager:
-        """Return the context manager for a whole step: a recorder, if the step is to be recorded."""
+        """Return the context of a whole step: a recorder, if the step is to be recorded."""
         self._recorder = MessageRecorder() if step in self else None
         return self._recorder or nullcontext()
 

@@ -1,8 +1,8 @@
 """The data that tables, figures and findings read.
 
 ``blocks(results)`` splits the cells by group (data, batch, seed, model) and by link rate into
-blocks, each a ``ComparisonGroup`` of ``CellRow``. Only cells of one block are drawn or ordered together.
-``CellRow`` alone computes speed-ups, efficiencies and prediction errors.
+blocks, each a ``ComparisonGroup`` of ``CellRow``. Only cells of one block are drawn or ordered
+together. ``CellRow`` alone computes speed-ups, efficiencies and prediction errors.
 """
 
 import math
