@@ -4,8 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import lsq_linear
@@ -21,10 +20,6 @@ class Fit:
     worst_relative_error: float
     points: tuple[tuple[float, float, float], ...]
     """Each point: the varied quantity (bytes, samples), measured seconds, fitted seconds."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fit as plain values."""
-        return asdict(self)
 
 
 def fit(

@@ -7,11 +7,13 @@ replaces them by the page's own colours, so that figures in the HTML follow ligh
 import io
 import re
 import textwrap
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")  # files only, also where there is no screen
 import matplotlib.pyplot as plt
@@ -19,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from scipy.optimize import isotonic_regression
 
 INK, PAPER = "#1b1f23", "#fffffe"
 WIDE, NARROW = 9.0, 4.5  # inches: a page's column, and a phone
@@ -143,6 +146,46 @@ def line_key(label: str, **options: Any) -> Line2D:
     return Line2D([], [], color=INK, label=label, **options)
 
 
+def label_beside(axis: Axes, points: Sequence[tuple[str, float, float, str]], gap: float) -> None:
+    """Write labels in a column right of the axis, ``gap`` of its height apart, with a line to each.
+
+    points : text, x, y and colour of each. Call it once everything else is drawn.
+    """
+    axis.autoscale_view()  # else the limits are computed later
+    to_axes = axis.transScale + axis.transLimits  # from data to 0..1
+    placed = sorted((float(to_axes.transform(point[1:3])[1]), *point) for point in points)
+    heights = spread([place[0] for place in placed], min(gap, 1 / max(1, len(placed))))
+    for (_, text, x, y, line_color), height in zip(placed, heights, strict=True):
+        axis.annotate(
+            text,
+            (x, y),
+            xytext=(1.05, height),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8,
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": line_color,
+                "linewidth": 0.7,
+                "alpha": 0.7,
+                "shrinkA": 0,
+                "shrinkB": 4,
+                "relpos": (0, 0.5),
+            },
+        )
+
+
+def spread(positions: Sequence[float], gap: float) -> list[float]:
+    """Move sorted ``positions`` in 0..1 apart to a distance of ``gap``, as little as needed."""
+    if not positions:
+        return []
+    steps = gap * np.arange(len(positions))
+    # moved - steps must not fall: isotonic regression finds the nearest such positions
+    moved = isotonic_regression(np.asarray(positions) - steps).x
+    return list(np.clip(moved, 0, max(1 - steps[-1], 0)) + steps)
+
+
 def section_patch(name: str) -> Patch:
     """Return the legend entry of a section."""
     return Patch(
@@ -184,9 +227,7 @@ def svg(figure: Figure) -> str:
     """Return the figure as SVG, without metadata, and close it."""
     buffer = io.StringIO()
     figure.savefig(
-        buffer,
-        format="svg",
-        metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
+        buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
     )
     plt.close(figure)
     return buffer.getvalue().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")

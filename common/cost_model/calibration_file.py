@@ -1,4 +1,4 @@
-"""A calibration: the file of what messages, memory and computing cost. Imports no torch.
+"""The file of a calibration: what messages, memory and computing cost. Imports no torch.
 
 ``find_calibration`` chooses the user's own file or the one that comes with the project,
 ``load_calibration`` reads and checks it, ``describe`` tells a person what it holds.
@@ -134,7 +134,7 @@ def describe(calibration: Calibration) -> list[str]:
 def noise_warning(others_share: float, command: str) -> list[str]:
     """Return a warning if other processes took more than ``QUIET_SHARE`` of the cores, else none.
 
-    command : what the user is to do again.
+    command : what the user should do again.
     """
     warning = f"warning: other processes took {others_share:.0%} of the cores meanwhile: end them, and {command} again"
     return [warning] if others_share > QUIET_SHARE else []

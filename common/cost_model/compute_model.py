@@ -14,9 +14,7 @@ LEAST_SAMPLES = 2  # a rank: BatchNorm needs two, and a training with fewer is r
 
 @dataclass(frozen=True)
 class StepCompute:
-    """One rank's step without messages: seconds before backward, of backward, and of the update.
-
-    Before backward come data and forward.
+    """One rank's step without messages: data and forward ("before"), backward, and update.
 
     ``ready_bytes`` counts, rising, the bytes of gradients made so far; ``ready_shares`` holds the
     share of backward after which each count is reached. Backward makes the gradients in the reverse
@@ -75,9 +73,9 @@ class ComputeModel:
         ranks = [profile.ranks for profile in self.profiles]
         above = bisect.bisect_right(ranks, ranks_here)
         low, high = self.profiles[max(0, above - 1)], self.profiles[min(above, len(ranks) - 1)]
-        share = 0.0  # of the way from low to high
-        if low.ranks < ranks_here < high.ranks:
-            share = math.log(ranks_here / low.ranks) / math.log(high.ranks / low.ranks)
+        between = low.ranks < ranks_here < high.ranks
+        # of the way from low to high
+        share = math.log(ranks_here / low.ranks, high.ranks / low.ranks) if between else 0.0
 
         def fixed(first: float, second: float) -> float:
             return max(1.0, ranks_here / ranks[-1]) * (first + share * (second - first))

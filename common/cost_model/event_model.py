@@ -29,7 +29,7 @@ _SAMPLED_RANKS = 32
 
 @dataclass(frozen=True)
 class Rate:
-    """The cost of a kind of operation: seconds a message, a byte on the busiest link, and at least.
+    """The cost of one kind of operation: seconds per message, and per byte on the busiest link.
 
     An operation never takes less than ``floor_seconds``: where ranks share cores, waking them all
     takes longer than a small message does.
@@ -72,8 +72,8 @@ class Network:
         """Return this network's software and memory on other links; None keeps what was measured.
 
         rate_bits : of a link in a second, ``HEADERS`` included. latency_seconds : of a message. A
-        byte never takes less than was measured here, since it still passes this software. Backward
-        loses as many seconds to a byte as it did here; the rest of a message is waiting.
+        byte never takes less than was measured here, since it still passes this software. A byte
+        takes as many seconds from backward as it did here; the rest of a message is waiting.
         """
         beta = 0.0 if rate_bits is None else 8 * HEADERS / rate_bits
         measured = self.rate("all_reduce").beta_seconds_per_byte
@@ -97,10 +97,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Terms:
-    """Seconds, by what they are spent on.
-
-    Nothing of one operation is hidden behind another part of it.
-    """
+    """The seconds of operations, by what they are spent on; the parts do not overlap."""
 
     latency: float = 0.0
     bandwidth: float = 0.0
@@ -140,9 +137,8 @@ def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
     """
     if ranks == 1 and kind != "exchange":
         return 0, 0.0, 0.0
-    parts = (
-        (ranks - 1) / ranks * nbytes
-    )  # a ring cuts the tensor into N parts; N-1 of them pass each link
+    # A ring cuts the tensor into N parts; N-1 of them pass each link.
+    parts = (ranks - 1) / ranks * nbytes
     rounds = (ranks - 1).bit_length()  # log2 N, rounded up
     # A root's messages pass its link one after the other; each but the first adds PACKET_BYTES.
     through_root = (ranks - 1) * nbytes + (ranks - 2) * PACKET_BYTES
@@ -161,9 +157,9 @@ def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
 
 
 def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms:
-    """Return the seconds of all ``count`` of an operation; what the floor adds counts as latency.
+    """Return the seconds of ``operation.count`` operations; what the floor adds counts as latency.
 
-    One takes max(messages x alpha + bytes x beta, floor) + summed x gamma + copied x the cost of a
+    One operation takes max(messages x alpha + bytes x beta, floor) + summed x gamma + copied x the cost of a
     copy.
     """
     messages, link_bytes, summed = loads(operation.kind, operation.nbytes, ranks)
@@ -188,7 +184,7 @@ def exposed_seconds(
     backward_seconds: float,
     overlap_cost: float = 0.0,
 ) -> tuple[float, float]:
-    """Return by how much messages make backward longer, and how much of them is left after it.
+    """Return the seconds that messages add to backward, and those that they take after it.
 
     messages : in order, after how many seconds of backward each may begin (None: after all of it),
         and its own seconds. They go one after the other, c_k = max(r_k, c_{k-1}) + t_k. While one
@@ -247,10 +243,11 @@ def predict_step(
     sizes : bytes of each parameter's gradient, in the order of the parameters. Raises
     NotImplementedError if the plan has no formula.
     """
-    busy, sync, terms = _busy_and_exposed(plan, sizes, ranks, network, compute)
-    bound = "compute" if busy >= sync else terms.largest
-    root, others = _bytes_sent(plan, sizes, ranks)
-    return Prediction(busy + sync, busy, sync, root, others, bound)
+    busy, sync = _busy_and_exposed(plan, sizes, ranks, network, compute)
+    bound = (
+        "compute" if busy >= sync else message_terms(plan, sizes, ranks, network=network).largest
+    )
+    return Prediction(busy + sync, busy, sync, *_bytes_sent(plan, sizes, ranks), bound)
 
 
 def step_seconds(
@@ -262,8 +259,7 @@ def step_seconds(
     compute: StepCompute,
 ) -> float:
     """Return the seconds of ``predict_step`` alone, which is faster: no bytes are counted."""
-    busy, sync, _ = _busy_and_exposed(plan, sizes, ranks, network, compute)
-    return busy + sync
+    return sum(_busy_and_exposed(plan, sizes, ranks, network, compute))
 
 
 def message_terms(
@@ -282,9 +278,8 @@ def _costs(
 
 def _busy_and_exposed(
     plan: MessagePlan, sizes: Sequence[int], ranks: int, network: Network, compute: StepCompute
-) -> tuple[float, float, Terms]:
-    """Return the seconds of computing, of messages left after backward, and the messages' terms."""
-    costs = _costs(plan, sizes, ranks, network)
+) -> tuple[float, float]:
+    """Return the seconds of computing, and of the messages left after backward."""
     slowed, left = exposed_seconds(
         [
             (
@@ -293,14 +288,13 @@ def _busy_and_exposed(
                 else compute.ready_seconds(operation.ready_bytes),
                 cost.seconds,
             )
-            for operation, cost in costs
+            for operation, cost in _costs(plan, sizes, ranks, network)
         ],
         compute.backward_seconds,
         network.overlap_cost,
     )
-    terms = sum((cost for _, cost in costs), Terms())
-    # A strategy that sends in every eighth step only (local SGD) costs an eighth of it a step.
-    return compute.seconds + slowed / plan.period, left / plan.period, terms
+    # A strategy that sends in every eighth step only (local SGD) costs an eighth of that a step.
+    return compute.seconds + slowed / plan.period, left / plan.period
 
 
 def _bytes_sent(plan: MessagePlan, sizes: Sequence[int], ranks: int) -> tuple[float, float]:

@@ -90,7 +90,7 @@ class Profile:
 
 
 def profile_path(choice: str, *, model: str) -> Path:
-    """Return the file of the profile of that name; "measured" is this machine's own of ``model``.
+    """Return the path of a profile; "measured" is this machine's own profile of ``model``.
 
     Raises UserError if ``choice`` is not a name.
     """

@@ -27,8 +27,8 @@ class Emulation:
     """Makes a model take a profile's times; ``update`` stands for the optimiser's step.
 
     Deadlines are absolute: from the first layer of forward to the last of backward, each layer ends
-    when the sum of the times up to it has passed. A layer that a busy machine or a hook delays is
-    made up for in the next ones; only a delay at the end stays.
+    when the sum of the times up to it has passed. If a busy machine or a hook delays a layer, the
+    next layers make up for it; only a delay at the end remains.
 
     Parameters
     ----------
@@ -119,7 +119,7 @@ class _Gradient:
 
     @cached_property
     def _to_accumulate(self) -> Tensor:
-        """Memory for a pass that torch adds to ``p.grad``; added to itself, that would double."""
+        """Memory for passes that torch adds to ``p.grad``, since that is ``_memory`` itself."""
         return self._memory.clone()
 
     def of(self, number: int) -> Tensor:

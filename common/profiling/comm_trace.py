@@ -1,10 +1,10 @@
 """Record what this rank sends in a step, and when: each collective and message.
 
-``Timeline`` is given to the engine, which opens ``around`` each step and hands over the step's
-times with ``took``; ``lab`` draws and counts them. Every call of torch.distributed, by our
-strategies, by DistributedDataParallel or by its hooks, passes torch's dispatcher, where
-``MessageRecorder`` sees it. That slows a step a little, so only the last steps of a run are
-recorded, and their times stay out of the medians.
+The engine opens ``Timeline.around`` each step and hands over the step's times with ``took``; lab
+draws and counts the messages. Every call of torch.distributed, by our strategies, by
+DistributedDataParallel or by its hooks, passes torch's dispatcher, where ``MessageRecorder`` sees
+it. That slows a step a little, so only the last steps of a run are recorded, and their times stay
+out of the medians.
 """
 
 import math
@@ -94,7 +94,6 @@ class MessageRecorder(TorchDispatchMode):
         for message in self.messages:
             if math.isnan(message.end):
                 message.end = time.perf_counter()
-        self._open = []
 
 
 def _bytes(kind: str, args: tuple) -> tuple[int, float]:
@@ -118,15 +117,12 @@ class Timeline:
         self._recorder: MessageRecorder | None = None
 
     def around(self, step: int) -> AbstractContextManager:
-        """Return the context manager to open around the whole step.
-
-        It records messages if the step is to be recorded.
-        """
+        """Return the context of a whole step: a recorder, if the step is to be recorded."""
         self._recorder = MessageRecorder() if step in self else None
         return self._recorder or nullcontext()
 
     def took(self, step: int, spans: dict[str, list[tuple[float, float]]]) -> None:
-        """Keep when the step's sections began and ended, beside its messages."""
+        """Keep the step's messages, and when its sections began and ended."""
         if self._recorder is not None:
             self._recorder.finish()
             self._steps[step] = (self._recorder.messages, spans)

@@ -34,7 +34,6 @@ class LayerTimer:
         self._calls: list[Call] = []
         self._began: Moment = None
         self._last_gradient: Moment = None
-        self._hooks: list[Any] = []
 
     def __enter__(self) -> "LayerTimer":
         modules = [*self._model.named_modules(), ("loss", self._criterion)]

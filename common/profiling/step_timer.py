@@ -59,7 +59,7 @@ class StepTimer:
     def section(self, name: str) -> Iterator[None]:
         """Time the block as the section of that name, one of ``SECTIONS``.
 
-        A section may come several times in a step.
+        A section may occur several times in a step.
         """
         begin = now(self._device)
         try:

@@ -12,9 +12,9 @@ _SKIP, _WARM_UP, _RECORD = 1, 1, 3
 
 @contextmanager
 def step_profiler(path: Path | None) -> Iterator[Callable[[], None]]:
-    """Yield what to call after every step.
+    """Yield a function to call after every step; steps 3 to 5 go to ``path`` as JSON.
 
-    Steps 3 to 5 are written to ``path`` (JSON). None: no profiler.
+    Without a path, the function does nothing.
     """
     if path is None:
         yield lambda: None

@@ -56,8 +56,8 @@ def calibrate(
 ) -> Calibration:
     """Measure with ``ranks`` processes on this machine, and write the file.
 
-    ranks : default one a core, 2 to 8. path : instead of ``calibration_path()``. Raises UserError
-    on wrong values, WorkerError if a rank fails. Leaves no process behind.
+    ranks : by default one per core, 2 to 8. path : instead of ``calibration_path()``. Raises
+    UserError on wrong values, WorkerError if a rank fails. Leaves no process behind.
     """
     ranks = ranks if ranks is not None else min(_MOST_RANKS, max(2, usable_cores()))
     if ranks < 2:

@@ -2,8 +2,10 @@
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 from common.cost_model.calibration_file import Calibration, count
@@ -13,7 +15,7 @@ from common.sync.message_cost import KINDS
 from lab.fitting import Fit, fit
 
 _LEAST_TURNS = 2
-_QUIET_SHARE = 0.04  # of the cores; in a quarter of a second the kernel counts no less
+_QUIET_SHARE = 0.04  # of the cores; the kernel's counters resolve no less in a quarter of a second
 
 Turn = Sequence[Mapping[str, Any]]  # what every rank measured in one round, by rank
 
@@ -42,7 +44,9 @@ def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Cal
             profile, lines = _profile(sharing, threads, _by_turn(ranks, steps), found, noise)
             profiles.append(profile)
             fits |= lines
-    ready = _ready(found["gradients"], [rank["ready"] for rank in ranks])
+    shares = [
+        statistics.median(of_all) for of_all in zip(*(rank["ready"] for rank in ranks), strict=True)
+    ]
     return Calibration(
         name=f"{ranks[0]['environment']['cpu']}, {count(cores, 'core')}",
         made=datetime.now().isoformat(timespec="seconds"),
@@ -54,8 +58,13 @@ def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Cal
         others_share=mean_share(noise),
         gradients=tuple(found["gradients"]),
         network=network,
-        compute=ComputeModel(tuple(profiles), *ready),
-        fits={name: one.as_json() for name, one in fits.items()},
+        compute=ComputeModel(
+            tuple(profiles),
+            # backward makes the last parameter's gradient first
+            tuple(accumulate(reversed(found["gradients"]))),
+            tuple(accumulate(reversed(shares), max)),
+        ),
+        fits={name: asdict(one) for name, one in fits.items()},
         machine=ranks[0]["environment"],
     )
 
@@ -63,21 +72,16 @@ def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Cal
 def quiet(
     turns: Iterable[Turn], found: Mapping[str, Any], noise: list[tuple[float, float]]
 ) -> list[Turn]:
-    """Return the turns in which other processes took next to nothing, at least the two quietest.
+    """Return the turns that other processes hardly disturbed, at least the two quietest.
 
     found : "cores" and "ranks_here" of what ``measure_rank`` returned. noise : receives for every
     turn its length in seconds and the share of the cores that other processes took.
     """
-    by_noise = sorted(
-        (
-            (_others_share([rank["cpu"] for rank in turn], found), index, turn)
-            for index, turn in enumerate(turns)
-        )
-    )
-    noise += [(turn[0]["cpu"]["clock"], share) for share, _, turn in by_noise]
+    by_noise = sorted(((_others_share(turn, found), turn) for turn in turns), key=itemgetter(0))
+    noise += [(turn[0]["cpu"]["clock"], share) for share, turn in by_noise]
     return [
         turn
-        for position, (share, _, turn) in enumerate(by_noise)
+        for position, (share, turn) in enumerate(by_noise)
         if share <= _QUIET_SHARE or position < _LEAST_TURNS
     ]
 
@@ -88,7 +92,7 @@ def mean_share(noise: Sequence[tuple[float, float]]) -> float:
 
 
 def fit_line(samples: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """Fit fixed seconds and seconds a sample."""
+    """Fit a line: fixed seconds, and seconds per sample."""
     return fit([[1.0] * len(samples), samples], seconds, varied=samples)
 
 
@@ -100,20 +104,16 @@ def _by_turn(ranks: Sequence[Mapping[str, Any]], key: str) -> list[Turn]:
     return list(zip(*(rank[key] for rank in ranks if rank[key]), strict=True))
 
 
-def _others_share(cpu: Sequence[Mapping[str, float]], found: Mapping[str, Any]) -> float:
+def _others_share(turn: Turn, found: Mapping[str, Any]) -> float:
     """Return the share of rank 0's cores that other processes took, from the ranks' CPU times."""
-    first = cpu[0]
-    # With ranks on several machines, rank 0 stands for each of those on its own.
-    own = (
-        sum(rank["own"] for rank in cpu)
-        if len(cpu) <= found["ranks_here"]
-        else first["own"] * found["ranks_here"]
-    )
-    return max(0.0, first["all"] - own) / (first["clock"] * found["cores"])
+    cpu, here = [rank["cpu"] for rank in turn], found["ranks_here"]
+    # If the ranks are on several machines, rank 0 stands for every rank of its machine.
+    own = [rank["own"] for rank in cpu] if len(cpu) <= here else [cpu[0]["own"]] * here
+    return max(0.0, cpu[0]["all"] - sum(own)) / (cpu[0]["clock"] * found["cores"])
 
 
 def _fit_memory(action: str, turns: Sequence[Turn]) -> Fit:
-    """Fit the seconds a byte of adding ("sum") or copying ("copy") in memory."""
+    """Fit the seconds per byte of adding ("sum") or copying ("copy") in memory."""
     sizes, seconds = _medians(
         point for turn in turns for rank in turn for point in rank["memory"][action]
     )
@@ -141,7 +141,7 @@ def _fit_kind(kind: str, size: int, gamma: float, turns: Sequence[Turn]) -> Fit:
 
 
 def _medians(points: Iterable[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Return what was varied, rising, and the median of what was measured at each value."""
+    """Return the varied values in rising order, and the median measurement at each."""
     found: dict[float, list[float]] = {}
     for varied, measured in points:
         found.setdefault(varied, []).append(measured)
@@ -149,9 +149,9 @@ def _medians(points: Iterable[Sequence[float]]) -> tuple[list[float], list[float
 
 
 def _overlap_cost(turns: Sequence[Turn]) -> float:
-    costs = [
+    costs = (
         (rank["both"] - rank["backward"]) / rank["messages"] for turn in turns for rank in turn
-    ]
+    )
     return min(1.0, max(0.0, statistics.median(costs)))
 
 
@@ -180,11 +180,3 @@ def _profile(
     profile = ComputeProfile(sharing, threads, *[*before.values, *backward.values, update])
     on = count(sharing, "rank")
     return profile, {f"before, {on}": before, f"backward, {on}": backward}
-
-
-def _ready(
-    sizes: Sequence[int], shares: Sequence[Sequence[float]]
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return the bytes of gradients made, last parameter first, and their shares of backward."""
-    median = [statistics.median(column) for column in zip(*shares, strict=True)]
-    return tuple(accumulate(reversed(sizes))), tuple(accumulate(reversed(median), max))

@@ -3,8 +3,8 @@
 Start ``python -m lab.calibrate.link_probe --output FILE --kinds all_reduce ... --master-ip IP
 --num-nodes N --rank R`` on each node; rank 0 writes the file. ``network_from`` turns it into the
 network of common/cost_model/event_model.py: an operation takes max(alpha1, ideal x 1.06 + alpha0),
-with alpha1 from messages of 1 KB and alpha0 from messages of 2 MB. Buffers in memory cost what they
-take while all ranks copy.
+with alpha1 from messages of 1 KB and alpha0 from messages of 2 MB. Adding and copying buffers is
+timed while all ranks do it.
 """
 
 import argparse
@@ -32,8 +32,8 @@ from common.utils.atomic_files import write_atomically
 
 SMALL, LARGE, LARGEST = 1_024, 2_000_000, 8_000_000
 _SMALL_CALLS, _SMALL_ROUNDS, _LARGE_CALLS, _LARGE_ROUNDS, _WARM_UP_CALLS = 20, 5, 2, 3, 1
-# As the strategies use them: what one rank collects it also gives out. A sender alone would be
-# timed until it has filled a buffer.
+# Strategies use these in pairs: a rank sends out again what it has collected. A sender by itself
+# would be timed only until its message is in a buffer.
 _IN_PAIRS = {"gather": "scatter", "scatter": "gather", "reduce": "broadcast", "broadcast": "reduce"}
 
 
@@ -43,15 +43,17 @@ def measure_links(rank: int, size: int, *, kinds: Sequence[str], shaped: bool) -
     "kinds" has rows [bytes, seconds of one] for each kind, "sum" and "copy" are the seconds a byte
     in memory. shaped : the links' rate is known, so one large message size is enough.
     """
-    sizes = [(SMALL, _SMALL_CALLS, _SMALL_ROUNDS), (LARGE, _LARGE_CALLS, _LARGE_ROUNDS)]
-    sizes += [] if shaped else [(LARGEST, _LARGE_CALLS, _LARGE_ROUNDS)]
+    sizes = [
+        (SMALL, _SMALL_CALLS, _SMALL_ROUNDS),
+        *((nbytes, _LARGE_CALLS, _LARGE_ROUNDS) for nbytes in (LARGE, LARGEST)),
+    ]
     found: dict[str, list[list[float]]] = {}
     for kind in sorted(kinds, key=KINDS.index):
         twin = _IN_PAIRS.get(kind)
         pair = [message_call(one, rank, size) for one in (kind, twin) if one is not None]
         found[kind] = found.get(twin or "") or [
             [nbytes, _seconds(pair, nbytes, calls=calls, rounds=rounds)]
-            for nbytes, calls, rounds in sizes
+            for nbytes, calls, rounds in (sizes[:2] if shaped else sizes)
         ]
     per_byte = {
         name: over_ranks(
@@ -67,7 +69,7 @@ def _seconds(
 ) -> float:
     """Return the seconds of one call on the slowest rank, the median over rounds.
 
-    The first calls of a row are not timed: a link that was idle lets some bytes pass at once.
+    The first calls of a round are not timed: an idle shaped link lets some bytes pass at once.
     """
     tensor = torch.zeros(nbytes // FLOAT_BYTES)
     taken = []

@@ -4,7 +4,10 @@ Everything is measured in turns, for several rounds, so that a machine whose spe
 all numbers alike. Sizes are in bytes, times in seconds.
 """
 
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +33,7 @@ from common.utils.environment import environment
 from common.utils.system import tune_malloc, usable_cores
 from lab.calibrate.trainer import WARM_UP_STEPS, Trainer, cpu_seconds, spent
 
+_LIMIT_SECONDS = 600.0
 _WARM_UP_ROUNDS = 1
 _OVERLAP_BYTES = 8_000_000
 _PROBE_SAMPLES, _LONGEST_BACKWARD_SECONDS = 4, 6.0
@@ -44,8 +48,8 @@ class Measures:
     model, image : name of the model, and (height, width) of the images that it trains on.
     sizes : of messages in bytes, each with the number of calls in a row that are timed together.
     rounds, step_rounds : rounds of the messages and of the training steps.
-    samples : of a training step of a rank that has its machine alone; ranks that share a machine
-        divide them. Fewer if the model is slow.
+    samples : of the training steps of a rank that has its machine to itself; ranks that share a
+        machine divide them. Fewer are used if the model is slow.
     steps : timed in each round for each number of samples.
     """
 
@@ -58,11 +62,24 @@ class Measures:
     steps: int
 
 
+@contextmanager
+def end_process_after(seconds: float) -> Iterator[None]:
+    """End this process with status 1 if the block takes longer than ``seconds``."""
+    watchdog = threading.Timer(seconds, os._exit, args=[1])
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.cancel()
+
+
+@end_process_after(_LIMIT_SECONDS)
 def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -> dict[str, Any]:
     """Measure in the open process group; return all ranks' numbers on every rank. Collective.
 
     ranks_here : ranks that share this machine; if there are several, rank 0 also computes alone,
-        with all threads.
+        with all threads. Ends the process if it takes longer than ten minutes.
     """
     tune_malloc()
     cores = usable_cores()
@@ -94,9 +111,9 @@ def time_messages(rank: int, size: int, measures: Measures) -> list[dict[str, An
 
     "messages" has rows [bytes, seconds, seconds without the message] for each kind, from a common
     begin until every rank has its result; "memory" is what ``time_memory`` returns, "cpu" the CPU
-    time of the round. A tiny all_reduce follows each message, since a sender alone would be timed
-    until it has filled a buffer; a row's last entry is that all_reduce by itself, measured in the
-    same round. Each call takes another part of the memory, as gradients lie.
+    time of the round. A tiny all_reduce follows each message, since a sender by itself would be
+    timed only until its message is in a buffer. A row's last entry is that all_reduce by itself,
+    measured in the same round. Each call uses another part of memory, as gradients do.
     """
     floats = max(2 * measures.sizes[-1][0], 10 * MEMORY_SIZES[-1]) // FLOAT_BYTES + SPREAD
     arena = torch.zeros(floats).fill_(0.0)  # filled: the kernel maps its pages now
@@ -127,8 +144,7 @@ def _overlap(trainer: Trainer, samples: int) -> dict[str, Any]:
     alone = trainer.backward_seconds(samples)
     tensor = torch.zeros(_OVERLAP_BYTES // FLOAT_BYTES)
     one = seconds_of_call(lambda part: _wait(_send(1, part)), [tensor] * 4)
-    # As many as take half of backward: all of them fit within it, and there are enough to see what
-    # they cost.
+    # Messages for half of backward: all of them end within it, and they suffice to show their cost.
     count = int(over_ranks(max(1.0, 0.5 * alone / one), dist.ReduceOp.MIN))
     messages = seconds_of_call(lambda part: _wait(_send(count, part)), [tensor])
     works: list[dist.Work] = []

@@ -47,7 +47,7 @@ class Trainer:
     most_samples : the largest number of samples of a step.
     device : "cpu" or "cuda".
 
-    The attributes ``model`` and ``criterion`` are there for hooks.
+    The attributes ``model`` and ``criterion`` are public for hooks.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Trainer:
         """Return for each step "samples", "cpu", and the seconds "before", "backward" and "update".
 
         "before" is data and forward. For each number of samples, ``steps`` steps are timed after
-        ``WARM_UP_STEPS`` others. ``after_step`` is called after each of them all, outside its time.
+        ``WARM_UP_STEPS`` others. ``after_step`` is called after every step, outside the timed part.
         """
         return [
             {
@@ -134,10 +134,7 @@ class Trainer:
     def backward_seconds(
         self, samples: int, *, before: Callable[[], object] = lambda: None
     ) -> float:
-        """Return the seconds of one backward.
-
-        ``before`` is called right before it, outside of its time.
-        """
+        """Return the seconds of one backward, right after a call of ``before``."""
         images, labels = next(iter(self._loader(samples)))
         loss = self.criterion(self.model(images), labels)
         before()

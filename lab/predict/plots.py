@@ -5,24 +5,22 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from common.errors import UserError
-from lab.plot_style import color, grid, marker, plt, style
+from lab.plot_style import color, grid, label_beside, marker, plt, style
 from lab.predict.tables import PredictedStep
 
 _ONE_LINE = 0.03  # lines that differ by no more than this share are drawn as one
 _LETTER = 0.045  # of an axis' height, between two labels beside it
-_HIGHEST = 1.02  # of an axis' height, for a label
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def numbers_to_draw(limit: int) -> list[int]:
-    """Return the powers of two, where halving and doubling is best, and ``limit`` itself."""
+    """Return the powers of two, where halving_doubling is fastest, and ``limit`` itself."""
     return sorted({1 << power for power in range(limit.bit_length())} | {limit})
 
 
@@ -51,8 +49,9 @@ def draw_scaling(
         _panel(efficiencies, efficiency_curves, "efficiency")
         efficiencies.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
         efficiencies.set_xlabel("nodes")
-        title = f"{scaling.capitalize()} scaling, predicted"
-        figure.suptitle(title, x=0.005, ha="left", fontweight="bold")
+        figure.suptitle(
+            f"{scaling.capitalize()} scaling, predicted", x=0.005, ha="left", fontweight="bold"
+        )
         notes = "\n".join(line for each in summary for line in textwrap.wrap(each, 130))
         figure.supxlabel(notes, x=0.005, ha="left", fontsize=7)
         try:
@@ -67,10 +66,7 @@ def draw_scaling(
 
 
 def _panel(axis: Axes, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
-    """Draw each strategy's curve (number of nodes: value).
-
-    Curves that lie on one another become one.
-    """
+    """Draw each strategy's curve (number of nodes: value); curves that coincide become one."""
     most = max(nodes for curve in curves.values() for nodes in curve)
     axis.set(xscale="log", yscale="log", ylabel=label, xlim=(0.8, 1.1 * max(2, most)))
     ends = []
@@ -85,16 +81,16 @@ def _panel(axis: Axes, curves: Mapping[str, Mapping[int, float]], label: str) ->
             markersize=3.5,
             linewidth=1.4,
         )
-        ends.append((values[-1], ", ".join(names), color(first)))
+        ends.append((", ".join(names), most, values[-1], color(first)))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda nodes, _: f"{nodes:,.0f}"))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,g}"))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.grid(axis="y")
-    _label(axis, ends)
+    label_beside(axis, ends, gap=_LETTER)
 
 
 def _coinciding(curves: Mapping[str, Mapping[int, float]]) -> list[list[str]]:
-    """Return the names in groups whose curves lie on one another."""
+    """Return the names in groups whose curves coincide."""
 
     def close(one: str, other: str) -> bool:
         pairs = zip(curves[one].values(), curves[other].values(), strict=True)
@@ -105,41 +101,3 @@ def _coinciding(curves: Mapping[str, Mapping[int, float]]) -> list[list[str]]:
         first = next((first for first in groups if close(name, first)), name)
         groups.setdefault(first, []).append(name)
     return list(groups.values())
-
-
-def _label(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write each name beside the end of its curve.
-
-    Labels that would cover one another are moved apart.
-    """
-    to_share = axis.transScale + axis.transLimits  # from data to shares of the axis
-    right = axis.get_xlim()[1]
-    wanted = sorted(
-        (to_share.transform((right, value))[1], value, name, line_color)
-        for value, name, line_color in ends
-    )
-    heights = list(
-        accumulate((end for end, *_ in wanted), lambda below, end: max(end, below + _LETTER))
-    )
-    highest = _HIGHEST
-    for index in reversed(range(len(heights))):  # labels pushed above the axis move down again
-        heights[index] = min(heights[index], highest)
-        highest = heights[index] - _LETTER
-    for height, (end, _, name, line_color) in zip(heights, wanted, strict=True):
-        axis.annotate(
-            name,
-            xy=(1.0, end),
-            xycoords="axes fraction",
-            xytext=(1.04, height),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=8,
-            color=line_color,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": line_color,
-                "linewidth": 0.6,
-                "shrinkA": 0,
-                "shrinkB": 0,
-            },
-        )

@@ -30,8 +30,10 @@ def summarize(
     is_reference: bool,
 ) -> list[str]:
     """Return what a reader must know first, a line each: calibration, model and batch, network."""
-    quickly = ", quickly" if calibration.quick else ""
-    source = f"calibrated on {calibration.name}, {calibration.made}{quickly}"
+    source = (
+        f"calibrated on {calibration.name}, {calibration.made}"
+        f"{', quickly' if calibration.quick else ''}"
+    )
     if calibration.others_share > QUIET_SHARE:
         source += (
             f", while others took {calibration.others_share:.0%} of its cores (calibrate again)"
@@ -170,8 +172,13 @@ def _frame(headings: Sequence[str], *, narrow: bool) -> Table:
         )
         for heading in headings
     )
-    padding = 0 if narrow else (0, 1, 0, 0)
-    return Table(*columns, box=SIMPLE_HEAD, padding=padding, pad_edge=False, show_edge=not narrow)
+    return Table(
+        *columns,
+        box=SIMPLE_HEAD,
+        padding=0 if narrow else (0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=not narrow,
+    )
 
 
 def _scaling_limits_text(batch_size: int) -> list[str]:

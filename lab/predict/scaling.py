@@ -32,8 +32,8 @@ class ScalingLimit:
 
     Parameters
     ----------
-    limit : the largest number of nodes evaluated: 100,000, or in strong scaling as many as have two
-        samples each.
+    limit : the largest number of nodes evaluated: 100,000, or fewer in strong scaling, where each
+        node needs two samples of the batch.
     half_nodes : the largest number of nodes with an efficiency of at least 50 %.
     nodes, speedup : the smallest number of nodes within a tenth of the best speed up to ``limit``,
         and its speed-up; ``nodes`` is None, and ``speedup`` that of ``limit``, if the last doubling
@@ -125,8 +125,8 @@ def scaling_limits(
 def _search(speed: Callable[[int], float], tried: Sequence[int]) -> tuple[int | None, int, int]:
     """Return the fields ``nodes``, ``fastest_nodes`` and ``half_nodes`` of a ``ScalingLimit``."""
     limit = tried[-1]
-    # The fastest number of all may lie between two of those tried, where the next number is no
-    # faster any more.
+    # The fastest number of all may lie between two of those tried: the first number after which one
+    # more node is no faster.
     best = max(range(len(tried)), key=lambda index: speed(tried[index]))
     low, high = tried[max(0, best - 1)], tried[min(len(tried) - 1, best + 1)]
     peak = _first(low, high, lambda nodes: speed(nodes + 1) <= speed(nodes))

@@ -123,8 +123,8 @@ def scaling_limits_of(
 ) -> list[ScalingLimit]:
     """Return how far each strategy scales with a global batch, then with a batch for each node.
 
-    Empty for a calibration over loopback without rate and latency: the ranks of one machine end
-    with its cores.
+    Empty for a calibration over loopback without rate and latency: one machine's cores limit its
+    ranks.
     """
     own_machines = (rate_bits, latency_seconds) != (None, None)
     if not own_machines and calibration.over_loopback:

@@ -6,7 +6,6 @@ NothingToShowError if it would be empty.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
-from operator import itemgetter
 from statistics import mode
 from typing import Any
 
@@ -15,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
-from scipy.optimize import isotonic_regression
 
 from lab.plot_style import (
     DASHES,
@@ -24,6 +22,7 @@ from lab.plot_style import (
     NothingToShowError,
     color,
     grid,
+    label_beside,
     line_key,
     marker,
     title,
@@ -294,43 +293,12 @@ def _prediction_panel(axis: Axes, points: Sequence[PredictionPoint]) -> None:
             zorder=3,
         )
     axis.set(xlim=(low, high), ylim=(low, high))
-    _label(axis, sorted(points, key=itemgetter(2)))
+    label_beside(
+        axis,
+        [
+            (row.sync + (" (1 node)" if row.nodes == 1 else ""), x, y, color(row.sync))
+            for row, x, y in points
+        ],
+        gap=0.056,
+    )
     axis.grid()
-
-
-def _label(axis: Axes, points: Sequence[PredictionPoint]) -> None:
-    """Name ``points``, sorted by measured time, in a column at the right, with a line to each."""
-    to_axes = axis.transScale + axis.transLimits  # from seconds to 0..1
-    wanted = [
-        float(to_axes.transform((predicted, measured))[1]) for _, predicted, measured in points
-    ]
-    heights = spread(wanted, min(0.056, 1 / len(points)))
-    for (row, predicted, measured), height in zip(points, heights, strict=True):
-        axis.annotate(
-            row.sync + (" (1 node)" if row.nodes == 1 else ""),
-            (predicted, measured),
-            xytext=(1.05, height),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=8,
-            annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": color(row.sync),
-                "linewidth": 0.7,
-                "alpha": 0.7,
-                "shrinkA": 0,
-                "shrinkB": 4,
-                "relpos": (0, 0.5),
-            },
-        )
-
-
-def spread(positions: Sequence[float], gap: float) -> list[float]:
-    """Move sorted ``positions`` in 0..1 apart to a distance of ``gap``, as little as needed."""
-    if not positions:
-        return []
-    steps = gap * np.arange(len(positions))
-    # moved - steps must not fall: isotonic regression finds the nearest such positions
-    moved = isotonic_regression(np.asarray(positions) - steps).x
-    return list(np.clip(moved, 0, max(1 - steps[-1], 0)) + steps)

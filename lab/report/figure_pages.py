@@ -130,8 +130,7 @@ def draw_block(folder: Path, block: ComparisonGroup) -> Iterator[Drawing]:
         words = caption if isinstance(caption, str) else caption(block)
         what = f"{title}, {block.label}" if block.label else title
         alt = f"{what}: {words} The table has the numbers."
-        described = Drawing(name + block.suffix, title, words, alt)
-        yield _drawn(folder, described, partial(draw, block))
+        yield _drawn(folder, Drawing(name + block.suffix, title, words, alt), partial(draw, block))
 
 
 def _drawn(folder: Path, described: Drawing, draw: Callable[..., Figure]) -> Drawing:
@@ -157,9 +156,8 @@ def draw_timelines(folder: Path, results: Mapping[str, Any]) -> Iterator[Drawing
     for key in cells | timelines:
         timeline, cell = timelines[key], cells.get(key, {})
         sync = (cell or timeline).get("sync", key)
-        label = f"{sync} on {nodes_text(len(timeline.get('ranks') or []))}"
-        if cell.get("rate") is not None:
-            label += f" at {rate_text(cell['rate'])}"
+        at = f" at {rate_text(cell['rate'])}" if cell.get("rate") is not None else ""
+        label = f"{sync} on {nodes_text(len(timeline.get('ranks') or []))}{at}"
         words = timeline_caption(timeline)
         drawn = _drawn(
             folder,

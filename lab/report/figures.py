@@ -147,8 +147,8 @@ def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
 
 
 def _sent(row: CellRow) -> list[float]:
-    values = (row.median(name) for name in ("root_bytes_sent", "others_bytes_sent"))
-    return [value for value in values if value is not None]
+    names = ("root_bytes_sent", "others_bytes_sent")
+    return [value for name in names if (value := row.median(name)) is not None]
 
 
 def _dumbbell(axis: Axes, y: float, row: CellRow, *, floor: float) -> None:

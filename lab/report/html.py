@@ -66,7 +66,7 @@ def render(
     )
     environment.filters["tidy"] = tidy
     settings, cells = results.get("settings") or {}, results.get("cells") or []
-    many = len(drawings) > 1
+    prediction, many = results.get("prediction"), len(drawings) > 1
     return environment.get_template("report.html.jinja").render(
         compare=results.get("kind") != "report",
         created=str(results.get("created") or ""),
@@ -79,7 +79,6 @@ def render(
             for name, text in _SUMMARY.items()
             if settings.get(name) is not None
         ],
-        command=settings.get("command"),
         warnings=results.get("warnings") or [],
         differences=results.get("differences") or [],
         sections=[
@@ -87,15 +86,18 @@ def render(
             for index, (block, figures) in enumerate(drawings, start=1)
         ],
         many=many,
-        weak=settings.get("scaling") == "weak",
-        settings=_pairs(settings),
+        settings=settings,
+        named_settings=_pairs(settings),
         environment=_pairs(results.get("environment") or {}),
         timelines=timelines,
-        failed=_failed(cells),
-        prediction=_prediction(results),
-        warmup=settings.get("warmup"),
-        steps=settings.get("steps"),
-        repeats=settings.get("repeats"),
+        failed=[
+            cell
+            for cell in cells
+            if cell.get("status") == "failed"
+            or (cell.get("status") == "partial" and cell.get("message"))
+        ],
+        made=str(prediction.get("made") or "") if prediction else None,
+        calibration=_pairs(prediction.get("calibration") or {}) if prediction else [],
     )
 
 
@@ -153,17 +155,6 @@ def _block_settings(block: ComparisonGroup, results: Mapping[str, Any]) -> list[
     ]
 
 
-def _prediction(results: Mapping[str, Any]) -> dict[str, Any] | None:
-    prediction = results.get("prediction")
-    if not prediction:
-        return None
-    return {
-        "made": str(prediction.get("made") or ""),
-        "created": str(results.get("created") or ""),
-        "calibration": _pairs(prediction.get("calibration") or {}),
-    }
-
-
 def _predicted_row(row: CellRow) -> dict[str, Any]:
     scale = row.step or row.predicted
     return {
@@ -178,19 +169,6 @@ def _predicted_row(row: CellRow) -> dict[str, Any]:
         if row.in_scope
         else f"out of scope: {row.prediction.get('why') or 'no reason given'}",
     }
-
-
-def _failed(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    return [
-        {
-            "id": cell["id"],
-            "status": cell["status"],
-            "message": str(cell.get("message") or "no message"),
-        }
-        for cell in cells
-        if cell.get("status") == "failed"
-        or (cell.get("status") == "partial" and cell.get("message"))
-    ]
 
 
 def _pairs(content: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -29,13 +29,15 @@ def predictions(block: ComparisonGroup) -> Iterator[Finding]:
     if outside:
         reasons = {str(row.prediction.get("why") or "no reason given") for row in outside.values()}
         low, high = (texts[pick(outside, key=errors.__getitem__)] for pick in (min, max))
-        shown = f"their errors, {low} to {high}, are"
-        if len(outside) == 1:
-            shown = f"its error, {low}, is"
+        lie, shown = (
+            ("cell lies", f"its error, {low}, is")
+            if len(outside) == 1
+            else ("cells lie", f"their errors, {low} to {high}, are")
+        )
         yield Finding(
             "Prediction",
-            f"{len(outside)} cell{'s lie' if len(outside) > 1 else ' lies'} out of the model's scope "
-            f"({listed(sorted(reasons))}); {shown} shown, not counted.",
+            f"{len(outside)} {lie} out of the model's scope ({listed(sorted(reasons))}); {shown} "
+            "shown, not counted.",
             "; ".join(f"{name} {texts[name]}" for name in outside),
             caution=True,
         )

@@ -55,9 +55,8 @@ def _or_nothing(value: float | None, form: str, *, divide: float = 1.0) -> str:
 
 def _status(row: CellRow) -> str:
     message = " ".join(str(row.cell.get("message") or "").split())
-    if len(message) > 80:
-        message = message[:79] + "…"
-    return f"{row.status}: {message}" if message else row.status
+    shown = message if len(message) <= 80 else f"{message[:79]}…"
+    return f"{row.status}: {shown}" if shown else row.status
 
 
 COLUMNS = (

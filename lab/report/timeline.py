@@ -5,6 +5,7 @@ share of a rank's message time before the end of its backward. A rank's sync sec
 waiting until the slowest rank has its last gradient, and as time on the wire after that.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, cycle
 from statistics import fmean
@@ -65,8 +66,8 @@ def mean_overlap(timeline: Mapping[str, Any]) -> float | None:
 
 def sync_parts(timeline: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str, list[Span]]:
     """Split a rank's sync at the slowest rank's last gradient into "wait" and "wire"."""
-    ends = (backward_end(other) for other in timeline["ranks"])
-    slowest = max((end for end in ends if end is not None), default=float("-inf"))
+    ends = [end for other in timeline["ranks"] if (end := backward_end(other)) is not None]
+    slowest = max(ends, default=-math.inf)
     spans = [(begin, end) for begin, end in (rank.get("sections") or {}).get("sync") or []]
     parts = {
         "wait": [(begin, min(end, slowest)) for begin, end in spans],

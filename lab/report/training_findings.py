@@ -8,9 +8,9 @@ from lab.report.losses import by_seed, differences
 from lab.report.sentences import Finding, listed, on_nodes
 from lab.report.view import CellRow, ComparisonGroup, percent
 
-# of the loss: another order of sums differs by less after some steps, a wrong mean by far more
+# relative to the loss: summing in another order changes less, a wrong mean far more
 _AGREE = 1e-3
-_NEAR_CHANCE = 1.5  # times the share that guessing reaches
+_NEAR_CHANCE = 1.5  # times the accuracy of guessing
 
 
 def exact_losses(block: ComparisonGroup) -> Iterator[Finding]:
@@ -113,9 +113,11 @@ def _above_chance(
     for row, values in reached:
         if not row.exact:
             points = 100 * (fmean(values) - fmean(exact))
-            side = "within their range"
-            if not min(exact) <= fmean(values) <= max(exact):
-                side = f"{abs(points):.1f} points {'above' if points > 0 else 'below'} their mean"
+            side = (
+                "within their range"
+                if min(exact) <= fmean(values) <= max(exact)
+                else f"{abs(points):.1f} points {'above' if points > 0 else 'below'} their mean"
+            )
             yield Finding(
                 "Accuracy",
                 f"{on_nodes(nodes)} {row.sync}, which is not exact, reaches "

@@ -1,8 +1,8 @@
 """The data that tables, figures and findings read.
 
 ``blocks(results)`` splits the cells by group (data, batch, seed, model) and by link rate into
-blocks, each a ``ComparisonGroup`` of ``CellRow``. Only cells of one block are drawn or ordered together.
-``CellRow`` alone computes speed-ups, efficiencies and prediction errors.
+blocks, each a ``ComparisonGroup`` of ``CellRow``. Only cells of one block are drawn or ordered
+together. ``CellRow`` alone computes speed-ups, efficiencies and prediction errors.
 """
 
 import math
@@ -74,12 +74,12 @@ class CellRow:
 
     @property
     def measured_step(self) -> float:
-        """``step`` of a row of ``ComparisonGroup.measured``, which has one."""
+        """``step`` of a row of ``ComparisonGroup.measured``: those always have one."""
         return self.step or 0.0
 
     @cached_property
     def speedup(self) -> float | None:
-        """One node's step time over this one's (weak scaling: ratio of samples per second)."""
+        """One node's step time over this cell's (weak scaling: ratio of samples per second)."""
         one = self.baseline.step if self.baseline else None
         return one / self.step * self._sample_ratio if one and self.step else None
 
@@ -187,7 +187,7 @@ def order(sync: str) -> tuple[int, str]:
 
 
 def blocks(results: Mapping[str, Any]) -> list[ComparisonGroup]:
-    """Split the cells into comparable blocks; a one-node cell stands in each rate of its group."""
+    """Split the cells into comparable blocks; each block of a group has its one-node cell."""
     groups: dict[int, list[Mapping[str, Any]]] = {}
     for cell in results.get("cells") or []:
         groups.setdefault(cell.get("group", 0), []).append(cell)
@@ -197,8 +197,8 @@ def blocks(results: Mapping[str, Any]) -> list[ComparisonGroup]:
     for group, rate in keys:
         names = [(f"group {group}", f"-group{group}")] if len(groups) > 1 else []
         if many_rates:
-            shown = rate if isinstance(rate, str) else rate_text(rate)
-            names.append((rate_text(rate), "-" + safe_name(shown)))
+            name = safe_name(rate if isinstance(rate, str) else rate_text(rate))
+            names.append((rate_text(rate), f"-{name}"))
         settings = _group_settings(results, group)
         scaling = (results.get("settings") or {}).get("scaling") or "strong"
         found.append(
@@ -228,8 +228,10 @@ def _rows(
 ) -> list[CellRow]:
     """Return the rows of a block: a group's cells of this rate, and its one-node cell."""
     predictions = (results.get("prediction") or {}).get("cells") or {}
-    ones = [cell for cell in cells if cell["nodes"] == 1]
-    ones.sort(key=lambda cell: cell.get("rate") != rate)  # one of this rate, or else any
+    # one node of this rate, or else of any
+    ones = sorted(
+        (cell for cell in cells if cell["nodes"] == 1), key=lambda cell: cell.get("rate") != rate
+    )
     mine = ones[:1] + [cell for cell in cells if cell["nodes"] > 1 and cell.get("rate") == rate]
     baseline = CellRow(ones[0], None, scaling, {}) if ones else None
     rows = [CellRow(cell, baseline, scaling, predictions.get(cell["id"]) or {}) for cell in mine]
@@ -237,7 +239,7 @@ def _rows(
 
 
 def _group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
-    """Return the settings that all groups have in common, and the group's own ones."""
+    """Return the settings that all groups share, and the group's own."""
     differing = {str(difference).split(":")[0] for difference in results.get("differences") or []}
     common = results.get("settings") or {}
     return {
@@ -248,21 +250,16 @@ def _group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
 
 def what_is_emulated(settings: Mapping[str, Any]) -> str:
     """Return a sentence that says what an emulated comparison imitated."""
-    compute = settings.get("compute")
+    profile = str(settings.get("compute")).rpartition("/")[2].removesuffix(".json")
     rates = [rate_text(rate) for rate in settings.get("rates") or [] if rate is not None]
-    parts = []
-    if compute not in (None, "real"):
-        name = str(compute).rpartition("/")[2].removesuffix(".json")
-        parts.append(
-            f"layers and update slept as long as they take by profile {name}, "
-            "and nothing was learned"
-        )
-    if rates:
-        parts.append(
-            "the nodes were namespaces of one machine, their links limited to "
-            + " and ".join(rates)
-        )
-    return f"EMULATED: {'; '.join(parts) or 'network or compute were imitated on one machine'}."
+    parts = {
+        f"layers and update slept as long as they take by profile {profile}, and nothing was "
+        "learned": settings.get("compute") not in (None, "real"),
+        "the nodes were namespaces of one machine, their links limited to "
+        f"{' and '.join(rates)}": bool(rates),
+    }
+    said = "; ".join(part for part, holds in parts.items() if holds)
+    return f"EMULATED: {said or 'network or compute were imitated on one machine'}."
 
 
 def rate_text(rate: Any) -> str:

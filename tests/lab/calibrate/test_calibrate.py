@@ -221,6 +221,26 @@ def test_no_measured_batch_is_one_that_is_commonly_predicted():
         }
 
 
+ENDLESS = """
+import time
+from common.training_engine import launch_distributed_training
+from lab.calibrate.rank_measurements import end_process_after
+
+def measure(rank, size):
+    with end_process_after(0.2 if rank == 1 else 60):
+        time.sleep(60 if rank == 1 else 0)
+
+launch_distributed_training(measure, 2, "gloo")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_measures_too_long_is_ended_and_named():
+    ended = Started([sys.executable, "-c", ENDLESS], cwd=ROOT, env=user_environment()).end()
+    assert ended.status == 1
+    assert "WorkerError: rank 1 failed:\nits process ended with status 1" in ended.err
+
+
 @pytest.mark.slow
 def test_two_ranks_calibrate_this_machine(tmp_path):
     path = tmp_path / "calibration.json"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+from lab.plot_style import spread
 from lab.report import write_report
-from lab.report.curves import spread
 from lab.report.tables import csv_text, markdown
 from lab.report.timeline import draw_beside, lanes, mean_overlap, overlap, sync_parts, trace, union
 from lab.report.view import blocks, rate_text
