@@ -59,7 +59,7 @@ class Lab:
 
 
 def with_word(word: str) -> list[int]:
-    """Return the processes of this machine with ``word`` in the command or as a variable's value."""
+    """Return the machine's processes with ``word`` in the command or as a variable's value."""
     found = []
     for process in psutil.process_iter():
         try:

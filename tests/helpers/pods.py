@@ -65,7 +65,7 @@ class Pods:
         self._first: dict[int, psutil.Process] = {}
 
     def start(self, pod: int) -> None:
-        """Start a pod once its predecessor has ended; until ``publish`` it knows no other pod's name."""
+        """Start a pod once its predecessor has ended; before ``publish`` it knows only its own name."""
         environment = self._environment(pod)
         words = [
             self._fill_in(word, environment)
