@@ -146,7 +146,7 @@ class _PilImages(TorchDataset):
 
 
 def plain_loader(dataset: Dataset, data_dir: Path, *, batch_size: int, workers: int) -> DataLoader:
-    """Return the usual loader: PIL transforms, one image at a time, shuffled, whole batches only."""
+    """Return the usual loader: PIL transforms, one image at a time, shuffled, in whole batches."""
     flip = [transforms.RandomHorizontalFlip()] if dataset.flip else []
     transform = transforms.Compose(
         [
@@ -204,7 +204,7 @@ def wait_until_idle() -> None:
 def images_per_second(
     batches: Iterator[tuple[Tensor, Tensor]], *, seconds: float, discard: int = 0
 ) -> float:
-    """Take ``discard`` batches, then whole batches for ``seconds``; return the rate of the latter."""
+    """Take ``discard`` batches, then whole ones for ``seconds``; return the rate of the latter."""
     for _ in range(discard):
         next(batches)
     images, began = 0, time.perf_counter()

@@ -77,7 +77,7 @@ _SGEMM_SIZE, _SGEMM_REPEATS = 3072, 2
 
 
 class Ours:
-    """This project's step, built as ``common.experiment.run.run`` builds it for PartOne on a CPU."""
+    """This project's step, as ``common.experiment.run.run`` builds it for PartOne on a CPU."""
 
     def __init__(
         self, dataset: Dataset, folder: Path, *, batch_size: int, total_steps: int
@@ -177,7 +177,7 @@ class PlainProcess:
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds per step of both loops, and operations per second of each matrix product around them."""
+    """Seconds per step of both loops, and operations per second of the products around them."""
 
     ours: float
     plain: float
@@ -191,7 +191,10 @@ class Round:
     def share(
         self, batch_size: int, *, of: Callable[[list[float]], float] = statistics.median
     ) -> float:
-        """Return our operations per second over sgemm's median in the round, or best with ``of=max``."""
+        """Return our operations per second over sgemm's.
+
+        The divisor is the round's median product, or its best with ``of=max``.
+        """
         return 6 * VGG11_MACS * batch_size / self.ours / of(self.sgemm)
 
 

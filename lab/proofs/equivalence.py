@@ -70,7 +70,7 @@ class Equivalence:
 
     @property
     def first_wrong(self) -> StepDifference | None:
-        """The first step that rounding does not explain, or whose ranks hold different bits; or None."""
+        """The first step with an error beyond rounding or ranks that differ in a bit; or None."""
         return next(
             (
                 step
@@ -81,7 +81,7 @@ class Equivalence:
         )
 
     def __bool__(self) -> bool:
-        """Whether every step is right, so that ``all(check_equivalence(...))`` works as it reads."""
+        """Whether every step is right, so that ``all(check_equivalence(...))`` is a full check."""
         return self.first_wrong is None
 
     def __str__(self) -> str:
@@ -235,7 +235,7 @@ def errors_on_this_rank(rank: int, size: int, strategy: GradientSync, case: Case
 
 @functools.cache
 def _train_in_one_process(size: int, case: Case) -> list[nn.Module]:
-    """Return a copy of the model after each step on the whole batch, starting from rank 0's weights.
+    """Return a copy of the model after each step on the whole batch, from rank 0's weights.
 
     Computed once for all strategies that this process compares.
     """

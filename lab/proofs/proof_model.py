@@ -1,4 +1,4 @@
-"""What the equivalence checks train: a ``Case`` of data and options, and a difficult small network."""
+"""What the equivalence checks train: a ``Case`` of data and options, and a small network."""
 
 from dataclasses import dataclass
 

@@ -33,7 +33,7 @@ _LOOK_SECONDS = 1.0
 
 
 def context() -> Any:
-    """Return the multiprocessing context that creates ranks; its first process starts the server."""
+    """Return the multiprocessing context for ranks; the first process starts its server."""
     found = multiprocessing.get_context(_method)
     if _method == "forkserver":
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when the server imports torch

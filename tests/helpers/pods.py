@@ -65,7 +65,10 @@ class Pods:
         self._first: dict[int, psutil.Process] = {}
 
     def start(self, pod: int) -> None:
-        """Start a pod once its predecessor has ended; before ``publish`` it knows only its own name."""
+        """Start a pod once its predecessor has ended; it knows only its own name until ``publish``.
+
+        The names of other pods resolve after ``publish``.
+        """
         environment = self._environment(pod)
         words = [
             self._fill_in(word, environment)
