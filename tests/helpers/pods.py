@@ -65,9 +65,9 @@ class Pods:
         self._first: dict[int, psutil.Process] = {}
 
     def start(self, pod: int) -> None:
-        """Start a pod once its predecessor has ended; it knows only its own name until ``publish``.
+        """Start a pod once its predecessor has ended.
 
-        The names of other pods resolve after ``publish``.
+        Until ``publish``, the pod knows only its own name.
         """
         environment = self._environment(pod)
         words = [
