@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Two files at a time, each in a process; the ten slowest tests and the total come last.
+# Run two test files at a time, each in its own process. The ten slowest tests and the total come
+# last.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
 
 .DEFAULT_GOAL := help
@@ -20,7 +21,7 @@ $(READY): pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $(READY)
 
-demo: $(READY) ## train VGG-11 in all four ways on the embedded digits and compare (minutes, no download)
+demo: $(READY) ## train VGG-11 in all four ways on embedded digits, compare (minutes, no download)
 	@$(BIN)/python -m lab.demo
 
 test: $(READY) ## run the tests that every change must pass (minutes)
@@ -32,13 +33,13 @@ test-slow: $(READY) ## run the slow tests, and plant every wrong implementation
 test-engines: $(READY) ## run the tests of ssh, Slurm and Kubernetes
 	$(PYTEST) -m "engines and not long"
 
-test-long: $(READY) ## run the tests that take many minutes, which CI does not
+test-long: $(READY) ## run the tests that take many minutes (not in CI)
 	$(BIN)/python -m pytest -m long --durations=10
 
-expectations: $(READY) ## record anew what users see, after a change that is meant
+expectations: $(READY) ## record again what users see, after an intended change
 	$(BIN)/python -m tests.helpers.expectations
 
-lint: $(READY) ## check format, style, the layers of imports, and types
+lint: $(READY) ## check format, style, import layers and types
 	$(BIN)/ruff format --check --quiet . || { echo "not formatted: run $(BIN)/ruff format ."; exit 1; }
 	$(BIN)/ruff check --quiet .
 	$(BIN)/lint-imports --no-logo

@@ -1,6 +1,6 @@
-"""The packages of the wheel; all else is in pyproject.toml.
+"""List the packages of the wheel; everything else is in pyproject.toml.
 
-Recipes lie beside the code in a checkout, and within it in a wheel.
+Recipes are next to the code in a checkout, and inside it in a wheel.
 """
 
 from setuptools import find_packages, setup

@@ -1,19 +1,20 @@
-"""Exchanges of VGG-11's 37 MB of gradients on emulated nodes, over what the links' rate alone allows.
+"""Compare exchanges of VGG-11's 37 MB of gradients on emulated nodes with the links' ideal time.
 
     python benchmarks/cluster.py --nodes 4 --rate 200mbit 1gbit
 
-Each rate is a cluster of its own (lab/cluster): a network namespace a node, shaped by tbf both
-ways. On it all strategies take turns in one process group, and nothing computes: gradients are
-there already, as in benchmarks/sync.py.
+Each rate gets its own cluster (lab/cluster) with one network namespace per node; tbf shapes both
+directions. All strategies take turns in one process group. Nothing computes: the gradients exist
+already, as in benchmarks/sync.py.
 
-- ideal: the seconds that the busiest link's payload takes at the link's rate: 2(N-1)M/B through a
-  root's link, 2(N-1)/N M/B in a ring. No header, no latency; TCP, IP and Ethernet alone make 1.06
-  of it.
-- over ideal: median of the rounds, with a 95 % interval (10,000 bootstrap samples).
-- cores busy: the share of this machine's cores that was busy meanwhile, by /proc/stat. Where it
-  nears 100 %, the machine bounds, not the link.
+- ideal: the seconds that the busiest link needs for its payload at the link's rate: 2(N-1)M/B
+  through a root's link, 2(N-1)/N M/B in a ring. This includes neither headers nor latency; the
+  headers of TCP, IP and Ethernet alone make it 1.06 times as long.
+- over ideal: measured over ideal seconds, as the median of the rounds with a 95 % interval (10,000
+  bootstrap samples).
+- cores busy: the share of this machine's cores that was busy meanwhile, from /proc/stat. Near 100 %
+  the machine is the limit, not the link.
 - up: seconds until the cluster was ready (torch imported once), and from the start of the nodes'
-  programs until all had met.
+  programs until all had joined the process group.
 """
 
 import argparse
@@ -45,7 +46,7 @@ _RINGS = ("all_reduce", "all_reduce_flat", "ring")
 
 
 def measure(rank: int, size: int, master: str, *, rounds: int, output: Path) -> None:
-    """Be one rank; rank 0 writes the seconds and the busy share of the cores of each round, by strategy."""
+    """Run one rank; rank 0 writes the seconds and the busy cores of each round, by strategy."""
     tune_malloc()
     torch.set_num_threads(1)
     torch.manual_seed(SEED + rank)
@@ -66,7 +67,7 @@ def measure(rank: int, size: int, master: str, *, rounds: int, output: Path) -> 
 
 
 def on_cluster(nodes: int, rate: str, rounds: int) -> dict:
-    """Measure on a new cluster and return what rank 0 has found, with the seconds until it was up."""
+    """Measure on a new cluster; return rank 0's results and the seconds until it was up."""
     with tempfile.TemporaryDirectory() as folder:
         output, began = Path(folder, "found.json"), time.monotonic()
         with Cluster(nodes, rate=rate, logs=Path(folder)) as cluster:
@@ -95,13 +96,13 @@ def on_cluster(nodes: int, rate: str, rounds: int) -> dict:
 
 
 def ideal_seconds(name: str, nbytes: int, nodes: int, rate_bits: float) -> float:
-    """Return what the payload of the busiest link takes."""
+    """Return the seconds that the busiest link needs for its payload."""
     loads = 2 * (nodes - 1) if name in _THROUGH_ROOT else 2 * (nodes - 1) / nodes
     return 8 * loads * nbytes / rate_bits
 
 
 def main() -> None:
-    """Measure and print; or, with --rank, be one of the nodes."""
+    """Measure and print; with --rank, run one of the nodes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

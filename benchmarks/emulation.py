@@ -1,19 +1,20 @@
-"""How near emulated steps come to the event model: measured over predicted, for nodes whose links are shaped on this machine.
+"""Compare emulated steps with the event model, for nodes whose links are shaped on this machine.
 
-    lab calibrate                          # or lab calibrate --profile NAME: what each layer takes
+    lab calibrate                     # or lab calibrate --profile NAME: the time of each layer
     python benchmarks/emulation.py    # 4 and 8 nodes, 200 Mbit/s and 1 Gbit/s: about 25 minutes
 
-For each number of nodes and each rate a comparison of its own (lab/compare/runner.py): a cluster of
-so many network namespaces; the messages measured on it, alpha1 with 1 KB and alpha0 with 2 MB; then
-every strategy, with the layers asleep for as long as the profile says.
+Each number of nodes and each rate is a separate comparison (lab/compare/runner.py) on its own
+cluster, with one network namespace per node. It first measures messages on the cluster: alpha1 with
+1 KB and alpha0 with 2 MB. Then it runs every strategy, and the layers sleep as long as the profile
+says.
 
-- measured: the median over the steps behind the warm-up, the mean over the ranks; with --repeats
+- measured: the median over the steps after the warm-up and the mean over the ranks; with --repeats
   the median over the repeats.
 - model: t(M) = max(alpha1, ideal x 1.06 + alpha0) for each operation, c_k = max(r_k, c_k-1) +
-  t(M_k), r_k and the rest of the step from the profile. Nothing of it is fitted to the steps that
-  it is held against.
-- aim: how far measured / model may be from 1. That overlapped takes no longer than ddp on 4 nodes
-  at 1 Gbit/s is told at the end.
+  t(M_k). r_k and the rest of the step come from the profile. Nothing in the model is fitted to the
+  steps that it is compared with.
+- aim: how far measured / model may be from 1. The last lines show overlapped / ddp; on 4 nodes at 1
+  Gbit/s overlapped should take no longer than ddp.
 """
 
 import argparse
@@ -44,7 +45,7 @@ SHOWN = ("all_reduce", "overlapped", "ddp")
 
 
 def measure(nodes: int, rate: str, arguments: argparse.Namespace, reports: Path) -> dict[str, Any]:
-    """Return the results of one comparison."""
+    """Run one comparison and return its results."""
     settings = Settings(
         nodes=(nodes,),
         sync=tuple(arguments.sync),
@@ -64,7 +65,7 @@ def measure(nodes: int, rate: str, arguments: argparse.Namespace, reports: Path)
 
 
 def report(results: Mapping[str, Any]) -> list[str]:
-    """Return a line a strategy."""
+    """Return one line per strategy."""
     lines = []
     for cell in results["cells"]:
         if cell["median"] is None:
@@ -91,7 +92,7 @@ def report(results: Mapping[str, Any]) -> list[str]:
 
 
 def draw(path: Path, results: Mapping[str, Any]) -> None:
-    """Draw the step of one rank, a strategy below the other."""
+    """Draw the step of one rank, with the strategies below each other."""
     from lab.plot_style import style
     from lab.report.timeline import draw_beside
     from lab.report.view import rate_text

@@ -1,22 +1,23 @@
-"""Images a second and core: TrainLoader's batched tensor code against PIL transforms in a DataLoader.
+"""Compare TrainLoader's batched tensor code with PIL transforms in a DataLoader.
 
     python benchmarks/loader.py
 
-Three loaders take turns for some seconds each, and every round gives one ratio:
+The unit is images per second and core. Three loaders take turns of some seconds each, and every
+round gives one ratio:
 
 - ours: ``TrainLoader`` on one thread, everything included: order, offsets, crop, flip,
-  normalisation, labels;
+  normalisation, labels.
 - plain, one core: torchvision's dataset and PIL transforms in a ``DataLoader`` without workers, on
-  one thread;
-- plain, 2 workers: the same in two worker processes, divided by the cores that these can fill. The
-  process that collects their batches counts as free, which is in the plain loader's favour.
+  one thread.
+- plain, 2 workers: the same in two worker processes, divided by the number of cores that they can
+  fill. The process that collects their batches counts as free, which favours the plain loader.
 
-Before another loader's turn the workers have filled their queue and sleep (``wait_until_idle``);
-before the workers' own turn the queue is emptied, so that only batches made within the measured
+Before another loader's turn, the workers fill their queue and then sleep (``wait_until_idle``).
+Before the workers' own turn the queue is emptied, so that only batches made within the measured
 time count.
 
-What the other benchmarks share lies here too: the datasets, both loaders, the machine's
-description, the spread.
+This file also holds what the other benchmarks share: the datasets, both loaders, the description of
+the machine, and the spread.
 """
 
 import argparse
@@ -54,7 +55,7 @@ _PATIENCE_SECONDS = 120.0
 
 
 def describe_machine() -> str:
-    """Return CPU, cores, versions and commit in one line, as every benchmark prints them."""
+    """Return the line that every benchmark prints: CPU, cores, versions and commit."""
     facts = environment()
     commit = (
         f"{(facts['git_commit'] or 'none')[:10]}{' with changes' if facts['git_changes'] else ''}"
@@ -97,10 +98,10 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
 def load_benchmark_dataset(
     name: str, data_dir: Path, *, batch_size: int, quiet: bool = False
 ) -> Dataset:
-    """Return the dataset of that name, or digits, saying so, where CIFAR-10's files are missing: nothing is downloaded.
+    """Return the dataset of that name, or digits with a note if CIFAR-10's files are missing.
 
-    Ends the program where a batch would be larger than the training set, or too small for
-    BatchNorm.
+    Nothing is downloaded. Ends the program if a batch would be larger than the training set, or too
+    small for BatchNorm.
     """
     if name == "cifar10" and not (data_dir / CIFAR10.base_folder).is_dir():
         print(
@@ -119,13 +120,16 @@ def load_benchmark_dataset(
 
 
 def our_loader(dataset: Dataset, *, batch_size: int) -> TrainLoader:
-    """Return this project's loader for one process; only whole batches, so that all steps have one size."""
+    """Return this project's loader for one process.
+
+    It gives only whole batches, so that all steps have one size.
+    """
     whole = len(dataset.train) // batch_size * batch_size
     return TrainLoader(dataset, GlobalBatchSampler(whole, batch_size=batch_size, seed=SEED))
 
 
 class _PilImages(TorchDataset):
-    """Images in memory as torchvision's own datasets give them: through PIL, one at a time."""
+    """Images in memory, read through PIL one at a time as from torchvision's own datasets."""
 
     def __init__(self, images: ImageSet, transform: transforms.Compose) -> None:
         self._images, self._labels, self._transform = (
@@ -142,7 +146,7 @@ class _PilImages(TorchDataset):
 
 
 def plain_loader(dataset: Dataset, data_dir: Path, *, batch_size: int, workers: int) -> DataLoader:
-    """Return the usual loader: PIL transforms, one image at a time, shuffled; only whole batches."""
+    """Return the usual loader: PIL transforms, one image at a time, shuffled, in whole batches."""
     flip = [transforms.RandomHorizontalFlip()] if dataset.flip else []
     transform = transforms.Compose(
         [
@@ -168,7 +172,7 @@ def plain_loader(dataset: Dataset, data_dir: Path, *, batch_size: int, workers: 
 
 
 def endless(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of one epoch after another, each in an order of its own."""
+    """Yield the batches of one epoch after another, each epoch in its own order."""
     for epoch in itertools.count(1):
         if hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(epoch)
@@ -176,9 +180,9 @@ def endless(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, T
 
 
 def wait_until_idle() -> None:
-    """Return once the processes that this one started (DataLoader workers) use no CPU: their queue is full.
+    """Return once this process's children (DataLoader workers) use no CPU: their queue is full.
 
-    Raises TimeoutError where they never rest.
+    Raises TimeoutError if they are still busy after 120 s.
     """
 
     def cpu_seconds() -> float:
@@ -200,7 +204,7 @@ def wait_until_idle() -> None:
 def images_per_second(
     batches: Iterator[tuple[Tensor, Tensor]], *, seconds: float, discard: int = 0
 ) -> float:
-    """Take ``discard`` batches, then as many as come in ``seconds``, whole ones; return the latter's rate."""
+    """Take ``discard`` batches, then whole ones for ``seconds``; return the rate of the latter."""
     for _ in range(discard):
         next(batches)
     images, began = 0, time.perf_counter()
@@ -210,7 +214,7 @@ def images_per_second(
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the rates by loader, images a second and core, one a round; the loaders take turns."""
+    """Measure the loaders in turns; return each one's images per second and core, by round."""
     dataset = load_benchmark_dataset(
         arguments.dataset, arguments.data_dir, batch_size=arguments.batch_size
     )

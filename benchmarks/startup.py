@@ -1,9 +1,9 @@
-"""How long ``--help`` takes, against an interpreter that does nothing.
+"""Measure how long ``--help`` takes, compared with an interpreter that does nothing.
 
     python benchmarks/startup.py
 
-``python PartOne/main.py --help`` and ``python -c pass`` take turns, each in a process of its own,
-after one run of each that warms the disk and writes the bytecode. What is measured is the wall time
+``python PartOne/main.py --help`` and ``python -c pass`` take turns, each in its own process. One
+run of each comes first, to warm the disk cache and write the bytecode. The time is the wall time
 from starting the process to its end.
 """
 
@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 def seconds_of(command: list[str]) -> float:
-    """Return the wall seconds that ``command`` takes. Raises CalledProcessError where it fails."""
+    """Return the wall seconds that ``command`` takes; raise CalledProcessError if it fails."""
     began = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began

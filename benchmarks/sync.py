@@ -1,27 +1,29 @@
-"""Each strategy's exchange of VGG-11's 37 MB of gradients against one raw all_reduce; ``overlapped`` against DDP's step.
+"""Compare each strategy's exchange with one raw all_reduce, and ``overlapped`` steps with DDP's.
 
     python benchmarks/sync.py --ranks 2 3 4
 
-Real ranks on this machine, Gloo over loopback, one torch thread each, all strategies in turns in
-one process group:
+What is exchanged are VGG-11's 37 MB of gradients. Real ranks run on this machine, with Gloo over
+loopback and one torch thread each. All strategies take turns in one process group:
 
-- exchange: gradients of VGG-11's shapes and strides come from a backward pass that costs nothing
-  (each is there already, as new memory), then the strategy has them averaged. Timed from the
-  beginning of that backward pass until ``synchronize`` (and, for local_sgd, ``after_step``)
-  returns, so that strategies that send from hooks are measured as the others are. raw:
-  ``torch.distributed.all_reduce`` of one buffer of as many bytes, and nothing else. It is measured
-  at the beginning and in the middle of each round; ``raw again`` is the second over the first and
-  shows what the machine makes of no difference. none: the backward pass alone, which all but raw
-  contain.
-- steps: whole training steps of VGG-11 (forward, loss, backward, SGD with momentum), ``overlapped``
-  and ``ddp`` with buckets of the same size, in the order A B B A; each pair gives a ratio.
+- exchange: a backward pass that costs nothing delivers gradients of VGG-11's shapes and strides
+  (each exists already, as new memory), and the strategy averages them. The time starts with that
+  backward pass and ends when ``synchronize`` (and, for local_sgd, ``after_step``) returns, so
+  strategies that send from hooks are measured like the others.
+- raw: ``torch.distributed.all_reduce`` of one buffer with the same number of bytes, and nothing
+  else. Each round measures it at the beginning and in the middle. ``raw again`` is the second over
+  the first: it shows the machine's noise.
+- none: the backward pass alone, which all except raw contain.
+- steps: whole training steps of VGG-11 (forward, loss, backward, SGD with momentum) with
+  ``overlapped`` and ``ddp``, both with buckets of the same size, in the order A B B A. Each pair
+  gives a ratio.
 
-How it is kept fair:
-- All ranks meet at a barrier before each measurement; the time is the slowest rank's.
-- Each round takes the strategies in another order, the same on all ranks; what is shown is the
+What keeps the comparison fair:
+
+- All ranks wait at a barrier before each measurement; the time is the slowest rank's.
+- Each round takes the strategies in another order, the same on all ranks. The output shows the
   median of the rounds' ratios with a 95 % interval (the median of 10,000 bootstrap samples).
-- Warm-up rounds are left out: DDP rearranges its buckets after its first step, PowerSGD compresses
-  from its third on.
+- Warm-up rounds do not count: DDP rearranges its buckets after its first step, and PowerSGD
+  compresses from its third step on.
 """
 
 import argparse
@@ -53,22 +55,22 @@ _WARM_UP_ROUNDS = 4
 
 
 class Given(torch.autograd.Function):
-    """Takes part in backward for a parameter, with a gradient that is there already."""
+    """An autograd function whose backward pass returns a gradient that exists already."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, ready: list[Tensor]) -> Tensor:
-        """Keep the one-element list ``ready``, whose tensor backward takes out of it."""
+        """Keep the one-element list ``ready``; the backward pass takes the tensor out of it."""
         ctx.ready = ready
         return parameter.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _gradient: Tensor) -> tuple[Tensor, None]:
-        """Hand over the gradient."""
+        """Return the ready gradient."""
         return ctx.ready.pop(), None
 
 
 class GradientsOfVgg(nn.Module):
-    """VGG-11's parameters, channels_last, with ``forward`` and backward that compute nothing."""
+    """VGG-11's parameters in channels_last; forward and backward passes compute nothing."""
 
     def __init__(self, examples: Sequence[Tensor]) -> None:
         super().__init__()
@@ -76,7 +78,10 @@ class GradientsOfVgg(nn.Module):
         self._examples = examples
 
     def forward(self) -> Tensor:
-        """Return a scalar whose backward pass gives each parameter a new tensor as its gradient, the last one first."""
+        """Return a scalar whose backward pass gives each parameter a new tensor as its gradient.
+
+        The last parameter gets its gradient first.
+        """
         return sum(
             Given.apply(p, [example.clone()])
             for p, example in zip(self.parameters(), self._examples, strict=True)
@@ -84,7 +89,7 @@ class GradientsOfVgg(nn.Module):
 
 
 def slowest(action: Callable[[], Any]) -> float:
-    """Return the seconds of ``action`` on the slowest rank; all begin together."""
+    """Return the seconds of ``action`` on the slowest rank; all ranks begin together."""
     dist.barrier()
     began = time.perf_counter()
     action()
@@ -94,7 +99,7 @@ def slowest(action: Callable[[], Any]) -> float:
 
 
 class Exchange:
-    """One strategy with its own model of given gradients."""
+    """One strategy and its own model with ready gradients."""
 
     def __init__(self, name: str, examples: Sequence[Tensor]) -> None:
         self._sync = build_sync(name)
@@ -103,7 +108,7 @@ class Exchange:
         self._training = self._sync.prepare(self._model, self._optimizer)
 
     def measure(self) -> float:
-        """Return the seconds of one exchange; of a periodic strategy the mean over its period."""
+        """Return the seconds of one exchange; for a periodic strategy, the mean over its period."""
         return sum(self._once() for _ in range(self._sync.period)) / self._sync.period
 
     def _once(self) -> float:
@@ -126,13 +131,13 @@ class Raw:
         self._buffer = self._example.clone()
 
     def measure(self) -> float:
-        """Return the seconds of one."""
+        """Return the seconds of one all_reduce."""
         self._buffer.copy_(self._example)
         return slowest(lambda: dist.all_reduce(self._buffer))
 
 
 def measure_exchanges(names: Sequence[str], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each round by name; "raw" and "raw again" beside the strategies."""
+    """Return each round's seconds by name: the strategies, "raw" and "raw again"."""
     found: dict[str, list[float]] = {}
     like = build_model("vgg11", 10).to(memory_format=torch.channels_last)
     examples = [torch.randn_like(p) * 1e-3 for p in like.parameters()]
@@ -178,7 +183,7 @@ class Steps:
 def measure_steps(
     pairs: int, *, batch_size: int, bucket_mb: float | None
 ) -> dict[str, list[float]]:
-    """Return the seconds of each step of either way, pair by pair."""
+    """Return the seconds of each step of both strategies, pair by pair."""
     ways = {
         name: Steps(name, batch_size=batch_size, bucket_mb=bucket_mb)
         for name in ("overlapped", "ddp")
@@ -193,7 +198,7 @@ def measure_steps(
 
 
 def serve(rank: int, size: int, store: str, arguments: argparse.Namespace, results: Any) -> None:
-    """One rank's process: measure both and put what rank 0 has found into ``results``."""
+    """Run one rank: measure exchanges and steps; rank 0 puts its results into ``results``."""
     os.environ["GLOO_SOCKET_IFNAME"] = arguments.interface
     torch.set_num_threads(1)
     torch.manual_seed(SEED + rank)
@@ -225,7 +230,7 @@ def serve(rank: int, size: int, store: str, arguments: argparse.Namespace, resul
 def run_ranks(
     size: int, arguments: argparse.Namespace
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return what rank 0 of ``size`` has found; ends the program where a rank fails."""
+    """Return the results of rank 0 of ``size``; end the program if a rank fails."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -260,13 +265,13 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def shown(values: Sequence[float], form: str) -> str:
-    """The median with its interval."""
+    """Return the median with its interval as text."""
     low, high = interval(values)
     return f"{statistics.median(values):{form}} ({low:{form}} to {high:{form}})"
 
 
 def report_exchanges(size: int, found: dict[str, list[float]]) -> None:
-    """Print a row a strategy."""
+    """Print one row per strategy."""
     sizes = GradientSize.of(build_model("vgg11", 10).parameters())
     print(f"\n{size} ranks, {len(found['raw'])} rounds: median (95 % interval)")
     print(f"{'':<21}{'ms':<26}{'over raw':<26}MB sent by rank 0, by the last rank")
@@ -285,7 +290,7 @@ def report_exchanges(size: int, found: dict[str, list[float]]) -> None:
 def report_steps(
     size: int, found: dict[str, list[float]], *, batch_size: int, bucket_mb: float | None
 ) -> None:
-    """Print both ways and their ratio."""
+    """Print the steps of both strategies and their ratio."""
     ratios = [ours / theirs for ours, theirs in zip(found["overlapped"], found["ddp"], strict=True)]
     buckets = "torch's default buckets" if bucket_mb is None else f"buckets of {bucket_mb:g} MiB"
     print(
@@ -298,7 +303,7 @@ def report_steps(
 
 
 def parse() -> argparse.Namespace:
-    """Return the flags."""
+    """Return the parsed flags."""
     names = [name for name in STRATEGIES if name != "none"]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

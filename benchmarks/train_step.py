@@ -1,28 +1,29 @@
-"""One node's training step against a plain loop, and against the machine's own matrix product; its peak memory.
+"""Compare one node's training step with a plain loop and with the machine's matrix product.
 
     python benchmarks/train_step.py
 
-In one process tree, with the same number of threads and the same VGG-11, blocks of steps take
-turns:
+It also measures the peak memory of a real run. Blocks of steps take turns in one process tree, with
+the same number of threads and the same VGG-11:
 
-- ours: ``TrainingEngine.train_epoch`` with sync "none", fed by ``TrainLoader``, with all that a run
-  of PartOne does in its steps: data, loss, accuracy, schedule, timing hooks, the check for NaN, a
-  line a step in ``metrics.jsonl``. Only the progress line is left out.
-- plain, in a process of its own, so that no setting of ours reaches it: torchvision's dataset with
-  PIL transforms in a DataLoader with 2 workers, default (NCHW) strides, zero_grad, forward, loss,
-  backward, step, ``loss.item()`` and scikit-learn's accuracy in each step.
-- sgemm: ``torch.mm`` of two large float32 matrices, before, between and after the two.
+- ours: ``TrainingEngine.train_epoch`` with sync "none", fed by ``TrainLoader``. It includes all
+  that a run of PartOne does in its steps: data, loss, accuracy, schedule, timing hooks, the check
+  for NaN, and a line per step in ``metrics.jsonl``. Only the progress line is left out.
+- plain: torchvision's dataset with PIL transforms in a DataLoader with 2 workers, default (NCHW)
+  strides, and in each step zero_grad, forward, loss, backward, step, ``loss.item()`` and
+  scikit-learn's accuracy. It runs in its own process, so that none of our settings reaches it.
+- sgemm: ``torch.mm`` of two large float32 matrices, before, between and after the two loops.
 
-How it is kept fair:
-- The plain loop's workers would take cores from the others. They work only to refill their queue;
-  before each block, of either way, the program waits until they use no CPU at all. A batch takes
-  them far less time than a step, so the queue is full again within each block: a block pays for as
-  many batches as it takes.
-- Every other round begins with the other way, and both warm up first.
-- All batches are of one size; time is the wall time of a whole block, divided by its steps.
-- A real run's peak memory is measured in a child process, and first: the peak that Linux gives for
-  a child is at least what its parent held when it started the child, which is less than the child's
-  own only before the training here.
+What keeps the comparison fair:
+
+- The plain loop's workers would take cores from the other measurements. They work only to refill
+  their queue, so the program waits before each block, of either loop, until they use no CPU at all.
+  A batch takes them far less time than a step takes, so the queue is full again within each block:
+  a block pays for as many batches as it takes.
+- Every other round begins with the other loop, and both loops warm up first.
+- All batches have one size. The time is the wall time of a whole block, divided by its steps.
+- A child process runs the real run whose peak memory is measured, before anything trains here. The
+  peak that Linux reports for a child is at least what its parent held when it started the child.
+  Only before the training here is that less than the child's own peak.
 """
 
 import argparse
@@ -65,7 +66,10 @@ from common.training_engine.lr_schedules import build_schedule
 from common.utils.system import tune_malloc, usable_cores
 
 VGG11_MACS = 152.8e6
-"""Multiply-adds of one sample's forward pass; each is 2 operations, and backward counts as two more such passes."""
+"""Multiply-adds of one sample's forward pass.
+
+Each is 2 operations, and the backward pass counts as two more forward passes.
+"""
 
 _WARM_UP_STEPS = 2
 _MEMORY_STEPS = 4
@@ -73,7 +77,7 @@ _SGEMM_SIZE, _SGEMM_REPEATS = 3072, 2
 
 
 class Ours:
-    """This project's step, as ``common.experiment.run.run`` puts it together for PartOne on a CPU."""
+    """This project's step, as ``common.experiment.run.run`` builds it for PartOne on a CPU."""
 
     def __init__(
         self, dataset: Dataset, folder: Path, *, batch_size: int, total_steps: int
@@ -91,7 +95,7 @@ class Ours:
         self._epoch = 0
 
     def train(self, steps: int) -> None:
-        """Train so many steps; every call begins a new epoch."""
+        """Train this number of steps; every call begins a new epoch."""
         last = self._engine.step + steps
         while self._engine.step < last:
             self._epoch += 1
@@ -121,7 +125,7 @@ class Plain:
         self.history: list[tuple[float, float]] = []
 
     def train(self, steps: int) -> None:
-        """Train so many steps; the epoch goes on where the last call stopped."""
+        """Train this number of steps; the epoch continues where the last call stopped."""
         for _ in range(steps):
             images, labels = next(self._batches)
             self._optimizer.zero_grad()
@@ -135,7 +139,11 @@ class Plain:
 
 
 def serve_plain(pipe: Connection, arguments: argparse.Namespace) -> None:
-    """The plain loop's process: train as many steps as the pipe says, answer when they are done, until it says 0."""
+    """Run the plain loop in this process.
+
+    Receives numbers of steps from the pipe, trains them, and answers when they are done. The number
+    0 ends the process.
+    """
     torch.set_num_threads(arguments.threads)
     dataset = load_benchmark_dataset(
         arguments.dataset, arguments.data_dir, batch_size=arguments.batch_size, quiet=True
@@ -157,7 +165,7 @@ class PlainProcess:
         far.close()
 
     def train(self, steps: int) -> None:
-        """Train so many steps. EOFError where the process has died."""
+        """Train this number of steps; raise EOFError if the process has died."""
         self._pipe.send(steps)
         self._pipe.recv()
 
@@ -169,7 +177,7 @@ class PlainProcess:
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds a step of either way; operations a second of each matrix product measured around them."""
+    """Seconds per step of both loops, and operations per second of the products around them."""
 
     ours: float
     plain: float
@@ -177,18 +185,21 @@ class Round:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast our step is."""
+        """The plain loop's seconds per step over ours: above 1, our step is faster."""
         return self.plain / self.ours
 
     def share(
         self, batch_size: int, *, of: Callable[[list[float]], float] = statistics.median
     ) -> float:
-        """Our operations a second over sgemm's: over the round's median product, or its best with ``of=max``."""
+        """Return our operations per second over sgemm's.
+
+        The divisor is the round's median product, or its best with ``of=max``.
+        """
         return 6 * VGG11_MACS * batch_size / self.ours / of(self.sgemm)
 
 
 def sgemm_rates() -> list[float]:
-    """Return the operations a second of a few products of large float32 matrices."""
+    """Return the operations per second of a few products of large float32 matrices."""
     left, right = (torch.rand(_SGEMM_SIZE, _SGEMM_SIZE) for _ in range(2))
     out = torch.mm(left, right)
     rates = []
@@ -200,7 +211,7 @@ def sgemm_rates() -> list[float]:
 
 
 def seconds_a_step(way: Ours | PlainProcess, steps: int) -> float:
-    """Return the wall seconds of a block of ``steps``, by step, begun once the plain loop's workers rest."""
+    """Return a block's wall seconds per step; it begins once the plain loop's workers are idle."""
     wait_until_idle()
     began = time.perf_counter()
     way.train(steps)
@@ -208,7 +219,7 @@ def seconds_a_step(way: Ours | PlainProcess, steps: int) -> float:
 
 
 def measure_round(ours: Ours, plain: PlainProcess, *, steps: int, plain_first: bool) -> Round:
-    """Measure a block of each way, and sgemm before, between and after them."""
+    """Measure a block of each loop, and sgemm before, between and after them."""
     seconds: dict[Ours | PlainProcess, float] = {}
     wait_until_idle()
     sgemm = sgemm_rates()
@@ -220,9 +231,10 @@ def measure_round(ours: Ours, plain: PlainProcess, *, steps: int, plain_first: b
 
 
 def peak_memory_bytes(arguments: argparse.Namespace, dataset: str) -> int:
-    """Return the most resident memory of a real, short run of PartOne/main.py: training, evaluation, report.
+    """Return the peak resident memory of a real, short run of PartOne/main.py.
 
-    Ends the program with the run's last words where it fails.
+    The run trains, evaluates and writes its report. If it fails, ends the program with the end of
+    the run's output.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "output.txt"
@@ -255,7 +267,7 @@ def peak_memory_bytes(arguments: argparse.Namespace, dataset: str) -> int:
 
 
 def parse() -> argparse.Namespace:
-    """Return the flags."""
+    """Return the parsed flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -276,7 +288,7 @@ def parse() -> argparse.Namespace:
 
 
 def report(rounds: list[Round], *, batch_size: int, peak_bytes: int) -> None:
-    """Print what the rounds give together."""
+    """Print the summary of all rounds."""
     shares = [100 * r.share(batch_size) for r in rounds]
     shares_of_best = [100 * r.share(batch_size, of=max) for r in rounds]
     print(f"\nmedian (least to most) over {len(rounds)} rounds")

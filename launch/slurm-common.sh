@@ -1,14 +1,19 @@
 # shellcheck shell=bash
-# What the Slurm scripts share, sourced by the job's shell, which runs on its first node. Order: check_job, find_master,
-# check_nodes, on_each_node COMMAND, end_job.
+# Functions that the Slurm scripts share. The job's shell, on the job's first node, sources this
+# file and calls them in this order: check_job, find_master, check_nodes, on_each_node COMMAND,
+# end_job.
 #
-# The user's environment may set PYTHON (default: .venv/bin/python, else python3), MASTER (address of the first node), REQUEUES
-# (how often the job may go back to the queue by itself: 20), STAGE_DATA=1 (copy the dataset to each node's own disk, TMPDIR) and, for
-# programs other than the parts, LAB_OUTPUT (default: reports), where the tasks' output goes.
+# The user's environment may set:
+#   PYTHON        default: .venv/bin/python, else python3
+#   MASTER        address of the first node
+#   REQUEUES      how often the job may requeue itself (default: 20)
+#   STAGE_DATA=1  copy the dataset to each node's own disk, TMPDIR
+#   LAB_OUTPUT    for programs other than the parts: where the tasks' output goes (default: reports)
 
 set -uo pipefail
 
-# Also Slurm's own name of one job of an array: with the bare number scancel and scontrol would take all of them.
+# JOB also names a single job of an array: with the bare number, scancel and scontrol would act on
+# the whole array.
 JOB=${SLURM_JOB_ID-}
 [ -z "${SLURM_ARRAY_TASK_ID-}" ] || JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 RESTARTS=${SLURM_RESTART_COUNT:-0}
@@ -19,13 +24,14 @@ fail() {
     exit 2
 }
 
-# Sets NODES, PYTHON, COMMAND (the user's, with the run's folder for a part), OUTPUT, LOGS, and what a part is trained on.
+# Sets NODES, PYTHON, COMMAND (the user's, with the run's folder for a part), OUTPUT, LOGS, and the
+# dataset of a part.
 check_job() {
     [ -n "${SLURM_JOB_NODELIST-}" ] || fail "this is a job's script: start it with sbatch, e.g. sbatch --nodes 2 $0 PartThree/main.py"
     NODES=$SLURM_JOB_NUM_NODES
     case ${1-} in torchrun | python | python3) shift ;; esac
     [ $# -gt 0 ] || fail "no command: give it behind the script, e.g. sbatch --nodes 2 ${0##*/} PartThree/main.py --epochs 5"
-    # Such as 1(x4): one task on each of four nodes.
+    # The variable must look like 1(x4): one task on each of four nodes.
     [[ $SLURM_TASKS_PER_NODE =~ ^1(\(x[0-9]+\))?$ ]] || fail "$SLURM_TASKS_PER_NODE tasks a node, and each would take a whole" \
         "node's place: leave out --ntasks and --ntasks-per-node; slurm.sbatch --nproc-per-node 2 starts two ranks a node"
     local word
@@ -50,7 +56,8 @@ check_job() {
     mkdir -p "$LOGS" || fail "$LOGS cannot be made: give --output-dir FOLDER, one that all nodes can write to"
 }
 
-# The part checks its flags, so that a wrong one ends the job here and not on each node, and says where data and output lie.
+# Lets the part check its flags, so that a wrong flag ends the job here and not on each node. The
+# part also prints the folders of data and output.
 use_part() {
     local settings previous='' word
     settings=$("$PYTHON" "$@" --print-config 2>&1) || fail "$1: ${settings#error: }"
@@ -66,22 +73,26 @@ use_part() {
         case $word in --run-name=* | --run_name=*) RUN=${word#*=} ;; esac
         previous=$word
     done
-    # The run's folder is named after the job, so that every start finds the one before; what an earlier job left is not taken up.
-    # A run that only measures saves nothing, and begins anew.
+    # Name the run's folder after the job, so that every start of this job resumes from the previous
+    # one, and never from another job's run. A run that only measures saves nothing and starts
+    # again.
     local name=slurm-$JOB measures=''
     ! grep -Eq '^measure_only = true|^compute = "[^r]' <<< "$settings" || measures=1
     [ -z "$measures" ] || [ "$RESTARTS" = 0 ] || name=$name-$RESTARTS
     [ -n "$RUN" ] || { RUN=$name; COMMAND+=(--run-name "$RUN"); }
     [ -n "$measures" ] || [ -z "$(compgen -G "$OUTPUT/*/$RUN/config.json")" ] || COMMAND+=(--resume auto)
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # a part sets its threads itself; torchrun would say that it chose
+    # A part sets its threads itself; without this, torchrun prints a warning.
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     [ -z "${STAGE_DATA-}" ] || { STAGE=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/slurm-$JOB-data; COMMAND+=(--data-dir "$STAGE"); }
 }
 
-# Sets MASTER and PORT. The address is the one from which this node, the first, reaches another: a node's own name often stands
-# for 127.0.1.1, and its name in Slurm for nothing. Slurm knows where each node can be reached.
+# Sets MASTER and PORT. MASTER is the address from which this node, the first, reaches another node:
+# a node's host name often resolves to 127.0.1.1, and its name in Slurm may not resolve at all.
+# Slurm knows the address of each node.
 # shellcheck disable=SC2034  # PORT is for the scripts that source this file
 find_master() {
-    # From the job's number, so that two jobs on one node don't collide; below the ports that the system gives away by itself.
+    # Derive the port from the job's number, so that two jobs on one node do not collide. It is
+    # below the ports that the system assigns itself.
     PORT=$((10000 + SLURM_JOB_ID % 20000))
     [ -z "${MASTER-}" ] || return 0
     MASTER=127.0.0.1
@@ -94,7 +105,7 @@ import socket, sys
 for name in sys.argv[1:]:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((name, 9))  # sends nothing: the system chooses the way
+            probe.connect((name, 9))  # sends nothing: the system only chooses the route
             print(probe.getsockname()[0])
             break
     except OSError:
@@ -103,20 +114,21 @@ for name in sys.argv[1:]:
         "e.g. MASTER=10.0.0.1 sbatch ..." ;; esac
 }
 
-# One process a node, before the ranks: a hundred ranks would say a hundred times what is missing, or download it as often.
+# Runs one process per node before the ranks start. Otherwise a hundred ranks would each report what
+# is missing, or each download it.
 check_nodes() {
     local complaints status said shared=$OUTPUT/.slurm-$JOB-$RESTARTS.token
-    # A job that does not go back to the queue needs no folder that all see.
+    # A job that cannot be requeued needs no folder that all nodes see.
     scontrol show job --oneliner "$JOB" | grep -q ' Requeue=1' || shared=''
     [ -z "$shared" ] || touch "$shared" || fail "$OUTPUT cannot be written to: give --output-dir FOLDER"
-    # The text itself is sent: a node without the checkout could not read it.
+    # Send the script's text, since a node without the checkout could not read the file.
     complaints=$(srun --nodes="$NODES" bash -c "$(< launch/slurm-node.sh)" slurm-node "$PWD" "$PYTHON" "$shared" "$LOGS" "$DATASET" \
         "$DATA" "$MIRROR" "$STAGE" 2>&1)
     status=$?
     rm -f "$shared"
     [ $status -ne 0 ] || return 0
     [ "$SIGNALS" -eq 0 ] || return 0
-    # What the nodes say, of many a few; where they say nothing, what srun does.
+    # Show at most eight of the nodes' errors, or srun's output if the nodes report none.
     said=$(grep '^error: ' <<< "$complaints" | sort) || said=$complaints
     head -n 8 <<< "$said" >&2
     rmdir "$LOGS" 2> /dev/null
@@ -128,40 +140,44 @@ remove_staged() {
     [ -z "$STAGE" ] || srun --nodes="$NODES" rm -rf "$STAGE"
 }
 
-# Runs a command as one task on each node; sets STATUS, 75 where it was asked to stop and has saved.
+# Runs a command as one task on each node. Sets STATUS: 75 if it was asked to stop and has saved.
 on_each_node() {
     local before=0 log=$LOGS/task0.log step show cores
     [ "$SIGNALS" -eq 0 ] || { STATUS=75; return; }
     [ ! -e "$log" ] || before=$(wc -l < "$log")
     touch "$log"
-    # Since 22.05 a step no longer takes this over from its job, and gives a task one core: all that the job has there are meant.
+    # Since Slurm 22.05 a step no longer takes this from its job and gives a task only one core; a
+    # task needs all cores that the job has on the node.
     cores=$(tr , '\n' <<< "$SLURM_JOB_CPUS_PER_NODE" | sed 's/(.*//' | sort -n | head -n 1)
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-$cores} PYTHONUNBUFFERED=1 MASTER
-    # A file a task; only the first one's, rank 0's, is shown. --wait: those that outlive the first to end by minutes wait in vain.
-    # Its status goes into a file: bash may lose that of a child which ends while a signal is trapped (5.2 says -1 then).
+    # Each task has its own file; only that of the first task, rank 0, is shown. --wait=300 ends
+    # tasks that still run 300 s after the first task ended, since they wait in vain. The status
+    # goes into a file, since bash may lose the status of a child that ends while bash handles a
+    # signal (5.2 then returns -1).
     (
         trap : TERM
         {
             srun --nodes="$NODES" --output="$LOGS/task%t.log" --open-mode=append --wait=300 bash launch/slurm-task.sh "$@"
             ended=$?
         } 2> >(tee "$LOGS/srun-$RESTARTS.log" >&2)
-        wait "$!"  # for tee: srun's last words name who failed first
+        wait "$!"  # for tee: the end of srun's output names the task that failed first
         echo $ended > "$LOGS/status"
     ) &
     step=$!
     tail --lines=+$((before + 1)) --follow --pid=$step "$log" &
     show=$!
-    # A trapped signal ends a wait, too.
+    # A trapped signal also ends a wait.
     while kill -0 $step 2> /dev/null; do wait $step; done
     STATUS=$(cat "$LOGS/status" 2> /dev/null) || STATUS=1
     rm -f "$LOGS/status"
-    # A task ends with 143 where the signal met it before slurm-task.sh could trap it.
+    # A task exits with 143 if the signal arrived before slurm-task.sh could trap it.
     [ "$SIGNALS" -eq 0 ] || [ "$STATUS" -ne 143 ] || STATUS=75
     wait $show
     remove_staged
 }
 
-# Whether Slurm itself is ending the job: it was cancelled, preempted or requeued. Then Slurm has told the ranks, too.
+# Succeeds if Slurm itself is ending the job (cancelled, preempted or requeued). Slurm has then also
+# sent the signal to the ranks.
 slurm_ends_it() {
     case $(squeue --noheader --format=%T --job "$JOB") in
         CANCELLED | COMPLETING | NODE_FAIL | PENDING | PREEMPTED | REQUEUED | TIMEOUT) return 0 ;;
@@ -169,11 +185,12 @@ slurm_ends_it() {
     return 1
 }
 
-# Slurm asks this shell to stop; it passes that on to the tasks, which save at the end of a step.
+# Slurm asks this shell to stop. The shell passes the signal on to the tasks, which save at the end
+# of a step.
 pass_on() {
     SIGNALS=$((SIGNALS + 1))
     echo "SIGTERM: the ranks are asked to save and stop"
-    # While Slurm ends the job, scancel would be refused, and try again for a minute.
+    # While Slurm ends the job, it would refuse scancel, which would retry for a minute.
     slurm_ends_it || scancel --signal=TERM "$JOB" 2> /dev/null || true
 }
 trap pass_on TERM
@@ -187,21 +204,22 @@ end_job() {
     exit "$STATUS"
 }
 
-# By the job itself: RequeueExit=75 is a setting that few clusters have, and knows no limit.
+# Requeues the job from here, since few clusters set RequeueExit=75, which also has no limit.
 go_on_later() {
     local most=${REQUEUES:-20} how="to go on, sbatch the same command${RUN:+ with --run-name $RUN}"
     ! slurm_ends_it || { echo "stopped and saved; Slurm has cancelled the job, or starts it again by itself; $how"; exit 75; }
     [ "$RESTARTS" -lt "$most" ] ||
         { echo "error: stopped and saved; the job has gone back to the queue $most times (REQUEUES); $how" >&2; exit 1; }
     echo "stopped and saved; back to the queue, time $((RESTARTS + 1)) of at most $most"
-    # It ends this shell, too; one that ended by itself could be taken for the end of the job.
+    # Requeueing also ends this shell. If the shell exited first, Slurm could count the job as
+    # ended.
     trap - TERM
     scontrol requeue "$JOB" && sleep 600
     echo "error: Slurm does not take the job back; $how" >&2
     exit 75
 }
 
-# The last words of the task that srun named first; rank 0's have been shown.
+# Shows the end of the output of the task that srun named first; rank 0's is already shown.
 tell_first_failure() {
     local task
     task=$(sed -n 's/^srun: error: .*tasks\? \([0-9]*\).*/\1/p' "$LOGS/srun-$RESTARTS.log" | head -n 1)

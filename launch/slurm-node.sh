@@ -1,5 +1,6 @@
 #!/bin/bash
-# What one node needs before its ranks start. slurm-common.sh sends this text to every node; each says what is missing there.
+# Check what a node needs before its ranks start. slurm-common.sh sends this text to every node, and
+# each node reports what it lacks.
 folder=$1 python=$2 shared=$3 logs=$4 dataset=$5 data=$6 mirror=$7 stage=$8
 
 fail() {
@@ -18,7 +19,8 @@ done
 [ -z "$shared" ] || [ -e "$shared" ] || fail "${shared%/*} is another folder here than on the job's first node, so a restart on other" \
     "nodes would find no checkpoint: give --output-dir FOLDER on a disk that all see, or sbatch --no-requeue"
 
-mkdir -p "$logs" || fail "$logs cannot be made: give --output-dir FOLDER"  # on a disk of the node's own it is not there yet
+# On a node's own disk, this folder does not exist yet.
+mkdir -p "$logs" || fail "$logs cannot be made: give --output-dir FOLDER"
 
 case $dataset in
     cifar10) names=(cifar-10-batches-py) ;;
@@ -28,11 +30,12 @@ case $dataset in
 esac
 for name in "${names[@]}"; do
     [ -e "$data/$name" ] && continue
-    # Downloads it, one process at a time where several nodes share the folder; or says what stands in the way.
+    # Download the dataset (one process at a time if several nodes share the folder), or report why
+    # that is impossible.
     said=$("$python" -c 'import sys, common.data as d; d.load_dataset(*sys.argv[1:3], mirror=sys.argv[3] or None)' "$dataset" "$data" \
         "$mirror" 2>&1) || fail "$(tail -n 1 <<< "${said/*UserError: /}")"
 done
-# A copy that was cut short has another name.
+# An incomplete copy has another name.
 if [ -n "$stage" ] && [ ! -e "$stage" ]; then
     said=$(mkdir -p "$stage.part" && cp -r "${names[@]/#/$data/}" "$stage.part" && mv "$stage.part" "$stage" 2>&1) ||
         fail "$stage cannot hold a copy of $data (${said##*: }): leave out STAGE_DATA, or set TMPDIR"

@@ -1,14 +1,17 @@
 #!/bin/bash
-# One task of the step, a node's: runs the command with {rank} and {gpus} filled in. srun starts it, by slurm-common.sh.
+# Run a node's task: the command with {rank} and {gpus} filled in. slurm-common.sh starts this with
+# srun.
 
-# Slurm sends SIGTERM to this shell and to all that it has started. The ranks save and end with 75, but torchrun makes 1 of it:
-# what was asked to stop and did not come to its own end is to be gone on with.
+# Slurm sends SIGTERM to this shell and to all processes that it has started. The ranks save and
+# exit with 75, but torchrun turns that into 1. So a task that was asked to stop and did not finish
+# exits with 75: the job can resume.
 stopped=
 trap 'stopped=1' TERM
 
-# Cards that Slurm gave to this node; without any, one rank.
+# The number of GPUs that Slurm gave to this node; one rank if there are none.
 gpus=${SLURM_GPUS_ON_NODE:-1}
-# For torchrun: the first node holds the meeting, and its address is called; the others' names are but sorted, behind it.
+# For torchrun: the first node hosts the rendezvous, and others connect to its address. The names of
+# the other nodes only determine the order; they sort after the address.
 first=0 sorted=$(printf 'node%06d' "$SLURM_PROCID")
 [ "$SLURM_PROCID" -gt 0 ] || first=1 sorted=$MASTER
 words=()
@@ -19,7 +22,7 @@ for word in "$@"; do
     words+=("${word//'{sorted}'/$sorted}")
 done
 
-[ -z "$stopped" ] || exit 75  # the command, started now, would not hear of it
+[ -z "$stopped" ] || exit 75  # a command started now would not get the signal
 "${words[@]}"
 status=$?
 if [ -n "$stopped" ] && [ "$status" -ne 0 ]; then

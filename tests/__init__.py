@@ -1,4 +1,7 @@
-"""Tests. ``--model tiny`` and ``--model wide`` exist in this process and in those that it forks, before any flag is read."""
+"""Tests. This process and those that it forks know ``--model tiny`` and ``--model wide``.
+
+Both names are registered before any flag is read.
+"""
 
 from common.models import MODELS
 

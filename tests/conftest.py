@@ -1,4 +1,4 @@
-"""What holds for every test: nothing is left running, and some tests have the machine to themselves."""
+"""Fixtures for all tests: end leftover processes, and run tests marked ``alone`` by themselves."""
 
 import fcntl
 import signal
@@ -9,30 +9,30 @@ import torch
 
 from tests.helpers import kill_started
 
-torch.set_num_threads(
-    1
-)  # two files run at once, and threads that wait for each other's cores are slower than none
+# Two test files run at once, and threads that compete for cores are slower than a single thread.
+torch.set_num_threads(1)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A script's background job: what the tests start would ignore Ctrl-C, too, and some tests send
-    # it.
+    # A script's background job ignores SIGINT, and so would the processes that tests start. Some
+    # tests send them SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_running() -> Iterator[None]:
-    """A test that fails must not leave its ranks behind, to slow down all that follow."""
+    """End the processes that a test left running, so that they do not slow down later tests."""
     yield
     kill_started()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Let a test marked ``alone`` wait until pytest-xdist's other workers are between two tests, and hold them there.
+    """Run a test marked ``alone`` while all other workers of pytest-xdist are between two tests.
 
-    Two locks: who waits to be alone keeps the first, so that no other test begins before its turn.
+    Every test takes ``next.lock`` before ``running.lock``. A test that waits to run alone holds
+    ``next.lock``, so no other test starts before it.
     """
-    if not hasattr(item.config, "workerinput"):  # one process runs all tests, one after the other
+    if not hasattr(item.config, "workerinput"):  # without xdist, tests run one after the other
         return (yield)
     folder = item.config.rootpath / ".pytest_cache"
     folder.mkdir(exist_ok=True)

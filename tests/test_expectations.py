@@ -1,6 +1,6 @@
-"""What users see stays as it was recorded in tests/expectations, or the change is made on purpose.
+"""Compare what users see with the files in tests/expectations.
 
-After a change that is meant: ``make expectations``, then read the diff that git shows.
+After an intended change, run ``make expectations`` and read the diff in git.
 """
 
 import difflib
@@ -42,7 +42,7 @@ def test_every_file_of_expectations_is_compared() -> None:
 def test_a_checkpoint_of_an_earlier_version_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is verified, loaded by the assignment's function, and a run resumes from it to its end."""
+    """The assignment's function loads and verifies an old checkpoint, and a run resumes from it."""
     entries = load_checkpoint(CHECKPOINT)
     assert (entries["epoch"], entries["step"]) == (1, 3)
     monkeypatch.setitem(MODELS, "tiny", "tests.helpers.tiny_model:tiny")

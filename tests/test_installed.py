@@ -1,4 +1,4 @@
-"""Installed from a wheel, without a checkout, the commands run from any folder."""
+"""The commands of an installed wheel run from any folder, without a checkout."""
 
 import json
 import os
@@ -18,7 +18,7 @@ TOP_LEVEL = ("common", "lab", "recipes", "pyproject.toml", "setup.py", "README.m
 
 
 def run(*command: object) -> str:
-    """Run a command that takes no longer than two minutes, and return its output."""
+    """Run a command with a limit of two minutes and return its output."""
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -26,7 +26,7 @@ def run(*command: object) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that nothing is left in the checkout."""
+    """Return a wheel, built from a copy to keep the checkout clean."""
     copy = tmp_path_factory.mktemp("source")
     files = run("git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     for name in filter(None, files.split("\0")):
@@ -42,7 +42,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an empty environment's programs; it has the wheel, and sees torch and the like of this one."""
+    """Return the program folder of a virtual environment in which the wheel is installed.
+
+    A .pth file makes this environment's packages, such as torch, available there.
+    """
     environment = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"
@@ -54,7 +57,7 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def empty(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, from which the programs see nothing of the checkout."""
+    """Return an empty folder from which the programs import nothing of the checkout."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     where = "import common, lab; print(common.__file__, lab.__file__)"
     done = subprocess.run(
@@ -66,7 +69,7 @@ def empty(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def end(programs: Path, folder: Path, *command: str) -> str:
-    """Run one of the environment's programs in ``folder``; return its output."""
+    """Run one of the environment's programs in ``folder`` and return its output."""
     path = os.pathsep.join([str(programs), os.environ["PATH"]])
     started = Started(
         [str(programs / command[0]), *command[1:]], cwd=folder, env=user_environment(PATH=path)
@@ -100,7 +103,7 @@ def test_the_wheel_holds_code_recipes_and_what_is_no_code(wheel: Path) -> None:
 
 
 def test_the_commands_run_from_an_empty_folder(programs: Path, empty: Path) -> None:
-    """A part, a recipe, ranks that a part starts itself, a comparison and a report; all is written there."""
+    """A part, a recipe, ranks that a part starts, a comparison and a report write only there."""
     end(programs, empty, "part-one", *SHORT, "--max-steps", "2", "--run-name", "run")
     summary = json.loads((empty / "reports" / "PartOne-none" / "run" / "summary.json").read_text())
     assert summary["steps"] == 2

@@ -1,6 +1,6 @@
-"""The project's shape: strings that name code lead to code, names are the field's, files and packages stay small.
+"""Check the shape of the project: strings that name code, terms, sizes of files and packages.
 
-``make lint`` holds the layers of imports (pyproject.toml); this file holds what import-linter does
+``make lint`` checks the import layers (pyproject.toml); this file checks what import-linter does
 not see.
 """
 
@@ -61,7 +61,7 @@ OLD_WORDS = [
     "torchless",
     "last_words",
 ]
-"""Private words that have given way to the field's terms."""
+"""Private words that the field's terms have replaced."""
 
 OLD_MODULES = [
     "entry",
@@ -130,7 +130,7 @@ def test_every_string_that_names_code_leads_to_it() -> None:
 def test_names_are_the_fields_not_our_own() -> None:
     aliases = {
         ("settle", "common/sync/base.py")
-    }  # the older name of sync_replicas, for one release
+    }  # the old name of sync_replicas, kept for one release
     found = {
         (word, name_of(path))
         for path in SOURCES

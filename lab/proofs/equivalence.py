@@ -1,8 +1,8 @@
-"""Compare gradient synchronisation, step by step, with one process that trains on the whole batch.
+"""Compare gradient synchronisation, step by step, with one process on the whole batch.
 
-``check_equivalence`` starts real ranks on this machine, lets each train its shards through the
-``TrainingEngine``, and returns for every step where the weights differ most from those of one
-process. ``errors_on_this_rank`` is the part of it that one rank of an open group computes.
+``check_equivalence`` starts real ranks on this machine, and each trains its shards through the
+``TrainingEngine``. For every step it returns where the weights differ most from those of one
+process. ``errors_on_this_rank`` computes one rank's part in an open process group.
 """
 
 import copy
@@ -27,22 +27,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ddp": {"find_unused_parameters": True},
     "overlapped": {"bucket_mb": 0.0002},
 }
-"""What the strategies need for ``ProofModel``: DistributedDataParallel must search for unused parameters;
-``overlapped`` gets buckets small enough that there are several."""
+"""Options that the strategies need for ``ProofModel``.
+
+DistributedDataParallel must search for unused parameters; ``overlapped`` gets buckets small enough
+that there are several.
+"""
 
 Synchronise = Callable[[nn.Module], None]
 
 
 @dataclass(frozen=True)
 class StepDifference:
-    """Where the weights differ most from one process's after a step.
+    """The largest difference from one process's weights after a step.
 
     Parameters
     ----------
     step : from 1.
-    error : norm of the difference over the norm of the parameter; infinite where it is not a
-        number.
-    rank, parameter : where it stands.
+    error : norm of the difference over the norm of the parameter; infinite if it is not a number.
+    rank, parameter : where this difference is.
     equal_bits : whether all ranks hold the same weights, bit for bit.
     """
 
@@ -55,7 +57,7 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class Equivalence:
-    """The result for one group: a ``StepDifference`` a step."""
+    """The result for one group: one ``StepDifference`` per step."""
 
     size: int
     case: Case
@@ -68,7 +70,7 @@ class Equivalence:
 
     @property
     def first_wrong(self) -> StepDifference | None:
-        """The first step that rounding does not explain, or after which the ranks' weights differ in a bit."""
+        """The first step with an error beyond rounding or ranks that differ in a bit; or None."""
         return next(
             (
                 step
@@ -79,7 +81,7 @@ class Equivalence:
         )
 
     def __bool__(self) -> bool:
-        """Whether every step is right, so that ``all(check_equivalence(...))`` means what it seems to."""
+        """Whether every step is right, so that ``all(check_equivalence(...))`` is a full check."""
         return self.first_wrong is None
 
     def __str__(self) -> str:
@@ -99,14 +101,14 @@ class Equivalence:
 
 @dataclass
 class RankErrors:
-    """What one rank found: for every step each parameter's error by name, and a digest of its weights."""
+    """What one rank found: per step, each parameter's error by name and a digest of its weights."""
 
     by_parameter: list[dict[str, float]] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
 
 
 class FunctionSync(GradientSync):
-    """A strategy made of a function that leaves the mean of all ranks' gradients in every ``p.grad``."""
+    """A strategy that calls a function to leave the ranks' mean gradient in every ``p.grad``."""
 
     def __init__(self, function: Synchronise) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class FunctionSync(GradientSync):
 
 
 def proof_sync(name: str) -> GradientSync:
-    """Return the project's strategy of that name with the options that ``ProofModel`` needs."""
+    """Return the project's strategy ``name`` with the options that ``ProofModel`` needs."""
     return build_sync(name, **OPTIONS.get(name, {}))
 
 
@@ -129,18 +131,20 @@ def check_equivalence(
     case: Case | None = None,
     timeout_seconds: float = 120,
 ) -> list[Equivalence]:
-    """Train on groups of these sizes, on this machine, and compare each step with one process on the whole batch.
+    """Train on groups of these sizes and compare each step with one process on the whole batch.
+
+    All ranks run on this machine.
 
     Parameters
     ----------
-    strategy : a ``GradientSync`` that is not prepared yet; or a strategy's name; or a function
-        ``f(model)`` that is called after the last backward pass of a step. Such a function sees
-        only the gradients of its own rank: unless it copes with parameters that have a gradient on
-        some ranks only, give it ``Case(unused=False)``.
-    sizes : numbers of ranks. A literal 2 in place of the world size shows on 3 ranks only.
+    strategy : an unprepared ``GradientSync``, a strategy's name, or a function ``f(model)``, which
+        is called after the last backward pass of a step. The function sees only the gradients of
+        its own rank. Unless it handles parameters that have a gradient on some ranks only, pass
+        ``Case(unused=False)``.
+    sizes : world sizes. A literal 2 in place of the world size is only detected on 3 ranks.
 
-    Returns one ``Equivalence`` a size, which is true where every step passes. Raises UserError for
-    a strategy or a size that cannot be, RankError where a rank fails or gives no answer within
+    Returns one ``Equivalence`` per size, which is true if every step passes. Raises UserError for
+    an invalid strategy or size, and RankError if a rank fails or gives no answer within
     ``timeout_seconds``.
 
     >>> all(check_equivalence("all_reduce", sizes=[2]))
@@ -160,7 +164,10 @@ def check_group(
     *,
     timeout_seconds: float = 120,
 ) -> dict[str, Equivalence]:
-    """Compare several strategies and cases, by name, in one group of ``size`` ranks: the start is paid once."""
+    """Compare several strategies and cases, by name, in one group of ``size`` ranks.
+
+    The ranks start only once.
+    """
     if size < 1:
         raise UserError(f"sizes: got {size}, give numbers of ranks from 1")
     ready = {name: (_as_strategy(strategy), case) for name, (strategy, case) in jobs.items()}
@@ -197,7 +204,7 @@ def _all_on_this_rank(
 def errors_on_this_rank(rank: int, size: int, strategy: GradientSync, case: Case) -> RankErrors:
     """Train on this rank of the open group; return the errors after each step. Collective.
 
-    The ranks begin with different weights, so that a strategy must hand out rank 0's first. The
+    The ranks begin with different weights, so a strategy must first distribute rank 0's. The
     reference is a plain loop in this process, not the engine.
     """
     batches, references = case.global_batches(size), _train_in_one_process(size, case)
@@ -228,7 +235,7 @@ def errors_on_this_rank(rank: int, size: int, strategy: GradientSync, case: Case
 
 @functools.cache
 def _train_in_one_process(size: int, case: Case) -> list[nn.Module]:
-    """Return a copy of the model after each step on the whole batch; the weights at the start are rank 0's.
+    """Return a copy of the model after each step on the whole batch, from rank 0's weights.
 
     Computed once for all strategies that this process compares.
     """
@@ -251,10 +258,10 @@ def _train_in_one_process(size: int, case: Case) -> list[nn.Module]:
 def parameter_errors(
     model: nn.Module, reference: nn.Module, *, floor: float = 1e-12
 ) -> dict[str, float]:
-    """Return for each parameter the norm of its difference from ``reference``'s over the latter's norm.
+    """Return each parameter's difference from ``reference``: its norm over the reference's norm.
 
-    A norm below ``floor`` counts as ``floor``: the bias of a convolution before BatchNorm has a
-    true gradient of zero and consists of rounding errors.
+    A norm below ``floor`` counts as ``floor``. This matters for the bias of a convolution before
+    BatchNorm: its true gradient is zero, so it consists of rounding errors.
     """
     pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
     return {name: float((p - q).norm() / q.norm().clamp_min(floor)) for (name, p), q in pairs}

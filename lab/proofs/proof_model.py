@@ -1,4 +1,4 @@
-"""What the equivalence harness trains: a ``Case`` of data and options, and a small network with difficult parameters."""
+"""What the equivalence checks train: a ``Case`` of data and options, and a small network."""
 
 from dataclasses import dataclass
 
@@ -7,28 +7,32 @@ from torch import Tensor, nn
 
 STEPS = 4
 SAMPLES = (4, 3, 0, 2, 1, 5)
-"""Samples of uneven micro-batches, in turn; each step begins one further. One is empty, one has a single sample."""
+"""Sizes of uneven micro-batches, in turn; each step begins one entry later.
+
+One micro-batch is empty, and one has a single sample.
+"""
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-"""The greatest relative difference that rounding explains."""
+"""The largest relative difference that rounding explains, by type."""
 
 MicroBatch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the ranks train, and how; by default all that a right strategy must cope with.
+    """What the ranks train, and how. The default includes all that a right strategy must handle.
 
     Parameters
     ----------
-    uneven : shards differ in size, and in some steps a rank has no sample; else all have three.
-    tied, frozen : two layers share a weight; a layer does not train.
-    unused : one layer is used by no rank, another by rank 0 alone.
+    uneven : shards differ in size, and in some steps a rank has no sample; otherwise every
+        micro-batch has three samples.
+    tied, frozen : two layers share a weight; one layer does not train.
+    unused : no rank uses one layer, and only rank 0 uses another.
     momentum, weight_decay : of SGD, whose learning rate is 0.1.
-    accumulation_steps : micro-batches of one optimiser step on each rank.
-    clip_norm : greatest norm of all gradients together; None: no clipping.
+    accumulation_steps : micro-batches per optimiser step on each rank.
+    clip_norm : largest allowed norm of all gradients together; None: no clipping.
     dtype : of parameters and images.
-    channels_last : parameters lie in memory in that order.
+    channels_last : parameters are in channels_last memory format.
     """
 
     uneven: bool = True
@@ -44,7 +48,7 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """The greatest relative difference that rounding explains in this type."""
+        """The largest relative difference that rounding explains for this case's type."""
         return TOLERANCE[self.dtype]
 
     def sgd(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -54,11 +58,11 @@ class Case:
         )
 
     def shard_sizes(self, size: int) -> list[tuple[int, ...]]:
-        """Return the samples of every micro-batch, rank by rank, of each step's global batch."""
+        """Return for each step the number of samples of every micro-batch, rank by rank."""
         count = size * self.accumulation_steps
         if not self.uneven:
             return [(3,) * count] * STEPS
-        # The first one is never empty: it holds the sample that uses the layer ``sometimes``.
+        # The first micro-batch is never empty: its first sample uses the layer ``sometimes``.
         return [
             tuple(
                 max(int(part == 0), SAMPLES[(part + step) % len(SAMPLES)]) for part in range(count)
@@ -67,10 +71,10 @@ class Case:
         ]
 
     def global_batches(self, size: int) -> list[list[MicroBatch]]:
-        """Return for each step the micro-batches of all ranks, rank 0's first: images (n, 3, 8, 8), labels (n,).
+        """Return for each step the micro-batches of all ranks, rank 0's first.
 
-        The first sample of each step, which rank 0 has, is the one that uses the layer
-        ``sometimes``.
+        A micro-batch is images of shape (n, 3, 8, 8) and labels of shape (n,). Rank 0 has the first
+        sample of each step, the one that uses the layer ``sometimes``.
         """
         generator, batches = torch.Generator().manual_seed(7), []
         for shares in self.shard_sizes(size):
@@ -84,7 +88,10 @@ class Case:
 
 
 class ProofModel(nn.Module):
-    """A small network without BatchNorm that has what strategies stumble over; (batch, 3, 8, 8) to (batch, 4)."""
+    """A small network without BatchNorm, with the kinds of parameters that break wrong strategies.
+
+    It maps (batch, 3, 8, 8) to (batch, 4).
+    """
 
     def __init__(self, case: Case | None = None) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Call a function on real Gloo ranks of this machine, and return what each rank returned.
+"""Call a function on real Gloo ranks on this machine and return their results.
 
-The ranks are forked from a server process that has imported torch once, so that a group of two
-starts within a fraction of a second. Every wait has a limit.
+The ranks are forked from a server process that has imported torch once, so a group of two starts
+within a fraction of a second. Every wait has a limit.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ PRELOADED = [
     "common.evaluation",
     "lab.proofs.equivalence",
 ]
-"""What the server imports before it forks the first rank; more may be added before that."""
+"""What the server imports before it forks the first rank; callers may add more before that."""
 
 _method = "forkserver"
 _LOOK_SECONDS = 1.0
 
 
 def context() -> Any:
-    """Return the multiprocessing context that ranks are made with; its server is started by the first process."""
+    """Return the multiprocessing context for ranks; the first process starts its server."""
     found = multiprocessing.get_context(_method)
     if _method == "forkserver":
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when the server imports torch
@@ -42,13 +42,13 @@ def context() -> Any:
 
 
 def fork_from_this_process() -> None:
-    """From now on fork ranks from here, so that they inherit what has been changed in this process."""
+    """Fork later ranks from this process, so that they inherit what has changed here."""
     global _method
     _method = "fork"
 
 
 class RankError(AssertionError):
-    """A rank raised, or gave no answer in time; the message holds the rank's traceback."""
+    """A rank raised (the message holds its traceback) or gave no answer in time."""
 
 
 def run_ranks(
@@ -56,11 +56,10 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(rank, *arguments)`` on each of ``size`` ranks; return the results by rank.
 
-    Function and arguments travel by cloudpickle (closures and a notebook's classes may go), results
-    by pickle. Each rank computes with one thread.
+    Function and arguments are sent with cloudpickle (so closures and a notebook's classes work),
+    results with pickle. Each rank computes with one thread.
 
-    Raises RankError with the traceback of the first rank that failed, and after
-    ``timeout_seconds``.
+    Raises RankError if a rank fails, with the first traceback, or if ``timeout_seconds`` pass.
     """
     payload = cloudpickle.dumps((function, arguments))
     maker = context()
@@ -90,7 +89,10 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Keep new processes from running the caller's script once more, as multiprocessing does: it needs no guard then."""
+    """Keep new processes from running the caller's script again, as multiprocessing does.
+
+    The script then needs no ``__main__`` guard.
+    """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -146,12 +148,12 @@ def _rank_main(
             world_size=size,
             timeout=timedelta(seconds=timeout_seconds),
         )
-        dist.barrier()  # a rank that is done at once must not leave while others still connect
+        dist.barrier()  # a rank that finishes at once must not leave while others still connect
         answer = (rank, None, function(rank, *arguments))
     except BaseException:
         answer = (rank, traceback.format_exc(), None)
-    # The answer is written before the connections close: the first failure comes before what it
-    # does to the other ranks.
+    # Send the answer before closing the connections, so that the first failure arrives before the
+    # failures that it causes on other ranks.
     results.put(answer)
     results.close()
     results.join_thread()

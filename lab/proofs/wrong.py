@@ -1,9 +1,9 @@
 """Wrong implementations of data-parallel training, each with the test that must catch it.
 
-``WRONG`` is the one list of them: what published solutions have got wrong, and what a change to
-this project could get wrong. ``Wrong.plant`` puts the wrong code in the place of the right one;
-``pytest -m mutation`` plants each and sees its test fail for the stated reason. The wrong functions
-are in ``wrong_code.py``, wrong strategies in ``wrong_strategies.py``.
+``WRONG`` is the complete list: mistakes from published solutions, and mistakes that a change to
+this project could make. ``Wrong.plant`` replaces the right code with the wrong code. ``pytest -m
+mutation`` plants each one and checks that its test fails for the stated reason. The wrong functions
+are in ``wrong_code.py``, the wrong strategies in ``wrong_strategies.py``.
 """
 
 import functools
@@ -21,13 +21,13 @@ class Wrong:
 
     Parameters
     ----------
-    name, group : the name is unique; a group is what the mistake is about.
-    what : one sentence of what is wrong.
+    name, group : a unique name, and what the mistake is about.
+    what : one sentence that says what is wrong.
     target : what is replaced, as "module:attribute" or "module:Class.attribute".
     replacement : the wrong code.
-    check : the test of ``make test`` that fails then.
-    reason : a regular expression for the failure's message; a test that fails otherwise has not
-        caught the mistake.
+    check : the test of ``make test`` that then fails.
+    reason : a regular expression for the failure's message; a test that fails with another message
+        has not caught the mistake.
     """
 
     name: str
@@ -39,7 +39,10 @@ class Wrong:
     reason: str
 
     def plant(self) -> None:
-        """Put the wrong code in its place, for the rest of this process. AttributeError where nothing is there."""
+        """Replace the right code with the wrong code for the rest of this process.
+
+        Raises AttributeError if the target does not exist.
+        """
         module, path = self.target.split(":")
         *owners, name = path.split(".")
         owner = functools.reduce(getattr, owners, import_module(module))

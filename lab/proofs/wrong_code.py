@@ -1,7 +1,7 @@
-"""The wrong code that ``wrong.py`` lists, a few lines each: functions that replace right ones of the project.
+"""The wrong functions that ``wrong.py`` lists, a few lines each.
 
-The entries of ``WRONG`` say what each gets wrong and which function it replaces. Wrong strategies:
-``wrong_strategies.py``.
+The entries of ``WRONG`` say what each function gets wrong and which function of the project it
+replaces. Wrong strategies are in ``wrong_strategies.py``.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from common.data.sharding import GlobalBatchSampler
 from common.sync.base import GradientSync, broadcast_from_rank0
 from common.training_engine import TrainingEngine, batchnorm, checkpoint_manager
 
-# The right code: its names are bound to the wrong code once that is planted.
+# Keep the right code here, since planting binds its names to the wrong code.
 _right_average, _right_state = batchnorm._average, checkpoint_manager.state
 _right_digest, _right_train_step = checkpoint.digest, TrainingEngine.train_step
 _right_total = TrainingEngine.sum_over_ranks

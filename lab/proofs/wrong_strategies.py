@@ -1,7 +1,7 @@
-"""Gradient synchronisation as published solutions have got it wrong, and as this project's own could go wrong.
+"""Wrong gradient synchronisation, from published solutions or possible in this project.
 
-Each class is right except for what its docstring says. ``wrong.py`` lists them with the test that
-catches them.
+Each class is right except for what its docstring says. ``wrong.py`` lists the classes with the test
+that catches each one.
 """
 
 import torch
@@ -16,7 +16,7 @@ from common.sync.tree import tree_all_reduce
 
 
 class Mean(GradientSync):
-    """A right all-reduce, for the others to spoil."""
+    """A right all-reduce, which the other classes change."""
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
@@ -24,7 +24,7 @@ class Mean(GradientSync):
             self.average(gradient)
 
     def average(self, gradient: Tensor) -> None:
-        """Replace one gradient by its mean over the ranks."""
+        """Replace one gradient with its mean over the ranks."""
         dist.all_reduce(gradient)
         gradient /= dist.get_world_size()
 
@@ -81,7 +81,7 @@ class AveragedTwice(Mean):
 
 
 class WeightsInsteadOfGradients(GradientSync):
-    """The weights are averaged after each step; gradients, and so momentum, stay each rank's own."""
+    """Weights are averaged after each step; each rank keeps its own gradients and so momentum."""
 
     @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
@@ -99,7 +99,7 @@ class BroadcastFromEachRank(Mean):
 
 
 class NoInitialBroadcast(Mean):
-    """Each rank keeps the weights that it has drawn itself."""
+    """Each rank keeps its own initial weights."""
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -119,7 +119,7 @@ class FlatBufferNotCopiedBack(GradientSync):
 
 
 class RingWithoutAChunk(GradientSync):
-    """The second half of a ring ends one round early: one chunk, another on each rank, is not the sum."""
+    """The ring's second half ends one round early: on each rank one chunk is not the sum."""
 
     def synchronize(self, model: nn.Module) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -131,7 +131,7 @@ class RingWithoutAChunk(GradientSync):
 
 
 class HalvingDoublingForPowersOfTwo(GradientSync):
-    """The ranks beyond the largest power of two receive the mean, but nobody adds their gradients."""
+    """Ranks beyond the largest power of two receive the mean, but their gradients are not added."""
 
     def synchronize(self, model: nn.Module) -> None:
         size = dist.get_world_size()
@@ -142,7 +142,7 @@ class HalvingDoublingForPowersOfTwo(GradientSync):
 
 
 class TreeWithOneChild(GradientSync):
-    """Rank 0 adds its first child alone: the gradient of rank 2 is left out."""
+    """Rank 0 adds only its first child's gradient: that of rank 2 is left out."""
 
     def synchronize(self, model: nn.Module) -> None:
         for total in self.flat_gradients():

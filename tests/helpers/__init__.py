@@ -1,4 +1,4 @@
-"""What tests share: real ranks, programs as users start them, images, and waits with a limit."""
+"""Helpers for tests: real ranks, programs as users start them, images, and waits with a limit."""
 
 from lab.proofs.ranks import PRELOADED, RankError, run_ranks
 from tests.helpers.images import make_image_folder

@@ -1,4 +1,8 @@
-"""Emulated clusters in tests: whether this machine allows one, ``lab cluster`` as a user starts it, what is left behind."""
+"""Helpers for tests of emulated clusters, and for finding what these leave behind.
+
+``needs_namespaces`` skips a test if this machine allows no emulated cluster; ``Lab`` starts ``lab
+cluster`` as a user does.
+"""
 
 import contextlib
 import os
@@ -23,7 +27,7 @@ needs_namespaces = pytest.mark.skipif(
 
 @dataclass
 class Lab:
-    """``lab cluster`` as a user starts it, with temporary files in a folder of its own."""
+    """``lab cluster`` as a user starts it, with its own folder for temporary files."""
 
     folder: Path
     started: list[subprocess.Popen] = field(default_factory=list)
@@ -43,19 +47,19 @@ class Lab:
         return process
 
     def run(self, *arguments: str) -> tuple[int, str]:
-        """Run ``lab cluster`` with these arguments; return its exit status and what it wrote."""
+        """Run ``lab cluster`` with these arguments; return its exit status and output."""
         process = self.start(*arguments)
         output, _ = process.communicate(timeout=LONG)
         return process.returncode, output
 
     @property
     def temporary(self) -> Path:
-        """Where temporary files would lie."""
+        """The folder that receives temporary files."""
         return self.folder / "temporary"
 
 
 def with_word(word: str) -> list[int]:
-    """Return the processes of the whole machine that have a word in their command or environment."""
+    """Return the machine's processes with ``word`` in the command or as a variable's value."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -67,7 +71,7 @@ def with_word(word: str) -> list[int]:
 
 
 def networks(pids: list[int]) -> set[str]:
-    """Return the network namespaces that these processes are in."""
+    """Return the network namespaces of these processes."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -77,7 +81,10 @@ def networks(pids: list[int]) -> set[str]:
 
 @contextlib.contextmanager
 def held_networks(pids: list[int]) -> Iterator[set[str]]:
-    """The network namespaces that these processes are in, held so that no later one of other processes gets the same name."""
+    """Yield the network namespaces of these processes and keep them open.
+
+    While they are open, no namespace of a later process can get the same name.
+    """
     held = {}
     with contextlib.ExitStack() as stack:
         for pid in pids:

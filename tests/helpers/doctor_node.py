@@ -1,8 +1,8 @@
-"""A node of ``lab doctor`` for tests: ``find`` runs one, without torch.
+"""Run a node of ``lab doctor`` without torch.
 
-``python doctor_node.py JSON`` prints its findings.
-Settings: master_port, num_nodes, rank, timeout, facts, clock_ahead (seconds), listener (open,
-closed: refuses connections, deaf: drops them).
+``find`` returns the node's findings; ``python doctor_node.py JSON`` prints them. Settings:
+master_port, num_nodes, rank, timeout, facts, host, clock_ahead (seconds) and listener (open;
+closed: refuses connections; deaf: drops them).
 """
 
 import json
@@ -20,7 +20,7 @@ from lab.doctor.node_findings import results_of
 
 
 class Closed:
-    """A socket that is bound and refuses connections, as a firewall does that rejects packets."""
+    """A bound socket that refuses connections, like a firewall that rejects packets."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._listener = socket.socket()
@@ -33,7 +33,7 @@ class Closed:
         self._seconds = seconds
 
     def accept(self) -> tuple[socket.socket, object]:
-        time.sleep(self._seconds)  # as a socket to which nobody connects
+        time.sleep(self._seconds)  # like a socket to which nobody connects
         raise TimeoutError
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class Closed:
 
 
 class Deaf(Closed):
-    """A socket with a full queue, so that the kernel drops packets as a firewall does."""
+    """A socket whose queue is full, so that the kernel drops packets like a firewall."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         super().__init__(address)
@@ -59,7 +59,7 @@ class Deaf(Closed):
 
 
 def find(settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return what a node found, by name."""
+    """Run the node and return its results by name."""
     ahead = settings.get("clock_ahead", 0.0)
     listeners: dict[str, Callable[[tuple[str, int]], Any]] = {
         "open": socket.create_server,

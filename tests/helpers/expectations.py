@@ -1,8 +1,9 @@
-"""What a user sees and relies on, as text: the files in ``tests/expectations/``, one a kind.
+"""Write what users see and rely on as text: the files in ``tests/expectations/``, one per kind.
 
-    python -m tests.helpers.expectations [KIND ...]     # rewrite them, after a change that is meant; then read the diff
+    python -m tests.helpers.expectations [KIND ...]     # after an intended change
 
-``KINDS`` maps each file's name to the function that makes its text from the code as it is now.
+Then read the diff in git. ``KINDS`` maps each file name to the function that creates its text from
+the current code.
 """
 
 import importlib
@@ -28,7 +29,7 @@ from tests.helpers.processes import (
 
 FOLDER = ROOT / "tests" / "expectations"
 CHECKPOINT = FOLDER / "Epoch_1.pt"
-"""Written once, by the commit that recorded the first expectations, and never again: old checkpoints must stay readable."""
+"""Written once, with the first expectations, and never again: it must stay readable."""
 
 PARTS = ("PartOne", "PartTwo", "PartThree")
 SHORT = (
@@ -59,10 +60,10 @@ RESUMABLE = (
     "--run-name",
     "run",
 )
-"""Two epochs of three steps; the checkpoint is that of the first."""
+"""Two epochs of three steps; ``CHECKPOINT`` was saved after the first epoch."""
 
 VERSION = f"Python {sys.version_info.major}.{sys.version_info.minor}\n\n"
-"""At the top of what argparse words, in another way with each version."""
+"""The first line of texts by argparse, which words them differently in each Python version."""
 
 WRONG_USAGES = {
     "an unknown flag": ("PartOne", "--no-such-flag"),
@@ -99,7 +100,7 @@ def help_texts() -> str:
 
 
 def _lab_commands() -> Iterator[tuple[str, ...]]:
-    """Yield the words of each command of lab, and of the commands of these."""
+    """Yield the words of every command and subcommand of lab."""
     import argparse
 
     from lab.cli import build_parser
@@ -131,7 +132,7 @@ def _printed(process: Started) -> str:
 
 
 def exit_codes() -> str:
-    """Return the exit status of wrong usages and the line that says what is wrong."""
+    """Return the exit status and the error line of each wrong usage."""
     with tempfile.TemporaryDirectory() as folder:
         started = [
             (what, usage, _start(*usage, cwd=Path(folder))) for what, usage in WRONG_USAGES.items()
@@ -150,7 +151,7 @@ def _said(end: Ended, folder: str) -> str:
 
 
 def run_folder() -> str:
-    """Return the files of a run on two ranks, with the keys of what is JSON or a checkpoint."""
+    """Return the files of a run on two ranks, with the keys of each JSON file and checkpoint."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for ended in run_part(
@@ -186,7 +187,7 @@ def _keys_of(path: Path) -> str:
 
 
 def _keys(value: Any, above: str = "") -> list[str]:
-    """Return the dotted keys of nested dicts; of a list those of its first entry, under ``[]``."""
+    """Return the dotted keys of nested dicts; for a list, those of its first entry under ``[]``."""
     if isinstance(value, list):
         return (
             _keys(value[0], f"{above}[]")
@@ -214,7 +215,7 @@ def hashed_sources() -> str:
 
 
 def public_names() -> str:
-    """Return every ``from ... import ...`` of this project that the docs show, if it can be imported."""
+    """Return every import that the docs or ``CONTRACT`` show; raise if one does not work."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     lines = {
         " ".join(match.split())
@@ -246,7 +247,7 @@ CONTRACT = {
     "common.models": ("MODELS", "build_model"),
     "common.data": ("DATASETS", "load_dataset"),
 }
-"""What code outside this project may import, beside what the docs show."""
+"""What code outside this project may import, in addition to what the docs show."""
 
 
 def _start(part: str, *arguments: object, cwd: Path) -> Started:
@@ -282,7 +283,7 @@ KINDS: dict[str, Callable[[], str]] = {
 
 
 def write_checkpoint(path: Path) -> None:
-    """Write the checkpoint after the first of two epochs; for the first recording alone."""
+    """Write the checkpoint after the first of two epochs; needed only for the first recording."""
     with tempfile.TemporaryDirectory() as name:
         [ended] = run_part(
             "PartOne", *RESUMABLE, "--stop-after-epoch", 1, "--output-dir", name, cwd=Path(name)
@@ -294,7 +295,7 @@ def write_checkpoint(path: Path) -> None:
 
 
 def main(kinds: list[str]) -> None:
-    """Rewrite the files of these kinds, or all."""
+    """Rewrite the files of these kinds, or of all kinds if the list is empty."""
     if unknown := set(kinds) - set(KINDS):
         sys.exit(f"error: {', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")
     FOLDER.mkdir(exist_ok=True)

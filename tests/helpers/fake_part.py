@@ -1,9 +1,10 @@
-"""Stands for PartX/main.py where a test is about what starts it: writes a run's files in a moment, or fails as it is told.
+"""Stand in for PartX/main.py in tests of what starts it: write a run's files quickly, or fail.
 
-fake_part.py ... --output-dir D --run-name R [--rank K] [--fail SYNC] [--wait-for FILE]
-FLAGS="--fail SYNC ..." fake_part.py lab ...    `lab ...` that starts this file, with FLAGS, in
-                                                place of the parts; its page is nothing but the
-                                                names of the cells that are done
+    fake_part.py ... --output-dir D --run-name R [--rank K] [--fail SYNC] [--wait-for FILE]
+    FLAGS="--fail SYNC ..." fake_part.py lab ...
+
+The second form runs ``lab ...``, which starts this file with FLAGS in place of the parts. Its
+report page contains only the names of the finished cells.
 """
 
 import json
@@ -26,7 +27,7 @@ SECTIONS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Do as the flags say."""
+    """Do what the flags ask for and return the exit status."""
     given = dict(pairwise(arguments))
     sync, rank, size = (
         given.get("--sync", "none"),
@@ -37,12 +38,12 @@ def main(arguments: list[str]) -> int:
     if marker := given.get("--wait-for"):
         Path(f"{marker}-{os.getpid()}").touch()
         while not Path(marker).exists():
-            time.sleep(0.02)  # between two looks
+            time.sleep(0.02)  # between two checks
     if given.get("--fail") == sync and rank == size - 1:
         print("ValueError: the test wants it", file=sys.stderr)
         return 1
-    if given.get("--fail") == sync:  # the others wait for the one that failed, and say so
-        time.sleep(0.3)  # so that it ends after the one that failed
+    if given.get("--fail") == sync:  # the other ranks notice that a rank has failed
+        time.sleep(0.3)  # so that they end after the rank that failed
         print("error (rank 0): all_reduce broke: another rank has ended", file=sys.stderr)
         return 1
     if rank == 0:
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def lab(arguments: list[str]) -> int:
-    """``lab`` whose parts are this file."""
+    """Run ``lab`` with this file in place of the parts and return the exit status."""
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from lab import cli
     from lab.compare import cells, job_run, reporting, runner

@@ -1,14 +1,20 @@
-"""Runs a part as it is, and hurts it at a moment that cannot be missed.
+"""Run a part and disturb one of its ranks at an exact moment.
 
-    python tests/helpers/hurt.py RANK MOMENT DEED PartTwo/main.py --rank 1 ...     # or under torchrun; RANK -1: nobody
+    python tests/helpers/hurt.py RANK MOMENT DEED PartTwo/main.py --rank 1 ...
 
-On rank RANK alone, the DEED is done at the MOMENT, in the second epoch's first step or, of what
-happens once an epoch, with its checkpoint. What runs before and after is the project's own code,
-which knows ``--model tiny`` and ``--model wide``, too. Deeds: ``kill`` sends this process SIGKILL,
-``stop`` SIGSTOP, ``raise`` raises what a broken file raises, ``sleep`` works on for two minutes,
-``hold`` waits for a file ``go`` in the working folder, ``limit`` lets it write no file beyond 5 KB,
-``pace`` takes the seconds that stand in the file $PACE, and follows it at once where they become
-fewer.
+torchrun can start it, too. With RANK -1 no rank is disturbed.
+
+Rank RANK does the DEED at the MOMENT: in the first step of the second epoch or, for what happens
+once per epoch, at that epoch's checkpoint. All other code is the project's own, which here also
+knows ``--model tiny`` and ``--model wide``. The deeds:
+
+- ``kill`` sends this process SIGKILL, ``stop`` sends SIGSTOP.
+- ``raise`` raises the OSError of a broken file.
+- ``sleep`` sleeps for two minutes.
+- ``hold`` waits until the working folder contains a file ``go``.
+- ``limit`` stops the process from writing any file beyond 5 KB.
+- ``pace`` waits for the number of seconds in the file $PACE. It reads the file repeatedly, so a
+  smaller number takes effect at once.
 """
 
 import os
@@ -41,19 +47,19 @@ def _raise(*_: object) -> None:
 
 def _sleep(*_: object) -> None:
     print("loading now", flush=True)
-    time.sleep(120)  # longer than any test waits: this stands for a slow disk
+    time.sleep(120)  # longer than any test waits: simulates a slow disk
 
 
 def _hold(*_: object) -> None:
     print("held now", flush=True)
     while not Path("go").exists():
-        time.sleep(0.02)  # between two looks
+        time.sleep(0.02)  # between two checks
 
 
 def _pace(*_: object) -> None:
     began = time.monotonic()
     while time.monotonic() < began + float(Path(os.environ["PACE"]).read_text()):
-        time.sleep(0.02)  # between two looks
+        time.sleep(0.02)  # between two checks
 
 
 def _limit(*_: object) -> None:
@@ -61,7 +67,7 @@ def _limit(*_: object) -> None:
 
 
 def at_each_step(act: Act) -> None:
-    """A step of the training begins, each one."""
+    """Act at the start of every training step."""
     from common.training_engine import TrainingEngine
 
     train_step = TrainingEngine.train_step
@@ -74,7 +80,7 @@ def at_each_step(act: Act) -> None:
 
 
 def while_loading(act: Act) -> None:
-    """The dataset is being read, before the first epoch."""
+    """Act when the dataset is read, before the first epoch."""
     from common.experiment import setup
 
     load = setup.load_dataset
@@ -87,7 +93,7 @@ def while_loading(act: Act) -> None:
 
 
 def in_forward(act: Act) -> None:
-    """Half of the layers have computed."""
+    """Act when half of the layers have computed."""
     from common.training_engine import TrainingEngine
 
     train_step = TrainingEngine.train_step
@@ -102,7 +108,7 @@ def in_forward(act: Act) -> None:
 
 
 def in_a_collective(act: Act) -> None:
-    """The first large gradient is on its way; of DistributedDataParallel, all buckets but the last."""
+    """Act while the first large gradient is exchanged; with DDP, all buckets but the last."""
     import torch.distributed as dist
 
     from common.training_engine import TrainingEngine
@@ -132,7 +138,7 @@ def in_a_collective(act: Act) -> None:
 
 
 def in_evaluation(act: Act) -> None:
-    """The model computes its first batch of the test set."""
+    """Act when the model computes its first batch of the test set."""
     from common.experiment import validation
 
     predict = validation.predict
@@ -145,7 +151,7 @@ def in_evaluation(act: Act) -> None:
 
 
 def while_writing(act: Act) -> None:
-    """Half of the second epoch's checkpoint is on the disk."""
+    """Act when half of the second epoch's checkpoint is on disk."""
     from common.utils import atomic_files as files
 
     open_unfinished = files._open_unfinished
@@ -167,7 +173,7 @@ def while_writing(act: Act) -> None:
 
 
 def before_the_rename(act: Act) -> None:
-    """The second epoch's checkpoint is whole on the disk, but has not its name yet."""
+    """Act when the second epoch's checkpoint is complete on disk but not yet renamed."""
     replace = os.replace
 
     def hurt(source: Any, target: Any) -> None:
@@ -179,7 +185,7 @@ def before_the_rename(act: Act) -> None:
 
 
 def after_the_rename(act: Act) -> None:
-    """The second epoch's checkpoint has its name; nobody else knows yet."""
+    """Act when the second epoch's checkpoint has its final name, before other ranks know."""
     replace = os.replace
 
     def hurt(source: Any, target: Any) -> None:
@@ -191,7 +197,7 @@ def after_the_rename(act: Act) -> None:
 
 
 def while_another_writes(act: Act) -> None:
-    """This rank waits for the one that writes the second epoch's checkpoint."""
+    """Act while this rank waits for the rank that writes the second epoch's checkpoint."""
     from common.training_engine import checkpoint_manager as saving
 
     run_on_all_ranks, calls = saving.run_on_all_ranks, []
@@ -206,7 +212,7 @@ def while_another_writes(act: Act) -> None:
 
 
 def in_its_data(act: Act) -> None:
-    """The loader is asked for the second epoch's first batch."""
+    """Act when the loader is asked for the second epoch's first batch."""
     from common.data.loaders import TrainLoader
 
     iterate = TrainLoader.__iter__
@@ -243,15 +249,16 @@ DEEDS = {
 
 
 def main(rank: str, moment: str, deed: str, part: str, *arguments: str) -> None:
-    """Install the hook on its rank, then become the part."""
+    """Install the hook on its rank, then run the part in this process."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
-        del sys.modules[name]  # a fork's: perhaps another folder's, and without the models below
+        # A fork inherits modules, perhaps from another folder, and without the models below.
+        del sys.modules[name]
     sys.path.insert(0, str(Path(part).resolve().parents[1]))
     from common import models
 
     models.MODELS |= {
         name: f"tiny_model:{name}" for name in ("tiny", "wide")
-    }  # before flags are read; beside this file
+    }  # before flags are read; tiny_model.py is in this file's folder
     mine = arguments[arguments.index("--rank") + 1] if "--rank" in arguments else os.environ["RANK"]
     if mine == rank:
         MOMENTS[moment](DEEDS[deed])

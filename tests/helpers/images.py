@@ -1,4 +1,4 @@
-"""Images for ``--dataset folder``."""
+"""Create images for ``--dataset folder``."""
 
 from pathlib import Path
 

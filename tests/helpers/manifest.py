@@ -1,8 +1,9 @@
-"""launch/'s manifests and image, read: ``documents``, ``unread`` (what the API's models leave out), ``build_context``.
+"""Read launch/'s manifests and Dockerfile, and find what goes into the image.
 
-The models are those of kubeflow-trainer-api, made from Trainer's own OpenAPI description. They
-accept fields that they do not know, and drop them: so what comes back is compared with what went
-in.
+``documents`` reads a manifest, ``unread`` lists what the API's models drop, and ``build_context``
+lists the files of the image. The models are those of kubeflow-trainer-api, generated from Trainer's
+own OpenAPI description. They accept unknown fields and drop them, so ``unread`` compares their
+output with their input.
 """
 
 import fnmatch
@@ -40,8 +41,10 @@ def train_job() -> dict[str, Any]:
 
 
 def unread(document: Mapping[str, Any]) -> list[str]:
-    """Return the paths of what the model of the document's kind does not give back as it was. pydantic's ValidationError where a
-    value is of another type than the API's."""
+    """Return the paths of the fields that the model of the document's kind drops or changes.
+
+    Raises pydantic's ValidationError if a value does not have the API's type.
+    """
     read = getattr(models, KINDS[document["kind"]]).from_dict(document).to_dict()
     return _differences(document, read, "")
 
@@ -63,7 +66,7 @@ def _differences(written: Any, read: Any, path: str) -> list[str]:
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Return the Dockerfile's instructions: name and the rest of the line, continued lines joined."""
+    """Return the Dockerfile's instructions as name and arguments, with continued lines joined."""
     text = "\n".join(
         line
         for line in (LAUNCH / "Dockerfile").read_text(encoding="utf-8").splitlines()
@@ -76,8 +79,11 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def build_context(root: Path) -> list[Path]:
-    """Return the files below ``root`` that .dockerignore lets through, relative to it: a later pattern wins, and a folder's holds
-    for what is in it. Patterns are names of the first level, or any level's after ``**/``."""
+    """Return the files below ``root`` that .dockerignore lets through, relative to ``root``.
+
+    A later pattern wins, and a folder's pattern applies to everything in that folder. A pattern is
+    a name on the first level or, after ``**/``, on any level.
+    """
     patterns = [
         line
         for line in (root / ".dockerignore").read_text(encoding="utf-8").splitlines()

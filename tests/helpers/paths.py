@@ -1,4 +1,4 @@
-"""Where the project lies, and marks for tests that need the real CIFAR files."""
+"""The project's folders, and marks for tests that need the real CIFAR files."""
 
 from pathlib import Path
 

@@ -1,9 +1,10 @@
-"""Pods of a TrainJob on emulated nodes, as Trainer's controller and a kubelet would start and end them.
+"""Start and end the pods of a TrainJob on emulated nodes, as Trainer's controller and a kubelet do.
 
-What they find there: the PET_* variables of Trainer's torch plugin, the manifest's own variables,
-its command with $(NAME) filled in, a pod's host name and what it can look up, and a process
-namespace whose first process gets the SIGTERM, from outside. On loopback there is neither a host
-name nor a first process. Order: ``start`` the pods, ``publish`` their names, ``terminate`` one.
+A pod gets the PET_* variables of Trainer's torch plugin, the manifest's own variables, its command
+with $(NAME) filled in, a host name, names that it can look up, and a process namespace. SIGTERM
+comes from outside and goes to the first process of that namespace. On loopback there is neither a
+host name nor a first process. Order: ``start`` the pods, ``publish`` their names, ``terminate``
+one.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from lab.cluster import Cluster
 from tests.helpers import free_port, wait_until
 
 _NAMED = re.compile(r"\$\((\w+)\)")
-# As the kernel has it for a container: torchrun takes the place of the shell, and is number 1.
+# As in a container, torchrun replaces the shell and becomes process 1.
 _AS_A_POD = [
     "unshare",
     "--uts",
@@ -41,9 +42,9 @@ class Pods:
 
     Parameters
     ----------
-    image : the folder that the image's is.
-    volume : the folder that the job's volume is.
-    flags : added to the manifest's own; the last of a flag counts.
+    image : the folder that stands for the image's working folder.
+    volume : the folder that stands for the job's volume.
+    flags : appended to the manifest's own flags; if a flag occurs twice, the last one counts.
     """
 
     def __init__(
@@ -64,7 +65,10 @@ class Pods:
         self._first: dict[int, psutil.Process] = {}
 
     def start(self, pod: int) -> None:
-        """Start a pod, once its predecessor is gone; until ``publish`` it knows no name but its own."""
+        """Start a pod once its predecessor has ended.
+
+        Until ``publish``, the pod knows only its own name.
+        """
         environment = self._environment(pod)
         words = [
             self._fill_in(word, environment)
@@ -76,27 +80,26 @@ class Pods:
         def started() -> bool:
             try:
                 self._cluster.start(words, nodes=[pod], environment=environment, cwd=self._image)
-            except UserError:  # the one before still runs
+            except UserError:  # the predecessor still runs
                 return False
             return True
 
         wait_until(started, f"pod {pod} has ended", look_seconds=0.1)
 
     def publish(self) -> None:
-        """Let the pods look each other up, as the cluster's DNS does some time after they have started."""
+        """Let the pods look each other up, as the cluster's DNS does some time after they start."""
         self._published = True
         if not self._cluster.loopback:
             for pod in range(self._trainer["numNodes"]):
                 self._write_names(pod)
 
     def holds_the_meeting_place(self, pod: int) -> bool:
-        """Whether a pod listens at PET_MASTER_PORT."""
+        """Return whether a pod listens at PET_MASTER_PORT."""
         process = self.first_process(pod)
         if process is None:
             return False
-        listening = re.compile(
-            rf":{self._master_port:04X} \S+ 0A "
-        )  # as its own network's tables have it
+        # The pod's own network tables list a listening socket with state 0A.
+        listening = re.compile(rf":{self._master_port:04X} \S+ 0A ")
         return any(
             listening.search(_read(f"/proc/{process.pid}/net/{table}")) for table in ("tcp", "tcp6")
         )
@@ -108,11 +111,15 @@ class Pods:
         process.send_signal(signal.SIGTERM)
 
     def first_process(self, pod: int) -> psutil.Process | None:
-        """Return a pod's torchrun; None where it has ended. Outside loopback it has to be number 1 of its process namespace."""
+        """Return a pod's torchrun, or None if it has ended.
+
+        Outside loopback it must be number 1 in its process namespace.
+        """
         with contextlib.suppress(psutil.NoSuchProcess):
             known = self._first.get(pod)
             if known is not None and known.is_running() and known.status() != psutil.STATUS_ZOMBIE:
-                return known  # looking through all processes at every poll would take a core from the ranks
+                # Searching all processes at every poll would take a core from the ranks.
+                return known
         found = self._find_first_process(pod)
         if found is not None:
             self._first[pod] = found
@@ -152,7 +159,7 @@ class Pods:
         return own | places
 
     def _fill_in(self, word: str, environment: Mapping[str, str]) -> str:
-        """As Kubernetes does: what it does not know stays."""
+        """Fill in $(NAME) as Kubernetes does: unknown names stay."""
         filled = _NAMED.sub(lambda found: environment.get(found[1], found[0]), word)
         return filled.replace(f"{self._mount}/", f"{self._volume}/")
 
@@ -160,7 +167,11 @@ class Pods:
         return f"{self._name}-node-0-{pod}"
 
     def _write_names(self, pod: int) -> Path:
-        """Write a pod's /etc/hosts: its own line as a kubelet writes it, and the names of the headless service if published."""
+        """Write a pod's /etc/hosts and return its path.
+
+        It holds the pod's own line as a kubelet writes it and, once published, the names of the
+        headless service.
+        """
         domain = f"{self._name}.default.svc.cluster.local"
         lines = [
             "127.0.0.1 localhost",
@@ -178,7 +189,7 @@ class Pods:
 
 
 def mounts(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the volumes that the job's container mounts."""
+    """Return the volume mounts of the job's containers."""
     return [
         mount for container in pod_patch(job)["containers"] for mount in container["volumeMounts"]
     ]
@@ -204,7 +215,7 @@ def _is_torchrun(process: psutil.Process, pod: int) -> bool:
 
 
 def _command(process: psutil.Process) -> str:
-    """The program and the first argument: a script's."""
+    """Return the program and its first argument, which is a script's path."""
     try:
         return " ".join(process.cmdline()[:2])
     except psutil.Error:
@@ -214,5 +225,5 @@ def _command(process: psutil.Process) -> str:
 def _read(path: str) -> str:
     try:
         return Path(path).read_text()
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return ""

@@ -1,7 +1,7 @@
-"""Programs as a user starts them: ``PartX/main.py`` and ``python -m lab``, each with a limit on every wait.
+"""Start programs as users do, ``PartX/main.py`` and ``python -m lab``, with a limit on every wait.
 
-Most are forked from the server that has torch imported, which saves 3 to 10 s each; ``cold=True``
-starts a new interpreter, as users do. Only forked ones know ``--model tiny``.
+Most are forked from a server that has imported torch, which saves 3 to 10 s each; ``cold=True``
+starts a new interpreter, as users do. Only forked programs know ``--model tiny``.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ TINY = ("--model", "tiny")
 
 
 def free_port() -> int:
-    """Return a TCP port of loopback on which nothing listens now."""
+    """Return a TCP port on loopback that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -35,7 +35,7 @@ def free_port() -> int:
 
 @dataclass
 class Ended:
-    """What a process left: exit status, output, errors, and seconds from start to end."""
+    """The result of a process: exit status, output, errors, and seconds from start to end."""
 
     status: int
     out: str
@@ -47,7 +47,7 @@ _started: "list[Started]" = []
 
 
 def kill_started() -> None:
-    """End every process that a test has left running, and remove what the others have left."""
+    """Kill every process that a test left running, and remove the folders of all of them."""
     while _started:
         one = _started.pop()
         one.kill()
@@ -55,12 +55,12 @@ def kill_started() -> None:
 
 
 class Started:
-    """A running program; ``end`` waits for it with a limit and returns what it left.
+    """A running program; ``end`` waits for it, with a limit, and returns its result.
 
     Parameters
     ----------
     command : the interpreter, the script or ``-m`` and a module, and the arguments.
-    forked : take the interpreter that has torch imported.
+    forked : fork from a server that has imported torch.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Started:
         _started.append(self)
 
     def kill(self) -> None:
-        """End it, if it still runs, and with it all that it has started in its session."""
+        """Kill the program, if it still runs, and its process group."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -96,11 +96,14 @@ class Started:
             self.process.wait()
 
     def read_out(self) -> str:
-        """Return what it has printed so far."""
+        """Return what the program has printed so far."""
         return self._out.read_text()
 
     def wait_for(self, text: str, *, timeout_seconds: float = 60) -> None:
-        """Return once ``text`` stands in the output; AssertionError if it ends or the time passes before."""
+        """Return once ``text`` is in the output.
+
+        Raises AssertionError if the program ends or ``timeout_seconds`` pass before.
+        """
 
         def there() -> bool:
             running = self.process.poll() is None
@@ -116,7 +119,10 @@ class Started:
         self.process.send_signal(number)
 
     def end(self, *, timeout_seconds: float = 120) -> Ended:
-        """Wait for the end; AssertionError, and a kill of its process group, if it takes longer."""
+        """Wait for the end and return the result.
+
+        After ``timeout_seconds``, kills the process group and raises AssertionError.
+        """
         try:
             status = self.process.wait(timeout=timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -131,7 +137,7 @@ class Started:
 
 
 class _Forked:
-    """A process forked from the server, with what ``Started`` uses of subprocess.Popen."""
+    """A process forked from the server, with the part of subprocess.Popen that ``Started`` uses."""
 
     def __init__(
         self, command: Sequence[str], cwd: Path, env: Mapping[str, str], out: Path, err: Path
@@ -154,24 +160,27 @@ class _Forked:
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """Return the exit status, below zero for a signal; None while it runs."""
+        """Return the exit status (negative for a signal), or None while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit status; subprocess.TimeoutExpired after ``timeout`` seconds."""
+        """Wait for the end and return the exit status.
+
+        Raises subprocess.TimeoutExpired after ``timeout`` seconds.
+        """
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("a forked program", timeout)
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send the process a signal if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 def _become(program: PythonProgram, cwd: str, env: dict[str, str], out: str, err: str) -> None:
-    """Turn this fork into the program: a session, streams, folder and environment of its own."""
+    """Turn this fork into the program, with its own session, streams, folder and environment."""
     import multiprocessing
 
     os.setsid()
@@ -194,7 +203,7 @@ def _become(program: PythonProgram, cwd: str, env: dict[str, str], out: str, err
 
 
 def user_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment, outside any torchrun's, with ``more``."""
+    """Return this process's environment without torchrun's variables, plus ``more``."""
     outside = {
         key: value
         for key, value in os.environ.items()
@@ -232,7 +241,7 @@ def start_ranks(
     env: Mapping[str, str] | None = None,
     cold: bool = False,
 ) -> list[Started]:
-    """Start ``size`` ranks of a part on loopback as the assignment does, one thread each."""
+    """Start ``size`` ranks of a part on loopback as the assignment does, with one thread each."""
     port = port or free_port()
     return [
         start_part(
@@ -265,7 +274,10 @@ def run_part(
     env: Mapping[str, str] | None = None,
     cold: bool = False,
 ) -> list[Ended]:
-    """Run a part to its end, on ``ranks`` ranks (0: one process without flags for the group); one result a process."""
+    """Run a part to its end and return one result per process.
+
+    ``ranks`` : number of ranks; 0 starts one process without flags for a process group.
+    """
     started = (
         start_ranks(part, ranks, *arguments, cwd=cwd, env=env, cold=cold)
         if ranks
@@ -275,7 +287,7 @@ def run_part(
 
 
 def only_run_folder(output_dir: Path, way: str) -> Path:
-    """Return the folder of the one run under ``output_dir/way``."""
+    """Return the folder of the only run under ``output_dir/way``."""
     folders = sorted((output_dir / way).iterdir())
     assert len(folders) == 1, folders
     return folders[0]

@@ -1,7 +1,8 @@
-"""Made-up results of ``lab compare`` for tests of the report; their numbers follow a rule.
+"""Invented results of ``lab compare`` for tests of the report; no number was measured.
 
-A step of ``none`` on one node takes 1.0 s; on N nodes compute takes 1/N of it and a strategy's wire
-``WIRE[sync] * (N - 1)``. Repeats lie at -1 %, 0 and +1 %. No number here was measured.
+The numbers follow a rule. A step of ``none`` on one node takes 1.0 s. On N nodes compute takes 1/N
+of that, and a strategy's exchange takes ``WIRE[sync] * (N - 1)`` seconds. Repeats differ by -1 %, 0
+and +1 %.
 """
 
 import math
@@ -47,7 +48,7 @@ WAIT = 0.004
 
 
 def sent(sync: str, nodes: int, rank: int) -> float:
-    """Bytes a rank sends a step, roughly as the strategies do."""
+    """Return the bytes that a rank sends in a step, roughly as the strategies do."""
     if sync.startswith("gather_scatter") or sync == "reduce_broadcast":
         return BYTES * (nodes - 1 if rank == 0 else 1)
     shrink = {"ddp_fp16": 0.5, "ddp_powersgd": 0.012, "topk": 0.02 * nodes, "local_sgd": 0.125}.get(
@@ -75,7 +76,7 @@ def cell(
     wait: float = WAIT,
     loss_shift: float = 0.0,
 ) -> dict[str, Any]:
-    """One cell; failed and pending ones have no numbers."""
+    """Return one cell; failed and pending cells have no numbers."""
     name = f"{sync}-n{nodes}" + (f"-{rate}" if rate else "")
     result = {
         "id": name + (f"-g{group}" if group else ""),
@@ -157,7 +158,7 @@ def cell(
 
 
 def loss(sync: str, step: int, seed: int, nodes: int) -> float:
-    """A loss curve: exact strategies differ in the seventh digit, lossy ones visibly."""
+    """Return a step's loss: exact strategies differ in the seventh digit, lossy ones visibly."""
     base = (
         0.9
         + 1.5 * math.exp(-step / 12)
@@ -174,7 +175,7 @@ def loss(sync: str, step: int, seed: int, nodes: int) -> float:
 def timeline(
     sync: str, nodes: int, *, messages: int = 6, overlapped: bool = False
 ) -> dict[str, Any]:
-    """A step in which each rank's backward ends 4 ms after that of the rank before it."""
+    """Return a step in which each rank's backward pass ends 4 ms after the previous rank's."""
     ranks = []
     for rank in range(nodes):
         end = 0.40 + 0.004 * rank
@@ -207,7 +208,7 @@ def timeline(
 
 
 def predicted(entry: dict[str, Any], error: float) -> dict[str, Any]:
-    """A prediction that is off by ``error``, in scope up to two nodes."""
+    """Return a prediction with the relative error ``error``, in scope up to two nodes."""
     nodes = entry["nodes"]
     return {
         "step_seconds": entry["median"]["step"] * (1 + error),
@@ -237,7 +238,7 @@ def results(
     accuracy: float | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """A whole comparison; ``options`` go to every ``cell``."""
+    """Return a whole comparison; ``options`` go to every ``cell``."""
     cells = [cell("none", 1, accuracy=accuracy, **options)] if 1 in nodes else []
     cells += [
         cell(sync, count, accuracy=accuracy, oversubscribed=count > 2, **options)

@@ -1,11 +1,12 @@
-"""A Slurm cluster on this machine, for tests: ``SlurmCluster`` is an emulated cluster whose nodes run slurmd.
+"""Run a Slurm cluster on this machine: an emulated cluster whose nodes run slurmd.
 
-Order: ``refused`` says why it cannot be had here; ``SlurmCluster(folder)`` as a context manager;
-``sbatch``, ``wait``, ``output``; ``power_off`` and ``power_on`` a node. Munge, slurmctld and what a
-user types run on one node more, the login node. Every node has its own network, host name,
-processes and, at ``folder/own``, its own disk; all else is one shared file system. Nothing is
-written outside ``folder``, and nothing is left when the ``with`` ends: the kernel takes it away
-with the namespaces.
+Order: ``refused`` says why this machine cannot run it; ``SlurmCluster(folder)`` is a context
+manager; ``sbatch``, ``wait``, ``output``; ``power_off`` and ``power_on`` a node. One more node, the
+login node, runs Munge, slurmctld and the user's commands.
+
+Every node has its own network, host name, processes and, at ``folder/own``, its own disk. All other
+files are shared. Nothing is written outside ``folder``. Nothing remains when the ``with`` block
+ends, since the kernel removes everything with the namespaces.
 """
 
 import contextlib
@@ -32,7 +33,9 @@ _PROGRAMS = {
 _UP_SECONDS = 90.0
 _POLL_SECONDS = 0.5
 _COMMAND_SECONDS = 60.0
-_STATE = "/run/slurm"  # on the emulated cluster's own tmpfs: gone with it, and short enough for a socket's name
+# On the emulated cluster's own tmpfs, so that it disappears with the cluster. A socket's name must
+# be short.
+_STATE = "/run/slurm"
 _ENDED = {
     "COMPLETED",
     "FAILED",
@@ -79,8 +82,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=60:00 State=UP
 _CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"
 # Any two devices will do: Slurm counts them, and nothing opens them.
 _GRES_CONF = "Name=gpu File=/dev/zero\nName=gpu File=/dev/full\n"
-# Without it a look-up of a name that stands in no file waits seconds for a DNS server that cannot
-# be reached.
+# Without it, looking up a name that is in no file waits seconds for an unreachable DNS server.
 _NSSWITCH = "passwd: files\ngroup: files\nhosts: files\n"
 
 _LOGIN = """\
@@ -107,7 +109,7 @@ _OWN_NAMESPACES = (
 
 
 def refused() -> str | None:
-    """Return why this machine cannot run the cluster; None where it can."""
+    """Return why this machine cannot run the cluster, or None if it can."""
     if reason := tools.namespaces_refused():
         return reason
     for program, package in _PROGRAMS.items():
@@ -121,15 +123,16 @@ def refused() -> str | None:
 
 
 class SlurmCluster:
-    """``nodes`` compute nodes, node0 and so on, and a login node.
+    """Compute nodes (node0, node1, ...) and a login node.
 
     Parameters
     ----------
-    folder : receives configuration and logs; ``folder/own`` is another disk on each node.
-    names_resolve : whether the nodes know each other's names; by default a node knows its own
-        alone, as 127.0.1.1.
-    cpus : of each node, as Slurm counts them: the number of tasks, of any jobs, that share a node.
-    settings : more lines of slurm.conf.
+    folder : receives configuration and logs; ``folder/own`` is a different disk on each node.
+    nodes : number of compute nodes.
+    names_resolve : whether the nodes know each other's names; by default a node knows only its own,
+        as 127.0.1.1.
+    cpus : cores of each node as Slurm counts them: how many tasks, of any jobs, share a node.
+    settings : additional lines of slurm.conf.
     """
 
     def __init__(
@@ -183,7 +186,7 @@ class SlurmCluster:
 
     @property
     def host_pid(self) -> int:
-        """The process, as seen from outside, whose namespaces are the cluster's."""
+        """The process, as seen from outside, that holds the cluster's namespaces."""
         return self._cluster.host_pid
 
     def pids(self, node: int) -> list[int]:
@@ -191,7 +194,7 @@ class SlurmCluster:
         return self._cluster.pids(node)
 
     def name(self, node: int) -> str:
-        """Return a node's host name, which is its name in Slurm, too."""
+        """Return a node's host name, which is also its name in Slurm."""
         return f"node{node}"
 
     def run(
@@ -202,10 +205,10 @@ class SlurmCluster:
         environment: Mapping[str, str] | None = None,
         check: bool = True,
     ) -> str:
-        """Run a command on the login node, or another, and return what it writes; AssertionError with it where it fails.
+        """Run a command on the login node, or on another node, and return its output.
 
-        The environment is this process's own, without what Slurm or torchrun would have set, and
-        ``environment``.
+        The environment is that of this process, without the variables that Slurm or torchrun would
+        set, plus ``environment``. Raises AssertionError with the output if the command fails.
         """
         target = self._booted[self.nodes if node is None else node]
         clean = {
@@ -240,13 +243,19 @@ class SlurmCluster:
     def sbatch(
         self, *arguments: object, cwd: Path = ROOT, environment: Mapping[str, str] | None = None
     ) -> str:
-        """Submit a job as a user does and return its id; AssertionError with sbatch's words where it is refused."""
+        """Submit a job as a user does and return its id.
+
+        Raises AssertionError with sbatch's message if Slurm refuses it.
+        """
         return self.run(
             "sbatch", "--parsable", *map(str, arguments), cwd=cwd, environment=environment
         ).splitlines()[-1]
 
     def job(self, job: str) -> dict[str, str]:
-        """Return what Slurm knows of a job (``12``) or of one of an array (``12_3``): JobState, Restarts, BatchHost, ..."""
+        """Return what Slurm knows about a job (``12``) or one job of an array (``12_3``).
+
+        The keys are Slurm's: JobState, Restarts, BatchHost, ...
+        """
         text = self.run("scontrol", "--oneliner", "show", "job", job)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
@@ -260,7 +269,10 @@ class SlurmCluster:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait(self, job: str, *, limit_seconds: float = 180.0) -> str:
-        """Wait until a job has come to its end and return the state; a requeued one is waited for, too (see ``start_now``)."""
+        """Wait until a job has ended and return its state.
+
+        A requeued job has not ended, so this waits for it, too (see ``start_now``).
+        """
         self._until(
             lambda: self.state(job) in _ENDED,
             what=f"job {job} ends",
@@ -270,13 +282,13 @@ class SlurmCluster:
         return self.state(job)
 
     def wait_for(self, job: str, words: str, *, limit_seconds: float = 120.0) -> None:
-        """Return once a job has written ``words``, at once; AssertionError where it ends before."""
+        """Return as soon as a job has written ``words``; AssertionError if it ends before."""
         path, looks = Path(self.job(job)["StdOut"]), itertools.count(1)
 
         def written() -> bool:
-            ended = (
-                next(looks) % 40 == 0 and self.state(job) in _ENDED
-            )  # asked before the file is read, and not at every look
+            # Ask Slurm before reading the file, so that no output is missed, and only at every
+            # 40th check.
+            ended = next(looks) % 40 == 0 and self.state(job) in _ENDED
             if path.exists() and words in path.read_text(errors="replace"):
                 return True
             assert not ended, f"job {job} ended without {words!r}:\n{self.output(job)}"
@@ -302,27 +314,32 @@ class SlurmCluster:
         )
 
     def start_now(self, job: str) -> None:
-        """Let a requeued job start at once; Slurm has it wait while credentials live, 15 s here and two minutes elsewhere."""
+        """Start a requeued job at once.
+
+        Slurm lets it wait while credentials are valid: 15 s here, two minutes elsewhere.
+        """
         number = self.job(job)["JobId"]
-        # The exit status of the start before would be taken for the next one's; and nodes have
-        # revoked that start's credential, and with it all that are not a second younger.
+        # Otherwise Slurm takes the previous start's exit status for the next one's. The nodes have
+        # also revoked that start's credential, and all that are not at least a second younger.
         self.wait_until_gone(number)
         self._until(lambda: self.state(job) != "COMPLETING", what=f"job {job} is in the queue")
         time.sleep(1.1)  # until that second is over
-        self.run(
-            "scontrol", "update", f"JobId={job}", "StartTime=now", check=False
-        )  # refused where it has just started
+        # Slurm refuses this if the job has just started.
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
 
     def wait_until_gone(self, number: str) -> None:
-        """Return once nothing of a job runs on any node: Slurm names its end before that, and its shell may still write."""
+        """Return once no process of a job runs on any node.
+
+        Slurm reports the end earlier, when the job's shell may still write.
+        """
         self._until(
             lambda: not self._is_running(number), what=f"the last start of job {number} has ended"
         )
 
     def _is_running(self, number: str) -> bool:
-        """Whether a step of a job still has its daemon on a node."""
+        """Return whether a step of a job still has its daemon on a node."""
         for pid in (pid for node in range(self.nodes) for pid in self.pids(node)):
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the process has just ended
                 if (
                     Path(f"/proc/{pid}/cmdline")
                     .read_bytes()
@@ -332,15 +349,14 @@ class SlurmCluster:
         return False
 
     def power_off(self, node: int) -> None:
-        """End everything on a node at once, without a word to anyone; Slurm finds out after ten seconds or more."""
-        self._cluster.fault(
-            node, "cut"
-        )  # else its daemon tells of the processes that are killed before itself
+        """End everything on a node without notice; Slurm finds out after 10 s or more."""
+        # Cut the link first, or slurmd reports the processes that are killed before it.
+        self._cluster.fault(node, "cut")
         self._cluster.fault(node, "kill")
         self._until(lambda: not self._cluster.pids(node), what=f"node {node} is off")
 
     def power_on(self, node: int, *, wait: bool = True) -> None:
-        """Boot a node, unless it is on; wait until jobs can start on it."""
+        """Boot a node unless it is on, and wait until jobs can start there."""
         if self.pids(node):
             return
         self._cluster.fault(node, "restore")
@@ -359,9 +375,9 @@ class SlurmCluster:
         self._booted[node] = self._first_process(node)
 
     def _first_process(self, node: int) -> int | None:
-        """The process of a node that is number 1 there; None where it is off."""
+        """Return the process that is number 1 on a node, or None if the node is off."""
         for pid in self._cluster.pids(node):
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the process has just ended
                 if re.search(
                     r"^NSpid:.*\s1$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
                 ):

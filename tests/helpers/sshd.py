@@ -1,8 +1,8 @@
-"""Hosts with a real sshd on the emulated cluster: ``Machines`` is all that tests need.
+"""Run hosts with a real sshd on an emulated cluster; tests need only ``Machines``.
 
-Node 0 is the terminal, at which ``lab`` is typed; nodes 1 to 3 run sshd. Each has its own keys and
-its own checkout at one path, as on its own disk. Processes, networks, mounts and files go with the
-``with``.
+Node 0 is the terminal where the user types ``lab``; nodes 1 to 3 run sshd. Each host has its own
+keys and, at the same path, its own checkout, as if on its own disk. Processes, networks, mounts and
+files disappear when the ``with`` block ends.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ _ENTER = (
 
 
 def missing() -> str | None:
-    """Return why there can be no such hosts here; None where there can."""
+    """Return why this machine cannot run such hosts, or None if it can."""
     if SSHD is None or shutil.which("ssh") is None:
         return "sshd and ssh are not installed (packages openssh-server and openssh-client)"
     if os.geteuid() != 0:
@@ -59,7 +59,7 @@ def missing() -> str | None:
 
 
 class Machines:
-    """Three hosts with sshd and a terminal; ``folder`` receives everything that they need."""
+    """Three hosts with sshd, and a terminal; ``folder`` receives all their files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -119,7 +119,7 @@ class Machines:
         self.config.write_text(_CLIENT.format(keys=self.keys))
 
     def own_checkout(self, node: int) -> Path:
-        """Where a host's disk lies as seen from here; the host itself has it at ``checkout``."""
+        """Return where a host's disk is as seen from outside; the host sees it at ``checkout``."""
         return self.folder / f"disk{node}"
 
     def _make_checkout(self, disk: Path) -> None:
@@ -129,7 +129,7 @@ class Machines:
         (disk / ".venv").symlink_to(Path(sys.prefix))
 
     def start_sshd(self, node: int) -> None:
-        """Start a host's sshd, with its own disk bound to the one path that all hosts have."""
+        """Start a host's sshd, with its own disk mounted at the path that all hosts share."""
         self.cluster.start(
             [
                 "unshare",
@@ -150,7 +150,7 @@ class Machines:
             )
 
     def start(self, *arguments: object, config: Path | None = None) -> subprocess.Popen:
-        """Start a ``lab`` subcommand at the terminal, with the flags that find the hosts."""
+        """Start a ``lab`` subcommand at the terminal, with the flags that locate the hosts."""
         words = [str(one) for one in arguments]
         ways = ["--ssh-config", str(config or self.config)]
         if "--hosts" in words and "--workdir" not in words:
@@ -173,18 +173,18 @@ class Machines:
         return process
 
     def run(self, *arguments: object, config: Path | None = None) -> tuple[int, str]:
-        """Run a ``lab`` subcommand at the terminal; return its exit status and what it wrote."""
+        """Run a ``lab`` subcommand at the terminal; return its exit status and output."""
         process = self.start(*arguments, config=config)
         output, _ = process.communicate(timeout=LONG)
         return process.returncode, output
 
     def lab_pid(self, process: subprocess.Popen) -> int:
-        """The process of ``lab`` itself; the one started has only entered the network."""
+        """Return the id of the ``lab`` process; ``process`` itself only enters the network."""
         wait_until(lambda: psutil.Process(process.pid).children(), "lab is started")
         return psutil.Process(process.pid).children()[0].pid
 
     def running(self, node: int) -> dict[int, str]:
-        """What runs on a host beside the sshd that listens: commands by process id."""
+        """Return the commands that run on a host, by process id, except the listening sshd."""
         found = {}
         for pid in self.cluster.pids(node):
             with contextlib.suppress(psutil.Error):
@@ -195,7 +195,7 @@ class Machines:
         return found
 
     def end_commands(self) -> None:
-        """Kill what was started at the terminal and still runs."""
+        """Kill the terminal's commands that still run."""
         for process in self.started:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

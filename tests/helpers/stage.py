@@ -1,5 +1,8 @@
-"""One run on a cluster's nodes, to be disturbed: ``Stage`` starts it and says how it ended; the ``assert_`` functions hold of
-every fault. Each wait has a limit."""
+"""Run a training on the nodes of a cluster so that tests can disturb it.
+
+``Stage`` starts a run and returns how each rank ended; the ``assert_`` functions check what holds
+after every fault. Each wait has a limit.
+"""
 
 import json
 import re
@@ -19,9 +22,9 @@ from tests.helpers.hurt import STEPS_AN_EPOCH
 NODES = 3
 EPOCHS = 2
 PATIENT, TIMEOUT = 60, 5
-"""``--timeout`` of runs that should not need it, and of those that are to end by it."""
+"""``--timeout`` in seconds: for runs that should not reach it, and for runs that must end by it."""
 GRACE = 20
-"""Seconds that a busy machine may take for what needs one; beside the timeout."""
+"""Seconds, in addition to the timeout, that a busy machine may take."""
 
 QUICK = (*TINY, "--dataset", "digits", "--batch-size", 8, "--log-every", 1)
 
@@ -33,13 +36,13 @@ WAYS = {
 HURT = ROOT / "tests" / "helpers" / "hurt.py"
 NOBODY = -1
 PACED = [str(HURT), "0", "steps", "pace", str(ROOT / "PartTwo" / "main.py")]
-"""PartTwo with ``--model tiny``, whose rank 0 takes the seconds a step that ``set_pace`` has set."""
+"""PartTwo that knows ``--model tiny``, and whose rank 0 waits before each step (``set_pace``)."""
 _START = 90.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended: status (below zero: the signal), seconds from its start, and all that it has written."""
+    """How a rank ended: status (negative: a signal), seconds from its start, and all its output."""
 
     status: int
     seconds: float
@@ -47,12 +50,14 @@ class Ended:
 
 
 class Stage:
-    """Runs of one training on a cluster: ``wide`` on generated images, two epochs of two steps, a folder by name.
+    """Runs of one training on a cluster, each in a folder with its name.
+
+    Every run trains ``wide`` on generated images, for two epochs of two steps.
 
     Parameters
     ----------
-    images : flags of the dataset.
-    folder : receives what the runs write.
+    images : flags that select the dataset.
+    folder : receives the files of the runs.
     """
 
     def __init__(self, cluster: Cluster, images: Sequence[object], folder: Path) -> None:
@@ -72,7 +77,7 @@ class Stage:
         name: str = "run",
         root: Path = ROOT,
     ) -> list[str]:
-        """The command of each rank, the interpreter left out; later ``flags`` win."""
+        """Return the command of each rank without the interpreter; later ``flags`` win."""
         part, *sync = WAYS[way]
         words = [
             HURT,
@@ -117,7 +122,7 @@ class Stage:
         shell: str = "",
         **more: Any,
     ) -> None:
-        """Start ranks of a group; ``more`` is as ``command`` has it.
+        """Start ranks of a group; ``more`` goes to ``command``.
 
         shell : a script that runs the command as ``"$@"``.
         """
@@ -131,7 +136,7 @@ class Stage:
         self.cluster.start(command, nodes=nodes, cwd=self.folder, environment=environment)
 
     def text(self, node: int) -> str:
-        """What the node's rank has written in this run."""
+        """Return what the node's rank has written in this run."""
         return self.cluster.output(node)[self._seen.get(node, 0) :]
 
     def wait_for(self, words: str, *, node: int = 0, limit: float = _START) -> None:
@@ -142,11 +147,11 @@ class Stage:
             raise AssertionError(f"{error}:\n{self.text(node)}") from None
 
     def let_go(self) -> None:
-        """Let the rank that was hurt by ``hold`` go on."""
+        """Let the rank that ``hold`` stopped continue."""
         (self.folder / "go").touch()
 
     def end(self, limit: float = _START) -> dict[int, Ended]:
-        """Wait for all ranks and return how they ended, by rank, in the order of their ends."""
+        """Wait for all ranks and return by rank how they ended, in the order of their ends."""
         try:
             ends = self.cluster.wait(limit_seconds=limit)
         except TimeoutError as error:
@@ -156,21 +161,21 @@ class Stage:
         return {end.node: Ended(end.status, end.seconds, self.text(end.node)) for end in ends}
 
     def kill_all(self) -> None:
-        """End what a failed test has left running."""
+        """Kill what a failed test left running."""
         for node in range(self.cluster.nodes):
             self.cluster.fault(node, "restore")
             self.cluster.fault(node, "kill")
         self.cluster.wait(limit_seconds=GRACE)
 
     def run(self, way: str = "all_reduce", name: str = "run") -> Path:
-        """The folder of a run."""
+        """Return the folder of a run."""
         part = WAYS[way][0]
         return self.folder / "out" / f"{part}-{way}" / name
 
     def finish(
         self, way: str = "all_reduce", *flags: object, name: str = "run", **more: Any
     ) -> Path:
-        """Train to the end without a disturbance; return the run's folder."""
+        """Train to the end undisturbed and return the run's folder."""
         self.start(way, *flags, name=name, **more)
         for rank, ended in self.end().items():
             assert ended.status == 0, f"rank {rank}: {ended.text}"
@@ -178,7 +183,7 @@ class Stage:
 
 
 def set_pace(folder: Path, seconds: float) -> dict[str, str]:
-    """Let the steps of runs with the environment that is returned take so long from now on."""
+    """Set the seconds of each step from now on, for runs with the returned environment."""
     new, pace = folder / "new_pace", folder / "pace"
     new.write_text(str(seconds))
     new.replace(pace)
@@ -186,7 +191,7 @@ def set_pace(folder: Path, seconds: float) -> dict[str, str]:
 
 
 def assert_told(ended: Ended | Finished, pattern: str, *, status: int = 1) -> None:
-    """A clear message, no traceback, that exit status; of a rank on a cluster or of a process by itself."""
+    """Assert that a rank or process ended with this status, a clear message and no traceback."""
     told = ended.text if isinstance(ended, Ended) else ended.err
     assert ended.status == status, ended
     assert re.search(pattern, told), told
@@ -194,7 +199,7 @@ def assert_told(ended: Ended | Finished, pattern: str, *, status: int = 1) -> No
 
 
 def assert_in_time(ends: dict[int, Ended], victim: int, *, timeout: float = TIMEOUT) -> None:
-    """All ended within the timeout after the victim."""
+    """Assert that all ranks ended within the timeout, plus ``GRACE``, after the victim."""
     late = {
         rank: ended.seconds - ends[victim].seconds for rank, ended in ends.items() if rank != victim
     }
@@ -206,8 +211,11 @@ def assert_in_time(ends: dict[int, Ended], victim: int, *, timeout: float = TIME
 
 
 def assert_no_result(run: Path) -> None:
-    """Nothing says that the run, which had begun, came to its end, no file is half-written under its own name, no checkpoint is
-    damaged."""
+    """Assert that a run that had begun left no result and no damaged file.
+
+    No file says that the run finished, no file with a final name is half-written, and no checkpoint
+    is damaged.
+    """
     assert (run / "metrics.jsonl").exists()
     for name in ("summary.json", "report.json", "report.txt"):
         assert not (run / name).exists(), name
@@ -216,8 +224,11 @@ def assert_no_result(run: Path) -> None:
 
 
 def assert_same_training(run: Path, reference: Path) -> None:
-    """Weights, momentum, every step's loss and the evaluation are those of the undisturbed run, bit for bit, nothing is left
-    over."""
+    """Assert that a run equals the undisturbed run bit for bit.
+
+    Weights, momentum, the loss of every step and the evaluation are the same, and no temporary file
+    is left.
+    """
     one, other = (
         load_checkpoint(folder / "checkpoints" / f"Epoch_{EPOCHS}.pt")
         for folder in (run, reference)
@@ -237,7 +248,7 @@ def assert_same_training(run: Path, reference: Path) -> None:
 
 
 def hidden_files(run: Path) -> list[str]:
-    """The files under a run's folder that no user asked for."""
+    """Return the hidden files in a run's folder, such as unfinished ones."""
     return [str(path.relative_to(run)) for path in run.rglob(".*")]
 
 

@@ -1,4 +1,4 @@
-"""The strategies by what they keep, and a model of two types, for tests that go through all of them."""
+"""Lists of strategies and a model of two types, for tests that go through all strategies."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 
 class Mixed(nn.Module):
-    """Two types of entries, in turns."""
+    """A model whose layers alternate between float32 and float64."""
 
     def __init__(self) -> None:
         super().__init__()

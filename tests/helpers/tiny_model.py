@@ -1,19 +1,22 @@
-"""Models for tests of processes, files and flags, where VGG-11 would only cost time: they learn next to nothing.
+"""Models for tests of processes, files and flags, where VGG-11 would only cost time.
 
-``tests/__init__.py`` gives them names; only processes that tests fork know these
-(``processes.py``).
+They learn next to nothing. ``tests/__init__.py`` registers their names; only processes that tests
+fork know these (``processes.py``).
 """
 
 from torch import nn
 
 
 def tiny(num_classes: int) -> nn.Module:
-    """Return a model of 1,530 parameters for ten classes: (batch, 3, 32, 32) to (batch, num_classes), with BatchNorm."""
+    """Return a model with BatchNorm and 1,530 parameters for ten classes.
+
+    It maps (batch, 3, 32, 32) to (batch, num_classes).
+    """
     return nn.Sequential(*_stem(), nn.Linear(128, num_classes))
 
 
 def wide(num_classes: int) -> nn.Module:
-    """Return a model with one gradient of 4 MB, which takes its time on a link, and hardly any arithmetic."""
+    """Return a model with hardly any arithmetic and one gradient of 4 MB, which is slow to send."""
     return nn.Sequential(*_stem(), nn.Linear(128, 8192), nn.ReLU(), nn.Linear(8192, num_classes))
 
 

@@ -15,8 +15,12 @@ def wait_until(
     look_seconds: float = 0.02,
     tell: Callable[[], str] = str,
 ) -> None:
-    """Return once ``condition()`` holds; AssertionError that says ``what`` did not come in time, with the words of ``tell``."""
+    """Return once ``condition()`` holds.
+
+    Raises AssertionError after ``timeout_seconds``, with ``what`` and the text that ``tell``
+    returns.
+    """
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_seconds:g} s {tell()}"
-        time.sleep(look_seconds)  # between two looks
+        time.sleep(look_seconds)  # between two checks
