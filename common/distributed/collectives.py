@@ -20,7 +20,7 @@ from common.distributed.process_group import World
 from common.errors import UserError
 from common.utils.hashing import digest
 from common.utils.processes import in_thread
-from common.utils.ranks import ranks_by_value
+from common.utils.grouping import ranks_by_value
 
 T = TypeVar("T")
 _FIRST_PAUSE_SECONDS = 0.02

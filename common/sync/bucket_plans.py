@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from common.sync.bucketing import bucket_sizes
 from common.sync.message_cost import GradientSize, Operation, with_shape
 from common.sync.message_plans import MessagePlan
+from common.utils.grouping import grouped
 
 # PowerSGD compresses a gradient of more than this many times the entries of its thin matrices.
 POWERSGD_LEAST_GAIN = 2
@@ -67,9 +68,9 @@ class DDPPowerSGDPlan(MessagePlan):
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
-        found, shaped = [], [with_shape(size) for size in sizes]
-        for itemsize in dict.fromkeys(size.itemsize for size in shaped):
-            alike = [size for size in shaped if size.itemsize == itemsize]
+        found = []
+        by_itemsize = grouped((size.itemsize, size) for size in map(with_shape, sizes))
+        for itemsize, alike in by_itemsize.items():
             thin = [size for size in alike if is_compressed(size.shape, self.powersgd_rank)]
             entries = [thin_entries(size.shape, self.powersgd_rank) for size in thin]
             plain, ps, qs = (

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from common.utils.grouping import grouped
+
 
 class FlatBuffer:
     """One contiguous ``tensor``, and in ``views`` a view of it for each parameter's gradient."""
@@ -44,7 +46,5 @@ class FlatBuffer:
 
 def flat_buffers(parameters: Iterable[nn.Parameter]) -> list[FlatBuffer]:
     """Return new buffers for these parameters: one for each type of entry on each device."""
-    groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    groups = grouped(((p.dtype, p.device), p) for p in parameters)
     return [FlatBuffer(group) for group in groups.values()]

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from common.sync.base import GradientSync
 from common.sync.message_plans import LocalSGDPlan
+from common.utils.grouping import grouped
 
 
 class LocalSGD(LocalSGDPlan, GradientSync):
@@ -94,8 +95,7 @@ class LocalSGD(LocalSGDPlan, GradientSync):
 @torch.no_grad()
 def average(tensors: Sequence[Tensor]) -> None:
     """Replace each tensor by its mean over the ranks; one message for each type of entry."""
-    for kind in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [tensor for tensor in tensors if tensor.dtype == kind]
+    for alike in grouped((tensor.dtype, tensor) for tensor in tensors).values():
         flat = torch.cat([tensor.contiguous().view(-1) for tensor in alike]) / dist.get_world_size()
         dist.all_reduce(flat)
         means = flat.split([tensor.numel() for tensor in alike])

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from common.utils.grouping import grouped
+
 KINDS = ("all_reduce", "reduce", "broadcast", "gather", "scatter", "all_gather", "exchange")
 
 
@@ -74,10 +76,8 @@ def with_shape(size: int) -> GradientSize:
 
 def buffers(sizes: Iterable[int]) -> list[GradientSize]:
     """Return the flat buffers for gradients of these ``sizes``, one for each type of entry."""
-    entries: dict[int, int] = {}
-    for size in map(with_shape, sizes):
-        entries[size.itemsize] = entries.get(size.itemsize, 0) + size.entries
-    return [GradientSize((count,), itemsize) for itemsize, count in entries.items()]
+    entries = grouped((size.itemsize, size.entries) for size in map(with_shape, sizes))
+    return [GradientSize((sum(counts),), itemsize) for itemsize, counts in entries.items()]
 
 
 def sent_bytes(kind: str, nbytes: int, *, rank: int, ranks: int, root: int = 0) -> Fraction:
@@ -87,22 +87,20 @@ def sent_bytes(kind: str, nbytes: int, *, rank: int, ranks: int, root: int = 0) 
     root. broadcast is a binomial tree; gather and scatter go straight to and from the root.
     The result is a fraction because the parts of a ring are M/N bytes.
     """
-    match kind:
-        case "all_reduce":
-            return Fraction(2 * (ranks - 1) * nbytes, ranks)
-        case "all_gather":
-            return Fraction((ranks - 1) * nbytes)
-        case "reduce":
-            return Fraction((ranks - 1 if rank == root else ranks) * nbytes, ranks)
-        case "gather":
-            return Fraction(0 if rank == root else nbytes)
-        case "scatter":
-            return Fraction((ranks - 1) * nbytes if rank == root else 0)
-        case "broadcast":
-            return Fraction(nbytes * tree_children((rank - root) % ranks, ranks))
-    raise ValueError(
-        f"kind: got {kind!r}; the bytes of an exchange are known to its strategy alone"
-    )
+    at_root = rank == root
+    tensors_sent = {
+        "all_reduce": Fraction(2 * (ranks - 1), ranks),
+        "all_gather": ranks - 1,
+        "reduce": Fraction(ranks - 1 if at_root else ranks, ranks),
+        "gather": 0 if at_root else 1,
+        "scatter": ranks - 1 if at_root else 0,
+        "broadcast": tree_children((rank - root) % ranks, ranks),
+    }
+    if kind not in tensors_sent:
+        raise ValueError(
+            f"kind: got {kind!r}; the bytes of an exchange are known to its strategy alone"
+        )
+    return Fraction(tensors_sent[kind] * nbytes)
 
 
 def tree_children(rank: int, ranks: int) -> int:

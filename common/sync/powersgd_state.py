@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from common.sync.bucket_plans import POWERSGD_LEAST_GAIN, is_compressed, thin_entries
+from common.utils.grouping import grouped
 
 
 class _InTurn(dist.ProcessGroup):
@@ -78,13 +79,15 @@ class PerParameterState:
 
     def _thin(self, parameters: Sequence[Tensor]) -> dict[str, tuple[int, int]]:
         """Return the entries of each P and Q, in torch's order: equal shapes follow one another."""
-        compressed = [p for p in parameters if is_compressed(p.shape, self._rank)]
-        shapes = [(len(p), p.numel() // len(p)) for p in compressed]  # as matrices
+        by_shape = grouped(
+            ((len(p), p.numel() // len(p)), p)  # as a matrix
+            for p in parameters
+            if is_compressed(p.shape, self._rank)
+        )
         return {
             self._names[parameter]: thin_entries(shape, self._rank)
-            for shape in dict.fromkeys(shapes)
-            for parameter, its_shape in zip(compressed, shapes, strict=True)
-            if its_shape == shape
+            for shape, alike in by_shape.items()
+            for parameter in alike
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class PythonProgram:
             status = _report(error)
         # An interpreter would also clear all modules, which takes seconds for memory that is shared
         # since the fork. There is no public function that joins all threads.
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()  # type: ignore[attr-defined]  # private: not in the stubs
         end_process(status)
 
 

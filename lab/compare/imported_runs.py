@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.utils.grouping import grouped
 from lab.compare.cells import new_cell
 from lab.compare.outcomes import MACHINE_FACTS, ranks_share_cores, read_json, read_repeat
-from lab.compare.results import FORMAT, distinct, grouped, summarise, take_timeline
+from lab.compare.results import FORMAT, distinct, summarise, take_timeline
 
 _TRAINING = (
     "dataset",

@@ -14,11 +14,12 @@ from typing import Any
 
 from common.cost_model.calibration_file import calibration_path, load_calibration
 from common.errors import UserError
+from common.utils.grouping import grouped
 from common.utils.paths import REPOSITORY
 from common.utils.source_hash import code_facts
 from lab.compare.cells import Run
 from lab.compare.outcomes import read_run
-from lab.compare.results import grouped, read_results, write_results
+from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings
 

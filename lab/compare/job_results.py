@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.cost_model.calibration_file import calibration_path
+from common.utils.grouping import grouped
 from lab.compare.cells import Run
 from lab.compare.job_plan import (
     how_to_run,
@@ -31,7 +32,7 @@ from lab.compare.outcomes import (
     ranks_share_cores,
     read_json,
 )
-from lab.compare.results import distinct, grouped, summarise, take_timeline, write_results
+from lab.compare.results import distinct, summarise, take_timeline, write_results
 
 _SHOWN = 5
 

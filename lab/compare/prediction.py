@@ -18,13 +18,13 @@ from common.cost_model.event_model import Network
 from common.emulation.compute_profile import load_profile
 from common.errors import GroupError
 from common.sync.message_cost import GradientSize
+from common.utils.grouping import grouped
 from lab.calibrate.calibration import calibrate
 from lab.calibrate.link_probe import network_from
 from lab.compare.cells import cell_suffix, profile_file
 from lab.compare.executors import Executors
 from lab.compare.forecast import Link, emulated_compute_at, forecast_on_links, kinds_of
 from lab.compare.outcomes import read_json
-from lab.compare.results import grouped
 from lab.compare.settings import Settings
 from lab.predict.tables import compute_of
 from lab.units import parse_rate

@@ -25,15 +25,15 @@ Student's t, [null, null] for a single repeat. Cells of different ``group`` are 
 import json
 import math
 import statistics
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
+from common.utils.grouping import grouped
 from lab.compare.outcomes import read_json
 
-K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 FORMAT = 1
@@ -127,14 +127,6 @@ def summarise(cell: dict[str, Any], *, repeats: int) -> None:
         "median": {name: _median(column) for name, column in values.items()} or None,
         "interval": {name: interval(column) for name, column in values.items()} or None,
     }
-
-
-def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Return the values of each key, in the order of the pairs."""
-    groups: dict[K, list[V]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
 
 
 def distinct(values: Sequence[V]) -> list[V]:
