@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.errors import UserError
+from common.errors import UserError, first_line, reason_of
 from common.utils.atomic_files import write_atomically
 from common.utils.hashing import digest
 
@@ -61,7 +61,7 @@ def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[st
     try:
         content = source if isinstance(source, bytes) else Path(source).read_bytes()
     except OSError as error:
-        raise UserError(f"checkpoint {name} cannot be read ({error.strerror or error})") from error
+        raise UserError(f"checkpoint {name} cannot be read ({reason_of(error)})") from error
     entries = _unpickle(content, name)
     if not isinstance(entries, dict) or any(key not in entries for key in _REQUIRED):
         raise UserError(
@@ -96,9 +96,8 @@ def _unpickle(content: bytes, name: str) -> Any:
             "which could run code when loaded"
         ) from error
     except Exception as error:  # damaged bytes can raise anything: zlib.error, struct.error, ...
-        reason = (str(error) or type(error).__name__).splitlines()[0][:100]
         raise UserError(
-            f"checkpoint {name} is cut or damaged ({reason}): use an earlier one"
+            f"checkpoint {name} is cut or damaged ({first_line(error)[:100]}): use an earlier one"
         ) from error
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from common.checkpoint import load_checkpoint
 from common.distributed.process_group import World
-from common.errors import UserError
+from common.errors import UserError, reason_of
+from common.utils.grouping import ranks_by_value
 from common.utils.hashing import digest
 from common.utils.processes import in_thread
-from common.utils.grouping import ranks_by_value
 
 T = TypeVar("T")
 _FIRST_PAUSE_SECONDS = 0.02
@@ -80,7 +80,7 @@ def run_on_all_ranks(world: World, action: Callable[[], T], *, patient: bool = F
         mine = str(error)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        mine = f"{error.strerror or error}{where}"
+        mine = f"{reason_of(error)}{where}"
     errors = gather_objects(world, mine)
     if any(errors):
         first, message = next((rank, text) for rank, text in enumerate(errors) if text)

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from common.distributed.failures import (
     FailureReport,
     explain_collective_failure,
-    first_line,
     open_sockets,
 )
 from common.distributed.launch_env import LaunchSpec, launch_from_environment
 from common.distributed.rendezvous import RankPlacement, rendezvous
-from common.errors import GroupError, Stopped, UserError
+from common.errors import GroupError, Stopped, UserError, first_line
 from common.utils.network import interface_of, route_to
 
 

@@ -25,9 +25,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from common.distributed.failures import first_line
 from common.distributed.launch_env import LaunchSpec
-from common.errors import GroupError, UserError
+from common.errors import GroupError, UserError, first_line
 from common.utils.network import is_own
 from common.utils.processes import in_thread
 from common.utils.system import free_port

@@ -12,7 +12,7 @@ import secrets
 from pathlib import Path
 from typing import IO
 
-from common.errors import UserError
+from common.errors import UserError, reason_of
 
 _UNFINISHED = ".unfinished"
 
@@ -41,20 +41,22 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
             os.close(folder)
     except OSError as error:
         raise UserError(
-            f"{path} could not be written ({error.strerror or error}): make room or permit writing there, or "
-            "give another --output-dir; earlier files are untouched"
+            f"{path} could not be written ({reason_of(error)}): make room or permit writing there, "
+            "or give another --output-dir; earlier files are untouched"
         ) from error
 
 
 def append_text(path: Path, text: str, *, name: str, advice: str = "") -> None:
-    """Append to a file, in a folder made where it is missing; UserError, with ``name``, where it fails."""
+    """Append to a file, and make its folder if that is missing.
+
+    Raises UserError with ``name`` and ``advice`` if the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"{name} could not be written ({reason}){advice}") from error
+        raise UserError(f"{name} could not be written ({reason_of(error)}){advice}") from error
 
 
 def remove_unfinished(folder: Path) -> None:

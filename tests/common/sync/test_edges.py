@@ -105,8 +105,8 @@ def order_of_events(rank: int) -> dict[str, list]:
     sync.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     class Teller(MessageRecorder):
-        def _note(self, kind: str, args: tuple, *others: object) -> None:
-            super()._note(kind, args, *others)
+        def _record(self, kind: str, args: tuple, *others: object) -> None:
+            super()._record(kind, args, *others)
             events.append(f"{kind} {len(self.messages) - 1}")
 
     def step(parts: int = 1) -> None:
