@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from common.distributed.spawn import run_local_ranks
+from common.distributed.spawn import rank_commands, run_local_ranks
 from common.utils.paths import IN_CHECKOUT, REPORTS, part_command
 from common.utils.system import free_port
 
@@ -63,14 +63,9 @@ def main() -> int:
 
 def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
     """Run one way on ``ranks`` local processes and return its summary. None if a process failed."""
-    group = ["--master-ip", "127.0.0.1", "--master-port", str(free_port(29500))]
-    group += ["--num-nodes", str(ranks), "--rank"]
     with tempfile.TemporaryFile() as errors:
         exits = run_local_ranks(
-            [
-                [sys.executable, *command, *([*group, str(rank)] if ranks > 1 else [])]
-                for rank in range(ranks)
-            ],
+            rank_commands(command, ranks, port=free_port()),
             outputs=[None, *[errors] * (ranks - 1)],
             limit_seconds=_LIMIT_SECONDS,
         )

@@ -131,8 +131,10 @@ def open_group(
             f"{first_line(error)}. If the nodes have several networks, set GLOO_SOCKET_IFNAME (or "
             "NCCL_SOCKET_IFNAME) to the interface that joins them"
         ) from error
-    local_rank, local_size = placement.local_rank, placement.local_size
-    return World(launch.rank, launch.size, local_rank, local_size, device, backend), store
+    world = World(
+        launch.rank, launch.size, placement.local_rank, placement.local_size, device, backend
+    )
+    return world, store
 
 
 def _choose_interface(master_ip: str) -> None:

@@ -224,12 +224,12 @@ def _missing_message(store: dist.TCPStore, launch: LaunchSpec, timeout_seconds: 
     missing = [rank for rank in range(launch.size) if not store.check([_JOINED.format(rank)])]
     names = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing[:20]))
     names += f" and {len(missing) - 20} more" if len(missing) > 20 else ""
-    elsewhere = launch.rank == 0 and not is_own(launch.master_ip or "")
-    hint = f" (note that {launch.master_ip} is none of this node's own addresses)"
+    here = launch.rank > 0 or is_own(launch.master_ip or "")
+    hint = "" if here else f" (note that {launch.master_ip} is none of this node's own addresses)"
     return (
         f"{launch.size - len(missing)} of {launch.size} ranks came to {_address(launch)} within {timeout_seconds:g} "
         f"s; missing: {names}. Start them with the same command and their --rank, or give a longer --timeout"
-        f"{hint if elsewhere else ''}"
+        f"{hint}"
     )
 
 
@@ -252,9 +252,10 @@ def _abort_all(store: dist.TCPStore, launch: LaunchSpec, message: str) -> NoRetu
 
 
 def _set_answers(store: dist.TCPStore, answers: Sequence[dict]) -> None:
-    keys = [_ANSWER.format(rank) for rank in range(len(answers))]
-    values = [json.dumps(answer) for answer in answers]
-    store.multi_set(keys, values)  # type: ignore[attr-defined]  # missing in torch's stubs
+    store.multi_set(  # type: ignore[attr-defined]  # missing in torch's stubs
+        [_ANSWER.format(rank) for rank in range(len(answers))],
+        [json.dumps(answer) for answer in answers],
+    )
 
 
 def _lost(launch: LaunchSpec) -> GroupError:

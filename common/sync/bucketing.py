@@ -23,14 +23,14 @@ def assign_buckets(sizes_in_ready_order: Sequence[int], bucket_mb: float | None)
     first_mb, later_mb = (1, 25) if bucket_mb is None else (bucket_mb, bucket_mb)
     closed: list[list[int]] = []
     opened: dict[int, list[int]] = {}  # by bytes of an entry
-    past_the_first = set()
+    limits_mb: dict[int, float] = {}  # after the first bucket, by bytes of an entry
     for index, size in enumerate(map(with_shape, sizes_in_ready_order)):
         bucket = opened.setdefault(size.itemsize, [])
         bucket.append(index)
-        limit_mb = later_mb if size.itemsize in past_the_first else first_mb
-        if sum(sizes_in_ready_order[i] for i in bucket) >= int(limit_mb * MIB):
+        limit = int(limits_mb.get(size.itemsize, first_mb) * MIB)
+        if sum(sizes_in_ready_order[i] for i in bucket) >= limit:
             closed.append(opened.pop(size.itemsize))
-            past_the_first.add(size.itemsize)
+            limits_mb[size.itemsize] = later_mb
     return closed + sorted(opened.values())
 
 

@@ -88,7 +88,7 @@ def sent_bytes(kind: str, nbytes: int, *, rank: int, ranks: int, root: int = 0) 
     The result is a fraction because the parts of a ring are M/N bytes.
     """
     at_root = rank == root
-    tensors_sent = {
+    tensors_sent: dict[str, Fraction | int] = {
         "all_reduce": Fraction(2 * (ranks - 1), ranks),
         "all_gather": ranks - 1,
         "reduce": Fraction(ranks - 1 if at_root else ranks, ranks),

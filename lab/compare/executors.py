@@ -6,11 +6,10 @@ cluster of a rate at its first run and keeps it, so that the nodes import torch 
 
 import contextlib
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.distributed.spawn import run_local_ranks
+from common.distributed.spawn import rank_commands, run_local_ranks
 from common.errors import GroupError
 from common.utils.system import free_port
 from lab.cluster import Cluster
@@ -88,16 +87,11 @@ def _run_over_loopback(
     command: Sequence[str], nodes: int, *, logs: Path, limit_seconds: float
 ) -> str | None:
     """As ``Executors.run``; the output of rank r goes to ``logs``-rank<r>.txt."""
-    group = ["--master-ip", "127.0.0.1", "--master-port", str(free_port())]
-    group += ["--num-nodes", str(nodes), "--rank"]
     logs.parent.mkdir(parents=True, exist_ok=True)
     paths = {rank: logs.with_name(f"{logs.name}-rank{rank}.txt") for rank in range(nodes)}
     with contextlib.ExitStack() as files:
         exits = run_local_ranks(
-            [
-                [sys.executable, *command, *([*group, str(rank)] if nodes > 1 else [])]
-                for rank in paths
-            ],
+            rank_commands(command, nodes, port=free_port()),
             outputs=[files.enter_context(path.open("wb")) for path in paths.values()],
             limit_seconds=limit_seconds,
         )

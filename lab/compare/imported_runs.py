@@ -140,20 +140,16 @@ def _short_name(run: Mapping[str, Any]) -> str:
 
 
 def _warnings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    warnings = []
-    if any(run["crowded"] for run in runs):
-        warnings.append(
-            "in some runs more ranks shared a machine than it has cores: their step times tell of "
-            "the machine"
-        )
-    if len({run["environment"].get("git_commit") for run in runs}) > 1:
-        warnings.append("the runs were made by different commits of this project")
-    if unequal := [run for run in runs if not run["repeat"]["equal_weights"]]:
-        warnings.append(
-            "the ranks ended with different weights in "
-            + ", ".join(str(run["folder"]) for run in unequal)
-        )
-    return warnings
+    unequal = [str(run["folder"]) for run in runs if not run["repeat"]["equal_weights"]]
+    warnings = {
+        "in some runs more ranks shared a machine than it has cores: their step times tell of "
+        "the machine": any(run["crowded"] for run in runs),
+        "the runs were made by different commits of this project": (
+            len({run["environment"].get("git_commit") for run in runs}) > 1
+        ),
+        f"the ranks ended with different weights in {', '.join(unequal)}": bool(unequal),
+    }
+    return [sentence for sentence, applies in warnings.items() if applies]
 
 
 def _settings(

@@ -190,14 +190,16 @@ def _empty(cell: dict[str, Any], group: int) -> dict[str, Any]:
 
 
 def _differences(done: Sequence[State]) -> list[str]:
-    """What is not the same on all machines, with the runs on each."""
-    differences = []
-    for name in MACHINE_FACTS:
-        numbers = grouped((str(state.outcome["machine"][name]), state.run.number) for state in done)
-        if len(numbers) > 1:
-            runs = (f"{value} in runs {spans(some)}" for value, some in numbers.items())
-            differences.append(f"{name}: {'; '.join(runs)}")
-    return differences
+    """Return each fact that differs between the machines, with the runs of each value."""
+    numbers = {
+        name: grouped((str(state.outcome["machine"][name]), state.run.number) for state in done)
+        for name in MACHINE_FACTS
+    }
+    return [
+        f"{name}: " + "; ".join(f"{value} in runs {spans(some)}" for value, some in found.items())
+        for name, found in numbers.items()
+        if len(found) > 1
+    ]
 
 
 def _warnings(states: Sequence[State], to_do: Sequence[Run], results: dict[str, Any]) -> list[str]:

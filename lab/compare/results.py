@@ -120,11 +120,15 @@ def summarise(cell: dict[str, Any], *, repeats: int) -> None:
     if done:
         status = "done" if len(done) >= repeats else "partial"
     rows = [_of_repeat(repeat["ranks"]) for repeat in done]
-    values = {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+    names = rows[0] if rows else ()
+    values = {name: [value for row in rows if (value := row[name]) is not None] for name in names}
     cell |= {
         "status": status,
         "message": failed[-1]["message"] if failed else None,
-        "median": {name: _median(column) for name, column in values.items()} or None,
+        "median": {
+            name: statistics.median(column) if column else None for name, column in values.items()
+        }
+        or None,
         "interval": {name: interval(column) for name, column in values.items()} or None,
     }
 
@@ -148,20 +152,16 @@ def _of_repeat(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     }
 
 
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
-def interval(values: Sequence[float | None]) -> list[float | None]:
+def interval(values: Sequence[float]) -> list[float | None]:
     """Return the 95 % interval of the mean of independent repeats, by Student's t, cut at 0.
 
     [None, None] for fewer than two.
     """
-    known = [value for value in values if value is not None]
-    if len(known) < 2:
+    if len(values) < 2:
         return [None, None]
     from scipy.stats import t
 
-    half = float(t.ppf(0.975, len(known) - 1)) * statistics.stdev(known) / math.sqrt(len(known))
-    return [max(0.0, statistics.fmean(known) - half), statistics.fmean(known) + half]
+    margin = (
+        float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    )
+    return [max(0.0, statistics.fmean(values) - margin), statistics.fmean(values) + margin]
