@@ -27,10 +27,10 @@ _FIRST_PAUSE_SECONDS = 0.02
 
 
 def check_same_on_all_ranks(world: World, facts: Mapping[str, Any], *, what: str) -> None:
-    """Raise UserError naming each fact that differs between ranks, its values, and who has them.
+    """Raise UserError naming each fact that differs between ranks, with its values and their ranks.
 
-    One all_reduce of 64 bytes if all are the same, whatever the number of ranks. ``facts`` are
-    plain values by name, e.g. settings or tensor shapes.
+    If all are the same, it sends one all_reduce of 64 bytes, whatever the number of ranks.
+    ``facts`` are plain values by name, e.g. settings or tensor shapes.
     """
     if world.size == 1:
         return
@@ -66,7 +66,7 @@ def _values_text(values: Sequence[Any]) -> str:
 
 
 def run_on_all_ranks(world: World, action: Callable[[], T], *, patient: bool = False) -> T:
-    """Run ``action`` on every rank; raise UserError on all if it raises UserError or OSError on one.
+    """Run ``action`` on every rank; if one raises UserError or OSError, raise UserError on all.
 
     ``patient`` waits for as long as the action takes, e.g. a download, provided that every rank
     answers within the group's timeout.
@@ -129,7 +129,7 @@ def broadcast_checkpoint(world: World, path: str | Path, *, source: int = 0) -> 
 
 
 def gather_objects(world: World, mine: T) -> list[T]:
-    """Return every rank's object (small and picklable), in the order of the ranks, on every rank."""
+    """Return every rank's object, small and picklable, by rank; a collective call."""
     if world.size == 1:
         return [mine]
     objects: list[Any] = [None] * world.size

@@ -44,10 +44,10 @@ class World:
 
 
 def current_world(device: torch.device | str | None = None) -> World:
-    """Return the World of the open group, for callers that were given none, e.g. in a notebook.
+    """Return the World of the open group, for callers without one, e.g. in a notebook.
 
-    Without a group it is a World of one. Who opened the group does not matter, so that the place
-    on the machine is unknown. ``device`` None means the GPU under NCCL, else the CPU.
+    Without a group it is a World of one. Any code may have opened the group, so local rank and
+    local size are unknown. ``device`` None means the GPU under NCCL, else the CPU.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return World(device=torch.device(device or "cpu"))
@@ -62,7 +62,7 @@ def process_group(
 ) -> Iterator[World]:
     """Open the group, yield this process's World, and close the group whatever happens.
 
-    Without a master's address there is no group, but a World of one; otherwise as ``open_group``.
+    Without a master's address there is no group, and the World has one rank.
     Raises GroupError with another rank's message if a collective breaks because that rank failed.
     """
     if launch.master_ip is None:
@@ -169,7 +169,7 @@ def set_debug() -> None:
 
 
 def setup_distributed(rank: int, world_size: int, backend: str | None = None) -> World:
-    """Open the process group of ``world_size`` ranks and return this one's World; keep an open group.
+    """Open the process group of ``world_size`` ranks, unless it is open; return this rank's World.
 
     The ranks meet at MASTER_ADDR:MASTER_PORT of the environment (default 127.0.0.1:29500).
     ``backend`` None means NCCL if each rank has a GPU of its own, else Gloo. Raises GroupError
@@ -201,9 +201,9 @@ def own_device(device: torch.device | str, local_rank: int, *, distributed: bool
 
 
 def check_open(world_size: int, backend: str | None) -> None:
-    """Raise UserError if no group is open, or another one than the caller expects.
+    """Raise UserError if no group is open, or its size or backend is not what the caller expects.
 
-    A ``world_size`` of 1 and a ``backend`` of None expect nothing.
+    A ``world_size`` of 1 and a ``backend`` of None are not checked.
     """
     world = current_world()
     if world.backend is None:

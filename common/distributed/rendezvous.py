@@ -40,7 +40,7 @@ _JOINED, _ANSWER = "joined/{}", "answer/{}"  # of each rank
 
 @dataclass(frozen=True)
 class Peer:
-    """What each rank reports when it joins: host name, process id, and the number of GPUs on its node."""
+    """What each rank reports when it joins: host name, process id, number of GPUs on its node."""
 
     host: str
     pid: int
@@ -92,7 +92,7 @@ def _rendezvous(launch: LaunchSpec, timeout_seconds: float) -> tuple[dist.TCPSto
 
 
 def place_ranks(peers: Sequence[Peer]) -> list[RankPlacement]:
-    """Return the placement of every rank; on each host, local ranks follow the order of the ranks."""
+    """Return every rank's placement; local ranks follow the order of the ranks on each host."""
     hosts = [peer.host for peer in peers]
     gpus_suffice = all(peer.gpus >= hosts.count(peer.host) for peer in peers)
     return [
@@ -212,7 +212,7 @@ def _wait_for_placement(
 
 
 def _wait_for_key(store: dist.TCPStore, key: str, seconds: float) -> bool:
-    """Return whether the key is set within ``seconds``: one request, which the store answers when the key is set."""
+    """Return whether the key is set within ``seconds``; the store answers this one request then."""
     try:
         store.wait([key], timedelta(seconds=max(seconds, _POLL_SECONDS)))
     except dist.DistStoreError:  # a lost store is a DistNetworkError
@@ -234,7 +234,7 @@ def _missing_message(store: dist.TCPStore, launch: LaunchSpec, timeout_seconds: 
 
 
 def _abort(store: dist.TCPStore, launch: LaunchSpec, message: str) -> NoReturn:
-    """Have rank 0 pass the message on to the ranks that still wait, then raise."""
+    """Have rank 0 pass the message to the ranks that still wait, then raise."""
     if launch.rank == 0:
         _abort_all(store, launch, message)
     # A rank that joins late by mistake must not end a run that has begun.

@@ -4,7 +4,7 @@
     ^     v        In each round every rank sends 1/N of the tensor to the next rank.
     3 <-- 2        Each tensor waits until the one before is done.
 
-Sends: every rank alike, 2(N-1)P messages, 2(N-1)/N M bytes, and receives as much.
+Sends: every rank, rank 0 included, 2(N-1)P messages, 2(N-1)/N M bytes, and receives as much.
 Time: 2(N-1)P alpha + 2(N-1)/N M / B + (N-1)/N M gamma, and three copies of M bytes in memory.
     [Patarasuk, Yuan 2009]
 Common mistake: keeping the sum. It trains, with a learning rate N times too large. Another:

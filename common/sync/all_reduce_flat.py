@@ -4,7 +4,7 @@
     [----------- buffer ----------]    one all_reduce sums the buffers (a ring, see all_reduce.py),
     p1.grad p2.grad ... pP.grad        and the gradients become views of the sum
 
-Sends: every rank alike, 2(N-1) messages, 2(N-1)/N M bytes, and receives as much.
+Sends: every rank, rank 0 included, 2(N-1) messages, 2(N-1)/N M bytes, and receives as much.
 Time: 2(N-1) alpha + 2(N-1)/N M / B + (N-1)/N M gamma, and one copy of M bytes in memory. Nothing
     is copied back, because ``p.grad`` becomes a view of the buffer (flat_buffer.py).
     [Patarasuk, Yuan 2009]

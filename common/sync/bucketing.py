@@ -10,8 +10,8 @@ MIB = 1024 * 1024
 def assign_buckets(sizes_in_ready_order: Sequence[int], bucket_mb: float | None) -> list[list[int]]:
     """Return the indices of each bucket's gradients. A bucket closes once it reaches the limit.
 
-    Each type of entry has its own buckets. Buckets that are still open at the end come last, in
-    the order of their first gradients.
+    Each itemsize has its own buckets. Buckets that are still open at the end come last, in the
+    order of their first gradients.
 
     Parameters
     ----------
@@ -22,8 +22,8 @@ def assign_buckets(sizes_in_ready_order: Sequence[int], bucket_mb: float | None)
     """
     first_mb, later_mb = (1, 25) if bucket_mb is None else (bucket_mb, bucket_mb)
     closed: list[list[int]] = []
-    opened: dict[int, list[int]] = {}  # by bytes of an entry
-    limits_mb: dict[int, float] = {}  # after the first bucket, by bytes of an entry
+    opened: dict[int, list[int]] = {}  # by itemsize
+    limits_mb: dict[int, float] = {}  # by itemsize, after the first bucket
     for index, size in enumerate(map(with_shape, sizes_in_ready_order)):
         bucket = opened.setdefault(size.itemsize, [])
         bucket.append(index)

@@ -7,13 +7,14 @@
 
 overlapped.py does the same by hand.
 
-Sends: every rank alike, 2(N-1)K messages, 2(N-1)/N M bytes, for K buckets, and receives
-    as much. VGG-11 has three buckets, of 9.5, 27.2 and 0.3 MB. The first step, in which torch
-    learns the order of backward, sends all in one bucket. ``find_unused_parameters`` adds an
+Sends: every rank, rank 0 included, 2(N-1)K messages, 2(N-1)/N M bytes, for K buckets, and receives
+    as much. VGG-11 has three buckets, of 9.5, 27.2 and 0.3 MB. In the first step torch learns
+    the order of backward and sends all in one bucket. ``find_unused_parameters`` adds an
     ``all_reduce`` of 4 bytes a parameter.
 Time: what backward does not hide. Bucket k, of M_k bytes, is full at r_k and summed at
     c_k = max(r_k, c_(k-1)) + 2(N-1) alpha + 2(N-1)/N M_k / B + (N-1)/N M_k gamma. The exposed time
-    is c_K minus the end of backward. Each c_k also has a copy of M_k bytes in memory. [Li et al., PyTorch Distributed, arXiv:2006.15704]
+    is c_K minus the end of backward. Each c_k also includes copying M_k bytes in memory.
+    [Li et al., PyTorch Distributed, arXiv:2006.15704]
 Common mistake: calling the model itself instead of the wrapped one. The hooks then do nothing, and
     each rank trains by itself. Another: evaluating the wrapped model on rank 0 alone: by default
     its forward broadcasts the buffers, so it hangs.

@@ -6,7 +6,7 @@
 It is lossy. What it keeps: each entry is the mean, up to fp16's rounding (11 bits) of the ranks'
     entries and of their partial sums. All ranks have the same bits. Gradients beyond 65,504 become
     infinite. Below 6e-5 an entry / N loses bits, below 3e-8 it becomes zero.
-Sends: every rank alike, 2(N-1)K messages, (N-1)/N M bytes, for K buckets of fp32
+Sends: every rank, rank 0 included, 2(N-1)K messages, (N-1)/N M bytes, for K buckets of fp32
     gradients, and receives as much.
 Time: as ddp.py, with M_k / 2 for M_k, and two more passes over M_k bytes in memory, to fp16 and
     back.

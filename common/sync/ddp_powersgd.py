@@ -11,7 +11,7 @@ few bytes, the latency of the messages counts.
 It is lossy. What it keeps: the mean over the ranks of (errors before + gradients) equals the mean
     of (errors after) + what the optimiser gets. No gradient is lost, some come late. All ranks
     have the same bits.
-Sends: from the third step on every rank alike, 6(N-1) messages, 2(N-1)/N (U + P + Q)
+Sends: from the third step on every rank, rank 0 included, 6(N-1) messages, 2(N-1)/N (U + P + Q)
     bytes, and receives as much. U is the bytes of the uncompressed gradients, P and Q are those of
     the thin matrices. For VGG-11 with r = 2, U + P + Q is 0.22 MB of 36.9. The first two steps are
     plain ``ddp`` with one bucket.

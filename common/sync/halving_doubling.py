@@ -7,10 +7,10 @@
 Halving: each rank sends its partner one half of what it still has, and adds what it receives to
 the other half. Doubling: in reverse order, the partners send each other their finished sums.
 
-Sends: let p be the largest power of two up to N, L = log2 p. Every rank 2L messages, 2(p-1)/p M
-    bytes. The N-p surplus ranks take no part in the rounds: before them each sends 1 message, M
-    bytes, to a partner, and afterwards it receives M bytes back. These partners, the root among
-    them if N > p, so send 1 message, M bytes, more.
+Sends: let p be the largest power of two up to N, and L = log2 p. Each of the ranks 0 to p-1 sends
+    2L messages, 2(p-1)/p M bytes. The N-p surplus ranks take no part in the rounds: before
+    them each sends 1 message, M bytes, to a partner, and afterwards it receives M bytes back. So
+    each partner, rank 0 among them if N > p, sends 1 message, M bytes, more.
 Time: 2L alpha + (p-1)/p M (2 / B + gamma); if N > p, 2 alpha + M (2 / B + gamma) more. And one
     copy of M bytes in memory; nothing is copied back (flat_buffer.py).
     [Thakur, Rabenseifner, Gropp 2005]

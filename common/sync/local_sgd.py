@@ -7,7 +7,7 @@ It is lossy. What it keeps: between two averages each rank takes H steps of plai
     own share. With H = 1 and SGD without momentum it equals ``all_reduce``. The optimiser's state
     stays each rank's own until ``sync_replicas`` averages it with the weights, before evaluation
     and checkpoint: a run that evaluates or saves more often averages more often.
-Sends: every H steps every rank alike, 2(N-1) messages, 2(N-1)/N M bytes, as a ring, and
+Sends: every H steps every rank, rank 0 included, 2(N-1) messages, 2(N-1)/N M bytes, as a ring, and
     receives as much.
 Time: (2(N-1) alpha + 2(N-1)/N M / B + (N-1)/N M gamma) / H a step. Every H steps, M bytes are
     copied in memory to a flat buffer and back. [Stich, arXiv:1805.09767]

@@ -1,4 +1,4 @@
-"""The cost of one message: ``Operation`` is a line of a message plan, ``sent_bytes`` its bytes.
+"""One line of a message plan (``Operation``), and the bytes that it sends (``sent_bytes``).
 
 common/cost_model/event_model.py turns operations into seconds. common/profiling/comm_trace.py
 counts the bytes of the messages that it records with ``sent_bytes``. Nothing here imports torch.
@@ -24,7 +24,7 @@ class Operation:
     kind : one of ``KINDS``; "exchange" is a round of point-to-point messages, all at once.
     nbytes : bytes of the tensor that a rank passes in: for gather, scatter and all_gather one
         rank's part, for an exchange the longest message of the round.
-    count : how many of them follow one another, each waiting for the one before.
+    count : number of such operations in a row, each waiting for the one before.
     summed_bytes, copied_bytes : what the strategy's own code adds and copies in memory around each
         one, on the busiest rank.
     ready_bytes : if it may start during backward, the bytes of gradients that backward must have
@@ -40,9 +40,9 @@ class Operation:
 
 
 class GradientSize(int):
-    """The bytes of a gradient, as an int that knows its ``shape`` and its ``itemsize``.
+    """The bytes of a gradient, an int with its ``shape`` and ``itemsize`` (bytes of an entry).
 
-    ``itemsize`` is the bytes of an entry. A plain int stands for a vector of 4-byte entries.
+    A plain int stands for a vector of 4-byte entries.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class GradientSize(int):
         return size
 
     def __reduce__(self) -> tuple[type["GradientSize"], tuple[tuple[int, ...], int]]:
-        """Return what pickle and copy need to keep both."""
+        """Let pickle and copy keep shape and itemsize."""
         return GradientSize, (self.shape, self.itemsize)
 
     @property
@@ -75,7 +75,7 @@ def with_shape(size: int) -> GradientSize:
 
 
 def buffers(sizes: Iterable[int]) -> list[GradientSize]:
-    """Return the flat buffers for gradients of these ``sizes``, one for each type of entry."""
+    """Return the flat buffers for gradients of these ``sizes``, one for each itemsize."""
     entries = grouped((size.itemsize, size.entries) for size in map(with_shape, sizes))
     return [GradientSize((sum(counts),), itemsize) for itemsize, counts in entries.items()]
 

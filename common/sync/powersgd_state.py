@@ -1,8 +1,7 @@
-"""What PowerSGD keeps from step to step, by parameter.
+"""PowerSGD's state between steps (errors and Qs), kept by parameter.
 
-Torch keeps it by bucket, but DDP's buckets change after its first step, also in the first step
-after a resume. ``exchange`` is the hook; ``state_dict`` and ``load_state_dict`` are for between
-steps.
+Torch keeps it by bucket, but DDP's buckets change after the first step of each process, also after
+a resume. ``exchange`` is the hook. ``state_dict`` and ``load_state_dict`` are called between steps.
 """
 
 from collections.abc import Sequence
@@ -20,10 +19,9 @@ from common.utils.grouping import grouped
 class _InTurn(dist.ProcessGroup):
     """The default process group, with all_reduces that block until they are done.
 
-    Torch's hook starts its second and third message when the one before ends. With Gloo this
-    happens in one of Gloo's own threads, which waits there. With several buckets the order then
-    differs between ranks, or the threads block each other. Here all of it runs in the thread of
-    backward.
+    Torch's hook starts its second and third message when the one before ends. With Gloo, one of
+    Gloo's own threads does that and waits. With several buckets the order may then differ between
+    ranks, or the threads block each other. Here everything runs in the thread of backward.
     """
 
     def allreduce(self, *args: Any, **kwargs: Any) -> dist.Work:
@@ -35,7 +33,7 @@ class _InTurn(dist.ProcessGroup):
 
 
 class PerParameterState:
-    """Torch's PowerSGD hook, with errors and Qs that are also known by parameter.
+    """Torch's PowerSGD hook, with a copy of its errors and Qs by parameter.
 
     Parameters
     ----------
@@ -58,7 +56,7 @@ class PerParameterState:
         self._qs: dict[str, Tensor] = {}
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Run torch's hook; first bring errors and Qs into the bucket's order if that is new."""
+        """Run torch's hook, but first put errors and Qs into the bucket's order if that is new."""
         index, parameters, state = bucket.index(), bucket.parameters(), self._hook_state
         names = [self._names[p] for p in parameters]
         thin = self._thin(parameters)

@@ -4,7 +4,7 @@
     ^     v        and every rank adds its own (reduce-scatter); in N-1 more rounds the finished
     3 <-- 2        chunks travel around (all-gather). Each round moves M/N bytes on every link.
 
-Sends: every rank alike, 2(N-1) messages, 2(N-1)/N M bytes, and receives as much. (If N
+Sends: every rank, rank 0 included, 2(N-1) messages, 2(N-1)/N M bytes, and receives as much. (If N
     does not divide the number of entries, it is up to two entries more or fewer.)
 Time: 2(N-1) (alpha + M/N / B) + (N-1)/N M gamma, and one copy of M bytes in memory. Nothing is
     copied back, because ``p.grad`` becomes a view of the buffer (flat_buffer.py).

@@ -8,7 +8,7 @@ It is lossy. What it keeps: over all ranks, residuals before + gradients = resid
     times the mean. No gradient is lost, some come late. With ``topk_ratio`` 1 it equals
     ``all_reduce``.
 Sends: k = ceil(topk_ratio n) of n entries of 4 bytes, each with an index of 4 bytes. Every rank
-    alike sends 2(N-1) messages, 8(N-1)k bytes, and receives as much. These are fewer bytes than a
+    sends 2(N-1) messages, 8(N-1)k bytes, and receives as much. These are fewer bytes than a
     ring's only if topk_ratio < 1/N.
 Time: 2(N-1) alpha + 8(N-1)k / B + (M + 4Nk) gamma, one copy of M bytes in memory, and the search
     for the k largest, which takes longer than adding all n. [Stich et al., arXiv:1809.07599]
