@@ -1,7 +1,6 @@
 """Train in the four ways on the embedded digits and compare them in a table: ``make demo``.
 
-Each way is started as on real nodes, by its own command; the distributed ones as two ranks on this
-machine.
+Each way starts by its own command, as on real nodes; a distributed one as two ranks on this machine.
 """
 
 import json
@@ -62,7 +61,7 @@ def main() -> int:
 
 
 def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
-    """Run one way on ``ranks`` local processes and return its summary. None if a process failed."""
+    """Run one way on ``ranks`` local processes and return its summary; None if a process failed."""
     with tempfile.TemporaryFile() as errors:
         exits = run_local_ranks(
             rank_commands(command, ranks, port=free_port()),
@@ -81,7 +80,7 @@ def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    """Print the ways side by side, and where their reports lie."""
+    """Print a table of the ways, and the paths of their reports."""
     table = Table(title="VGG-11 in four ways, on scikit-learn's digits", box=SIMPLE_HEAD, padding=0)
     for heading in ("way", "nodes", "s a step", "of it sync", "accuracy", "equal weights"):
         table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)

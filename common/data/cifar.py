@@ -54,8 +54,8 @@ def _download_where_missing(
     """Download the files unless they are there and whole.
 
     The process that holds the lock checks again and downloads if needed; the others wait, then
-    find the files. Files need the right MD5, so a download that was cut off is repeated. Raises
-    UserError with the reason and the alternatives.
+    find the files. Each file must have the right MD5, so a download that was cut off is repeated.
+    Raises UserError with the reason and the alternatives.
     """
     problems = _problems(kind, data_dir)
     if not problems:

@@ -1,7 +1,7 @@
 """Start a comparison's runs, over loopback or on emulated nodes whose links have a rate.
 
-``Executors`` is a context manager; ``run`` starts a command on some nodes and waits. It makes the
-cluster of a rate at its first run and keeps it, so that the nodes import torch once.
+``Executors`` is a context manager; its ``run`` starts a command on some nodes and waits. The first
+run at a rate makes a cluster, which is kept so that the nodes import torch only once.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ _NODE_FLAGS = ("--master-ip", "{master}", "--master-port", "{port}", "--rank", "
 
 
 class Executors:
-    """Keeps a cluster for each rate. All processes end with the ``with``.
+    """Keeps a cluster for each rate. All processes end with the ``with`` block.
 
     Parameters
     ----------
     most_nodes : the largest number of nodes of any run; each cluster has that many.
-    rates : of the links, one cluster for each.
+    rates : of the links; each has its own cluster.
 
     Raises UserError, before anything runs, if this machine allows no such cluster.
     """

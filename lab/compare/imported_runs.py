@@ -122,7 +122,7 @@ def _cells(
 
 
 def _compute(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return "real" or the profile of emulated compute: a file's name would not identify it."""
+    """Return "real", or name and date of the profile of emulated compute, which identify it."""
     if config.get("compute", "real") == "real":
         return "real"
     profile = read_json(folder / "profile.json")
@@ -130,7 +130,7 @@ def _compute(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def _difference(name: str, runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return a fact that is not the same everywhere, with the runs of each value."""
+    """Return a fact that differs between runs, with the runs of each value."""
     owners = grouped((str(run["facts"][name]), _short_name(run)) for run in runs)
     return f"{name}: " + "; ".join(f"{value} in {', '.join(who)}" for value, who in owners.items())
 

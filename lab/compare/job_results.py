@@ -1,9 +1,8 @@
 """Merge what the runs of a plan have written so far into ``results.json``.
 
-Its warnings name what is missing or failed.
-
-``merge_results`` may be called at any moment, also during runs; nothing else writes
-``results.json``. ``why_failed`` and ``try_lock`` are for the runs, too.
+The warnings in it name the runs that are missing or failed. ``merge_results`` may be called at any
+moment, also during runs; nothing else writes ``results.json``. The runs, too, use ``why_failed``
+and ``try_lock``.
 """
 
 import contextlib
@@ -52,8 +51,8 @@ class State:
 def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
     """Return ``results`` with what the runs of the plan have left in ``folder``, and write them.
 
-    Runs on different kinds of machines form different groups. Runs that were merged before stay if
-    the folder of all runs is gone (cleaned up, or not copied).
+    Runs on different kinds of machines form different groups. If the folder of all runs is gone
+    (cleaned up, or not copied), the runs that were merged before stay.
     """
     runs, cleaned_up = planned_runs(folder, results), not (folder / "runs").exists()
     before = {
@@ -91,7 +90,7 @@ def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_plan(folder: Path, results: dict[str, Any]) -> list[str]:
-    """Return lines that say how to start what is missing, from results of ``merge_results``."""
+    """Return lines that say how to start the missing runs; ``results`` come from ``merge_results``."""
     runs = planned_runs(folder, results)
     to_do = [runs[number] for number in results["plan"]["to_do"]]
     lines = [f"{len(to_do)} of {len(runs)} runs to do, in {folder}"]
@@ -112,7 +111,7 @@ def describe_plan(folder: Path, results: dict[str, Any]) -> list[str]:
 
 
 def why_failed(run: Run) -> str | None:
-    """Return which rank failed first and its error message. None if no rank noted a failure."""
+    """Return which rank failed first and its error message; None if no rank noted a failure."""
     notes = sorted(run.logs.glob("rank*.failed.json"), key=lambda path: path.stat().st_mtime_ns)
     statuses = {
         int(path.name.removeprefix("rank").split(".")[0]): read_json(path)["status"]
@@ -203,7 +202,7 @@ def _differences(done: Sequence[State]) -> list[str]:
 
 
 def _warnings(states: Sequence[State], to_do: Sequence[Run], results: dict[str, Any]) -> list[str]:
-    """What a reader must know, and how to go on."""
+    """Return what a reader must know, and how to continue."""
     warnings = []
     by_word = grouped((state.word, state) for state in states)
     done, failed = by_word.get("done", []), by_word.get("failed", [])

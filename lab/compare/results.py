@@ -62,7 +62,7 @@ _PARTS_OF_CELL = {
 def read_results(path: Path) -> dict[str, Any]:
     """Return the content of a ``results.json``.
 
-    UserError, with the file's name, if it is cut, foreign or of another format.
+    Raises UserError with the file's name if it is cut, of another program or of another format.
     """
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
@@ -134,12 +134,12 @@ def summarise(cell: dict[str, Any], *, repeats: int) -> None:
 
 
 def distinct(values: Sequence[V]) -> list[V]:
-    """Return each value once, in their order; the values need no hash."""
+    """Return each value once, in order of appearance; the values need no hash."""
     return [value for index, value in enumerate(values) if value not in values[:index]]
 
 
 def _of_repeat(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Means over the ranks; for bytes, of the root and of the other ranks."""
+    """Return the means over the ranks; for bytes sent, of the root and of the other ranks."""
     row: dict[str, float | None] = {
         name: statistics.fmean(rank["seconds"][name] for rank in ranks) for name in TIMES
     }
@@ -153,7 +153,7 @@ def _of_repeat(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def interval(values: Sequence[float]) -> list[float | None]:
-    """Return the 95 % interval of the mean of independent repeats, by Student's t, cut at 0.
+    """Return the 95 % interval of the mean of independent repeats, by Student's t, from 0 up.
 
     [None, None] for fewer than two.
     """
