@@ -1,6 +1,7 @@
 """Train in the four ways on the embedded digits and compare them in a table: ``make demo``.
 
-Each way starts by its own command, as on real nodes; a distributed one as two ranks on this machine.
+Each way starts by its own command, as on real nodes. A distributed way runs as two ranks on this
+machine.
 """
 
 import json

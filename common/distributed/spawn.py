@@ -87,12 +87,13 @@ def run_local_ranks(
         while True:
             statuses = [process.poll() for process in processes]
             ended = [rank for rank, status in enumerate(statuses) if status and rank not in failed]
-            if (ended and not failed) or (stop_requested() and not stopping):
-                deadline = min(deadline, time.monotonic() + grace_seconds)
-            if stop_requested() and not stopping:
+            stops_now = stop_requested() and not stopping
+            if stops_now:
                 stopping = True
                 for process in processes:
                     process.terminate()
+            if stops_now or (ended and not failed):
+                deadline = min(deadline, time.monotonic() + grace_seconds)
             failed += ended
             if None not in statuses or time.monotonic() > deadline:
                 break

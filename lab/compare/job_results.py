@@ -90,7 +90,7 @@ def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_plan(folder: Path, results: dict[str, Any]) -> list[str]:
-    """Return lines that say how to start the missing runs; ``results`` come from ``merge_results``."""
+    """Return lines that say how to start the missing runs of these merged results."""
     runs = planned_runs(folder, results)
     to_do = [runs[number] for number in results["plan"]["to_do"]]
     lines = [f"{len(to_do)} of {len(runs)} runs to do, in {folder}"]
