@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.errors import UserError
+from common.errors import UserError, first_line, reason_of
 from common.utils.atomic_files import write_atomically
 from common.utils.hashing import digest
 
@@ -25,7 +25,7 @@ _NAME = re.compile(r"Epoch_(\d+)(?:_Step_(\d+))?\.pt$")
 
 
 def checkpoint_path(folder: Path, epoch: int, step: int | None = None) -> Path:
-    """Return the path of an epoch's checkpoint, or within the epoch after ``step`` training steps."""
+    """Return the path of an epoch's checkpoint, or of the one after ``step`` steps of the epoch."""
     return Path(folder) / (f"Epoch_{epoch}.pt" if step is None else f"Epoch_{epoch}_Step_{step}.pt")
 
 
@@ -61,7 +61,7 @@ def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[st
     try:
         content = source if isinstance(source, bytes) else Path(source).read_bytes()
     except OSError as error:
-        raise UserError(f"checkpoint {name} cannot be read ({error.strerror or error})") from error
+        raise UserError(f"checkpoint {name} cannot be read ({reason_of(error)})") from error
     entries = _unpickle(content, name)
     if not isinstance(entries, dict) or any(key not in entries for key in _REQUIRED):
         raise UserError(
@@ -75,14 +75,15 @@ def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[st
     kept = entries.pop("sha256", None)
     if kept is not None and kept != digest(entries):
         raise UserError(
-            f"checkpoint {name} is damaged: its contents do not match its SHA-256; use an earlier one"
+            f"checkpoint {name} is damaged: its contents do not match its SHA-256; use an earlier "
+            "one"
         )
     unwrapped = {key.removeprefix("module."): value for key, value in state.items()}
     return entries | {"model_state_dict": unwrapped}
 
 
 def _unpickle(content: bytes, name: str) -> Any:
-    """Return what ``torch.save`` wrote, but nothing that could run code; UserError if it is damaged."""
+    """Return what ``torch.save`` wrote; UserError if it is damaged or could run code."""
     try:
         # torch ignores the CRC-32 of names and plain values.
         if zipfile.is_zipfile(io.BytesIO(content)):
@@ -96,14 +97,16 @@ def _unpickle(content: bytes, name: str) -> Any:
             "which could run code when loaded"
         ) from error
     except Exception as error:  # damaged bytes can raise anything: zlib.error, struct.error, ...
-        reason = (str(error) or type(error).__name__).splitlines()[0][:100]
         raise UserError(
-            f"checkpoint {name} is cut or damaged ({reason}): use an earlier one"
+            f"checkpoint {name} is cut or damaged ({first_line(error)[:100]}): use an earlier one"
         ) from error
 
 
 def load_model_state(model: nn.Module, entries: Mapping[str, Any], *, name: str) -> None:
-    """Copy a checkpoint's weights and buffers into ``model``; UserError if they are another model's."""
+    """Copy a checkpoint's weights and buffers into ``model``.
+
+    Raises UserError if they are another model's.
+    """
     state, own = entries["model_state_dict"], model.state_dict()
     differing = [key for key in own if getattr(state.get(key), "shape", None) != own[key].shape]
     differing += [key for key in state if key not in own]

@@ -1,4 +1,7 @@
-"""Errors that end a run with one message to the user instead of a traceback, and exit statuses."""
+"""Errors that end a run with one message to the user instead of a traceback, and exit statuses.
+
+``first_line`` and ``reason_of`` shorten other libraries' errors for such a message.
+"""
 
 
 class UserError(ValueError):
@@ -16,3 +19,14 @@ class Stopped(Exception):  # noqa: N818 - not a failure
 # Exit statuses other than 0 (done), 1 (failed) and 2 (wrong input)
 INTERRUPTED = 130
 TO_BE_CONTINUED = 75
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, else the name of its type."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a file or a download failed, without the path: an OSError's or URLError's reason."""
+    reason = getattr(error, "reason", None) or getattr(error, "strerror", None)
+    return str(reason) if reason else first_line(error)

@@ -1,6 +1,6 @@
 """Train in the four ways on the embedded digits and compare them in a table: ``make demo``.
 
-Each way is started as on real nodes, by its own command; the distributed ones as two ranks on this
+Each way starts by its own command, as on real nodes. A distributed way runs as two ranks on this
 machine.
 """
 
@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from common.distributed.spawn import run_local_ranks
+from common.distributed.spawn import rank_commands, run_local_ranks
 from common.utils.paths import IN_CHECKOUT, REPORTS, part_command
 from common.utils.system import free_port
 
@@ -62,15 +62,10 @@ def main() -> int:
 
 
 def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
-    """Run one way on ``ranks`` local processes and return its summary. None if a process failed."""
-    group = ["--master-ip", "127.0.0.1", "--master-port", str(free_port(29500))]
-    group += ["--num-nodes", str(ranks), "--rank"]
+    """Run one way on ``ranks`` local processes and return its summary; None if a process failed."""
     with tempfile.TemporaryFile() as errors:
         exits = run_local_ranks(
-            [
-                [sys.executable, *command, *([*group, str(rank)] if ranks > 1 else [])]
-                for rank in range(ranks)
-            ],
+            rank_commands(command, ranks, port=free_port()),
             outputs=[None, *[errors] * (ranks - 1)],
             limit_seconds=_LIMIT_SECONDS,
         )
@@ -86,7 +81,7 @@ def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    """Print the ways side by side, and where their reports lie."""
+    """Print a table of the ways, and the paths of their reports."""
     table = Table(title="VGG-11 in four ways, on scikit-learn's digits", box=SIMPLE_HEAD, padding=0)
     for heading in ("way", "nodes", "s a step", "of it sync", "accuracy", "equal weights"):
         table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)

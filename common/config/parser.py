@@ -1,6 +1,7 @@
-"""From a command line to a ``Config``: the flags are its fields."""
+"""Turn a command line, and the recipe that it names, into a ``Config``."""
 
 import argparse
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -22,18 +23,16 @@ _IN_PLACE_OF = {
 
 
 class OneLineErrorParser(argparse.ArgumentParser):
-    """Reports an error in one line, as UserError, without the usage before it."""
+    """Raises an error as a UserError of one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} --help lists the flags)")
 
 
 def _convert(kind: type, text: str) -> Any:
-    try:
+    with contextlib.suppress(ValueError):
         if text or kind is str:  # Path("") would be the current folder
             return kind(text)
-    except ValueError:
-        pass
     raise argparse.ArgumentTypeError(f"got {text!r}, give {EXPECTED[kind]}")
 
 
@@ -45,9 +44,10 @@ def build_parser(
     *,
     program: str | None = None,
 ) -> argparse.ArgumentParser:
-    """Return a parser of the part's flags, in groups; its namespace holds only the flags given.
+    """Return a parser of the part's flags; its namespace holds only the flags that are given.
 
-    ``--help`` shows ``defaults`` in place of the dataclass's; ``sync_choices`` limit ``--sync``.
+    ``--help`` shows ``defaults`` in place of those of ``Config``; ``sync_choices`` limits
+    ``--sync``.
     """
     parser = OneLineErrorParser(
         prog=program or f"{part}/main.py",
@@ -68,11 +68,10 @@ def build_parser(
         name: parser.add_argument_group(name)
         for name in dict.fromkeys(spec.metadata["group"] for spec in shown)
     }
+    shown_defaults = {"sync": sync_choices[0], **defaults}
     for spec in shown:
-        default = defaults.get(spec.name, spec.default)
-        rules = {**spec.metadata}
-        if spec.name == "sync":
-            default, rules["choices"] = defaults.get("sync", sync_choices[0]), sync_choices
+        rules = {**spec.metadata, **({"choices": sync_choices} if spec.name == "sync" else {})}
+        default = shown_defaults.get(spec.name, spec.default)
         _add_flag(groups[rules["group"]], spec.name, default, rules)
     return parser
 
@@ -80,17 +79,16 @@ def build_parser(
 def _add_flag(
     group: "argparse._ArgumentGroup", name: str, default: Any, rules: Mapping[str, Any]
 ) -> None:
-    """Add a setting's flag: its short names, its own, then the other long ones."""
+    """Add a setting's flag: first its short names, then its own, then its other long names."""
     kind, choices = rules["type"], rules["choices"]
-    short = [other for other in rules["flags"] if not other.startswith("--")]
-    long = [other for other in rules["flags"] if other.startswith("--")]
+    flags = sorted([flag(name), *rules["flags"]], key=lambda one: one.startswith("--"))
     without_default = default is None or kind is bool
     help_text = rules["help"] + ("" if without_default else f" (default: {default})")
     convert: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     if kind is not bool:
         metavar = None if choices else name.upper()
         convert = {"type": partial(_convert, kind), "choices": choices, "metavar": metavar}
-    group.add_argument(*short, flag(name), *long, dest=name, help=help_text, **convert)
+    group.add_argument(*flags, dest=name, help=help_text, **convert)
 
 
 def parse_arguments(
@@ -105,7 +103,7 @@ def parse_arguments(
     """Return the settings of ``part``, which ``program`` starts (default: its main.py).
 
     An underscore in a flag equals a dash. A flag wins over the recipe, and a recipe over
-    ``defaults``. UserError on anything wrong.
+    ``defaults``. Raises UserError if a flag, the recipe or a value is wrong.
     """
     parser = build_parser(part, description, defaults, sync_choices, program=program)
     dashed = [re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), a) for a in arguments]
@@ -116,7 +114,8 @@ def parse_arguments(
         settings |= read_recipe(path)
         if settings["sync"] not in sync_choices:
             raise UserError(
-                f"recipe {path}: sync = {settings['sync']!r}, but {part} offers {', '.join(sync_choices)}"
+                f"recipe {path}: sync = {settings['sync']!r}, but {part} offers "
+                f"{', '.join(sync_choices)}"
             )
         try:
             Config(part=part, **settings)

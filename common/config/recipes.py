@@ -9,11 +9,15 @@ from typing import Any
 
 from common.config.schema import EXPECTED, Config, has_type
 from common.errors import UserError
+from common.utils.grouping import grouped
 from common.utils.paths import RECIPES
 
 
 def find_recipe(name: str) -> Path:
-    """Return the file of a recipe, given by name or path; UserError with the choices if it is missing."""
+    """Return the file of a recipe, given by name or path.
+
+    Raises UserError with the choices if there is no such file.
+    """
     path = Path(name) if name.endswith(".toml") else RECIPES / f"{name}.toml"
     if not path.is_file():
         known = sorted(recipe.stem for recipe in RECIPES.glob("*.toml"))
@@ -26,7 +30,7 @@ def find_recipe(name: str) -> Path:
 def read_recipe(path: Path) -> dict[str, Any]:
     """Return a recipe's settings by field name.
 
-    UserError on a key that is unknown or not for recipes, and on a value of another type.
+    Raises UserError on a key that is unknown or not for recipes, and on a value of the wrong type.
     ``Config`` checks the rest.
     """
     try:
@@ -52,18 +56,18 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def print_recipe(config: Config) -> str:
-    """Return every setting that a recipe can hold as the text of one; comments name unset ones."""
-    groups: dict[str, list[str]] = {}
-    for spec in _recipe_fields():
-        value = getattr(config, spec.name)
-        # A string or number in TOML is written as in JSON.
-        text = json.dumps(value, default=str, ensure_ascii=False)
-        line = f"# {spec.name} is not set" if value is None else f"{spec.name} = {text}"
-        groups.setdefault(spec.metadata["group"], []).append(line)
+    """Return a run's settings as the text of a recipe; comments name the settings that are unset."""
+    groups = grouped((spec.metadata["group"], spec.name) for spec in _recipe_fields())
     lines = [f"# {config.part}" + (f", recipe {config.recipe}" if config.recipe else "")]
-    for group, entries in groups.items():
-        lines += ["", f"# {group}", *entries]
+    for group, names in groups.items():
+        lines += ["", f"# {group}", *(_recipe_line(name, getattr(config, name)) for name in names)]
     return "\n".join(lines)
+
+
+def _recipe_line(name: str, value: Any) -> str:
+    # TOML writes a string or a number as JSON does.
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return f"# {name} is not set" if value is None else f"{name} = {text}"
 
 
 def _recipe_fields() -> "list[Field[Any]]":

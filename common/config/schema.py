@@ -1,7 +1,7 @@
-"""Settings: one frozen dataclass, whose fields are also the flags and the keys of a recipe.
+"""The settings of a run: ``Config``, whose fields are also the flags and the keys of a recipe.
 
-parser.py makes a ``Config`` from a recipe and a command line. Nothing here imports torch, so that
-``--help`` answers at once. The file is longer than others: every setting is here once, with its
+parser.py makes a ``Config`` from a recipe and a command line. Nothing here imports torch, so
+``--help`` answers at once. The file is longer than others because it holds every setting, with its
 meaning and its limits.
 """
 
@@ -33,6 +33,7 @@ OPTIMIZER = "optimiser and schedule"
 RUN = "this run"
 
 
+# What Python objects a setting of each type may be.
 PYTHON_TYPES: dict[type, Any] = {
     int: int,
     float: (int, float),
@@ -40,6 +41,7 @@ PYTHON_TYPES: dict[type, Any] = {
     str: str,
     Path: (str, Path),
 }
+# What messages call them.
 EXPECTED = {
     int: "a whole number",
     float: "a number",
@@ -52,6 +54,7 @@ _BOUNDS = (
     ("above", "above", operator.gt),
     ("maximum", "of at most", operator.le),
 )
+# The rules of ``option`` with their defaults.
 _RULES = {
     "type": str,
     "choices": None,
@@ -73,7 +76,7 @@ def option(default: Any, group: str, help: str, *flags: str, **rules: Any) -> An
     flags : the flag's other names.
     rules : ``type`` and ``choices``; ``minimum``, ``above`` and ``maximum`` of a number; ``form``
         of a text (a regular expression, and its description in messages); ``per_rank`` if ranks may
-        differ; ``in_recipe=False`` for what belongs to one start only, such as the rank.
+        differ; ``in_recipe=False`` if a recipe may not set it, as with the rank.
     """
     assert rules.keys() <= _RULES.keys()
     if rules.get("type") is int:
@@ -86,7 +89,7 @@ def option(default: Any, group: str, help: str, *flags: str, **rules: Any) -> An
 class Config:
     """Every setting of a run; a field's help text says what it means.
 
-    Raises UserError on a value out of range and on settings that contradict each other.
+    Raises UserError if a value is out of range or two settings contradict each other.
     """
 
     part: str
@@ -509,8 +512,8 @@ class Config:
         "real",
         RUN,
         "'real' computes; 'measured' has each layer sleep as long as it takes where it has this "
-        "machine for itself (lab calibrate), a name in reports/profiles/ or a FILE.json as long as that "
-        "profile says: then nothing is learned, evaluated or saved",
+        "machine for itself (lab calibrate), a name in reports/profiles/ or a FILE.json as long "
+        "as that profile says: then nothing is learned, evaluated or saved",
     )
     measure_only: bool = option(
         False, RUN, "train and take times: no checkpoint, no evaluation, no report", type=bool
@@ -542,12 +545,12 @@ class Config:
 
     @property
     def data_folder(self) -> Path:
-        """Where datasets lie."""
+        """The folder of the datasets."""
         return self.data_dir or paths.DATA
 
     @property
     def reports_folder(self) -> Path:
-        """Where runs write."""
+        """The folder in which runs write."""
         return self.output_dir or paths.REPORTS
 
     @property
@@ -562,7 +565,7 @@ class Config:
 
     @property
     def emulated(self) -> bool:
-        """Whether layers sleep in place of computing."""
+        """Whether layers sleep instead of computing."""
         return self.compute != "real"
 
     @property
@@ -572,7 +575,7 @@ class Config:
 
     @property
     def experiment(self) -> str:
-        """The folder of such runs: the recipe's name, or part and strategy."""
+        """The name of the folder of these runs: the recipe, or the part and the strategy."""
         return Path(self.recipe).stem if self.recipe is not None else f"{self.part}-{self.sync}"
 
     def global_batch_size(self, shards: int) -> int:
@@ -606,7 +609,7 @@ def flag(name: str) -> str:
 
 
 def has_type(value: Any, kind: type) -> bool:
-    """Return whether the value fits a setting of this type: a bool is no number."""
+    """Return whether the value fits a setting of this type; a bool is not a number."""
     return isinstance(value, PYTHON_TYPES[kind]) and (kind is bool or not isinstance(value, bool))
 
 
@@ -633,34 +636,41 @@ def _check(name: str, value: Any, rules: Mapping[str, Any]) -> None:
 
 
 def _check_together(config: Config) -> None:
-    """Raise UserError if two settings contradict each other."""
-    if config.batch_size is not None and config.local_batch_size is not None:
-        raise UserError(
-            "--batch-size (global) and --local-batch-size (per rank) are both given: give one"
-        )
-    if config.only_times and (
-        config.validates or config.resume or config.checkpoint or config.checkpoint_every
-    ):
-        flags = f"--compute {config.compute}" if config.emulated else "--measure-only"
-        raise UserError(
-            f"{flags} evaluates and saves nothing: leave it out, or leave out --validate, --target-accuracy, "
-            "--resume, --checkpoint and --checkpoint-every"
-        )
-    if config.emulated and (config.ema or config.amp or config.backend == "nccl"):
-        raise UserError(
-            f"--compute {config.compute} emulates fp32 layers and the optimiser's step, and sends over Gloo: leave "
-            "it out, or leave out --ema, --amp and --backend nccl"
-        )
-    if config.warmup_steps is not None and config.warmup_epochs is not None:
-        raise UserError("--warmup-steps and --warmup-epochs are both given: give one")
+    """Raise UserError if settings contradict each other."""
+    saves = config.validates or config.resume or config.checkpoint or config.checkpoint_every
+    unlearned = f"--compute {config.compute}" if config.emulated else "--measure-only"
     last_epoch = math.inf if config.max_steps is not None else config.epochs
-    if config.stop_after_epoch is not None and config.stop_after_epoch > last_epoch:
-        raise UserError(
+    num_nodes = config.num_nodes or math.inf
+    contradictions = (
+        (
+            config.batch_size is not None and config.local_batch_size is not None,
+            "--batch-size (global) and --local-batch-size (per rank) are both given: give one",
+        ),
+        (
+            config.only_times and saves,
+            f"{unlearned} evaluates and saves nothing: leave it out, or leave out --validate, "
+            "--target-accuracy, --resume, --checkpoint and --checkpoint-every",
+        ),
+        (
+            config.emulated and (config.ema or config.amp or config.backend == "nccl"),
+            f"--compute {config.compute} emulates fp32 layers and the optimiser's step, and sends "
+            "over Gloo: leave it out, or leave out --ema, --amp and --backend nccl",
+        ),
+        (
+            config.warmup_steps is not None and config.warmup_epochs is not None,
+            "--warmup-steps and --warmup-epochs are both given: give one",
+        ),
+        (
+            (config.stop_after_epoch or 0) > last_epoch,
             f"--stop-after-epoch: got {config.stop_after_epoch}, but the training ends after epoch "
-            f"{config.epochs}: give at most that, or more --epochs"
-        )
-    if config.rank is not None and config.num_nodes is not None and config.rank >= config.num_nodes:
-        raise UserError(
-            f"--rank: got {config.rank} of --num-nodes {config.num_nodes}; ranks count from 0, so give "
-            f"0 to {config.num_nodes - 1}"
-        )
+            f"{config.epochs}: give at most that, or more --epochs",
+        ),
+        (
+            (config.rank or 0) >= num_nodes,
+            f"--rank: got {config.rank} of --num-nodes {num_nodes}; ranks count from 0, so give "
+            f"0 to {num_nodes - 1}",
+        ),
+    )
+    for contradictory, message in contradictions:
+        if contradictory:
+            raise UserError(message)

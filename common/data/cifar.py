@@ -14,7 +14,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 
 from common.data.dataset import Dataset, ImageSet
-from common.errors import UserError
+from common.errors import UserError, reason_of
 
 _STALL_SECONDS = 60.0
 
@@ -54,20 +54,20 @@ def _download_where_missing(
     """Download the files unless they are there and whole.
 
     The process that holds the lock checks again and downloads if needed; the others wait, then
-    find the files. Files need the right MD5, so a download that was cut off is repeated. Raises
-    UserError with the reason and the alternatives.
+    find the files. Each file must have the right MD5, so a download that was cut off is repeated.
+    Raises UserError with the reason and the alternatives.
     """
-    if _whole(kind, data_dir):
+    problems = _problems(kind, data_dir)
+    if not problems:
         return
-    state = _state(kind, data_dir)
     url = _url(kind, mirror)
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(data_dir / f".{name}.lock"):
-            if not _whole(kind, data_dir):
+            if _problems(kind, data_dir):
                 _download(kind, data_dir, url)
-            if not _whole(kind, data_dir):
-                raise OSError(f"the archive that lies there lacks {_state(kind, data_dir)}")
+            if lacking := _problems(kind, data_dir):
+                raise OSError(f"the archive that lies there lacks {lacking}")
     except (
         OSError,
         RuntimeError,
@@ -77,35 +77,24 @@ def _download_where_missing(
         http.client.HTTPException,
     ) as error:
         raise UserError(
-            f"{name} is not in {data_dir} ({state}) and could not be downloaded from {url} "
-            f"({_reason(error)}). Give --data-dir FOLDER, one that holds {kind.base_folder}/, "
+            f"{name} is not in {data_dir} ({problems}) and could not be downloaded from {url} "
+            f"({reason_of(error)}). Give --data-dir FOLDER, one that holds {kind.base_folder}/, "
             "--mirror URL of another host, or --dataset digits, which needs no download"
         ) from error
 
 
-def _whole(kind: type[CIFAR10], data_dir: Path) -> bool:
-    return all(
-        check_integrity(str(data_dir / kind.base_folder / file), md5)
-        for file, md5 in [
-            *kind.train_list,
-            *kind.test_list,
-            (kind.meta["filename"], kind.meta["md5"]),
-        ]
-    )
-
-
-def _state(kind: type[CIFAR10], data_dir: Path) -> str:
-    files = [
-        (data_dir / kind.base_folder / file, md5)
-        for file, md5 in [*kind.train_list, *kind.test_list]
-    ]
-    missing = [path.name for path, _ in files if not path.exists()]
-    damaged = [
-        path.name for path, md5 in files if path.exists() and not check_integrity(str(path), md5)
-    ]
+def _problems(kind: type[CIFAR10], data_dir: Path) -> str:
+    """Return which files are missing or damaged; "" if all are there and whole."""
+    folder = data_dir / kind.base_folder
+    files = dict([*kind.train_list, *kind.test_list])
+    bad = [file for file, md5 in files.items() if not check_integrity(str(folder / file), md5)]
+    missing = [file for file in bad if not (folder / file).exists()]
+    damaged = [file for file in bad if file not in missing]
     problems = [f"missing: {', '.join(missing)}"] if missing else []
     problems += [f"damaged, their MD5 is wrong: {', '.join(damaged)}"] if damaged else []
-    return "; ".join(problems) or "its list of classes is missing or damaged"
+    if not bad and not check_integrity(str(folder / kind.meta["filename"]), kind.meta["md5"]):
+        return "its list of classes is missing or damaged"
+    return "; ".join(problems)
 
 
 def _url(kind: type[CIFAR10], mirror: str | None) -> str:
@@ -125,8 +114,3 @@ def _download(kind: type[CIFAR10], data_dir: Path, url: str) -> None:
         )
     finally:
         socket.setdefaulttimeout(before)
-
-
-def _reason(error: Exception) -> str:
-    reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-    return str(reason).strip().split("\n")[0] or type(error).__name__

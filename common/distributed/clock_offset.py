@@ -1,14 +1,14 @@
-"""This rank's clock offset from the mean of all ranks, to compare times measured on different nodes."""
+"""This rank's clock offset from the mean of all ranks: it makes times of several nodes comparable."""
 
 import statistics
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from common.distributed.collectives import gather_objects
 from common.distributed.process_group import World
+from common.utils.system import lines_of
 
 _ROUNDS = 9
 
@@ -16,9 +16,9 @@ _ROUNDS = 9
 def clock_offset(world: World) -> float:
     """Return by how many seconds this rank's ``time.perf_counter`` is ahead of the ranks' mean.
 
-    Collective. Ranks on one machine share one clock: 0. Ranks on several machines leave a small
-    all_reduce at nearly the same time, which serves as the common moment. The median over a few of
-    them is accurate to about the network's latency.
+    A collective call. Ranks on one machine share one clock, so the result is 0. Ranks on several
+    machines leave a small all_reduce at nearly the same time, and that moment is their reference.
+    The median over a few rounds is accurate to about the network's latency.
     """
     if world.size == 1 or _one_machine(world):
         return 0.0
@@ -36,9 +36,5 @@ def clock_offset(world: World) -> float:
 
 def _one_machine(world: World) -> bool:
     """Return whether all ranks run on one kernel; containers and namespaces share its clock."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except OSError:  # not Linux
-        boot = b""
-    boots = gather_objects(world, boot)
-    return b"" not in boots and len(set(boots)) == 1
+    boots = gather_objects(world, lines_of("/proc/sys/kernel/random/boot_id"))  # none off Linux
+    return boots[0] != [] and all(boot == boots[0] for boot in boots)

@@ -17,20 +17,20 @@ from torch import Tensor
 
 from common.checkpoint import load_checkpoint
 from common.distributed.process_group import World
-from common.errors import UserError
+from common.errors import UserError, reason_of
+from common.utils.grouping import grouped
 from common.utils.hashing import digest
 from common.utils.processes import in_thread
-from common.utils.ranks import ranks_by_value
 
 T = TypeVar("T")
 _FIRST_PAUSE_SECONDS = 0.02
 
 
 def check_same_on_all_ranks(world: World, facts: Mapping[str, Any], *, what: str) -> None:
-    """Raise UserError naming each fact that differs between ranks, its values, and who has them.
+    """Raise UserError naming each fact that differs between ranks, with its values and their ranks.
 
-    One all_reduce of 64 bytes if all are the same, whatever the number of ranks. ``facts`` are
-    plain values by name, e.g. settings or tensor shapes.
+    If all are the same, it sends one all_reduce of 64 bytes, whatever the number of ranks.
+    ``facts`` are plain values by name, e.g. settings or tensor shapes.
     """
     if world.size == 1:
         return
@@ -61,12 +61,12 @@ def _values_text(values: Sequence[Any]) -> str:
     return ", ".join(
         f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
         f"{' …' if len(ranks) > 8 else ''}"
-        for value, ranks in ranks_by_value(dict(enumerate(values))).items()
+        for value, ranks in grouped((str(value), rank) for rank, value in enumerate(values)).items()
     )
 
 
 def run_on_all_ranks(world: World, action: Callable[[], T], *, patient: bool = False) -> T:
-    """Run ``action`` on every rank; raise UserError on all if it raises UserError or OSError on one.
+    """Run ``action`` on every rank; if one raises UserError or OSError, raise UserError on all.
 
     ``patient`` waits for as long as the action takes, e.g. a download, provided that every rank
     answers within the group's timeout.
@@ -80,7 +80,7 @@ def run_on_all_ranks(world: World, action: Callable[[], T], *, patient: bool = F
         mine = str(error)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        mine = f"{error.strerror or error}{where}"
+        mine = f"{reason_of(error)}{where}"
     errors = gather_objects(world, mine)
     if any(errors):
         first, message = next((rank, text) for rank, text in enumerate(errors) if text)
@@ -129,7 +129,7 @@ def broadcast_checkpoint(world: World, path: str | Path, *, source: int = 0) -> 
 
 
 def gather_objects(world: World, mine: T) -> list[T]:
-    """Return every rank's object (small and picklable), in the order of the ranks, on every rank."""
+    """Return every rank's object, small and picklable, by rank; a collective call."""
     if world.size == 1:
         return [mine]
     objects: list[Any] = [None] * world.size

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from common.errors import first_line
 from common.utils.processes import in_thread
 from common.utils.system import open_descriptors
 
@@ -44,11 +45,6 @@ def explain_collective_failure(error: BaseException) -> str | None:
         "it has none, its process was killed or its node lost. Finished checkpoints are kept. "
         f"(torch says: {first_line(error)})"
     )
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, else the name of its type."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 class FailureReport:

@@ -66,9 +66,9 @@ class LaunchFlags:
 def resolve_launch(
     flags: LaunchFlags, environment: Mapping[str, str] = os.environ
 ) -> LaunchSpec | None:
-    """Join flags and torchrun's environment; None if neither says anything.
+    """Return what flags and torchrun's environment say; None if neither says anything.
 
-    UserError on a contradiction, and if only some of the flags are given.
+    Raises UserError if they contradict each other or only some of the flags are given.
     """
     master_ip, master_port = _master_address(flags)
     address_flag = "--master-ip" if flags.dist_url in (None, "env://") else "--dist-url"
@@ -121,7 +121,7 @@ def launch_from_environment(rank: int, world_size: int) -> LaunchSpec:
 
 
 def _master_address(flags: LaunchFlags) -> tuple[str | None, int | None]:
-    """Return address and port of rank 0's node, from --master-ip and --master-port or --dist-url."""
+    """Return address and port of rank 0's node, from --dist-url or --master-ip and --master-port."""
     if flags.dist_url is None or flags.dist_url == "env://":
         return flags.master_ip, flags.master_port
     url, host, port = None, None, None
@@ -145,7 +145,7 @@ def _master_address(flags: LaunchFlags) -> tuple[str | None, int | None]:
 
 
 def _from_torchrun(environment: Mapping[str, str]) -> LaunchSpec:
-    """Return what torchrun's environment variables say; UserError if it makes no sense."""
+    """Read torchrun's environment variables. Raises UserError if they make no sense."""
 
     def number(name: str, default: str | None = None) -> int:
         text = environment.get(name, default)
@@ -203,7 +203,7 @@ def _agent() -> str:
 def processes_to_start(flags: LaunchFlags, environment: Mapping[str, str] = os.environ) -> int:
     """Return how many ranks this process must start on this machine; 0 if it is a rank itself.
 
-    --distributed and several --gpu-ids ask for it.
+    --distributed and several --gpu-ids ask it to start them.
     """
     if {"RANK", "WORLD_SIZE"} <= environment.keys() or flags.rank is not None:
         if flags.distributed and flags.rank is not None:
@@ -241,7 +241,10 @@ def launcher_command(flags: LaunchFlags, processes: int, command: Sequence[str])
 
 
 def choose_gpus(ids: str | None) -> None:
-    """Let this process see only these GPUs, as the machine numbers them; UserError if one is missing."""
+    """Let this process see only these GPUs, by the machine's numbers.
+
+    Raises UserError if one is missing.
+    """
     if ids is None:
         return
     before = os.environ.setdefault("CUDA_VISIBLE_DEVICES", ids)

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from common.distributed.failures import (
     FailureReport,
     explain_collective_failure,
-    first_line,
     open_sockets,
 )
 from common.distributed.launch_env import LaunchSpec, launch_from_environment
 from common.distributed.rendezvous import RankPlacement, rendezvous
-from common.errors import GroupError, Stopped, UserError
+from common.errors import GroupError, Stopped, UserError, first_line
 from common.utils.network import interface_of, route_to
 
 
@@ -45,10 +44,10 @@ class World:
 
 
 def current_world(device: torch.device | str | None = None) -> World:
-    """Return the World of the open group, for callers that were given none, e.g. in a notebook.
+    """Return the World of the open group, for callers without one, e.g. in a notebook.
 
-    Without a group it is a World of one. Who opened the group does not matter, so that the place
-    on the machine is unknown. ``device`` None means the GPU under NCCL, else the CPU.
+    Without a group it is a World of one. Any code may have opened the group, so local rank and
+    local size are unknown. ``device`` None means the GPU under NCCL, else the CPU.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return World(device=torch.device(device or "cpu"))
@@ -63,7 +62,7 @@ def process_group(
 ) -> Iterator[World]:
     """Open the group, yield this process's World, and close the group whatever happens.
 
-    Without a master's address there is no group, but a World of one; otherwise as ``open_group``.
+    Without a master's address there is no group, and the World has one rank.
     Raises GroupError with another rank's message if a collective breaks because that rank failed.
     """
     if launch.master_ip is None:
@@ -132,8 +131,10 @@ def open_group(
             f"{first_line(error)}. If the nodes have several networks, set GLOO_SOCKET_IFNAME (or "
             "NCCL_SOCKET_IFNAME) to the interface that joins them"
         ) from error
-    local_rank, local_size = placement.local_rank, placement.local_size
-    return World(launch.rank, launch.size, local_rank, local_size, device, backend), store
+    world = World(
+        launch.rank, launch.size, placement.local_rank, placement.local_size, device, backend
+    )
+    return world, store
 
 
 def _choose_interface(master_ip: str) -> None:
@@ -168,7 +169,7 @@ def set_debug() -> None:
 
 
 def setup_distributed(rank: int, world_size: int, backend: str | None = None) -> World:
-    """Open the process group of ``world_size`` ranks and return this one's World; keep an open group.
+    """Open the process group of ``world_size`` ranks, unless it is open; return this rank's World.
 
     The ranks meet at MASTER_ADDR:MASTER_PORT of the environment (default 127.0.0.1:29500).
     ``backend`` None means NCCL if each rank has a GPU of its own, else Gloo. Raises GroupError
@@ -200,9 +201,9 @@ def own_device(device: torch.device | str, local_rank: int, *, distributed: bool
 
 
 def check_open(world_size: int, backend: str | None) -> None:
-    """Raise UserError if no group is open, or another one than the caller expects.
+    """Raise UserError if no group is open, or its size or backend is not what the caller expects.
 
-    A ``world_size`` of 1 and a ``backend`` of None expect nothing.
+    A ``world_size`` of 1 and a ``backend`` of None are not checked.
     """
     world = current_world()
     if world.backend is None:

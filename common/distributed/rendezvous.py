@@ -25,9 +25,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from common.distributed.failures import first_line
 from common.distributed.launch_env import LaunchSpec
-from common.errors import GroupError, UserError
+from common.errors import GroupError, UserError, first_line
 from common.utils.network import is_own
 from common.utils.processes import in_thread
 from common.utils.system import free_port
@@ -41,7 +40,7 @@ _JOINED, _ANSWER = "joined/{}", "answer/{}"  # of each rank
 
 @dataclass(frozen=True)
 class Peer:
-    """What each rank reports when it joins: host name, process id, and the number of GPUs on its node."""
+    """What each rank reports when it joins: host name, process id, number of GPUs on its node."""
 
     host: str
     pid: int
@@ -93,7 +92,7 @@ def _rendezvous(launch: LaunchSpec, timeout_seconds: float) -> tuple[dist.TCPSto
 
 
 def place_ranks(peers: Sequence[Peer]) -> list[RankPlacement]:
-    """Return the placement of every rank; on each host, local ranks follow the order of the ranks."""
+    """Return every rank's placement; local ranks follow the order of the ranks on each host."""
     hosts = [peer.host for peer in peers]
     gpus_suffice = all(peer.gpus >= hosts.count(peer.host) for peer in peers)
     return [
@@ -213,7 +212,7 @@ def _wait_for_placement(
 
 
 def _wait_for_key(store: dist.TCPStore, key: str, seconds: float) -> bool:
-    """Return whether the key is set within ``seconds``: one request, which the store answers when the key is set."""
+    """Return whether the key is set within ``seconds``; the store answers this one request then."""
     try:
         store.wait([key], timedelta(seconds=max(seconds, _POLL_SECONDS)))
     except dist.DistStoreError:  # a lost store is a DistNetworkError
@@ -225,17 +224,17 @@ def _missing_message(store: dist.TCPStore, launch: LaunchSpec, timeout_seconds: 
     missing = [rank for rank in range(launch.size) if not store.check([_JOINED.format(rank)])]
     names = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing[:20]))
     names += f" and {len(missing) - 20} more" if len(missing) > 20 else ""
-    elsewhere = launch.rank == 0 and not is_own(launch.master_ip or "")
-    hint = f" (note that {launch.master_ip} is none of this node's own addresses)"
+    here = launch.rank > 0 or is_own(launch.master_ip or "")
+    hint = "" if here else f" (note that {launch.master_ip} is none of this node's own addresses)"
     return (
         f"{launch.size - len(missing)} of {launch.size} ranks came to {_address(launch)} within {timeout_seconds:g} "
         f"s; missing: {names}. Start them with the same command and their --rank, or give a longer --timeout"
-        f"{hint if elsewhere else ''}"
+        f"{hint}"
     )
 
 
 def _abort(store: dist.TCPStore, launch: LaunchSpec, message: str) -> NoReturn:
-    """Have rank 0 pass the message on to the ranks that still wait, then raise."""
+    """Have rank 0 pass the message to the ranks that still wait, then raise."""
     if launch.rank == 0:
         _abort_all(store, launch, message)
     # A rank that joins late by mistake must not end a run that has begun.
@@ -253,9 +252,10 @@ def _abort_all(store: dist.TCPStore, launch: LaunchSpec, message: str) -> NoRetu
 
 
 def _set_answers(store: dist.TCPStore, answers: Sequence[dict]) -> None:
-    keys = [_ANSWER.format(rank) for rank in range(len(answers))]
-    values = [json.dumps(answer) for answer in answers]
-    store.multi_set(keys, values)  # type: ignore[attr-defined]  # missing in torch's stubs
+    store.multi_set(  # type: ignore[attr-defined]  # missing in torch's stubs
+        [_ANSWER.format(rank) for rank in range(len(answers))],
+        [json.dumps(answer) for answer in answers],
+    )
 
 
 def _lost(launch: LaunchSpec) -> GroupError:

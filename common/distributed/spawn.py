@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,18 @@ class RankExits:
     statuses: tuple[int, ...]
     failed: tuple[int, ...]
     timed_out: bool
+
+
+def rank_commands(command: Sequence[str], ranks: int, *, port: int) -> list[list[str]]:
+    """Return what starts each rank of ``python command`` here; they meet over loopback at ``port``.
+
+    A single rank needs no group.
+    """
+    group = ["--master-ip", "127.0.0.1", "--master-port", str(port), "--num-nodes", str(ranks)]
+    return [
+        [sys.executable, *command, *([*group, "--rank", str(rank)] if ranks > 1 else [])]
+        for rank in range(ranks)
+    ]
 
 
 def run_local_ranks(
@@ -74,12 +87,13 @@ def run_local_ranks(
         while True:
             statuses = [process.poll() for process in processes]
             ended = [rank for rank, status in enumerate(statuses) if status and rank not in failed]
-            if (ended and not failed) or (stop_requested() and not stopping):
-                deadline = min(deadline, time.monotonic() + grace_seconds)
-            if stop_requested() and not stopping:
+            stops_now = stop_requested() and not stopping
+            if stops_now:
                 stopping = True
                 for process in processes:
                     process.terminate()
+            if stops_now or (ended and not failed):
+                deadline = min(deadline, time.monotonic() + grace_seconds)
             failed += ended
             if None not in statuses or time.monotonic() > deadline:
                 break

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torchvision.models import ResNet18_Weights
 from torchvision.models import resnet18 as torchvision_resnet18
 
-from common.errors import UserError
+from common.errors import UserError, first_line, reason_of
 
 
 class Transfer(nn.Module):
@@ -109,17 +109,15 @@ def _read(source: str | None, where: str) -> Any:
         PermissionError,
         IsADirectoryError,
     ) as error:
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise UserError(
-            f"the pretrained weights could not be had from {where} ({reason}): give "
+            f"the pretrained weights could not be had from {where} ({reason_of(error)}): give "
             "--pretrained-weights FILE, a copy of that file from another machine. Training does "
             "not begin with random weights"
         ) from error
     except Exception as error:  # a damaged file can raise anything
         if "://" in where:
             cached.unlink(missing_ok=True)
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
         raise UserError(
-            f"--pretrained-weights: {where} cannot be read as a file of weights ({reason}): "
-            "copy it again"
+            f"--pretrained-weights: {where} cannot be read as a file of weights "
+            f"({first_line(error)[:100]}): copy it again"
         ) from error

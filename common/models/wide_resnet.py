@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes.
+    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution if the shape changes.
 
     ``forward`` takes a tensor of shape (batch, channels_in, h, w) and returns one of shape
     (batch, channels_out, h / stride, w / stride).

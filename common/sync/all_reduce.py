@@ -1,10 +1,10 @@
 """all_reduce by hand: one collective for each parameter, no root.
 
     0 --> 1        Gloo's all_reduce is a ring: N-1 rounds add, N-1 rounds pass the sums on.
-    ^     |        In each round every rank sends one part of 1/N of the tensor.
-    3 <-- 2        The next tensor waits until the one before is done.
+    ^     v        In each round every rank sends 1/N of the tensor to the next rank.
+    3 <-- 2        Each tensor waits until the one before is done.
 
-Sends: every rank, the root too, 2(N-1)P messages, 2(N-1)/N M bytes, and receives as much.
+Sends: every rank, rank 0 included, 2(N-1)P messages, 2(N-1)/N M bytes, and receives as much.
 Time: 2(N-1)P alpha + 2(N-1)/N M / B + (N-1)/N M gamma, and three copies of M bytes in memory.
     [Patarasuk, Yuan 2009]
 Common mistake: keeping the sum. It trains, with a learning rate N times too large. Another:
@@ -22,7 +22,7 @@ from common.sync.message_plans import AllReducePlan
 
 
 class AllReduce(AllReducePlan, GradientSync):
-    """For each parameter one ``all_reduce`` that sums, then a division by the number of ranks."""
+    """One ``all_reduce`` for each parameter, then a division by the number of ranks."""
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""

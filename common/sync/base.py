@@ -1,4 +1,4 @@
-"""The contract of a strategy: the default of each method, and which gradients are exchanged.
+"""The base class of strategies: a default for each method, and which gradients are exchanged.
 
 Order of the calls: ``prepare`` once; in every step ``synchronize`` after the last backward and
 ``after_step`` after the optimiser's step; ``sync_replicas`` before evaluation and before a
@@ -24,11 +24,11 @@ class GradientSync(MessagePlan):
 
     After ``synchronize`` every rank's ``p.grad`` is the plain mean of the ranks' gradients. The
     engine weights each rank's loss, so this mean is the gradient of the mean loss over the whole
-    global batch. A strategy also derives from its plan, which has ``operations``, ``bytes_sent``
-    and ``period``.
+    global batch. A strategy also derives from its plan (message_plans.py), which defines
+    ``operations``, ``bytes_sent`` and ``period``.
     """
 
-    # False if lossy or periodic; such a strategy says what it keeps instead.
+    # False if lossy or periodic; such a strategy's docstring says what it keeps instead.
     exact = True
 
     # Whether all ranks have the same gradients after ``synchronize``, and so agree on overflow.
@@ -66,7 +66,7 @@ class GradientSync(MessagePlan):
     def sync_replicas(self, model: nn.Module) -> None:
         """Make weights and optimiser state equal on all ranks. A collective call.
 
-        Called before evaluation or a checkpoint. Nothing to do where ``synchronize`` suffices.
+        Called before evaluation or a checkpoint. Does nothing if ``synchronize`` suffices.
         """
 
     settle = sync_replicas  # the older name, for one release
@@ -89,7 +89,7 @@ class GradientSync(MessagePlan):
         """Restore what ``state_dict`` returned."""
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of ``exchanged``, new zeros where this rank has none."""
+        """Return the gradients of ``exchanged``; a gradient that this rank lacks becomes zeros."""
         gradients = []
         for parameter in self.exchanged():
             if parameter.grad is None:
@@ -100,8 +100,8 @@ class GradientSync(MessagePlan):
     def contiguous_gradients(self) -> Iterator[Tensor]:
         """Yield each of ``gradients`` as a contiguous tensor to be averaged in place.
 
-        Collectives need contiguous memory, which channels_last gradients lack: for these a copy is
-        yielded, and copied back when the next one is asked for.
+        Collectives need contiguous memory, which channels_last gradients lack. For these it yields
+        a copy, and copies the mean back before it yields the next gradient.
         """
         for gradient in self.gradients():
             dense = gradient.contiguous()
@@ -110,10 +110,10 @@ class GradientSync(MessagePlan):
                 gradient.copy_(dense)
 
     def flat_gradients(self, *, divisor: int | None = None) -> list[Tensor]:
-        """Return this rank's gradients / N in flat tensors, one for each type of entry.
+        """Return this rank's gradients / N in flat tensors, one for each dtype.
 
         Each ``p.grad`` becomes a view of them (flat_buffer.py): leave the sum over the ranks there.
-        ``divisor`` : another number in place of N, the number of ranks.
+        ``divisor`` : replaces N, the number of ranks.
         """
         parameters = self.exchanged()
         self._buffers = self._buffers or flat_buffers(parameters)
@@ -154,7 +154,7 @@ def _used_on_any_rank(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def broadcast_from_rank0(tensors: list[Tensor]) -> None:
-    """Overwrite each tensor, of any strides, with rank 0's; one message a tensor."""
+    """Overwrite each tensor, of any strides, with rank 0's: one broadcast a tensor."""
     for tensor in tensors:
         dense = tensor.detach().contiguous()
         dist.broadcast(dense, src=0)

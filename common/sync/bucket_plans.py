@@ -1,4 +1,4 @@
-"""What a step sends where gradients travel in buckets: ``overlapped`` and DDP's three ways.
+"""What a step sends if gradients travel in buckets: ``overlapped`` and DDP's three strategies.
 
 Like message_plans.py, this file imports no torch.
 """
@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from common.sync.bucketing import bucket_sizes
 from common.sync.message_cost import GradientSize, Operation, with_shape
 from common.sync.message_plans import MessagePlan
+from common.utils.grouping import grouped
 
-# PowerSGD compresses a gradient of more than this many times the entries of its thin matrices.
+# PowerSGD compresses a gradient if it has more than this many times its thin matrices' entries.
 POWERSGD_LEAST_GAIN = 2
 
 
@@ -56,7 +57,7 @@ class OverlappedPlan(DDPPlan):
 
 
 class DDPPowerSGDPlan(MessagePlan):
-    """For each type of entry three all_reduces: uncompressed gradients, all P, all Q.
+    """Three all_reduces for each itemsize: uncompressed gradients, all P, all Q.
 
     This is what every step from the third on sends.
     """
@@ -67,9 +68,9 @@ class DDPPowerSGDPlan(MessagePlan):
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
-        found, shaped = [], [with_shape(size) for size in sizes]
-        for itemsize in dict.fromkeys(size.itemsize for size in shaped):
-            alike = [size for size in shaped if size.itemsize == itemsize]
+        found = []
+        by_itemsize = grouped((size.itemsize, size) for size in map(with_shape, sizes))
+        for itemsize, alike in by_itemsize.items():
             thin = [size for size in alike if is_compressed(size.shape, self.powersgd_rank)]
             entries = [thin_entries(size.shape, self.powersgd_rank) for size in thin]
             plain, ps, qs = (
@@ -91,9 +92,9 @@ class DDPPowerSGDPlan(MessagePlan):
 
 
 def is_compressed(shape: Sequence[int], rank: int) -> bool:
-    """Return whether torch's PowerSGD hook sends a gradient of that shape as thin matrices.
+    """Return whether torch's PowerSGD hook sends a gradient of this shape as thin matrices.
 
-    It does if these have less than half of the gradient's entries.
+    It does if they have less than half of the gradient's entries.
     """
     rows, columns = shape[0] if shape else 1, math.prod(shape[1:])
     return (rows + columns) * min(rows, columns, rank) * POWERSGD_LEAST_GAIN < rows * columns

@@ -10,8 +10,8 @@ MIB = 1024 * 1024
 def assign_buckets(sizes_in_ready_order: Sequence[int], bucket_mb: float | None) -> list[list[int]]:
     """Return the indices of each bucket's gradients. A bucket closes once it reaches the limit.
 
-    Each type of entry has its own buckets. Buckets that are still open at the end come last, in
-    the order of their first gradients.
+    Each itemsize has its own buckets. Buckets that are still open at the end come last, in the
+    order of their first gradients.
 
     Parameters
     ----------
@@ -22,15 +22,15 @@ def assign_buckets(sizes_in_ready_order: Sequence[int], bucket_mb: float | None)
     """
     first_mb, later_mb = (1, 25) if bucket_mb is None else (bucket_mb, bucket_mb)
     closed: list[list[int]] = []
-    opened: dict[int, list[int]] = {}  # by bytes of an entry
-    past_the_first = set()
+    opened: dict[int, list[int]] = {}  # by itemsize
+    limits_mb: dict[int, float] = {}  # by itemsize, after the first bucket
     for index, size in enumerate(map(with_shape, sizes_in_ready_order)):
         bucket = opened.setdefault(size.itemsize, [])
         bucket.append(index)
-        limit_mb = later_mb if size.itemsize in past_the_first else first_mb
-        if sum(sizes_in_ready_order[i] for i in bucket) >= int(limit_mb * MIB):
+        limit = int(limits_mb.get(size.itemsize, first_mb) * MIB)
+        if sum(sizes_in_ready_order[i] for i in bucket) >= limit:
             closed.append(opened.pop(size.itemsize))
-            past_the_first.add(size.itemsize)
+            limits_mb[size.itemsize] = later_mb
     return closed + sorted(opened.values())
 
 

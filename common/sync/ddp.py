@@ -1,21 +1,23 @@
-"""PyTorch's DistributedDataParallel: buckets of gradients, sent while backward goes on.
+"""PyTorch's DistributedDataParallel: buckets of gradients, sent while backward continues.
 
     backward   ####################################
     bucket 1            ========                      sent while backward computes the rest
     bucket 2                        ==============
-    bucket 3                                       =  only what sticks out is waited for
+    bucket 3                                       =  only what comes after backward costs time
 
 overlapped.py does the same by hand.
 
-Sends: every rank, the root too, 2(N-1)K messages, 2(N-1)/N M bytes, for K buckets, and receives
-    as much. VGG-11 has three buckets, of 9.5, 27.2 and 0.3 MB. The first step, in which torch
-    learns the order of backward, sends all in one bucket. ``find_unused_parameters`` adds an
+Sends: every rank, rank 0 included, 2(N-1)K messages, 2(N-1)/N M bytes, for K buckets, and receives
+    as much. VGG-11 has three buckets, of 9.5, 27.2 and 0.3 MB. In the first step torch learns
+    the order of backward and sends all in one bucket. ``find_unused_parameters`` adds an
     ``all_reduce`` of 4 bytes a parameter.
 Time: what backward does not hide. Bucket k, of M_k bytes, is full at r_k and summed at
     c_k = max(r_k, c_(k-1)) + 2(N-1) alpha + 2(N-1)/N M_k / B + (N-1)/N M_k gamma. The exposed time
-    is c_K minus the end of backward. [Li et al., PyTorch Distributed, arXiv:2006.15704]
-Common mistake: calling the model itself in place of the wrapped one. The hooks then never run, and
-    each rank trains by itself. Another: evaluating the wrapped model on rank 0 alone, which hangs.
+    is c_K minus the end of backward. Each c_k also includes copying M_k bytes in memory.
+    [Li et al., PyTorch Distributed, arXiv:2006.15704]
+Common mistake: calling the model itself instead of the wrapped one. The hooks then do nothing, and
+    each rank trains by itself. Another: evaluating the wrapped model on rank 0 alone: by default
+    its forward broadcasts the buffers, so it hangs.
 
 (N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
 to add a byte.)
@@ -33,9 +35,9 @@ from common.sync.bucket_plans import DDPPlan
 
 
 class DDPWrapper(GradientSync):
-    """What the three ways through DistributedDataParallel share.
+    """Base class of the three strategies that use DistributedDataParallel.
 
-    DistributedDataParallel hooks into backward, so ``synchronize`` has nothing left to do.
+    Its hooks send the gradients during backward, so ``synchronize`` has nothing to do.
     """
 
     bucket_mb: float | None
@@ -43,7 +45,7 @@ class DDPWrapper(GradientSync):
     _wrapped: DistributedDataParallel | None = None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        """Return the model inside DistributedDataParallel; a model that is wrapped stays so.
+        """Wrap the model in DistributedDataParallel; a wrapped model stays as it is.
 
         Every rank gets rank 0's parameters and buffers.
         """
@@ -72,7 +74,7 @@ class DDPWrapper(GradientSync):
             )
 
     def attach_hook(self, wrapped: DistributedDataParallel) -> None:
-        """Replace the plain all_reduce of each bucket, in the ways that do."""
+        """Replace the plain all_reduce of each bucket, if the strategy does."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See the base class."""
@@ -81,12 +83,13 @@ class DDPWrapper(GradientSync):
 
 
 class DDP(DDPPlan, DDPWrapper):
-    """DistributedDataParallel as it is.
+    """Plain DistributedDataParallel.
 
     Parameters
     ----------
     bucket_mb : MiB that close a bucket; None: torch's default, 1 for the first, then 25
         (bucketing.py).
-    find_unused_parameters : let DDP look for parameters that a forward pass left out. Costs a walk
-        of the graph, one more ``all_reduce``, and buckets in the order of the parameters.
+    find_unused_parameters : let DDP look for parameters that a forward pass left out. It costs a
+        walk of the graph and one more ``all_reduce``, and keeps the buckets in the order of the
+        parameters.
     """

@@ -1,16 +1,17 @@
-"""DistributedDataParallel that sends half of the bytes: torch's fp16 hook.
+"""DistributedDataParallel with half of the bytes: torch's fp16 hook.
 
-    bucket of fp32 --/ N--> fp16 --all_reduce in fp16--> fp16 --> bucket of fp32
-         M_k bytes               M_k / 2 bytes on the links             M_k bytes
+    bucket of fp32 --round--> fp16 / N --all_reduce in fp16--> fp16 --> bucket of fp32
+         M_k bytes                  M_k / 2 bytes in the all_reduce          M_k bytes
 
-It is lossy. What it keeps: each entry lies within the rounding of fp16 (11 bits) of the exact
-    mean, and all ranks have the same bits. Entries beyond 65,504 become infinite, those below
-    6e-8 zero.
-Sends: every rank, the root too, 2(N-1)K messages, (N-1)/N M bytes, for K buckets of fp32
+It is lossy. What it keeps: each entry is the mean, up to fp16's rounding (11 bits) of the ranks'
+    entries and of their partial sums. All ranks have the same bits. Gradients beyond 65,504 become
+    infinite. Below 6e-5 an entry / N loses bits, below 3e-8 it becomes zero.
+Sends: every rank, rank 0 included, 2(N-1)K messages, (N-1)/N M bytes, for K buckets of fp32
     gradients, and receives as much.
-Time: as ddp.py, with M_k / 2 for M_k, and two more passes over memory for the rounding.
-Common mistake: fp16 loss scaling on top, which pushes the sums beyond 65,504. Another: summing
-    before dividing by N, for the same reason.
+Time: as ddp.py, with M_k / 2 for M_k, and two more passes over M_k bytes in memory, to fp16 and
+    back.
+Common mistake: fp16 loss scaling on top, which pushes gradients beyond 65,504. Another: dividing
+    by N after the sum, which may be beyond 65,504 where no entry is.
 
 (N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
 to add a byte.)
@@ -24,7 +25,7 @@ from common.sync.ddp import DDPWrapper
 
 
 class DDPFp16(DDPFp16Plan, DDPWrapper):
-    """As ``ddp``, but each bucket is divided by N, rounded to fp16, and summed in fp16.
+    """As ``ddp``, but each bucket is rounded to fp16, divided by N, and summed in fp16.
 
     Parameters
     ----------

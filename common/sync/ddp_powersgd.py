@@ -3,23 +3,23 @@
     gradient + error   n x m  =  P (n x r) times Q^T (r x m)  +  new error
     every rank:  P = G Q --all_reduce--> make orthogonal --> Q = G^T P --all_reduce--> G' = P Q^T
 
-A gradient of shape (n, m, ...) is G. Its error of the step before is added first; G - P Q^T is
-the error of this step, and Q is kept as the next step's start. Vectors, and matrices too small to
-gain by it, are summed as they are. All gradients share one bucket: so few bytes are sent that the
-latency of the messages counts.
+G is a gradient of shape (n, m, ...) as a matrix, plus its error of the step before. G - P Q^T is
+the error of this step, and the next step starts with this step's Q. Vectors, and matrices that
+would shrink to no less than half, are summed as they are. All gradients share one bucket: with so
+few bytes, the latency of the messages counts.
 
 It is lossy. What it keeps: the mean over the ranks of (errors before + gradients) equals the mean
     of (errors after) + what the optimiser gets. No gradient is lost, some come late. All ranks
     have the same bits.
-Sends: from the third step on every rank, the root too, 6(N-1) messages, 2(N-1)/N (U + P + Q)
-    bytes, and receives as much. U is the bytes of what stays as it is, P and Q those of the thin
-    matrices. For VGG-11 with r = 2, U + P + Q = 0.22 MB of 36.9. The first two steps are plain
-    ``ddp`` in one bucket.
-Time: 6(N-1) alpha + 2(N-1)/N (U + P + Q) / B + ((N-1)/N (U + P + Q) + 2M) gamma, nothing of it
-    during backward; and the two products, each over all M bytes.
+Sends: from the third step on every rank, rank 0 included, 6(N-1) messages, 2(N-1)/N (U + P + Q)
+    bytes, and receives as much. U is the bytes of the uncompressed gradients, P and Q are those of
+    the thin matrices. For VGG-11 with r = 2, U + P + Q is 0.22 MB of 36.9. The first two steps are
+    plain ``ddp`` with one bucket.
+Time: 6(N-1) alpha + 2(N-1)/N (U + P + Q) / B + ((N-1)/N (U + P + Q) + 2M) gamma, two copies of M
+    bytes in memory, and the products G Q and G^T P. None of this overlaps with backward.
     [Vogels et al., arXiv:1905.13727]
-Common mistake: dropping the error in place of adding it to the next gradient: the weights then
-    never move in the directions that r columns leave out.
+Common mistake: dropping the error instead of adding it to the next gradient: what r columns cannot
+    hold is then lost in every step.
 
 (N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
 to add a byte.)

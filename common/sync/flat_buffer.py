@@ -1,4 +1,4 @@
-"""Gradients in flat buffers, so that one message carries many of them.
+"""Flat buffers, in which one message carries many gradients.
 
 A buffer is made once and kept. Every step, each gradient is copied into it, divided by the number
 of ranks on the way. Then ``p.grad`` becomes a view of the buffer, so nothing is copied back: what
@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from common.utils.grouping import grouped
 
 
 class FlatBuffer:
@@ -43,8 +45,6 @@ class FlatBuffer:
 
 
 def flat_buffers(parameters: Iterable[nn.Parameter]) -> list[FlatBuffer]:
-    """Return new buffers for these parameters: one for each type of entry on each device."""
-    groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    """Return new buffers for these parameters: one for each dtype on each device."""
+    groups = grouped(((p.dtype, p.device), p) for p in parameters)
     return [FlatBuffer(group) for group in groups.values()]

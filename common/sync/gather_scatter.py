@@ -1,7 +1,7 @@
 """Gather and scatter by hand: rank 0 collects every gradient, averages, and sends the mean back.
 
     1 --M--> +--------+ --M--> 1
-    2 --M--> | rank 0 | --M--> 2       all traffic passes one link: (N-1) M in, (N-1) M out
+    2 --M--> | rank 0 | --M--> 2       all traffic passes rank 0's link: (N-1)M in, (N-1)M out
     3 --M--> +--------+ --M--> 3
 
 Sends: every rank but the root P messages, M bytes; the root (N-1)P messages, (N-1)M bytes. Each

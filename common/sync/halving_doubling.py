@@ -1,25 +1,24 @@
 """Recursive halving and doubling by hand: the bytes of a ring in the rounds of a tree.
 
     round 1 (halves):    0 <-> 4   1 <-> 5   2 <-> 6   3 <-> 7
-    round 2 (quarters):  0 <-> 2   1 <-> 3   4 <-> 6   5 <-> 7       then the same rounds backwards
+    round 2 (quarters):  0 <-> 2   1 <-> 3   4 <-> 6   5 <-> 7       then the same in reverse
     round 3 (eighths):   0 <-> 1   2 <-> 3   4 <-> 5   6 <-> 7
 
-Halving: each rank gives its partner one half of what it still has, keeps the other half, and adds.
-Doubling: the same rounds in reverse, in which the partners exchange their sums.
+Halving: each rank sends its partner one half of what it still has, and adds what it receives to
+the other half. Doubling: in reverse order, the partners send each other their finished sums.
 
-Sends: with p the largest power of two up to N and L = log2 p, every rank 2L messages, 2(p-1)/p M
-    bytes. The N-p surplus ranks take no part in the rounds: each sends 1 message, M bytes, to a
-    partner before and receives M back. These partners (the root is one where N > p) send 1
-    message, M bytes, more.
-Time: 2L alpha + (p-1)/p M (2 / B + gamma); where N > p, 2 alpha + M (2 / B + gamma) more. And one
+Sends: let p be the largest power of two up to N, and L = log2 p. Each of the ranks 0 to p-1 sends
+    2L messages, 2(p-1)/p M bytes. The N-p surplus ranks take no part in the rounds: before
+    them each sends 1 message, M bytes, to a partner, and afterwards it receives M bytes back. So
+    each partner, rank 0 among them if N > p, sends 1 message, M bytes, more.
+Time: 2L alpha + (p-1)/p M (2 / B + gamma); if N > p, 2 alpha + M (2 / B + gamma) more. And one
     copy of M bytes in memory; nothing is copied back (flat_buffer.py).
     [Thakur, Rabenseifner, Gropp 2005]
 Common mistake: forgetting the ranks beyond the power of two, whose gradients nobody adds.
-    Another: doubling in the order of halving, where a partner does not yet have the sum that it
-    should send.
+    Another: doubling in the order of halving: the partner does not have the sum yet.
 
 (N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.) Each type of entry has a buffer of its own.
+to add a byte.) Each dtype has its own buffer.
 """
 
 import torch

@@ -7,16 +7,16 @@ It is lossy. What it keeps: between two averages each rank takes H steps of plai
     own share. With H = 1 and SGD without momentum it equals ``all_reduce``. The optimiser's state
     stays each rank's own until ``sync_replicas`` averages it with the weights, before evaluation
     and checkpoint: a run that evaluates or saves more often averages more often.
-Sends: every H steps every rank, the root too, 2(N-1) messages, 2(N-1)/N M bytes, as a ring, and
+Sends: every H steps every rank, rank 0 included, 2(N-1) messages, 2(N-1)/N M bytes, as a ring, and
     receives as much.
-Time: (2(N-1) alpha + 2(N-1)/N M / B + (N-1)/N M gamma) / H a step, and a copy of M bytes in
-    memory to the flat buffer and back, every H steps. [Stich, arXiv:1805.09767]
+Time: (2(N-1) alpha + 2(N-1)/N M / B + (N-1)/N M gamma) / H a step. Every H steps, M bytes are
+    copied in memory to a flat buffer and back. [Stich, arXiv:1805.09767]
 Common mistake: evaluating or saving rank 0's weights between two averages: they are the weights
-    of one rank, not of all. Another: averaging weights after every step in place of gradients and
-    calling it ``all_reduce``; the momentum of the ranks differs.
+    of one rank, not of all. Another: averaging weights after every step instead of gradients, and
+    calling it ``all_reduce``: each rank keeps its own momentum.
 
 (N ranks, M bytes of weights; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.) Each type of entry has a message of its own.
+to add a byte.) Each dtype has its own message.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from common.sync.base import GradientSync
 from common.sync.message_plans import LocalSGDPlan
+from common.utils.grouping import grouped
 
 
 class LocalSGD(LocalSGDPlan, GradientSync):
@@ -53,7 +54,7 @@ class LocalSGD(LocalSGDPlan, GradientSync):
         return super().prepare(model, optimizer)
 
     def synchronize(self, model: nn.Module) -> None:
-        """Send nothing, but add zeros where only other ranks have a gradient.
+        """Send nothing, but give zeros to each parameter whose gradient only other ranks have.
 
         Then the optimisers of all ranks hold the same kind of state, which can be averaged.
         """
@@ -93,9 +94,8 @@ class LocalSGD(LocalSGDPlan, GradientSync):
 
 @torch.no_grad()
 def average(tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its mean over the ranks; one message for each type of entry."""
-    for kind in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [tensor for tensor in tensors if tensor.dtype == kind]
+    """Replace each tensor by its mean over the ranks, with one all_reduce for each dtype."""
+    for alike in grouped((tensor.dtype, tensor) for tensor in tensors).values():
         flat = torch.cat([tensor.contiguous().view(-1) for tensor in alike]) / dist.get_world_size()
         dist.all_reduce(flat)
         means = flat.split([tensor.numel() for tensor in alike])

@@ -1,4 +1,4 @@
-"""The cost of one message: ``Operation`` is a line of a message plan, ``sent_bytes`` its bytes.
+"""One line of a message plan (``Operation``), and the bytes that it sends (``sent_bytes``).
 
 common/cost_model/event_model.py turns operations into seconds. common/profiling/comm_trace.py
 counts the bytes of the messages that it records with ``sent_bytes``. Nothing here imports torch.
@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
+
+from common.utils.grouping import grouped
 
 KINDS = ("all_reduce", "reduce", "broadcast", "gather", "scatter", "all_gather", "exchange")
 
@@ -22,7 +24,7 @@ class Operation:
     kind : one of ``KINDS``; "exchange" is a round of point-to-point messages, all at once.
     nbytes : bytes of the tensor that a rank passes in: for gather, scatter and all_gather one
         rank's part, for an exchange the longest message of the round.
-    count : how many of them follow one another, each waiting for the one before.
+    count : number of such operations in a row, each waiting for the one before.
     summed_bytes, copied_bytes : what the strategy's own code adds and copies in memory around each
         one, on the busiest rank.
     ready_bytes : if it may start during backward, the bytes of gradients that backward must have
@@ -38,9 +40,9 @@ class Operation:
 
 
 class GradientSize(int):
-    """The bytes of a gradient, as an int that knows its ``shape`` and its ``itemsize``.
+    """The bytes of a gradient, an int with its ``shape`` and ``itemsize`` (bytes of an entry).
 
-    ``itemsize`` is the bytes of an entry. A plain int stands for a vector of 4-byte entries.
+    A plain int stands for a vector of 4-byte entries.
     """
 
     shape: tuple[int, ...]
@@ -53,7 +55,7 @@ class GradientSize(int):
         return size
 
     def __reduce__(self) -> tuple[type["GradientSize"], tuple[tuple[int, ...], int]]:
-        """Return what pickle and copy need to keep both."""
+        """Let pickle and copy keep shape and itemsize."""
         return GradientSize, (self.shape, self.itemsize)
 
     @property
@@ -73,11 +75,9 @@ def with_shape(size: int) -> GradientSize:
 
 
 def buffers(sizes: Iterable[int]) -> list[GradientSize]:
-    """Return the flat buffers for gradients of these ``sizes``, one for each type of entry."""
-    entries: dict[int, int] = {}
-    for size in map(with_shape, sizes):
-        entries[size.itemsize] = entries.get(size.itemsize, 0) + size.entries
-    return [GradientSize((count,), itemsize) for itemsize, count in entries.items()]
+    """Return the flat buffers for gradients of these ``sizes``, one for each itemsize."""
+    entries = grouped((size.itemsize, size.entries) for size in map(with_shape, sizes))
+    return [GradientSize((sum(counts),), itemsize) for itemsize, counts in entries.items()]
 
 
 def sent_bytes(kind: str, nbytes: int, *, rank: int, ranks: int, root: int = 0) -> Fraction:
@@ -87,22 +87,20 @@ def sent_bytes(kind: str, nbytes: int, *, rank: int, ranks: int, root: int = 0) 
     root. broadcast is a binomial tree; gather and scatter go straight to and from the root.
     The result is a fraction because the parts of a ring are M/N bytes.
     """
-    match kind:
-        case "all_reduce":
-            return Fraction(2 * (ranks - 1) * nbytes, ranks)
-        case "all_gather":
-            return Fraction((ranks - 1) * nbytes)
-        case "reduce":
-            return Fraction((ranks - 1 if rank == root else ranks) * nbytes, ranks)
-        case "gather":
-            return Fraction(0 if rank == root else nbytes)
-        case "scatter":
-            return Fraction((ranks - 1) * nbytes if rank == root else 0)
-        case "broadcast":
-            return Fraction(nbytes * tree_children((rank - root) % ranks, ranks))
-    raise ValueError(
-        f"kind: got {kind!r}; the bytes of an exchange are known to its strategy alone"
-    )
+    at_root = rank == root
+    tensors_sent: dict[str, Fraction | int] = {
+        "all_reduce": Fraction(2 * (ranks - 1), ranks),
+        "all_gather": ranks - 1,
+        "reduce": Fraction(ranks - 1 if at_root else ranks, ranks),
+        "gather": 0 if at_root else 1,
+        "scatter": ranks - 1 if at_root else 0,
+        "broadcast": tree_children((rank - root) % ranks, ranks),
+    }
+    if kind not in tensors_sent:
+        raise ValueError(
+            f"kind: got {kind!r}; the bytes of an exchange are known to its strategy alone"
+        )
+    return Fraction(tensors_sent[kind] * nbytes)
 
 
 def tree_children(rank: int, ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""What a step of each strategy sends, as a list of messages, in plain arithmetic.
+"""What a step of each strategy sends, as a list of messages.
 
 Each strategy class derives from its plan here and adds the code that sends the messages. Nothing
 here imports torch, so `lab predict` can build a plan alone and answer within a second. The plans
@@ -13,13 +13,15 @@ from fractions import Fraction
 from common.errors import UserError
 from common.sync.message_cost import GradientSize, Operation, buffers, sent_bytes, tree_children
 
-# Passes over memory around each collective: into contiguous strides, the division, and back.
+# Copies around each collective: into contiguous strides, for the division, and back.
 COPIES_PER_PARAMETER = 3
 
 
 class MessagePlan:
-    """Base class of all plans. A plan defines ``operations``; one of sends and receives also
-    defines ``bytes_sent``."""
+    """Base class of all plans. A plan defines ``operations``.
+
+    A plan of point-to-point messages also defines ``bytes_sent``.
+    """
 
     # Steps after which the messages repeat.
     period = 1
@@ -106,7 +108,7 @@ class AllReduceFlatPlan(MessagePlan):
 
 
 class RoundsPlan(MessagePlan):
-    """Base of the plans of sends and receives by hand: rounds of messages for each flat buffer."""
+    """Base class of the plans with rounds of point-to-point messages, for each flat buffer."""
 
     def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
         """List the rounds that sum one flat buffer over two or more ranks."""
@@ -123,7 +125,7 @@ class RoundsPlan(MessagePlan):
 
 
 class TreePlan(RoundsPlan):
-    """For each flat buffer one round a level up the tree, and one a level down."""
+    """For each flat buffer one round up and one round down for each level of the tree."""
 
     def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
         """See the base class."""
@@ -136,7 +138,7 @@ class TreePlan(RoundsPlan):
 
 
 class RingPlan(RoundsPlan):
-    """For each flat buffer N-1 rounds that add chunks up, and N-1 that pass the sums on."""
+    """For each flat buffer N-1 rounds that add chunks, and N-1 that pass the sums on."""
 
     def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
         """See the base class."""
@@ -161,7 +163,7 @@ def _chunk_entries(entries: int, index: int, ranks: int) -> int:
 
 
 class HalvingDoublingPlan(RoundsPlan):
-    """For each flat buffer rounds that add halves, quarters, ... up, and the same backwards."""
+    """For each flat buffer rounds that add halves, quarters and so on, then the same in reverse."""
 
     def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
         """See the base class. Ranks beyond a power of two cost one round of everything each way."""

@@ -1,6 +1,6 @@
 """No synchronisation: one process sees the whole batch.
 
-    rank 0                         nobody to talk to
+    rank 0                         no other rank
 
 Sends: nothing: no messages, 0 bytes.
 Time: 0 seconds.
@@ -15,7 +15,7 @@ from common.sync.message_plans import NoSyncPlan
 
 
 class NoSync(NoSyncPlan, GradientSync):
-    """The single node."""
+    """No exchange: for a single process."""
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """Return the model as it is; there is no rank 0 to copy from."""

@@ -1,25 +1,25 @@
-"""Buckets by hand: each is sent as soon as backward has filled it, while backward goes on.
+"""Buckets by hand: each is sent as soon as backward has filled it, while backward continues.
 
     backward   ####################################
     bucket 1            ========                      sent while backward computes the rest
     bucket 2                        ==============
-    bucket 3                                       =  only what sticks out is waited for
+    bucket 3                                       =  only what comes after backward costs time
 
 A hook on each parameter copies its gradient into a bucket. A full bucket goes into an asynchronous
 ``all_reduce``, in the same order on every rank; ``synchronize`` waits for all of them.
 
-Sends: every rank, the root too, 2(N-1)K messages, 2(N-1)/N M bytes, for K buckets, and receives as
-    much. VGG-11 has three buckets, of 9.5, 27.2 and 0.3 MB.
+Sends: every rank, rank 0 included, 2(N-1)K messages, 2(N-1)/N M bytes, for K buckets, and receives
+    as much. VGG-11 has three buckets, of 9.5, 27.2 and 0.3 MB.
 Time: what backward does not hide. Bucket k, of M_k bytes, is full at r_k and summed at
     c_k = max(r_k, c_(k-1)) + 2(N-1) alpha + 2(N-1)/N M_k / B + (N-1)/N M_k gamma. The exposed time
-    is c_K minus the end of backward. And one copy of M bytes in memory; nothing is copied back
-    (flat_buffer.py). [Li et al., PyTorch Distributed, arXiv:2006.15704]
-    The first step, in which the ranks agree on their gradients, sends all buckets after backward.
+    is c_K minus the end of backward. Each c_k also includes copying M_k bytes in memory; nothing is
+    copied back (flat_buffer.py). The first step, in which the ranks agree on their gradients,
+    sends all buckets after backward. [Li et al., PyTorch Distributed, arXiv:2006.15704]
 Common mistake: sending each bucket when it is full on this rank. Another rank may fill its
     buckets in another order, and then gradients of different parameters are added up.
 
 (N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.) Each type of entry has buckets of its own.
+to add a byte.) Each dtype has its own buckets.
 """
 
 from collections.abc import Iterator, Sequence

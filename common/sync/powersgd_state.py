@@ -1,8 +1,7 @@
-"""What PowerSGD keeps from step to step, by parameter.
+"""PowerSGD's state between steps (errors and Qs), kept by parameter.
 
-Torch keeps it by bucket, but DDP's buckets change after its first step, also in the first step
-after a resume. ``exchange`` is the hook; ``state_dict`` and ``load_state_dict`` are for between
-steps.
+Torch keeps it by bucket, but DDP's buckets change after the first step of each process, also after
+a resume. ``exchange`` is the hook. ``state_dict`` and ``load_state_dict`` are called between steps.
 """
 
 from collections.abc import Sequence
@@ -14,15 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from common.sync.bucket_plans import POWERSGD_LEAST_GAIN, is_compressed, thin_entries
+from common.utils.grouping import grouped
 
 
 class _InTurn(dist.ProcessGroup):
     """The default process group, with all_reduces that block until they are done.
 
-    Torch's hook starts its second and third message when the one before ends. With Gloo this
-    happens in one of Gloo's own threads, which waits there. With several buckets the order then
-    differs between ranks, or the threads block each other. Here all of it runs in the thread of
-    backward.
+    Torch's hook starts its second and third message when the one before ends. With Gloo, one of
+    Gloo's own threads does that and waits. With several buckets the order may then differ between
+    ranks, or the threads block each other. Here everything runs in the thread of backward.
     """
 
     def allreduce(self, *args: Any, **kwargs: Any) -> dist.Work:
@@ -34,7 +33,7 @@ class _InTurn(dist.ProcessGroup):
 
 
 class PerParameterState:
-    """Torch's PowerSGD hook, with errors and Qs that are also known by parameter.
+    """Torch's PowerSGD hook, with a copy of its errors and Qs by parameter.
 
     Parameters
     ----------
@@ -57,7 +56,7 @@ class PerParameterState:
         self._qs: dict[str, Tensor] = {}
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Run torch's hook; first bring errors and Qs into the bucket's order if that is new."""
+        """Run torch's hook, but first put errors and Qs into the bucket's order if that is new."""
         index, parameters, state = bucket.index(), bucket.parameters(), self._hook_state
         names = [self._names[p] for p in parameters]
         thin = self._thin(parameters)
@@ -78,13 +77,15 @@ class PerParameterState:
 
     def _thin(self, parameters: Sequence[Tensor]) -> dict[str, tuple[int, int]]:
         """Return the entries of each P and Q, in torch's order: equal shapes follow one another."""
-        compressed = [p for p in parameters if is_compressed(p.shape, self._rank)]
-        shapes = [(len(p), p.numel() // len(p)) for p in compressed]  # as matrices
+        by_shape = grouped(
+            ((len(p), p.numel() // len(p)), p)  # as a matrix
+            for p in parameters
+            if is_compressed(p.shape, self._rank)
+        )
         return {
             self._names[parameter]: thin_entries(shape, self._rank)
-            for shape in dict.fromkeys(shapes)
-            for parameter, its_shape in zip(compressed, shapes, strict=True)
-            if its_shape == shape
+            for shape, alike in by_shape.items()
+            for parameter in alike
         }
 
     def state_dict(self) -> dict[str, Any]:

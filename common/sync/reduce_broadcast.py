@@ -1,11 +1,12 @@
 """Reduce and broadcast: the ranks add on the way to rank 0, which never holds N gradients.
 
-    there: a ring that adds; its N parts end at rank 0     back: a binomial tree, 2 rounds for N = 4
+    reduce: a ring that adds; its N parts end at rank 0    broadcast: a binomial tree
           0 --> 1 --> 2 --> 3 --> 0                            0 --> 2, then 0 --> 1 and 2 --> 3
 
-Sends, as Gloo does it: every rank N-1 messages a tensor, (N-1)/N M bytes, in the ring; every rank
-    but the root then 1 more a tensor, M/N bytes, to the root. On the way back the root sends
-    ceil(log2 N) messages a tensor, ceil(log2 N) M bytes; half of the ranks send nothing.
+Sends, with Gloo's algorithms: in the ring every rank N-1 messages a tensor, (N-1)/N M bytes. Then
+    every rank but the root sends its finished part to the root: 1 message a tensor, M/N bytes. In
+    the broadcast the root sends ceil(log2 N) messages a tensor, ceil(log2 N) M bytes; a rank sends
+    M bytes to each of its children (tree.py), and at least half of the ranks have none.
 Time: (N + ceil(log2 N)) P alpha + (2(N-1)/N + ceil(log2 N)) M / B + (N-1)/N M gamma.
     [Thakur, Rabenseifner, Gropp 2005]
 Common mistake: using the tensor after ``reduce`` on a rank other than the root. It holds a partial

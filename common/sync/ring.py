@@ -1,19 +1,19 @@
-"""A ring by hand: every rank sends to the next one only, and all links are busy all the time.
+"""A ring by hand: every rank sends only to the next one, and all links are busy all the time.
 
     0 --> 1        The buffer is cut into N chunks. In N-1 rounds each chunk travels around the ring
-    ^     |        and every rank adds its own (reduce-scatter); in N-1 more rounds the finished
+    ^     v        and every rank adds its own (reduce-scatter); in N-1 more rounds the finished
     3 <-- 2        chunks travel around (all-gather). Each round moves M/N bytes on every link.
 
-Sends: every rank, the root too, 2(N-1) messages, 2(N-1)/N M bytes, and receives as much. (Up to
-    two entries more or fewer where N does not divide the number of entries.)
+Sends: every rank, rank 0 included, 2(N-1) messages, 2(N-1)/N M bytes, and receives as much. (If N
+    does not divide the number of entries, it is up to two entries more or fewer.)
 Time: 2(N-1) (alpha + M/N / B) + (N-1)/N M gamma, and one copy of M bytes in memory. Nothing is
     copied back, because ``p.grad`` becomes a view of the buffer (flat_buffer.py).
     [Patarasuk, Yuan 2009]
 Common mistake: a blocking ``send`` on every rank before any ``recv``: all wait for each other.
-    Another is an index off by one in the second half, so that one chunk is no sum.
+    Another: an index off by one in the second half, so that one chunk is not the whole sum.
 
 (N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.) Each type of entry has a buffer of its own.
+to add a byte.) Each dtype has its own buffer.
 """
 
 from itertools import pairwise
@@ -45,14 +45,14 @@ def ring_all_reduce(total: Tensor) -> None:
     chunks = [total[begin:end] for begin, end in pairwise(bounds)]
     received = torch.empty_like(max(chunks, key=len))
 
-    # In round k rank r passes on chunk r-k, to which k+1 ranks have been added.
+    # In round k (from 0) rank r passes on chunk r-k, the sum of k+1 ranks so far.
     for step in range(size - 1):
         mine, coming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
         arriving = received[: len(coming)]
         send_and_receive(mine, arriving, to=following, source=before)
         coming += arriving
 
-    # Now rank r holds the whole sum of chunk r+1, which goes around first.
+    # Now rank r holds the whole sum of chunk r+1. It sends that chunk first.
     for step in range(size - 1):
         mine, coming = chunks[(rank + 1 - step) % size], chunks[(rank - step) % size]
         send_and_receive(mine, coming, to=following, source=before)

@@ -1,22 +1,22 @@
-"""The largest entries of the gradient alone; what is not sent now is added to the next gradient.
+"""Only the gradient's largest entries; what is not sent now is added to the next gradient.
 
-    rank 0:  gradient + residual = largest k entries  + rest --> residual of the next step
-                                          |
-    every rank gets the k values and k indices of every rank (all_gather, a ring) and adds them up
+    each rank:   gradient + residual = largest k entries + rest --> residual of the next step
+                                               |
+    all_gather (a ring) brings the k values and k indices of every rank to all; each adds them up
 
 It is lossy. What it keeps: over all ranks, residuals before + gradients = residuals after + N
     times the mean. No gradient is lost, some come late. With ``topk_ratio`` 1 it equals
     ``all_reduce``.
-Sends: of n entries of 4 bytes it sends k = ceil(topk_ratio n). Every rank, the root too, sends
-    2(N-1) messages, 8(N-1)k bytes, and receives as much. That is fewer than a ring only if
-    topk_ratio < 1/N.
+Sends: k = ceil(topk_ratio n) of n entries of 4 bytes, each with an index of 4 bytes. Every rank
+    sends 2(N-1) messages, 8(N-1)k bytes, and receives as much. These are fewer bytes than a
+    ring's only if topk_ratio < 1/N.
 Time: 2(N-1) alpha + 8(N-1)k / B + (M + 4Nk) gamma, one copy of M bytes in memory, and the search
     for the k largest, which takes longer than adding all n. [Stich et al., arXiv:1809.07599]
-Common mistake: dropping what is not sent: small gradients never arrive. Another: dividing each
-    entry by the number of ranks that sent it in place of N.
+Common mistake: dropping what is not sent, so that small gradients never arrive. Another: dividing
+    each entry by the number of ranks that sent it instead of by N.
 
 (N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.) Each type of entry has a buffer of its own.
+to add a byte.) Each dtype has its own buffer.
 """
 
 from typing import Any
@@ -74,8 +74,8 @@ class TopK(TopKPlan, GradientSync):
 def largest(values: Tensor, count: int) -> Tensor:
     """Return the indices of the ``count`` largest entries of a vector.
 
-    In a long vector, a sample gives a bound that a few more than ``count`` entries reach, and only
-    these are sorted. It takes a quarter of the time.
+    In a long vector, a sample gives a bound that slightly more than ``count`` entries reach. Only
+    these entries are then searched, which takes a quarter of the time.
     """
     sample = values[::_STRIDE]
     expected = int(1.15 * count / _STRIDE) + 200
@@ -103,7 +103,7 @@ def mean_of_largest(residual: Tensor, mean: Tensor, *, count: int) -> None:
 
     residual[indices] = 0
     mean.zero_()
-    # In the order of the ranks everywhere, so that all ranks get the same bits.
+    # Every rank adds in the same order, so all ranks get the same bits.
     for theirs, where in zip(all_values, all_indices, strict=True):
         mean.index_add_(0, where, theirs)
     mean /= size

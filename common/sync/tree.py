@@ -1,9 +1,9 @@
 r"""A binomial tree by hand: sums go up to rank 0 in log2 N rounds, and the mean comes down again.
 
            0                up:    1->0, 3->2, 5->4, 7->6;   2->0, 6->4;   4->0
-        /  |  \             down:  the same backwards
-       4   2   1            Each round moves all M bytes.
-      / \   \               The parent of rank r is r without its lowest bit that is 1.
+        /  |  \             down:  the same in reverse
+       4   2   1            Each message carries all M bytes.
+      / \   \               The parent of rank r is r without its lowest set bit.
      6   5   3
      |
      7
@@ -13,11 +13,11 @@ Sends: every rank but the root 1 message, M bytes, to its parent, and every rank
 Time: 2L (alpha + M / B) + L M gamma, and one copy of M bytes in memory. Nothing is copied back,
     because ``p.grad`` becomes a view of the buffer (flat_buffer.py).
     [Thakur, Rabenseifner, Gropp 2005]
-Common mistake: waiting for a child that does not exist where N is no power of two. Another:
+Common mistake: waiting for a child that does not exist if N is not a power of two. Another:
     sending to the parent before all children are added.
 
 (N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.) Each type of entry has a buffer of its own.
+to add a byte.) Each dtype has its own buffer.
 """
 
 import torch

@@ -224,7 +224,7 @@ class MetricsBuffer:
         table = table.to(self._world.device)
         if self._world.size > 1:
             dist.all_reduce(table)
-        *totals, (stops, all_seconds, _, _) = table.tolist()
+        *totals, (stop_requests, all_seconds, _, _) = table.tolist()
         waits = self._wait_seconds(pending)
         self._pending = []  # only now: a rank that is lost breaks the calls above
         records: list[StepRecord] = []
@@ -249,7 +249,7 @@ class MetricsBuffer:
             mean_seconds = all_seconds / self._world.size / len(pending)
             steps = int(_FLUSH_SECONDS / max(mean_seconds, 1e-6))
             self._interval = max(1, min(self._log_every, steps))
-        return stops > 0
+        return stop_requests > 0
 
     def _wait_seconds(self, pending: list[_Pending]) -> list[float]:
         """Return how long each step's "sync" waited for the slowest rank. Collective."""

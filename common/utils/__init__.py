@@ -1,1 +1,1 @@
-"""Helpers that every other package may use: files, processes, the system, paths. No torch at import."""
+"""Helpers for every other package: files, processes, the system, paths. No torch at import."""

@@ -1,8 +1,8 @@
-"""Files that are there whole or not at all.
+"""Write files whole or not at all.
 
-``write_atomically`` writes one. ``remove_unfinished`` deletes what killed writers left, but no file
-that is still being written: a writer holds a lock on its unfinished file, which the kernel releases
-however the process ends.
+``remove_unfinished`` deletes the files that killed writers left, but none that is still being
+written: a writer locks its unfinished file, and the kernel releases the lock however the process
+ends.
 """
 
 import contextlib
@@ -12,16 +12,16 @@ import secrets
 from pathlib import Path
 from typing import IO
 
-from common.errors import UserError
+from common.errors import UserError, reason_of
 
 _UNFINISHED = ".unfinished"
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Write a file that is there whole or not at all, even after a crash or on a full disk.
+    """Write a file whole or not at all, even if the machine crashes or the disk is full.
 
-    It first removes unfinished files of killed writers from the same folder, so that they don't
-    fill the disk. UserError if the file cannot be written.
+    First remove the unfinished files of killed writers from its folder: they would fill the disk.
+    Raises UserError if the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,24 +41,26 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
             os.close(folder)
     except OSError as error:
         raise UserError(
-            f"{path} could not be written ({error.strerror or error}): make room or permit writing there, or "
-            "give another --output-dir; earlier files are untouched"
+            f"{path} could not be written ({reason_of(error)}): make room or permit writing there, "
+            "or give another --output-dir; earlier files are untouched"
         ) from error
 
 
 def append_text(path: Path, text: str, *, name: str, advice: str = "") -> None:
-    """Append to a file, in a folder made where it is missing; UserError, with ``name``, where it fails."""
+    """Append to a file, and make its folder if that is missing.
+
+    Raises UserError with ``name`` and ``advice`` if the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"{name} could not be written ({reason}){advice}") from error
+        raise UserError(f"{name} could not be written ({reason_of(error)}){advice}") from error
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the unfinished files whose writers have ended; none if files cannot be locked there."""
+    """Remove the unfinished files whose writers have ended; none if the folder has no locks."""
     for path in Path(folder).glob(f".*{_UNFINISHED}"):
         with contextlib.suppress(OSError), path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its writer lives

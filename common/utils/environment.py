@@ -1,7 +1,6 @@
 """What a run's ``environment.json`` records, and constants of the environment.
 
-torch is imported only inside functions. On Linux it reads /proc, elsewhere it asks the standard
-library.
+Imports torch only inside functions. Reads /proc on Linux and asks the standard library elsewhere.
 """
 
 import os
@@ -10,11 +9,10 @@ import resource
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from common.utils.paths import IN_CHECKOUT, REPOSITORY
-from common.utils.system import usable_cores
+from common.utils.system import lines_of, usable_cores
 
 DEFAULT_MASTER_PORT = 29500
 _PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "matplotlib", "pillow")
@@ -43,7 +41,7 @@ def environment() -> dict[str, Any]:
 def peak_memory_bytes() -> int:
     """Return the largest resident set of this process so far."""
     # On Linux ru_maxrss would count what the parent held when it started this process.
-    status = dict(line.split(":", 1) for line in _lines_of("/proc/self/status"))
+    status = dict(line.split(":", 1) for line in lines_of("/proc/self/status"))
     if "VmHWM" in status:
         return int(status["VmHWM"].split()[0]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
@@ -51,17 +49,9 @@ def peak_memory_bytes() -> int:
 
 
 def _cpu_name() -> str:
-    lines = [line for line in _lines_of("/proc/cpuinfo") if line.startswith("model name")]
+    lines = [line for line in lines_of("/proc/cpuinfo") if line.startswith("model name")]
     named = lines[0].split(":", 1)[1].strip() if lines else platform.processor()
     return named or platform.machine()
-
-
-def _lines_of(path: str) -> list[str]:
-    """Return the lines of a file below /proc; none if there is no such file."""
-    try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
 
 
 def package_version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""This machine's addresses and interfaces, and the route from it to another machine. No torch here."""
+"""This machine's addresses and interfaces, and its route to another machine. No torch here."""
 
 import contextlib
 import socket
@@ -7,14 +7,17 @@ import psutil
 
 
 def resolve(host: str) -> set[str]:
-    """Return the addresses of a host name or address; none where the name is unknown."""
+    """Return the addresses of a host name or address; none if the name is unknown."""
     with contextlib.suppress(OSError):
         return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     return set()
 
 
 def route_to(host: str) -> str:
-    """Return this machine's address on the route to ``host``; OSError for an unknown name or without a route."""
+    """Return this machine's address on the route to ``host``.
+
+    Raises OSError if the name is unknown or there is no route.
+    """
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # a datagram socket chooses a route and sends nothing

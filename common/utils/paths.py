@@ -1,4 +1,4 @@
-"""Where code, recipes, data and reports lie: in a checkout, or if the package is installed."""
+"""The folders of code, recipes, data and reports, in a checkout or an installed package."""
 
 from datetime import datetime
 from pathlib import Path

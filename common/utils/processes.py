@@ -32,7 +32,7 @@ def end_process(status: int) -> NoReturn:
 
 
 def in_thread(action: Callable[[], T]) -> "Future[T]":
-    """Start ``action`` in a daemon thread, which does not keep the process alive; return its future."""
+    """Start ``action`` in a daemon thread and return its future."""
     outcome: Future[T] = Future()
 
     def work() -> None:
@@ -46,16 +46,13 @@ def in_thread(action: Callable[[], T]) -> "Future[T]":
 
 
 def kill_on_parent_exit() -> Callable[[], object] | None:
-    """Return a ``preexec_fn`` that has the kernel kill a child when its parent ends; None off Linux."""
+    """Return a ``preexec_fn`` by which the kernel kills a child with its parent; None off Linux."""
     prctl = libc_function("prctl")  # looked up before the fork: the child must only call it
     return None if prctl is None else lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of the orphans of this process's descendants: ``descendants`` finds them.
-
-    On Linux only.
-    """
+    """Make orphaned descendants children of this process, so ``descendants`` finds them; on Linux."""
     if prctl := libc_function("prctl"):
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from common.errors import UserError
 
@@ -21,7 +22,7 @@ _NEVER = 2**31 - 1
 
 
 def missing_features() -> list[str]:
-    """Return for each feature that this system lacks what happens instead; none on Linux with glibc."""
+    """Return a sentence on each feature that this system lacks; none on Linux with glibc."""
     missing = {
         "Child processes are not killed with their parent: after a crash, end them by hand.": (
             libc_function("prctl") is None
@@ -41,12 +42,18 @@ def missing_features() -> list[str]:
 
 def libc_function(name: str) -> Callable[..., int] | None:
     """Return a function of Linux's C library; None on other systems and if the library lacks it."""
-    if not ON_LINUX:
-        return None
+    with contextlib.suppress(OSError, AttributeError):
+        if ON_LINUX:
+            return getattr(ctypes.CDLL(None), name)
+    return None
+
+
+def lines_of(path: str) -> list[str]:
+    """Return the lines of a file below /proc; none if there is no such file."""
     try:
-        return getattr(ctypes.CDLL(None), name)
-    except (OSError, AttributeError):
-        return None
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
 
 
 def usable_cores() -> int:
@@ -57,7 +64,7 @@ def usable_cores() -> int:
 def open_descriptors() -> list[int]:
     """Return this process's open file descriptors, including the one that lists them.
 
-    None if they cannot be listed.
+    Returns no descriptors if they cannot be listed.
     """
     with contextlib.suppress(OSError):
         return [int(name) for name in os.listdir(_DESCRIPTORS)]

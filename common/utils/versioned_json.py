@@ -22,11 +22,11 @@ def label(kind: str, version: int) -> dict[str, Any]:
 def read_versioned(
     path: Path, parse: Callable[[dict[str, Any]], _Parsed], *, kind: str, version: int, missing: str
 ) -> _Parsed:
-    """Return what ``parse`` makes of the file's entries, those of ``label`` left out.
+    """Return what ``parse`` makes of the file's entries, without those of ``label``.
 
-    kind : as given to ``label``; its last word is what messages call the file. missing : the
-    message where there is no file. Raises UserError where the file is missing, cut, of another kind
-    or version, or where ``parse`` fails.
+    kind : as given to ``label``; messages call the file by its last word. missing : the message if
+    there is no file. Raises UserError if the file is missing, cut, or of another kind or version,
+    or if ``parse`` fails.
     """
     the_file, expected = f"the {kind.split()[-1]} {path}", label(kind, version)
     try:
@@ -50,12 +50,12 @@ def read_versioned(
 
 
 def non_negatives(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries; ValueError where one is not a finite number of 0 or more."""
+    """Return the entries; ValueError if one is not a finite number of 0 or more."""
     return {name: non_negative(value) for name, value in content.items()}
 
 
 def non_negative(value: Any) -> float:
-    """Return ``value``; ValueError where it is not a finite number of 0 or more."""
+    """Return ``value``; ValueError if it is not a finite number of 0 or more."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"{value!r} where a number of 0 or more belongs")
     return value

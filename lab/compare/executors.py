@@ -1,16 +1,15 @@
 """Start a comparison's runs, over loopback or on emulated nodes whose links have a rate.
 
-``Executors`` is a context manager; ``run`` starts a command on some nodes and waits. It makes the
-cluster of a rate at its first run and keeps it, so that the nodes import torch once.
+``Executors`` is a context manager; its ``run`` starts a command on some nodes and waits. The first
+run at a rate makes a cluster, which is kept so that the nodes import torch only once.
 """
 
 import contextlib
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.distributed.spawn import run_local_ranks
+from common.distributed.spawn import rank_commands, run_local_ranks
 from common.errors import GroupError
 from common.utils.system import free_port
 from lab.cluster import Cluster
@@ -20,12 +19,12 @@ _NODE_FLAGS = ("--master-ip", "{master}", "--master-port", "{port}", "--rank", "
 
 
 class Executors:
-    """Keeps a cluster for each rate. All processes end with the ``with``.
+    """Keeps a cluster for each rate. All processes end with the ``with`` block.
 
     Parameters
     ----------
     most_nodes : the largest number of nodes of any run; each cluster has that many.
-    rates : of the links, one cluster for each.
+    rates : of the links; each has its own cluster.
 
     Raises UserError, before anything runs, if this machine allows no such cluster.
     """
@@ -88,16 +87,11 @@ def _run_over_loopback(
     command: Sequence[str], nodes: int, *, logs: Path, limit_seconds: float
 ) -> str | None:
     """As ``Executors.run``; the output of rank r goes to ``logs``-rank<r>.txt."""
-    group = ["--master-ip", "127.0.0.1", "--master-port", str(free_port())]
-    group += ["--num-nodes", str(nodes), "--rank"]
     logs.parent.mkdir(parents=True, exist_ok=True)
     paths = {rank: logs.with_name(f"{logs.name}-rank{rank}.txt") for rank in range(nodes)}
     with contextlib.ExitStack() as files:
         exits = run_local_ranks(
-            [
-                [sys.executable, *command, *([*group, str(rank)] if nodes > 1 else [])]
-                for rank in paths
-            ],
+            rank_commands(command, nodes, port=free_port()),
             outputs=[files.enter_context(path.open("wb")) for path in paths.values()],
             limit_seconds=limit_seconds,
         )

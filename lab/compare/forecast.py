@@ -1,9 +1,10 @@
 """Apply the event model to the cells of a comparison: ``forecast_on_links``.
 
-``kinds_of`` says which messages must be measured for it, ``emulated_compute`` what a step takes
-with emulated compute.
+``kinds_of`` says which messages must be measured for it, ``emulated_compute`` how long a step with
+emulated compute takes.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from itertools import accumulate
@@ -47,15 +48,13 @@ def forecast_on_links(
     for cell in results["cells"]:
         plan, nodes = plans[cell["sync"]], cell["nodes"]
         network = networks.get((nodes, cell["rate"]), Network(0.0, 0.0))  # one node sends nothing
-        try:
+        with contextlib.suppress(NotImplementedError):  # the plan does not say what it sends
             prediction = predict_step(
                 plan, gradients, nodes, network=network, compute=compute_at(nodes)
             )
-        except NotImplementedError:
-            continue
-        cells[cell["id"]] = _entry(
-            cell, prediction, plan, gradients, why=(caveats or {}).get(nodes, "")
-        )
+            cells[cell["id"]] = _entry(
+                cell, prediction, plan, gradients, why=(caveats or {}).get(nodes, "")
+            )
     rates = {
         f"{nodes} nodes{'' if rate is None else f', {rate}'}": network.rate("all_reduce")
         for (nodes, rate), network in networks.items()
@@ -107,12 +106,10 @@ def kinds_of(
     """Return the kinds of operations of these strategies, for lab/calibrate/link_probe.py."""
     kinds: dict[str, None] = {}
     for plan in message_plans(strategies, options).values():
-        try:
+        with contextlib.suppress(NotImplementedError):
             kinds |= dict.fromkeys(
                 operation.kind for operation in plan.operations(gradients, nodes)
             )
-        except NotImplementedError:
-            continue
     return list(kinds)
 
 

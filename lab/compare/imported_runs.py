@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.utils.grouping import grouped
 from lab.compare.cells import new_cell
 from lab.compare.outcomes import MACHINE_FACTS, ranks_share_cores, read_json, read_repeat
-from lab.compare.results import FORMAT, distinct, grouped, summarise, take_timeline
+from lab.compare.results import FORMAT, distinct, summarise, take_timeline
 
 _TRAINING = (
     "dataset",
@@ -121,7 +122,7 @@ def _cells(
 
 
 def _compute(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return "real" or the profile of emulated compute: a file's name would not identify it."""
+    """Return "real", or name and date of the profile of emulated compute, which identify it."""
     if config.get("compute", "real") == "real":
         return "real"
     profile = read_json(folder / "profile.json")
@@ -129,7 +130,7 @@ def _compute(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def _difference(name: str, runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return a fact that is not the same everywhere, with the runs of each value."""
+    """Return a fact that differs between runs, with the runs of each value."""
     owners = grouped((str(run["facts"][name]), _short_name(run)) for run in runs)
     return f"{name}: " + "; ".join(f"{value} in {', '.join(who)}" for value, who in owners.items())
 
@@ -139,20 +140,16 @@ def _short_name(run: Mapping[str, Any]) -> str:
 
 
 def _warnings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    warnings = []
-    if any(run["crowded"] for run in runs):
-        warnings.append(
-            "in some runs more ranks shared a machine than it has cores: their step times tell of "
-            "the machine"
-        )
-    if len({run["environment"].get("git_commit") for run in runs}) > 1:
-        warnings.append("the runs were made by different commits of this project")
-    if unequal := [run for run in runs if not run["repeat"]["equal_weights"]]:
-        warnings.append(
-            "the ranks ended with different weights in "
-            + ", ".join(str(run["folder"]) for run in unequal)
-        )
-    return warnings
+    unequal = [str(run["folder"]) for run in runs if not run["repeat"]["equal_weights"]]
+    warnings = {
+        "in some runs more ranks shared a machine than it has cores: their step times tell of "
+        "the machine": any(run["crowded"] for run in runs),
+        "the runs were made by different commits of this project": (
+            len({run["environment"].get("git_commit") for run in runs}) > 1
+        ),
+        f"the ranks ended with different weights in {', '.join(unequal)}": bool(unequal),
+    }
+    return [sentence for sentence, applies in warnings.items() if applies]
 
 
 def _settings(

@@ -1,7 +1,8 @@
-"""Plan a comparison whose runs others start: number the runs and predict, before any run.
+"""Plan a comparison whose runs other programs start, such as a scheduler.
 
-``plan_comparison`` writes it, as a ``results.json`` whose cells are all pending and which no run
-writes to. ``planned_run`` is for the nodes of a run, ``how_to_run`` for the reader.
+``plan_comparison`` numbers the runs, predicts, and writes a ``results.json`` whose cells are all
+pending. No run writes to that file. A node of a run calls ``planned_run``; ``how_to_run`` tells a
+person how to start the runs.
 """
 
 import hashlib
@@ -14,11 +15,12 @@ from typing import Any
 
 from common.cost_model.calibration_file import calibration_path, load_calibration
 from common.errors import UserError
+from common.utils.grouping import grouped
 from common.utils.paths import REPOSITORY
 from common.utils.source_hash import code_facts
 from lab.compare.cells import Run
 from lab.compare.outcomes import read_run
-from lab.compare.results import grouped, read_results, write_results
+from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings
 
@@ -39,8 +41,8 @@ def plan_comparison(
 
     It is the newest unfinished one with the same settings and code, or a new one.
 
-    predicts : from this machine's calibration, if there is one and no run has begun. Raises
-    UserError on emulated links.
+    predicts : predict from this machine's calibration, if there is one and no run has begun.
+    Raises UserError if the settings ask for emulated links.
     """
     if settings.rates:
         raise UserError(
@@ -64,7 +66,7 @@ def plan_comparison(
 def code_of_runs() -> dict[str, str]:
     """Return torch's version and a digest of each file that a run uses.
 
-    Times are comparable only if all are equal.
+    Times of two nodes are comparable only if all of these are equal.
     """
     paths = [REPOSITORY / name for name in _RUN_BY]
     digests = {
@@ -130,7 +132,7 @@ def failure_file(run: Run, rank: int) -> Path:
 
 
 def outcome_of(run: Run) -> dict[str, Any] | None:
-    """Return what the run measured, as a repeat. None unless it has succeeded."""
+    """Return what the run measured, as a repeat; None unless it has succeeded."""
     try:
         return read_run(run)
     except UserError:
@@ -138,7 +140,7 @@ def outcome_of(run: Run) -> dict[str, Any] | None:
 
 
 def how_to_run(runs: Sequence[Run]) -> str:
-    """Return the command that submits these runs, one after the other, to a cluster with Slurm."""
+    """Return the command by which Slurm runs these one after the other."""
     here = Path.cwd()
     paths = [
         path.relative_to(here) if path.is_relative_to(here) else path
@@ -158,7 +160,7 @@ def runs_by_nodes(runs: Sequence[Run]) -> str:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Return rising numbers in short, e.g. "0-3,5"."""
+    """Return ascending numbers as ranges, e.g. "0-3,5"."""
     found = []
     for _, members in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         run = [number for _, number in members]

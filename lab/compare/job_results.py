@@ -1,9 +1,8 @@
 """Merge what the runs of a plan have written so far into ``results.json``.
 
-Its warnings name what is missing or failed.
-
-``merge_results`` may be called at any moment, also during runs; nothing else writes
-``results.json``. ``why_failed`` and ``try_lock`` are for the runs, too.
+The warnings in it name the runs that are missing or failed. ``merge_results`` may be called at any
+moment, also during runs; nothing else writes ``results.json``. The runs, too, use ``why_failed``
+and ``try_lock``.
 """
 
 import contextlib
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.cost_model.calibration_file import calibration_path
+from common.utils.grouping import grouped
 from lab.compare.cells import Run
 from lab.compare.job_plan import (
     how_to_run,
@@ -31,7 +31,7 @@ from lab.compare.outcomes import (
     ranks_share_cores,
     read_json,
 )
-from lab.compare.results import distinct, grouped, summarise, take_timeline, write_results
+from lab.compare.results import distinct, summarise, take_timeline, write_results
 
 _SHOWN = 5
 
@@ -51,8 +51,8 @@ class State:
 def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
     """Return ``results`` with what the runs of the plan have left in ``folder``, and write them.
 
-    Runs on different kinds of machines form different groups. Runs that were merged before stay if
-    the folder of all runs is gone (cleaned up, or not copied).
+    Runs on different kinds of machines form different groups. If the folder of all runs is gone
+    (cleaned up, or not copied), the runs that were merged before stay.
     """
     runs, cleaned_up = planned_runs(folder, results), not (folder / "runs").exists()
     before = {
@@ -90,7 +90,7 @@ def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_plan(folder: Path, results: dict[str, Any]) -> list[str]:
-    """Return lines that say how to start what is missing, from results of ``merge_results``."""
+    """Return lines that say how to start the missing runs of these merged results."""
     runs = planned_runs(folder, results)
     to_do = [runs[number] for number in results["plan"]["to_do"]]
     lines = [f"{len(to_do)} of {len(runs)} runs to do, in {folder}"]
@@ -111,7 +111,7 @@ def describe_plan(folder: Path, results: dict[str, Any]) -> list[str]:
 
 
 def why_failed(run: Run) -> str | None:
-    """Return which rank failed first and its error message. None if no rank noted a failure."""
+    """Return which rank failed first and its error message; None if no rank noted a failure."""
     notes = sorted(run.logs.glob("rank*.failed.json"), key=lambda path: path.stat().st_mtime_ns)
     statuses = {
         int(path.name.removeprefix("rank").split(".")[0]): read_json(path)["status"]
@@ -189,18 +189,20 @@ def _empty(cell: dict[str, Any], group: int) -> dict[str, Any]:
 
 
 def _differences(done: Sequence[State]) -> list[str]:
-    """What is not the same on all machines, with the runs on each."""
-    differences = []
-    for name in MACHINE_FACTS:
-        numbers = grouped((str(state.outcome["machine"][name]), state.run.number) for state in done)
-        if len(numbers) > 1:
-            runs = (f"{value} in runs {spans(some)}" for value, some in numbers.items())
-            differences.append(f"{name}: {'; '.join(runs)}")
-    return differences
+    """Return each fact that differs between the machines, with the runs of each value."""
+    numbers = {
+        name: grouped((str(state.outcome["machine"][name]), state.run.number) for state in done)
+        for name in MACHINE_FACTS
+    }
+    return [
+        f"{name}: " + "; ".join(f"{value} in runs {spans(some)}" for value, some in found.items())
+        for name, found in numbers.items()
+        if len(found) > 1
+    ]
 
 
 def _warnings(states: Sequence[State], to_do: Sequence[Run], results: dict[str, Any]) -> list[str]:
-    """What a reader must know, and how to go on."""
+    """Return what a reader must know, and how to continue."""
     warnings = []
     by_word = grouped((state.word, state) for state in states)
     done, failed = by_word.get("done", []), by_word.get("failed", [])

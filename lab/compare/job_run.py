@@ -1,9 +1,9 @@
-"""One run of a plan on one of its nodes, as any launcher starts it on each: ``lab run-cell``.
+"""``lab run-cell``: one run of a plan on one of its nodes. A launcher starts it on each node.
 
-Order: leave a finished run alone, refuse one that another job holds, check nodes and code, run the
-part as a child process, and write its output to ``logs/<cell>-<repeat>/rank<r>.txt``. After a
-failure each rank writes ``rank<r>.failed.json`` there, and rank 0 raises the error of the rank that
-failed first. No other run writes there.
+It leaves a finished run alone, refuses one that another job holds, and checks nodes and code. Then
+it runs the part as a child process and logs its output to ``logs/<cell>-<repeat>/rank<r>.txt``.
+After a failure each rank writes ``rank<r>.failed.json`` to that folder, and rank 0 raises the error
+of the rank that failed first. No other run writes there.
 """
 
 import contextlib
@@ -46,9 +46,9 @@ _WRONG_INPUT = 2
 def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
     """Run this node's part of run ``number`` of the plan in ``folder``; return the exit status.
 
-    launch : rank, and the number of nodes, of which the last have nothing to do if the cell has
-    fewer. Raises UserError if another job holds the run and, on rank 0, if it cannot run here;
-    GroupError, on rank 0, if it failed. The other ranks write the reason to their logs.
+    launch : rank and number of nodes; if the cell has fewer nodes, the last ones have nothing to
+    do. Raises UserError if another job holds the run. Rank 0 also raises UserError if the run
+    cannot start here and GroupError if it failed; the other ranks write the reason to their logs.
     """
     run, code = planned_run(folder, number)
     if launch.rank >= run.nodes:
@@ -189,7 +189,7 @@ def _note_failure(run: Run, launch: LaunchSpec, log: IO[bytes], status: int, why
 
 
 def _wait_for_others(run: Run) -> None:
-    """Wait a moment for the other ranks to note why they failed: one of them may be the first."""
+    """Wait a moment for the other ranks to note why they failed: one may have failed first."""
     deadline = time.monotonic() + _OTHERS_SECONDS
     while time.monotonic() < deadline and not all(
         failure_file(run, rank).exists() for rank in range(run.nodes)

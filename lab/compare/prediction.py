@@ -1,7 +1,7 @@
-"""Predict a comparison before its first run, from what this machine or its nodes take now.
+"""Predict a comparison before its first run, from measurements of this machine or its nodes.
 
 ``predict_comparison`` measures and predicts; ``predict_plan`` uses an earlier calibration, since a
-plan's runs are on other machines. forecast.py is the arithmetic of both.
+plan's runs are on other machines. forecast.py has the arithmetic of both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +18,13 @@ from common.cost_model.event_model import Network
 from common.emulation.compute_profile import load_profile
 from common.errors import GroupError
 from common.sync.message_cost import GradientSize
+from common.utils.grouping import grouped
 from lab.calibrate.calibration import calibrate
 from lab.calibrate.link_probe import network_from
 from lab.compare.cells import cell_suffix, profile_file
 from lab.compare.executors import Executors
 from lab.compare.forecast import Link, emulated_compute_at, forecast_on_links, kinds_of
 from lab.compare.outcomes import read_json
-from lab.compare.results import grouped
 from lab.compare.settings import Settings
 from lab.predict.tables import compute_of
 from lab.units import parse_rate
@@ -39,7 +39,7 @@ def predict_comparison(
 ) -> None:
     """Measure now and set the ``prediction`` of ``results``.
 
-    An earlier measurement would not do: a machine is not equally fast every day.
+    It uses no earlier measurement: a machine is not equally fast every day.
 
     Raises GroupError if the messages of emulated nodes cannot be measured.
     """
@@ -74,8 +74,8 @@ def predict_plan(
 ) -> dict[str, Any]:
     """Return the prediction for nodes that are machines of their own.
 
-    Out of scope are cells of several nodes if messages were measured over loopback, and all cells
-    if the steps were those of another model.
+    Cells of several nodes are out of scope if messages were measured over loopback, all cells if
+    the calibration timed another model.
     """
     compute_at, gradients, _ = _compute(settings, folder, calibration, own_machines=True)
     caveats = {} if settings.emulated else _other_model(settings, calibration)
@@ -100,8 +100,8 @@ def _predict_over_loopback(
 ) -> dict[str, Any]:
     """Return the prediction for ranks that share this machine.
 
-    In scope is what the model claims to within 20 %: exact strategies with no more ranks than
-    cores.
+    In scope are the cells that the model predicts to within 20 %: exact strategies with no more
+    ranks than cores.
     """
     compute_at, gradients, source = _compute(settings, folder, calibration, own_machines=False)
     prediction = forecast_on_links(

@@ -25,15 +25,15 @@ Student's t, [null, null] for a single repeat. Cells of different ``group`` are 
 import json
 import math
 import statistics
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
+from common.utils.grouping import grouped
 from lab.compare.outcomes import read_json
 
-K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 FORMAT = 1
@@ -62,7 +62,7 @@ _PARTS_OF_CELL = {
 def read_results(path: Path) -> dict[str, Any]:
     """Return the content of a ``results.json``.
 
-    UserError, with the file's name, if it is cut, foreign or of another format.
+    Raises UserError with the file's name if it is cut, of another program or of another format.
     """
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
@@ -120,30 +120,26 @@ def summarise(cell: dict[str, Any], *, repeats: int) -> None:
     if done:
         status = "done" if len(done) >= repeats else "partial"
     rows = [_of_repeat(repeat["ranks"]) for repeat in done]
-    values = {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+    names = rows[0] if rows else ()
+    values = {name: [value for row in rows if (value := row[name]) is not None] for name in names}
     cell |= {
         "status": status,
         "message": failed[-1]["message"] if failed else None,
-        "median": {name: _median(column) for name, column in values.items()} or None,
+        "median": {
+            name: statistics.median(column) if column else None for name, column in values.items()
+        }
+        or None,
         "interval": {name: interval(column) for name, column in values.items()} or None,
     }
 
 
-def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Return the values of each key, in the order of the pairs."""
-    groups: dict[K, list[V]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
-
-
 def distinct(values: Sequence[V]) -> list[V]:
-    """Return each value once, in their order; the values need no hash."""
+    """Return each value once, in order of appearance; the values need no hash."""
     return [value for index, value in enumerate(values) if value not in values[:index]]
 
 
 def _of_repeat(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Means over the ranks; for bytes, of the root and of the other ranks."""
+    """Return the means over the ranks; for bytes sent, of the root and of the other ranks."""
     row: dict[str, float | None] = {
         name: statistics.fmean(rank["seconds"][name] for rank in ranks) for name in TIMES
     }
@@ -156,20 +152,16 @@ def _of_repeat(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     }
 
 
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
-def interval(values: Sequence[float | None]) -> list[float | None]:
-    """Return the 95 % interval of the mean of independent repeats, by Student's t, cut at 0.
+def interval(values: Sequence[float]) -> list[float | None]:
+    """Return the 95 % interval of the mean of independent repeats, by Student's t, from 0 up.
 
     [None, None] for fewer than two.
     """
-    known = [value for value in values if value is not None]
-    if len(known) < 2:
+    if len(values) < 2:
         return [None, None]
     from scipy.stats import t
 
-    half = float(t.ppf(0.975, len(known) - 1)) * statistics.stdev(known) / math.sqrt(len(known))
-    return [max(0.0, statistics.fmean(known) - half), statistics.fmean(known) + half]
+    margin = (
+        float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    )
+    return [max(0.0, statistics.fmean(values) - margin), statistics.fmean(values) + margin]

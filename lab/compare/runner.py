@@ -1,7 +1,8 @@
 """Run the cells of a comparison in turns, and save the results after each run.
 
 ``open_comparison`` finds an interrupted comparison with the same settings or begins a new one.
-``run_comparison`` then fixes the prediction and runs what is missing; executors.py says where.
+``run_comparison`` then predicts, if it must, and runs what is missing; executors.py starts the
+processes.
 """
 
 import json
@@ -39,17 +40,18 @@ def open_comparison(
     command: str = "lab compare",
     code: Mapping[str, str] | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Return folder and results of the newest unfinished comparison like this, or of a new one.
+    """Return folder and results of the newest unfinished comparison of this kind, or of a new one.
 
     Parameters
     ----------
     reports : receives ``compare-<time>/``, and is searched for an unfinished comparison.
     anew : begin a new one in any case.
-    command : what was typed, for the reader.
-    code : given for a plan, whose runs others start (job_plan.py). An unfinished plan needs the
-        same code; any other comparison needs the same machine.
+    command : the command line, for the reader.
+    code : given for a plan, whose runs other programs start (job_plan.py). An unfinished plan must
+        have the same code; any other comparison must be of the same machine.
 
-    A notice names results that cannot be read, or that another version wrote; they stay unchanged.
+    Prints a notice of results that cannot be read or that another version wrote; they stay
+    unchanged.
     """
     # Imports torch, which takes seconds: --help must not wait for it.
     from common.utils.environment import environment
@@ -117,9 +119,9 @@ def _find_unfinished(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Return folder and results of the newest unfinished comparison with these settings.
 
-    Its failed runs are left out: they are tried again.
+    Leaves out its failed runs, so they run again.
 
-    now : facts of the machine, or of the code if ``planned``, that must be the same.
+    now : facts of the machine that must be the same; of the code if ``planned``.
     """
     for path in sorted(reports.glob("compare-*/results.json"), reverse=True):
         try:
@@ -153,10 +155,10 @@ def run_comparison(
     *,
     predicts: bool = False,
 ) -> None:
-    """Run what is missing of an opened comparison, and write ``results.json`` after every run.
+    """Run the missing runs of an opened comparison, and write ``results.json`` after each.
 
     predicts : predict the step times before the first run. Raises KeyboardInterrupt after Ctrl-C,
-    when all processes have ended and the results are saved.
+    once all processes have ended; the finished runs are saved.
     """
     with executors:
         if predicts and results["prediction"] is None:
@@ -223,7 +225,7 @@ def _run(run: Run, executors: Executors) -> dict[str, Any]:
 
 
 def _progress_bar() -> Progress:
-    """Return a bar of the runs done and the time left, which shows nothing unless on a terminal."""
+    """Return a bar of the finished runs and the time left; it is invisible off a terminal."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

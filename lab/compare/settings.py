@@ -1,4 +1,4 @@
-"""The settings of a comparison, checked: what ``lab compare`` measures."""
+"""The settings of a comparison, checked when they are made."""
 
 import contextlib
 from collections.abc import Mapping
@@ -122,7 +122,7 @@ class Settings:
         return options
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, as they come back from a JSON file."""
+        """Return the settings as plain values, as a JSON file gives them back."""
         values = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
@@ -131,7 +131,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Settings":
-        """The settings with these values of ``as_json``; other keys are ignored."""
+        """Return the settings with these values of ``as_json``; ignore other keys."""
         known = {field.name: values[field.name] for field in fields(cls)}
         known["rates"] = [rate for rate in known["rates"] if rate is not None]
         arguments: dict[str, Any] = {

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.utils.environment import git, package_version
-from common.utils.ranks import ranks_by_value
+from common.utils.grouping import grouped
 from common.utils.system import usable_cores
 from lab.doctor.check_result import FAILURE, OK, WARNING, CheckRequest, CheckResult
 from lab.doctor.files import code_digest, dataset_fact
@@ -228,7 +228,7 @@ def _cores(nodes: Sequence[NodeReport]) -> CheckResult:
 
 def _by_value(nodes: Sequence[NodeReport], name: str) -> Mapping[str, list[int]]:
     """Return which ranks have each value of a fact."""
-    return ranks_by_value({node.rank: node.facts.get(name) for node in nodes})
+    return grouped((str(node.facts.get(name)), node.rank) for node in nodes)
 
 
 def _values_text(values: Mapping[str, list[int]]) -> str:

@@ -35,7 +35,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(ctypes, "CDLL", LibraryWithout)
     monkeypatch.setattr(system, "_DESCRIPTORS", str(tmp_path / "fd"))
-    monkeypatch.setattr(environment, "Path", lambda path: tmp_path / path.lstrip("/"))
+    monkeypatch.setattr(system, "Path", lambda path: tmp_path / path.lstrip("/"))
 
 
 @pytest.mark.skipif(not system.ON_LINUX, reason="what Linux has")
