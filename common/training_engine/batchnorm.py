@@ -46,9 +46,11 @@ class ShardStatistics:
         self._in_model = [*means_and_variances, *(n for n in counters if n is not None)]
         self._statistics = len(means_and_variances)
         self._samples = [0] * shards
-        self._kept = [self._in_model]
-        if shards > 1:
-            self._kept = [[tensor.clone() for tensor in self._in_model] for _ in range(shards)]
+        self._kept = (
+            [self._in_model]
+            if shards == 1
+            else [[tensor.clone() for tensor in self._in_model] for _ in range(shards)]
+        )
 
     @contextmanager
     def of(self, shard: int, samples: int) -> Iterator[None]:

@@ -152,12 +152,14 @@ def report_epoch(
     loss_sum, correct, samples = sum_over_ranks(
         engine.world, [result.loss_sum, result.correct, result.samples]
     )
-    scores = []
-    if val_loader is not None:
-        scores = [
+    scores = (
+        [
             validate(model, engine.world, criterion, val_loader, amp_dtype=engine.amp_dtype)
             for model in engine.evaluated_models
         ]
+        if val_loader is not None
+        else []
+    )
     unknown = (math.nan, math.nan)  # loss, accuracy
     model_scores, ema_scores = [*scores, unknown, unknown][:2]
     return EpochReport(

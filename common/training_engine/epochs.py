@@ -50,7 +50,6 @@ def fit(
         for callback in callbacks:
             getattr(callback, hook)(*arguments)
 
-    on_steps, on_step_end = partial(notify, "on_steps"), partial(notify, "on_step_end")
     samplers: list[Any] = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
     notify("on_train_begin", engine, first_epoch)
     for epoch in range(first_epoch, last_epoch + 1):
@@ -61,8 +60,8 @@ def fit(
             loader,
             epoch=epoch,
             start_step=start_step,
-            on_steps=on_steps,
-            after_step=on_step_end,
+            on_steps=partial(notify, "on_steps"),
+            after_step=partial(notify, "on_step_end"),
             **options,
         )
         start_step = 0

@@ -69,9 +69,8 @@ def train(
         "num_epochs": num_epochs,
     }
     check_same_on_all_ranks(engine.world, amount, what="how much they train")
-    by_epoch = scheduler_by_epoch
-    if by_epoch is None:
-        by_epoch = not isinstance(scheduler, OneCycleLR | CyclicLR)
+    counts_steps = isinstance(scheduler, OneCycleLR | CyclicLR)
+    by_epoch = not counts_steps if scheduler_by_epoch is None else scheduler_by_epoch
     validator = Validator(val_loader, criterion, EarlyStop(target_accuracy, patience))
     after_epoch = _AfterEpoch(scheduler if by_epoch else None, best=save_best, last=save_last)
     began = time.perf_counter()

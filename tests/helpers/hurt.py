@@ -88,15 +88,15 @@ def in_forward(act: Act) -> None:
     """Half of the layers have computed."""
     from common.training_engine import TrainingEngine
 
-    forward = TrainingEngine._forward
+    train_step = TrainingEngine.train_step
 
-    def hurt(engine: Any, *batch: Any) -> Any:
+    def hurt(engine: Any, *arguments: Any, **more: Any) -> Any:
         if engine.step == STEPS_AN_EPOCH:
             leaves = [module for module in engine.model.modules() if not list(module.children())]
             leaves[len(leaves) // 2].register_forward_hook(act)
-        return forward(engine, *batch)
+        return train_step(engine, *arguments, **more)
 
-    TrainingEngine._forward = hurt
+    TrainingEngine.train_step = hurt
 
 
 def in_a_collective(act: Act) -> None:
