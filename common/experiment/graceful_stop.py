@@ -12,7 +12,7 @@ from common.training_engine.checkpoint_manager import CheckpointManager
 
 @contextmanager
 def stop_on_signals(engine: TrainingEngine, checkpoints: CheckpointManager) -> Iterator[None]:
-    """On a signal to any rank, make all ranks stop at the same step and save; then raise Stopped."""
+    """On a signal to any rank, stop all ranks at the same step and save; then raise Stopped."""
     received: list[str] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:

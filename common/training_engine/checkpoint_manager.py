@@ -59,7 +59,7 @@ class CheckpointManager(Callback):
             self._save(checkpoint_path(self._folder, self._epoch, self._engine.step), entries)
 
     def on_epoch_end(self, end: EpochEnd) -> None:
-        """Save, unless a request to stop has ended the epoch early and saved already. Collective."""
+        """Save, unless a request to stop ended the epoch early: it has saved. Collective."""
         if end.is_best:
             assert end.report is not None  # Validator has set both
             best = self._engine.state(epoch=end.epoch, loss=end.report.train_loss)
@@ -118,7 +118,10 @@ def state(
 
 
 def load_state(engine: "TrainingEngine", entries: Mapping[str, Any]) -> None:
-    """Resume from a checkpoint's entries. Load weights and optimiser, and call ``prepare``, first."""
+    """Resume from a checkpoint's entries, except weights and optimiser, which are loaded before.
+
+    Call ``prepare`` first.
+    """
     if engine.scheduler is not None and entries.get("scheduler_state_dict") is not None:
         engine.scheduler.load_state_dict(entries["scheduler_state_dict"])
         # Again, since building the scheduler has changed the learning rates.

@@ -174,8 +174,8 @@ def _in_processes(
         folder = Path(name)
         call = cloudpickle.dumps((train_fn, world_size, backend, config))
         (folder / "call.pkl").write_bytes(call)
-        # This repository comes first, for `-m`, then the caller's path, for modules pickled by name.
-        # -P keeps out the current folder, whose `common` could hide ours.
+        # This repository comes first, for `-m`; the caller's path follows, for modules pickled by
+        # name. -P keeps out the current folder, whose `common` could hide ours.
         path = [str(REPOSITORY), *(entry or os.getcwd() for entry in sys.path)]
         worker = [sys.executable, "-P", "-m", "common.training_engine.worker", name]
         exits = run_local_ranks(
