@@ -1,4 +1,4 @@
-"""The assignment's evaluation functions: predictions, and scikit-learn's report of them.
+"""The assignment's evaluation functions: predictions, and scikit-learn's report on them.
 
 Call ``prepare_model_for_evaluation``, then ``evaluate_model``, which calls
 ``generate_eval_report``.
@@ -25,7 +25,8 @@ def prepare_model_for_evaluation(
 ) -> nn.Module:
     """Load a checkpoint into ``model`` and return it on ``device``, in evaluation mode.
 
-    DistributedDataParallel is removed. Raises UserError on a checkpoint that cannot be used.
+    A DistributedDataParallel wrapper is removed. Raises UserError on a checkpoint that cannot be
+    used.
     """
     model = unwrap(model)
     load_model_state(model, load_checkpoint(Path(checkpoint_path)), name=str(checkpoint_path))
@@ -45,7 +46,7 @@ def evaluate_model(
     """Predict all of ``test_loader`` in this process, write the report, return the predictions.
 
     It never communicates, so one rank may call it alone; in a group only rank 0 writes the file.
-    ``checkpoint_path`` is only named in the report.
+    The report names ``checkpoint_path``; nothing is read from it.
     """
     predictions = predict(model, device, criterion, test_loader)
     if current_world().is_rank0:
@@ -71,17 +72,18 @@ def generate_eval_report(
 ) -> dict[str, Any]:
     """Append the report to the file ``report_path`` and return its numbers.
 
-    The report holds checkpoint, test loss, accuracy, classification report and confusion matrix.
+    It names the checkpoint and holds test loss, accuracy, classification report and confusion
+    matrix.
 
     Parameters
     ----------
     ground_truth, prediction : class numbers, of shape (n,).
     test_loss : mean over samples.
-    class_names : by class number; without them the report shows the numbers that occur.
+    class_names : by class number; without them the report shows the class numbers that occur.
 
-    Returns ``test_loss``, ``accuracy``, ``classification_report`` (by class) and
-    ``confusion_matrix`` (rows: true class, columns: predicted). Raises UserError if there is
-    nothing to report, the lengths differ, or the file cannot be written.
+    Returns ``checkpoint``, ``test_loss``, ``accuracy``, ``samples``, ``classification_report`` (by
+    class), ``confusion_matrix`` (rows: true class, columns: predicted) and ``class_names``. Raises
+    UserError if there is nothing to report, the lengths differ, or the file cannot be written.
     """
     from sklearn.metrics import accuracy_score, classification_report, confusion_matrix
 

@@ -1,10 +1,10 @@
-"""The assignment's training functions, for ``run`` and for scripts and notebooks of your own.
+"""The assignment's training functions, for ``run`` and for your own scripts and notebooks.
 
 Call ``prepare_model_for_training``, then ``train_model``, with any model and any loader.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from common.errors import UserError
 from common.sync import STRATEGIES, build_sync
 from common.training_engine import Callback, EpochEnd, TrainingEngine
 from common.training_engine.checkpoint_manager import CheckpointManager
+from common.training_engine.epochs import steps_an_epoch
 from common.training_engine.evaluation_loop import unwrap
 from common.utils.atomic_files import append_text
 
@@ -48,7 +49,7 @@ def prepare_model_for_training(
 ) -> tuple[nn.Module, nn.Module, Optimizer]:
     """Return (model, criterion, optimizer), ready for ``train_model``.
 
-    The model moves to ``device``, its convolutions in channels_last strides. The criterion is
+    The model moves to ``device``; its convolutions get channels_last strides. The criterion is
     CrossEntropyLoss.
 
     Parameters
@@ -61,7 +62,7 @@ def prepare_model_for_training(
     opt : "sgd" or "adamw".
     nesterov : use Nesterov's momentum with sgd.
     label_smoothing : share of each label that is spread over all classes, 0 to 1.
-    checkpoint : its entries, if they are loaded already.
+    checkpoint : the checkpoint's entries, if they are loaded already.
 
     Raises UserError on a checkpoint that cannot be used.
     """
@@ -78,9 +79,8 @@ def prepare_model_for_training(
     else:
         optimizer = AdamW(trained, lr=learning_rate, weight_decay=weight_decay)
     if continue_flag:
-        name, entries = str(continue_checkpoint_path), checkpoint
-        if entries is None:
-            entries = broadcast_checkpoint(current_world(device), name)
+        name = str(continue_checkpoint_path)
+        entries = checkpoint or broadcast_checkpoint(current_world(device), name)
         load_model_state(unwrap(model), entries, name=name)
         _load_optimizer(optimizer, entries, name)
     if distribute_flag:
@@ -144,31 +144,31 @@ def train_model(
 ) -> nn.Module:
     """Train epochs ``start_epoch`` to ``end_epoch``, both included, and return the trained model.
 
-    After each epoch a line is appended to the file ``logs_path``: this rank's own loss, accuracy
-    and times; the average batch duration leaves out the first batch. Rank 0 writes ``Epoch_{n}.pt``
-    to ``checkpoint_dir``.
+    After each epoch every rank appends a line to its file ``logs_path``: its own loss, accuracy and
+    times; the average batch duration leaves out the first batch. Rank 0 writes ``Epoch_{n}.pt`` to
+    ``checkpoint_dir``.
 
     Parameters
     ----------
-    train_loader : yields (inputs, labels) of this rank's share. If it has a ``sampler`` with
-        ``set_epoch``, that is called; in a group all ranks need the same number of batches.
+    train_loader : yields (inputs, labels) of this rank's share; in a group all ranks need the same
+        number of batches. The ``set_epoch`` of its ``sampler``, if any, is called in each epoch.
     distribute_flag : average gradients by DistributedDataParallel (a wrapped model stays as it is).
-    task_flag : else the strategy that averages, by its name in ``common.sync.STRATEGIES``, or as
-        the assignment numbers the tasks of its Part Two: "PartOne" is gather_scatter, "PartTwo" is
-        all_reduce; "" averages nothing.
-    rank : for the log line; in a group the group's rank if empty.
-    engine : made by the caller from ``model``, in place of what the two flags choose.
+    task_flag : without ``distribute_flag``, the strategy that averages: a name in
+        ``common.sync.STRATEGIES``, or the assignment's "PartOne" (gather_scatter) and "PartTwo"
+        (all_reduce). "" averages nothing.
+    rank : for the log line; if empty, the rank in the group.
+    engine : the caller's own engine for ``model``; the two flags then choose nothing.
     scheduler : stepped after each step.
-    seed : torch's generator is set from (seed, epoch, step, rank) before each step, for an exact
-        resume.
-    max_steps : stop within the epoch once so many steps of the whole training are done.
-    resume : a checkpoint's entries, from which scheduler, GradScaler, averages, step count and
-        position in the epoch resume.
-    saver : writes the checkpoints, in place of one an epoch in ``checkpoint_dir``.
+    seed : sets torch's generator before each micro-batch, with epoch, step and micro-batch, for an
+        exact resume.
+    max_steps : stop, even within an epoch, after this many steps of the whole training.
+    resume : a checkpoint's entries; scheduler, GradScaler, averages, step count and position in the
+        epoch resume from them.
+    saver : writes the checkpoints, instead of one per epoch in ``checkpoint_dir``.
     callbacks : called before ``saver``. Without them rank 0 prints the log line.
 
-    Raises UserError on settings that do not fit, GroupError where the loss is not finite, torch's
-    RuntimeError where another rank is lost.
+    Raises UserError on settings that do not fit, GroupError if the loss is not finite, torch's
+    RuntimeError if another rank is lost.
     """
     if engine is None:
         strategy = _strategy(distribute_flag, task_flag)
@@ -176,12 +176,14 @@ def train_model(
             model, device, distributed=strategy != "none", sync=strategy, sync_batchnorm=False
         )
     amount = {
-        "number of batches in train_loader": _steps(train_loader),
+        "number of batches in train_loader": steps_an_epoch(train_loader),
         "epochs": f"{start_epoch} to {end_epoch}",
     }
     check_same_on_all_ranks(engine.world, amount, what="how much they train")
-    saver = saver or CheckpointManager(Path(checkpoint_dir))
-    log = _EpochLog(Path(logs_path), rank, printed=callbacks is None)
+    last_callbacks = [
+        saver or CheckpointManager(Path(checkpoint_dir)),
+        _EpochLog(Path(logs_path), rank, printed=callbacks is None),
+    ]
     try:
         engine.prepare(optimizer, criterion, scheduler)
         if resume is not None:
@@ -190,7 +192,7 @@ def train_model(
             train_loader,
             start_epoch,
             end_epoch,
-            callbacks=[*(callbacks or ()), saver, log],
+            callbacks=[*(callbacks or ()), *last_callbacks],
             start_step=resume.get("step_in_epoch", 0) if resume else 0,
             seed=seed,
             max_steps=max_steps,
@@ -209,12 +211,14 @@ class _EpochLog(Callback):
 
     def on_train_begin(self, engine: TrainingEngine, first_epoch: int) -> None:
         self._world, self._emulated = engine.world, engine.emulation is not None
+        if self._rank == "" and self._world.size > 1:
+            self._rank = self._world.rank
 
     def on_epoch_end(self, end: EpochEnd) -> None:
         result = end.result
         line = "EMULATED, " if self._emulated else ""
-        if self._world.size > 1 or self._rank != "":
-            line += f"Rank: {self._world.rank if self._rank == '' else self._rank}, "
+        if self._rank != "":
+            line += f"Rank: {self._rank}, "
         line += f"Epoch: {end.epoch}, "
         if not self._emulated:
             line += f"Train Loss: {result.loss:.3f}, Train Accuracy: {result.accuracy:.3f}, "
@@ -232,13 +236,8 @@ class _EpochLog(Callback):
             print(line, flush=True)
 
 
-def _steps(loader: Iterable[tuple[Tensor, Tensor]]) -> int:
-    """Return the steps of an epoch, or the loader's batches if it has no steps; -1: no length."""
-    steps = getattr(loader, "global_batch_sizes", loader)
-    return len(steps) if isinstance(steps, Sized) else -1
-
-
 def _strategy(distribute_flag: bool, task_flag: str) -> str:
+    """Return the name of the strategy that the assignment's two flags choose."""
     strategy = _STRATEGY_OF_TASK.get(task_flag, task_flag)
     if strategy not in STRATEGIES:
         raise UserError(
@@ -246,14 +245,14 @@ def _strategy(distribute_flag: bool, task_flag: str) -> str:
             "'PartOne' (gather_scatter), 'PartTwo' (all_reduce) or ''"
         )
     strategy = "ddp" if distribute_flag else strategy
-    size = current_world().size
-    if strategy == "none" and size > 1:
+    world = current_world()
+    if strategy == "none" and world.size > 1:
         warnings.warn(
-            f"{size} ranks train without averaging their gradients: set distribute_flag or "
+            f"{world.size} ranks train without averaging their gradients: set distribute_flag or "
             "task_flag",
             stacklevel=3,
         )
-    if strategy != "none" and current_world().backend is None:
+    if strategy != "none" and world.backend is None:
         raise UserError(
             f"gradients are to be averaged by {strategy!r}, but no process group is open: call "
             "torch.distributed.init_process_group first"

@@ -1,4 +1,4 @@
-"""Save and end on SIGTERM or SIGUSR1, which schedulers send before they take a machine away."""
+"""Save and end on SIGTERM or SIGUSR1, which schedulers send before they end a job."""
 
 import signal
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from common.training_engine.checkpoint_manager import CheckpointManager
 
 @contextmanager
 def stop_on_signals(engine: TrainingEngine, checkpoints: CheckpointManager) -> Iterator[None]:
-    """On a signal to any rank, let all ranks stop at the same step and save; then raise Stopped."""
+    """On a signal to any rank, stop all ranks at the same step and save; then raise Stopped."""
     received: list[str] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
 """Choose the folder that a run writes to, then the checkpoint that it resumes from.
 
-When torchrun starts its workers again, they find the folder by their agent: torchrun's process on
-each node, which outlives the workers. The newest checkpoint of all nodes counts, and goes to all.
+When torchrun restarts its workers, they find the folder by their agent: torchrun's process on each
+node, which outlives the workers. All ranks resume from the newest checkpoint of any node.
 """
 
 import secrets
@@ -25,15 +25,16 @@ from common.reporting.run_folder import RunFolder, new_run_name
 from common.utils.atomic_files import remove_unfinished
 
 _AGENTS = ".agents"
+_NOTHING_FOUND = ("", -1)  # path and step of no checkpoint
 
 
 @dataclass(frozen=True)
 class Job:
     """A run and its folder on this node.
 
-    resuming : whether the folder holds an earlier part of the same run. writes : whether this rank
-    writes checkpoints: rank 0, and under torchrun with restarts one rank of each node that has a
-    disk of its own.
+    resuming : whether the folder holds an earlier part of the same run.
+    writes : whether this rank writes checkpoints. Rank 0 does; under torchrun with restarts, so
+        does the first rank of each node that has another disk.
     """
 
     folder: RunFolder
@@ -50,12 +51,13 @@ class ResumePoint:
 
 
 def open_job(config: Config, launch: LaunchSpec, world: World) -> Job:
-    """Choose and make the run's folder, with the same name on every node. Collective.
+    """Choose and create the run's folder, with the same name on every node. Collective.
 
-    Raises UserError if it cannot be written, or --run-name exists already and --resume is missing.
+    Raises UserError if the folder cannot be written, or if --run-name exists already and --resume
+    is missing.
     """
     parent = config.reports_folder / config.experiment
-    # The same on every rank: it decides on collectives below.
+    # Equal on all ranks, since collectives below depend on it.
     grows = launch.largest_size is not None and launch.largest_size > launch.size
     may_start_again = launch.agent is not None and (launch.restarts > 0 or grows)
     record = parent / _AGENTS / launch.agent if launch.agent and may_start_again else None
@@ -85,7 +87,7 @@ def _new_name(config: Config, parent: Path) -> str:
 
 
 def _own_disk(folder: Path, world: World) -> bool:
-    """Whether this rank is its node's first and sees another disk than rank 0. Collective."""
+    """Whether this rank is the first of its node and its disk is not rank 0's. Collective."""
 
     def mark() -> Path:
         marker = folder / f".seen-by-rank0-{secrets.token_hex(8)}"
@@ -94,7 +96,7 @@ def _own_disk(folder: Path, world: World) -> bool:
 
     marker = run_on_rank0(world, mark)
     seen = gather_objects(world, marker.exists())
-    if world.is_rank0:  # every rank has looked
+    if world.is_rank0:  # every rank has looked by now
         marker.unlink()
     return world.local_rank == 0 and not seen[world.rank]
 
@@ -102,51 +104,48 @@ def _own_disk(folder: Path, world: World) -> bool:
 def find_checkpoint(config: Config, job: Job, world: World) -> ResumePoint | None:
     """Return the checkpoint to resume from, on every rank; None: a fresh start. Collective.
 
-    A path is rank 0's. "auto", and a job that was started again, look on every node: in the run's
-    own folder if that is resumed; else in --checkpoint and, for a run without --run-name, in the
-    earlier runs of the experiment.
+    Rank 0 reads a path given by --resume. With "auto", or if the job was restarted, the first rank
+    of each node looks in the run's own folder if that is resumed. Otherwise it looks in
+    --checkpoint and, for a run without --run-name, in the earlier runs of the experiment.
     """
     wanted = "auto" if job.resuming else run_on_rank0(world, lambda: config.resume)
     if wanted is None:
         return None
     path, source = wanted, 0
     if wanted == "auto":
-        found = _newest_here(config, job) if world.local_rank == 0 else None
-        steps = gather_objects(world, found[1] if found is not None else -1)
-        source = max(range(world.size), key=lambda rank: (steps[rank], -rank))
-        path = gather_objects(world, str(found[0]) if found is not None else "")[source]
+        found = gather_objects(
+            world, _newest_here(config, job) if world.local_rank == 0 else _NOTHING_FOUND
+        )
+        source = max(range(world.size), key=lambda rank: (found[rank][1], -rank))
+        path, step = found[source]
         if world.is_rank0:
             where = f" of rank {source}'s node" if source else ""
             own = job.resuming or config.run_name is not None
             say(
-                f"going on from {path}{where}, step {steps[source]}"
+                f"going on from {path}{where}, step {step}"
                 if path
                 else f"no checkpoint in {job.folder.path if own else job.folder.path.parent}; "
                 "starting anew"
             )
         if not path:
             return None
-
     return ResumePoint(path, broadcast_checkpoint(world, path, source=source))
 
 
-def _newest_here(config: Config, job: Job) -> tuple[Path, int] | None:
-    if job.resuming:
-        folders = [job.folder.checkpoints]
-    else:
-        if config.checkpoint is not None and config.checkpoint.exists():
-            try:
-                return config.checkpoint, load_checkpoint(config.checkpoint).get("step", 0)
-            except UserError as error:
-                say(f"warning: {error}")
-        folders = []
-        if config.run_name is None:  # a scheduler's new job must not resume another job's training
-            runs = [run for run in job.folder.path.parent.iterdir() if run.is_dir()]
-            earlier = [run / "checkpoints" for run in runs if run.name != _AGENTS]
-            folders = sorted(earlier, reverse=True)
+def _newest_here(config: Config, job: Job) -> tuple[str, int]:
+    """Return path and step of the newest good checkpoint that this node can read."""
+    if not job.resuming and config.checkpoint is not None and config.checkpoint.exists():
+        try:
+            return str(config.checkpoint), load_checkpoint(config.checkpoint).get("step", 0)
+        except UserError as error:
+            say(f"warning: {error}")
+    folders = [job.folder.checkpoints]
+    if not job.resuming and config.run_name is None:
+        # Not for a named run: a scheduler's new job must not resume another job's training.
+        folders = sorted(job.folder.path.parent.glob("*/checkpoints"), reverse=True)
     for folder in folders:
         remove_unfinished(folder)
     path, skipped = newest_checkpoint(folders)
     for reason in skipped:
         say(f"warning: {reason}")
-    return (path, load_checkpoint(path).get("step", 0)) if path is not None else None
+    return (str(path), load_checkpoint(path).get("step", 0)) if path else _NOTHING_FOUND

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def run(config: "Config", launch: "LaunchSpec") -> None:
     """Train, evaluate and report as ``config`` says; ``launch`` says which rank this is.
 
-    Raises UserError, GroupError, Stopped after a signal, RuntimeError where a collective breaks.
+    Raises UserError, GroupError, Stopped after a signal, RuntimeError if a collective breaks.
     """
     if config.debug:
         set_debug()
@@ -75,7 +75,6 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
 
         validator = build_validator(setup)
         checkpoints = build_checkpoint_manager(setup, validator)
-        first_epoch, last_epoch = setup.epochs
         with (
             open_logger(setup) as logger,
             open_profiler(setup) as profiler,
@@ -86,8 +85,7 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
                 world.device,
                 criterion,
                 optimizer,
-                first_epoch,
-                last_epoch,
+                *setup.epochs,
                 train_loader,
                 setup.folder.log(world.rank),
                 setup.folder.checkpoints,

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ from common.utils.system import usable_cores
 
 @dataclass(frozen=True)
 class Setup:
-    """All that is fixed before the first step. Only ``world`` and ``job`` differ from rank to rank.
+    """What is fixed before the first step; only ``launch``, ``world`` and ``job`` differ by rank.
 
     checkpoint : what the run resumes from; None: a fresh start.
     profile : durations of emulated compute; None: compute is real.
@@ -95,7 +95,7 @@ class Setup:
 
     @property
     def epochs(self) -> tuple[int, int]:
-        """First and last epoch to train, both included; none is left where first > last."""
+        """First and last epoch to train, both included; nothing is left if first > last."""
         last = -(-self.plan.total_steps // self.plan.steps_per_epoch)
         first = self.entries["epoch"] + 1 if self.entries else 1
         return first, min(last, self.config.stop_after_epoch or last)
@@ -103,7 +103,7 @@ class Setup:
 
 @contextmanager
 def warnings_on_rank0(world: World) -> Iterator[None]:
-    """Show warnings meant for the user as one line, on rank 0; they are the same on every rank."""
+    """Print warnings for the user as one line, on rank 0 alone: every rank has the same ones."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 
@@ -120,7 +120,7 @@ def warnings_on_rank0(world: World) -> Iterator[None]:
 
 
 def choose_threads_and_algorithms(config: Config, world: World) -> None:
-    """Share the cores out over the ranks of this machine, seed torch, choose cuDNN's algorithms."""
+    """Divide the cores among the ranks of this machine, seed torch, choose cuDNN's algorithms."""
     torch.set_num_threads(config.threads or max(1, usable_cores() // world.local_size))
     torch.manual_seed(config.seed)
     determinism.choose_algorithms(world.device, deterministic=config.deterministic)
@@ -129,7 +129,7 @@ def choose_threads_and_algorithms(config: Config, world: World) -> None:
 def load_run_dataset(config: Config, world: World) -> tuple[Dataset, str]:
     """Return the dataset, normalised as the settings say, and the SHA-256 of its images and labels.
 
-    Collective; may download, and takes its time then. Raises UserError where ranks have other data.
+    Collective. May download, however long that takes. Raises UserError if the ranks' data differ.
     """
 
     def load() -> Dataset:
@@ -174,7 +174,7 @@ def write_settings(setup: Setup) -> None:
 
 
 def build_network(setup: Setup) -> nn.Module:
-    """Return the model, on rank 0 with its pretrained weights; ``prepare`` sends them to all."""
+    """Return the model. Rank 0 loads pretrained weights; ``TrainingEngine.prepare`` sends them."""
     config, classes = setup.config, len(setup.dataset.class_names)
     if config.model not in PRETRAINED:
         return build_model(config.model, classes)
@@ -195,7 +195,7 @@ def build_network(setup: Setup) -> nn.Module:
 def prepare_model(
     setup: Setup, model: nn.Module
 ) -> tuple[nn.Module, nn.Module, Optimizer, LRScheduler]:
-    """Return (model, criterion, optimizer, scheduler), with the checkpoint's state if any."""
+    """Return (model, criterion, optimizer, scheduler); load the checkpoint if there is one."""
     config, plan = setup.config, setup.plan
     model, criterion, optimizer = prepare_model_for_training(
         model,
@@ -222,7 +222,7 @@ def prepare_model(
 
 
 def price_of_determinism(setup: Setup, model: nn.Module, loader: TrainLoader) -> dict[str, float]:
-    """Measure how much slower --deterministic is, for the summary; nothing without a GPU."""
+    """Measure how much slower --deterministic is, for the summary; on a CPU nothing."""
     if not setup.config.deterministic or setup.world.device.type != "cuda":
         return {}
     images, labels = next(iter(loader))
@@ -260,7 +260,7 @@ def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
 
 
 def build_validator(setup: Setup) -> Validator:
-    """Return what validates each epoch, if asked for, and stops at --target-accuracy."""
+    """Return the callback that validates each epoch and stops at --target-accuracy."""
     config = setup.config
     return Validator(
         evaluation_loader(setup.dataset, setup.world) if config.validates else None,
@@ -271,7 +271,7 @@ def build_validator(setup: Setup) -> Validator:
 
 
 def build_checkpoint_manager(setup: Setup, validator: Validator) -> CheckpointManager:
-    """Return what writes the checkpoints, each with the plan and the best accuracy so far."""
+    """Return the callback that writes checkpoints, with the plan and the best accuracy so far."""
     config = setup.config
     return CheckpointManager(
         setup.folder.checkpoints,
@@ -289,15 +289,13 @@ def build_checkpoint_manager(setup: Setup, validator: Validator) -> CheckpointMa
 
 @contextmanager
 def open_logger(setup: Setup) -> Iterator[RunLogger]:
-    """Yield what reports the training: progress, metrics, dashboards. Collective."""
+    """Yield the callback that reports the training: progress, metrics, dashboards. Collective."""
     config, world, folder = setup.config, setup.world, setup.folder
 
-    def build() -> Trackers | None:
-        if not world.is_rank0:
-            return None
+    def build() -> Trackers:
         return Trackers(
-            wandb=config.log_wandb,
-            tensorboard=config.log_tensorboard,
+            wandb=config.log_wandb and world.is_rank0,
+            tensorboard=config.log_tensorboard and world.is_rank0,
             folder=folder.path,
             name=f"{config.experiment}/{folder.path.name}",
             settings=config.as_json(),
@@ -314,20 +312,15 @@ def open_logger(setup: Setup) -> Iterator[RunLogger]:
         visible=world.is_rank0,
         emulated=config.emulated,
     )
-    try:
-        with progress:
-            yield RunLogger(world, folder, progress, trackers, history)
-    finally:
-        if trackers is not None:
-            trackers.close()
+    with closing(trackers), progress.bar or nullcontext():
+        yield RunLogger(world, folder, progress, trackers, history)
 
 
 @contextmanager
 def open_profiler(setup: Setup) -> Iterator[Callback]:
-    """Yield a callback that writes profile_rank<r>.json, if --profile asks for it."""
-    trace = None
-    if setup.config.profile:
-        trace = setup.folder.path / f"profile_rank{setup.world.rank}.json"
+    """Yield the callback that writes profile_rank<r>.json if --profile is set."""
+    name = f"profile_rank{setup.world.rank}.json"
+    trace = setup.folder.path / name if setup.config.profile else None
     with step_profiler(trace) as after_step:
         yield AfterEachStep(after_step)
     if trace is not None and not trace.exists() and setup.world.is_rank0:

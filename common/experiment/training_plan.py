@@ -1,4 +1,4 @@
-"""What a training is: its global batches, shards, steps and schedule, whichever ranks compute them.
+"""The plan of a training: global batches, shards, steps and schedule, for any number of ranks.
 
 ``make_plan`` makes the plan and this rank's loader; ``refuse_other_training`` compares the plan
 with that of a checkpoint.
@@ -21,8 +21,9 @@ from common.errors import UserError
 class TrainingPlan:
     """What a resumed run shares with the run that it resumes; saved in each checkpoint.
 
-    batch_size : samples of a global batch. shards : equal parts of it, one or more for each rank.
-    total_steps, warmup_steps : optimiser steps. dataset_sha256 : digest of all images and labels.
+    batch_size : samples of a global batch. shards : the parts into which each global batch is
+    divided; a rank computes one or more. total_steps, warmup_steps : optimiser steps.
+    dataset_sha256 : digest of all images and labels.
     """
 
     dataset: str
@@ -50,27 +51,27 @@ def make_plan(
 ) -> tuple[TrainLoader, TrainingPlan]:
     """Return this rank's loader and the plan.
 
-    The global batch and the number of shards are fixed when a job begins. ``resumed`` is the
-    checkpoint of a job that was started again, perhaps with another number of ranks.
+    ``resumed`` holds the checkpoint's entries if the job was restarted, perhaps with another number
+    of ranks. Its global batch and its number of shards stay as they were when the job began.
     """
     shards = config.shards or launch.largest_size or world.size
-    fixed = {"batch_size": config.global_batch_size(shards), "shards": shards}
+    batch_size = config.global_batch_size(shards)
     if resumed is not None:
-        fixed = resumed["plan"]
+        batch_size, shards = resumed["plan"]["batch_size"], resumed["plan"]["shards"]
     sampler = GlobalBatchSampler(
         len(dataset.train),
-        batch_size=fixed["batch_size"],
+        batch_size=batch_size,
         rank=world.rank,
         world_size=world.size,
         seed=config.seed,
-        shards=fixed["shards"],
+        shards=shards,
         accumulation_steps=config.accumulation_steps,
     )
     steps = len(sampler.global_batch_sizes)
     total_steps = config.max_steps or config.epochs * steps
     warmup_steps = config.warmup_steps
     if config.warmup_epochs is not None:
-        # A trial of a few steps warms up over at most a fifth of them.
+        # A trial of a few steps (--max-steps) warms up over at most a fifth of them.
         most = total_steps // 5 if config.max_steps else total_steps
         warmup_steps = min(round(config.warmup_epochs * steps), most)
     plan = TrainingPlan(
@@ -78,8 +79,8 @@ def make_plan(
         training_images=len(dataset.train),
         model=config.model,
         opt=config.opt,
-        batch_size=fixed["batch_size"],
-        shards=fixed["shards"],
+        batch_size=batch_size,
+        shards=shards,
         accumulation_steps=config.accumulation_steps,
         seed=config.seed,
         schedule=config.schedule,
@@ -92,7 +93,7 @@ def make_plan(
 
 
 def refuse_other_training(path: str, entries: Mapping[str, Any], plan: TrainingPlan) -> None:
-    """Raise UserError where the checkpoint belongs to another plan, or the dataset has changed."""
+    """Raise UserError if the checkpoint belongs to another plan, or if the dataset has changed."""
     saved = entries.get("plan")
     if saved is None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The test set, shared out over the ranks without padding: after each epoch, and at the end."""
+"""Evaluate the test set, divided among the ranks without padding: each epoch, and at the end."""
 
 import numpy as np
 from torch import nn
@@ -25,11 +25,10 @@ def evaluation_loader(dataset: Dataset, world: World) -> EvaluationLoader:
 def predict_test_set(engine: TrainingEngine, dataset: Dataset) -> list[Predictions]:
     """Return the predictions for the whole test set, in its order, on every rank. Collective.
 
-    The first are those of the weights, the second those of their moving average where it is kept.
+    First those of the weights, then those of their moving average if there is one.
     """
     loader = evaluation_loader(dataset, engine.world)
-    models = [engine.model, *([engine.ema.module] if engine.ema is not None else [])]
-    return [_predict_all(model, loader, engine) for model in models]
+    return [_predict_all(model, loader, engine) for model in engine.evaluated_models]
 
 
 def _predict_all(model: nn.Module, loader: EvaluationLoader, engine: TrainingEngine) -> Predictions:

@@ -5,7 +5,6 @@ Only rank 0 prints: ``say`` at any time, ``Progress`` around the training, ``car
 
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -25,10 +24,13 @@ def say(text: str) -> None:
 
 
 class Progress:
-    """Shows loss, samples per second and time left of ``total_steps`` steps; a context manager.
+    """Shows loss, samples per second and time left of ``total_steps`` steps.
+
+    Enter the attribute ``bar`` around the training; it is None where plain lines are printed.
 
     Parameters
     ----------
+    done_steps : steps of an earlier part of the run.
     global_batch_size : samples of a step over all ranks.
     visible : False on all ranks but 0.
     log_every : steps between plain lines.
@@ -46,12 +48,11 @@ class Progress:
         emulated: bool = False,
     ) -> None:
         self._log_every, self._emulated = log_every, emulated
-        self._total, self._done = total_steps, done_steps
-        self._batch, self._visible = global_batch_size, visible
-        self._bar: Bar | None = None
-        self._began, self._began_at = time.perf_counter(), done_steps
+        self._total, self._done_before = total_steps, done_steps
+        self._batch, self._began = global_batch_size, time.perf_counter()
+        self.bar: Bar | None = None
         if visible and _console.is_terminal:
-            self._bar = Bar(
+            self.bar = Bar(
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
@@ -60,46 +61,24 @@ class Progress:
                 TimeRemainingColumn(),
                 console=_console,
             )
-            self._task = self._bar.add_task(
+            self._task = self.bar.add_task(
                 "training", total=total_steps, completed=done_steps, numbers=""
             )
 
-    def __enter__(self) -> "Progress":
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
     def show(self, records: list[StepRecord]) -> None:
-        """Show the steps of ``records``."""
-        if not self._visible or not records:
-            return
+        """Show that these steps, one or more, are done; on rank 0 alone."""
         last = records[-1]
-        self._done = last.step
         elapsed = time.perf_counter() - self._began
-        steps = max(1, self._done - self._began_at)
-        rate = steps * self._batch / elapsed
-        learned = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
-        if self._emulated:
-            learned = "EMULATED"
-        numbers = f"{learned}  {rate:,.0f} samples/s"
-        due = any(
-            record.step % self._log_every == 0 or record.step == self._total for record in records
-        )
-        if self._bar is not None:
-            self._bar.update(
+        steps = max(1, last.step - self._done_before)
+        losses = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
+        learned = "EMULATED" if self._emulated else losses
+        numbers = f"{learned}  {steps * self._batch / elapsed:,.0f} samples/s"
+        if self.bar is not None:
+            self.bar.update(
                 self._task, completed=last.step, description=f"epoch {last.epoch}", numbers=numbers
             )
-        elif due:
-            left = _duration((self._total - self._done) * elapsed / steps)
+        elif any(one.step % self._log_every == 0 or one.step == self._total for one in records):
+            left = _duration((self._total - last.step) * elapsed / steps)
             say(f"epoch {last.epoch}  step {last.step}/{self._total}  {numbers}  {left} left")
 
 

@@ -1,4 +1,4 @@
-"""What a run says before it trains: its notices, then what trains, on what, and how."""
+"""What a run prints before it trains: its notices, then what it trains, on what, and how."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def log_header(setup: "Setup", model: nn.Module) -> None:
-    """Print the notices and what begins, on rank 0; write the profile of emulated compute."""
+    """Print the notices and the header on rank 0; write the profile of emulated compute."""
     config, world, plan, profile = setup.config, setup.world, setup.plan, setup.profile
     if not world.is_rank0:
         return
@@ -49,31 +49,36 @@ def log_header(setup: "Setup", model: nn.Module) -> None:
 
 
 def run_warnings(setup: "Setup") -> list[str]:
-    """Return what is done in another way than one might expect, a sentence each."""
+    """Return, a sentence each, what the run does in another way than the user might expect."""
     config, launch, world, shards = setup.config, setup.launch, setup.world, setup.plan.shards
     _, amp_notice = setup.amp
-    found = [amp_notice] if amp_notice else []
-    idle = world.size - shards
-    if idle > 0:
-        found.append(
-            f"{idle} of {world.size} ranks have no shard and compute nothing: begin a job with "
-            "--shards, the most ranks that it may have"
-        )
-    earlier = setup.entries.get("world_size")
-    if earlier not in (None, world.size):
-        found.append(
+    earlier = setup.entries.get("world_size", world.size)
+    notices = (
+        (bool(amp_notice), amp_notice),
+        (
+            world.size > shards,
+            f"{world.size - shards} of {world.size} ranks have no shard and compute nothing: begin "
+            "a job with --shards, the most ranks that it may have",
+        ),
+        (
+            earlier != world.size,
             f"the job has {world.size} rank{'s' if world.size > 1 else ''} now, {earlier} before; "
-            f"its {shards} shards and its batch stay the same"
-        )
-    if config.deterministic and world.device.type == "cpu":
-        found.append("a CPU run repeats bit for bit as it is, with the same threads")
-    if config.sync_batchnorm and world.device.type == "cuda" and shards != world.size:
-        found.append("SyncBatchNorm is off: the job has another number of shards than ranks")
-    if launch.restarts > 0 and launch.stale_addresses and world.backend == "gloo":
-        found.append(
+            f"its {shards} shards and its batch stay the same",
+        ),
+        (
+            config.deterministic and world.device.type == "cpu",
+            "a CPU run repeats bit for bit as it is, with the same threads",
+        ),
+        (
+            config.sync_batchnorm and world.device.type == "cuda" and shards != world.size,
+            "SyncBatchNorm is off: the job has another number of shards than ranks",
+        ),
+        (
+            launch.restarts > 0 and launch.stale_addresses and world.backend == "gloo",
             "torchrun may start these workers again, but under Gloo they would then read the old "
             "ranks' addresses: end this, and start torchrun with "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before the command, and --rdzv-backend c10d "
-            "(on one machine --standalone)"
-        )
-    return found
+            "(on one machine --standalone)",
+        ),
+    )
+    return [sentence for applies, sentence in notices if applies]

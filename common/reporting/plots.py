@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")  # files only, also where there is no screen
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure  # without pyplot, which would look for a screen
 
 
 def draw_loss(path: Path, *, steps: Sequence[int], losses: Sequence[float], title: str) -> None:
     """Draw the training loss of each step (faint) and its mean over the steps around it."""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     window = max(1, min(len(losses) // 10, 50))
     axes.plot(
         steps,
@@ -35,7 +34,6 @@ def draw_loss(path: Path, *, steps: Sequence[int], losses: Sequence[float], titl
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def draw_confusion_matrix(
@@ -43,25 +41,21 @@ def draw_confusion_matrix(
 ) -> None:
     """Draw which share of each true class (row) was predicted as each class (column).
 
-    Up to 20 classes the cells hold the numbers.
+    With up to 20 classes, the cells show the numbers.
     """
     counts = np.asarray(matrix, dtype=float)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     count = len(class_names)
     few = count <= 20
     side = max(5.0, 0.55 * count) if few else min(20.0, 0.16 * count + 2)
-    figure, axes = plt.subplots(figsize=(side + 1.2, side), layout="constrained")
+    figure = Figure(figsize=(side + 1.2, side), layout="constrained")
+    axes = figure.subplots()
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, ax=axes, label="share of the true class", fraction=0.046)
     size = 10 if few else 5
-    axes.set_xticks(
-        range(count),
-        class_names,
-        rotation=90 if not few else 45,
-        ha="center" if not few else "right",
-        rotation_mode="default" if not few else "anchor",
-        fontsize=size,
-    )
+    slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    style: dict[str, Any] = slanted if few else {"rotation": 90}
+    axes.set_xticks(range(count), class_names, fontsize=size, **style)
     axes.set_yticks(range(count), class_names, fontsize=size)
     axes.set(xlabel="predicted class", ylabel="true class", title=title)
     if few:
@@ -76,4 +70,3 @@ def draw_confusion_matrix(
                 color="white" if shares[row, column] > 0.5 else "black",
             )
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -1,6 +1,6 @@
 """What every rank measured: ``ranks.json``, one row per rank, and ``timeline.json``, one step.
 
-``timed`` chooses the steps that count; ``gather_measurements`` collects the ranks' numbers.
+``timed`` chooses the steps to average; ``gather_measurements`` collects the ranks' numbers.
 """
 
 import socket
@@ -25,7 +25,7 @@ FORMAT = 1
 def timed(
     history: Sequence[StepRecord], untimed_steps: int, timeline: Timeline | None = None
 ) -> list[StepRecord]:
-    """Return the steps whose times count; all of them where none would be left.
+    """Return the steps whose times count; all of them if none would be left.
 
     The first ``untimed_steps`` warm up, and recording slows the steps of the timeline.
     """
@@ -36,10 +36,10 @@ def timed(
 
 
 def median_seconds(steps: Sequence[StepRecord], period: int = 1) -> dict[str, float] | None:
-    """Return the median seconds of each section, of the "step", and of "wait" and "wire"; or None.
+    """Return median seconds of each section, of the "step", and of "wait" and "wire"; or None.
 
-    "sync" has two parts: "wait", in which the slowest rank still computed, and "wire". A strategy
-    that communicates once in ``period`` steps gets the median over means of ``period`` steps.
+    "sync" has two parts: "wait", in which the slowest rank still computed, and "wire". For a
+    strategy that communicates once in ``period`` steps, medians are over means of ``period`` steps.
     """
     if not steps:
         return None
@@ -80,16 +80,13 @@ def gather_measurements(
     if not world.is_rank0 or not steps:
         return
     facts = {"format": FORMAT, "sync": setup.config.sync}
-    setup.folder.write_json(
-        "ranks.json",
-        facts
-        | {
-            "world_size": world.size,
-            "first_step": steps[0].step,
-            "steps": len(steps),
-            "ranks": [row for row, _ in rows],
-        },
-    )
+    measured = {
+        "world_size": world.size,
+        "first_step": steps[0].step,
+        "steps": len(steps),
+        "ranks": [row for row, _ in rows],
+    }
+    setup.folder.write_json("ranks.json", facts | measured)
     lanes = [lane for _, lane in rows if lane is not None]
     if lanes:
         step = {"step": lanes[0]["step"], "ranks": _from_zero(lanes)}
@@ -97,7 +94,7 @@ def gather_measurements(
 
 
 def _from_zero(lanes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return every rank's step; times count from the earliest moment of any rank."""
+    """Return every rank's step, with times from the earliest moment of any rank."""
     zero = min(begin for lane in lanes for spans in lane["sections"].values() for begin, _ in spans)
     return [
         {

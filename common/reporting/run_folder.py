@@ -4,6 +4,7 @@
 the first 64 ranks writes its ``logs_rank{r}.txt``.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -21,18 +22,16 @@ _LOGGED_RANKS = 64
 
 
 def new_run_name(parent: Path) -> str:
-    """Create a folder named after the time in ``parent`` and return its name.
+    """Create a new folder in ``parent``, named after the time, and return its name.
 
-    Two runs never share one. Raises OSError if ``parent`` cannot be written.
+    Raises OSError if ``parent`` cannot be written.
     """
     parent.mkdir(parents=True, exist_ok=True)
     time = datetime.now().strftime("%Y-%m-%dT%H-%M-%S")
     for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
-        try:
+        with contextlib.suppress(FileExistsError):
             (parent / (time + suffix)).mkdir()
             return time + suffix
-        except FileExistsError:
-            continue
     raise OSError(f"1000 runs within one second in {parent}")
 
 
@@ -47,9 +46,9 @@ class RunFolder:
         self._metrics, self._epochs = path / "metrics.jsonl", path / "epochs.jsonl"
 
     def log(self, rank: int) -> Path:
-        """Return the path of one rank's log: a line per epoch.
+        """Return the path of a rank's log, one line per epoch; os.devnull for rank 64 and above.
 
-        Ranks beyond the first 64 log nothing: a thousand writers would slow a shared folder down.
+        A thousand writers would slow a shared folder down.
         """
         return self.path / f"logs_rank{rank}.txt" if rank < _LOGGED_RANKS else Path(os.devnull)
 
@@ -63,9 +62,8 @@ class RunFolder:
 
     def append_metrics(self, records: Iterable[StepRecord]) -> None:
         """Append a line for each step to ``metrics.jsonl``."""
-        lines = []
-        for record in records:
-            fields = {
+        entries = [
+            {
                 "epoch": record.epoch,
                 "step": record.step,
                 "loss": record.loss,
@@ -76,23 +74,23 @@ class RunFolder:
                 **{f"{name}_seconds": seconds for name, seconds in record.seconds.items()},
                 "wait_seconds": record.wait_seconds,
             }
-            lines.append(json.dumps(_finite(fields)) + "\n")
-        _append(self._metrics, "".join(lines))
+            for record in records
+        ]
+        _append(self._metrics, entries)
 
     def append_epoch(self, report: EpochReport) -> None:
         """Append a line to ``epochs.jsonl``."""
-        _append(self._epochs, json.dumps(_finite(asdict(report))) + "\n")
+        _append(self._epochs, [asdict(report)])
 
     def earlier_steps(self, last: int) -> list[StepRecord]:
-        """Return the recorded steps up to ``last``; remove later ones, which train again."""
+        """Return the recorded steps up to ``last``; remove later ones, which the run repeats."""
         if not self._metrics.exists():
             return []
         lines = self._metrics.read_text(encoding="utf-8").splitlines()
         entries = [entry for line in lines if (entry := _entry(line)) is not None]
         kept = [entry for entry in entries if entry["step"] <= last]
         if len(kept) < len(lines):
-            text = "".join(json.dumps(entry) + "\n" for entry in kept)
-            write_atomically(self._metrics, text.encode())
+            write_atomically(self._metrics, _json_lines(kept).encode())
         return [
             StepRecord(
                 epoch=entry["epoch"],
@@ -109,13 +107,17 @@ class RunFolder:
         ]
 
 
-def _append(path: Path, text: str) -> None:
+def _json_lines(entries: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(_finite(entry)) + "\n" for entry in entries)
+
+
+def _append(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
     advice = ": make room, or permit writing there; --resume goes on from the newest checkpoint"
-    append_text(path, text, name=str(path), advice=advice)
+    append_text(path, _json_lines(entries), name=str(path), advice=advice)
 
 
 def _entry(line: str) -> dict[str, Any] | None:
-    """Return a line of metrics; None if a full disk or a crash has cut it."""
+    """Return the entry of a line; None if a full disk or a crash has cut the line short."""
     try:
         return json.loads(line)
     except ValueError:

@@ -1,9 +1,8 @@
-"""What a run reports while it trains: on the terminal, in its folder, on dashboards."""
+"""What a run reports while it trains: on the terminal, in its folder, and on dashboards."""
 
 import math
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from common.distributed.process_group import World
 from common.reporting.console import Progress, say
@@ -11,15 +10,13 @@ from common.reporting.run_folder import RunFolder
 from common.reporting.trackers import Trackers
 from common.training_engine import Callback, EpochEnd, EpochReport, StepRecord
 
-if TYPE_CHECKING:
-    from common.training_engine import TrainingEngine
-
 
 class RunLogger(Callback):
     """Records the training: metrics, progress, epochs. All ranks keep the records; rank 0 writes.
 
-    ``history`` holds the steps of the whole run, also of an earlier part, complete on rank 0;
-    ``own_steps`` those of this process. ``total_seconds`` includes evaluations and checkpoints.
+    ``history`` holds the steps of this process, on rank 0 after those of earlier parts of the run.
+    ``own_steps`` holds those of this process alone. ``total_seconds`` includes evaluations and
+    checkpoints.
     """
 
     def __init__(
@@ -27,7 +24,7 @@ class RunLogger(Callback):
         world: World,
         folder: RunFolder,
         progress: Progress,
-        trackers: Trackers | None,
+        trackers: Trackers,
         history: list[StepRecord],
     ) -> None:
         self._world, self._folder, self._progress = world, folder, progress
@@ -36,12 +33,8 @@ class RunLogger(Callback):
         self.epochs: list[EpochReport] = []
         self._began, self.total_seconds = time.perf_counter(), 0.0
 
-    def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
-        """Take the engine, which counts the steps."""
-        self._engine = engine
-
     def on_steps(self, records: list[StepRecord]) -> None:
-        """Record steps that are done."""
+        """Record the steps; write and show them on rank 0."""
         self.history += records
         self.own_steps += records
         if not self._world.is_rank0:
@@ -59,7 +52,7 @@ class RunLogger(Callback):
             self._track(numbers, step=record.step)
 
     def on_epoch_end(self, end: EpochEnd) -> None:
-        """Record an epoch that was not cut short."""
+        """Record the epoch, unless a request to stop ended it early."""
         if not end.result.complete:
             return
         report = end.report
@@ -80,14 +73,13 @@ class RunLogger(Callback):
             "epoch/train_accuracy": report.train_accuracy,
             "epoch/samples_per_second": report.samples_per_second,
         }
-        self._track(numbers, step=self._engine.step)
+        self._track(numbers, step=self.own_steps[-1].step)
 
     def on_train_end(self) -> None:
         """Stop the clock."""
         self.total_seconds = time.perf_counter() - self._began
 
     def _track(self, numbers: Mapping[str, float], *, step: int) -> None:
-        """Send what is known: NaN stands for what was not measured."""
-        if self._trackers is not None:
-            known = {name: value for name, value in numbers.items() if not math.isnan(value)}
-            self._trackers.log(known, step=step)
+        """Send the numbers to the dashboards, without NaN, which stands for "not measured"."""
+        known = {name: value for name, value in numbers.items() if not math.isnan(value)}
+        self._trackers.log(known, step=step)

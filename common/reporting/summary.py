@@ -1,4 +1,4 @@
-"""The end of a run: evaluation report, figures, ``summary.json`` and the card, on rank 0."""
+"""The end of a run, on rank 0: evaluation report, figures, ``summary.json`` and the card."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from common.experiment.setup import Setup
 
 _REPORTS = (("", ""), ("_ema", " (averaged weights)"))
-"""For the weights and their moving average: end of the file's stem and of the checkpoint's name."""
+"""Suffixes of the report's file and of the checkpoint's name: weights, then moving average."""
 
 
 def report(
@@ -29,9 +29,10 @@ def report(
     ranks_equal: bool,
     extra: Mapping[str, Any],
 ) -> None:
-    """Write report, figures and summary, and show the card; on rank 0 alone.
+    """Write report, figures and summary, and print the card; on rank 0 alone.
 
-    predictions : of the weights, and of their moving average; none where only times were measured.
+    predictions : of the weights, then of their moving average; none if only times were measured.
+    extra : further entries of the summary.
     """
     results = [
         generate_eval_report(
@@ -65,8 +66,8 @@ def report(
 
 
 def _draw(setup: "Setup", history: Sequence[StepRecord], result: Mapping[str, Any]) -> None:
-    """Write the evaluation's numbers, the confusion matrix and the curve of the loss."""
-    from common.reporting.plots import (  # matplotlib: only the rank that draws pays for it
+    """Write the evaluation's numbers, and draw the confusion matrix and the loss."""
+    from common.reporting.plots import (  # slow to import, and only rank 0 draws
         draw_confusion_matrix,
         draw_loss,
     )
@@ -130,7 +131,7 @@ def _summary(
 def _card_rows(
     setup: "Setup", run_logger: RunLogger, summary: Mapping[str, Any], *, timed_steps: int
 ) -> dict[str, Any]:
-    """Return the rows of the card, from the summary."""
+    """Return the rows of the card by name."""
     step_row, sync_row = "none: nothing was left to train", "-"
     if summary["step_seconds"]:
         step_row = f"{summary['step_seconds']:.3f} (median of {timed_steps})"
@@ -152,15 +153,12 @@ def _card_rows(
     if setup.world.size > 1:
         equal = summary["ranks_hold_equal_weights"]
         rows["equal weights"] = "yes, on all ranks" if equal else "NO: the ranks differ"
-    if summary["test_accuracy"] is not None:
-        rows["report"] = setup.folder.report
-    else:
-        rows["folder"] = setup.folder.path
-    return rows
+    tested, folder = summary["test_accuracy"] is not None, setup.folder
+    return rows | ({"report": folder.report} if tested else {"folder": folder.path})
 
 
 def _throughput(run_logger: RunLogger) -> str:
-    """Return the samples a second of all ranks while training, over the epochs that are done."""
+    """Return the training throughput of all ranks together, over the complete epochs."""
     seconds = sum(report.seconds for report in run_logger.epochs)
     samples = sum(report.samples_per_second * report.seconds for report in run_logger.epochs)
     if not seconds:

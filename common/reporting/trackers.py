@@ -1,7 +1,6 @@
-"""Dashboards: Weights & Biases and TensorBoard, each an extra of the package; rank 0 writes.
+"""Dashboards: Weights & Biases and TensorBoard, each an optional dependency.
 
-``Trackers`` takes the numbers of every step and epoch; docs/dashboards.md says what each field
-means.
+``Trackers`` takes the numbers of every step and epoch; docs/dashboards.md explains each field.
 """
 
 import os
@@ -20,8 +19,8 @@ class Trackers:
 
     Parameters
     ----------
-    folder : the run's, where both write. Weights & Biases also writes to its server if the user has
-        an account.
+    folder : the run's folder, where both write. Weights & Biases also writes to its server if the
+        user has an account.
 
     Raises UserError if a package is missing.
     """
@@ -62,7 +61,7 @@ class Trackers:
             self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
 
     def log(self, numbers: Mapping[str, float], *, step: int) -> None:
-        """Write numbers by name, e.g. "train/loss", for that optimiser step."""
+        """Write the numbers of an optimiser step by name, e.g. "train/loss"."""
         if self._wandb is not None:
             self._wandb.log(dict(numbers), step=step)
         if self._tensorboard is not None:
@@ -84,7 +83,7 @@ def _missing(flag: str, package: str) -> UserError:
 
 
 def _wandb_mode() -> Literal["offline"] | None:
-    """Return None to let wandb decide; without an account or WANDB_MODE "offline": it would ask."""
+    """Return "offline" without WANDB_MODE and account, or wandb would ask; None: wandb decides."""
     if os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY"):
         return None
     try:

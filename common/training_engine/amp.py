@@ -1,4 +1,4 @@
-"""The number type of the forward pass: automatic mixed precision where the device is fast at it."""
+"""Automatic mixed precision (AMP): choose the number type of the forward pass, and apply it."""
 
 import torch
 
@@ -11,12 +11,11 @@ def choose_amp(
     Parameters
     ----------
     requested : the flag; None means ``default`` on a GPU and float32 on a CPU.
-    dtype : "fp16" or "bf16". A CPU always uses bf16, and only with instructions for it: without
-        them bf16 convolutions are 30 to 100 times slower than float32.
+    dtype : "fp16" or "bf16". A CPU uses bf16 in either case, and only if it has instructions for
+        it. Without them bf16 convolutions are 30 to 100 times slower than float32.
     """
     if device.type == "cuda":
-        wanted = default if requested is None else requested
-        if not wanted:
+        if not (default if requested is None else requested):
             return None, ""
         if dtype == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
             return torch.float16, "this GPU has no fast bf16: AMP uses fp16 with a GradScaler"
@@ -30,6 +29,11 @@ def choose_amp(
         )
     notice = "" if dtype == "bf16" else "on a CPU AMP uses bf16, which needs no GradScaler"
     return torch.bfloat16, notice
+
+
+def autocast(device: torch.device | str, dtype: torch.dtype | None) -> torch.autocast:
+    """Return torch's context for a forward pass in ``dtype``; None: float32, it does nothing."""
+    return torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype is not None)
 
 
 def cpu_has_fast_bf16() -> bool:

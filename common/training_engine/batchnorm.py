@@ -1,12 +1,12 @@
-"""BatchNorm over the ranks: one policy for all strategies.
+"""BatchNorm on several ranks: one policy for all strategies.
 
-During an epoch each rank's BatchNorm sees its own shards, as in published data-parallel training.
-Before evaluation and before a checkpoint the running means and variances are averaged over the
-shards, weighted by the samples that each has seen; every other buffer is rank 0's. From then on all
-ranks hold the same buffers, bit for bit.
+During an epoch each rank's BatchNorm sees its own shards alone, as in published data-parallel
+training. Before an evaluation or a checkpoint, the running means and variances are averaged over
+the shards, weighted by the samples that each has seen. Other buffers are copied from rank 0. Then
+all ranks hold the same buffers, bit for bit.
 
-``synchronise_batchnorm`` replaces this by statistics over all ranks in every step, on GPUs.
-``ShardStatistics`` is for a rank that computes several shards in turn.
+``synchronise_batchnorm`` normalises over all ranks in every step instead, on GPUs.
+``ShardStatistics`` serves a rank that computes several shards in turn.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.sync.base import broadcast_from_rank0
 
+_Shard = tuple[int, Sequence[Tensor]]  # its samples, and the running statistics of its layers
+
 
 def _layers(model: nn.Module) -> list[_BatchNorm]:
     return [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
 
 
 def statistics(model: nn.Module) -> list[Tensor]:
-    """Return running mean and variance of each BatchNorm layer, in the model's order."""
+    """Return the running mean and variance of each BatchNorm layer, in the model's order."""
     pairs = [(layer.running_mean, layer.running_var) for layer in _layers(model)]
     return [tensor for pair in pairs for tensor in pair if tensor is not None]
 
@@ -33,8 +35,9 @@ def statistics(model: nn.Module) -> list[Tensor]:
 class ShardStatistics:
     """Running statistics of each of the ``shards`` that this rank computes one after the other.
 
-    A shard's BatchNorm must move as if a rank of its own computed it. So each shard has its own
-    copy, which lies in the model only while that shard is computed. One shard needs no copy.
+    A shard's statistics must change as if another rank computed that shard. So each shard has a
+    copy, which is in the model only while that shard is computed. A single shard needs no copy:
+    its statistics are those in the model, and copying them to themselves does nothing.
     """
 
     def __init__(self, model: nn.Module, shards: int) -> None:
@@ -43,35 +46,34 @@ class ShardStatistics:
         self._in_model = [*means_and_variances, *(n for n in counters if n is not None)]
         self._statistics = len(means_and_variances)
         self._samples = [0] * shards
-        copies = shards if shards > 1 else 0
-        self._kept = [[tensor.clone() for tensor in self._in_model] for _ in range(copies)]
+        self._kept = (
+            [self._in_model]
+            if shards == 1
+            else [[tensor.clone() for tensor in self._in_model] for _ in range(shards)]
+        )
 
     @contextmanager
     def of(self, shard: int, samples: int) -> Iterator[None]:
-        """Compute ``samples`` samples of this rank's shard number ``shard`` inside."""
+        """Put shard number ``shard`` into the model, for a forward pass of ``samples`` samples."""
         self._samples[shard] += samples
-        if self._kept:
-            _copy(self._in_model, self._kept[shard])
+        _copy(self._in_model, self._kept[shard])
         yield
-        if self._kept:
-            _copy(self._kept[shard], self._in_model)
+        _copy(self._kept[shard], self._in_model)
 
     @torch.no_grad()
     def blend(self) -> None:
         """Put the mean over this rank's shards into the model, for the weights' moving average.
 
-        It is exact where the shards have equally many samples; they differ by one at most.
+        The mean is not weighted: the shards' numbers of samples differ by one at most.
         """
         for position, tensor in enumerate(self._in_model[: self._statistics]):
-            if self._kept:
-                tensor.copy_(torch.stack([tensors[position] for tensors in self._kept]).mean(dim=0))
+            tensor.copy_(torch.stack([tensors[position] for tensors in self._kept]).mean(dim=0))
 
-    def take(self) -> list[tuple[int, list[Tensor]]]:
-        """Return (samples, statistics) of each shard since the last call."""
-        copies = self._kept or [self._in_model]
-        counted = [
+    def take(self) -> list[_Shard]:
+        """Return each shard's samples since the last call, and its statistics."""
+        counted: list[_Shard] = [
             (count, tensors[: self._statistics])
-            for count, tensors in zip(self._samples, copies, strict=True)
+            for count, tensors in zip(self._samples, self._kept, strict=True)
         ]
         self._samples = [0] * len(self._samples)
         return counted
@@ -80,7 +82,7 @@ class ShardStatistics:
         return len(self._samples)
 
     def spread(self) -> None:
-        """Copy what the model holds now to every shard."""
+        """Copy the statistics in the model to every shard."""
         for tensors in self._kept:
             _copy(tensors, self._in_model)
 
@@ -92,17 +94,14 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 @torch.no_grad()
-def agree_on_buffers(model: nn.Module, shards: Sequence[tuple[int, Sequence[Tensor]]]) -> None:
+def agree_on_buffers(model: nn.Module, shards: Sequence[_Shard], size: int) -> None:
     """Average running statistics over all shards; take other buffers from rank 0. Collective.
 
     Parameters
     ----------
-    shards : for each shard of this rank, the training samples since the last call, which weight its
-        statistics, and those statistics, in the order of the model's layers. Sums are float64.
+    shards : of this rank, as ``ShardStatistics.take`` returns them; samples are the weights.
+    size : the number of ranks.
     """
-    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if size == 1 and len(shards) == 1:
-        return
     running = statistics(model)
     if running:
         _average(running, shards, size)
@@ -111,11 +110,9 @@ def agree_on_buffers(model: nn.Module, shards: Sequence[tuple[int, Sequence[Tens
         broadcast_from_rank0([buffer for buffer in model.buffers() if id(buffer) not in averaged])
 
 
-def _average(
-    running: list[Tensor], shards: Sequence[tuple[int, Sequence[Tensor]]], size: int
-) -> None:
+def _average(running: list[Tensor], shards: Sequence[_Shard], size: int) -> None:
     sizes = [tensor.numel() for tensor in running]
-    # (1 + all statistics,): the samples, then the sum of samples x statistic
+    # (1 + all statistics,) float64: the samples, then the sums of samples x statistic
     weighted = torch.zeros(1 + sum(sizes), dtype=torch.float64, device=running[0].device)
     for samples, tensors in shards:
         weighted[0] += samples
@@ -155,14 +152,17 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 
 def _trains(layer: _BatchNorm) -> bool:
-    """Whether any parameter of the layer does; a layer without parameters follows the training."""
+    """Whether any parameter of the layer trains; a layer without parameters always does."""
     parameters = list(layer.parameters())
     return not parameters or any(p.requires_grad for p in parameters)
 
 
 @contextmanager
 def without_samples(model: nn.Module) -> Iterator[None]:
-    """Keep BatchNorm from learning from an empty batch; SyncBatchNorm still communicates."""
+    """Keep BatchNorm from learning from an empty batch.
+
+    SyncBatchNorm stays in training mode, since the other ranks wait for this one's statistics.
+    """
     learning = [
         layer
         for layer in _layers(model)

@@ -1,7 +1,7 @@
-"""What happens beside the training steps: the ``Callback`` protocol and the validation.
+"""What happens between the training steps: the ``Callback`` protocol and the validation.
 
 ``TrainingEngine.fit`` calls the hooks. Other callbacks are CheckpointManager, RunLogger, and those
-of ``train_model`` and ``TrainingEngine.train``.
+in common/training.py and train.py.
 """
 
 import math
@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.errors import UserError
 from common.training_engine.evaluation_loop import validate
-from common.training_engine.metrics import EpochReport, EpochResult, StepRecord
+from common.training_engine.metrics import EpochReport, EpochResult, StepRecord, sum_over_ranks
 
 if TYPE_CHECKING:
     from common.training_engine.engine import TrainingEngine
@@ -23,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class EpochEnd:
-    """One epoch, handed from callback to callback.
+    """One epoch; all callbacks receive the same object in turn.
 
     result : this rank's numbers; ``result.complete`` is False after a request to stop.
-    report, is_best, stop_reason : set by ``Validator``. A reason to stop, a sentence, ends the
+    report, is_best, stop_reason : set by ``Validator``. A ``stop_reason``, a sentence, ends the
         training after this epoch.
     """
 
@@ -44,13 +42,13 @@ class Callback:
     """
 
     def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
-        """Prepare, before the first step; the engine is prepared."""
+        """Act before the first step, with the prepared engine."""
 
     def on_step_end(self, step_in_epoch: int) -> None:
         """Act after each optimiser step; ``step_in_epoch`` counts from 1."""
 
     def on_steps(self, records: list[StepRecord]) -> None:
-        """Take the records of the last steps, in which all ranks' numbers are put together."""
+        """Take the records of the last steps; their numbers cover all ranks."""
 
     def on_epoch_end(self, end: EpochEnd) -> None:
         """Act after each epoch, once all ranks hold the same weights and buffers."""
@@ -73,8 +71,7 @@ class AfterEachStep(Callback):
 class EarlyStop:
     """Tells when ``target_accuracy`` (0 to 1) is reached in ``patience`` epochs in a row.
 
-    Without a target it is never reached. All ranks must give it the same accuracies, as
-    ``report_epoch`` returns them.
+    None is never reached. All ranks must give the same accuracies, e.g. those of ``report_epoch``.
     """
 
     def __init__(self, target_accuracy: float | None, patience: int) -> None:
@@ -91,7 +88,7 @@ class EarlyStop:
         self.in_a_row = 0
 
     def reached(self, accuracy: float) -> bool:
-        """Count one more epoch and return whether the training may end."""
+        """Count one more epoch; return whether the training may end."""
         good = self._target is not None and accuracy >= self._target
         self.in_a_row = self.in_a_row + 1 if good else 0
         return self.in_a_row >= self._patience
@@ -106,8 +103,8 @@ class Validator(Callback):
     Parameters
     ----------
     loader : this rank's share of the validation set; None: no validation.
-    progress : best accuracy and epochs in a row of an earlier part of the training. The attribute
-        ``progress`` holds them as they are now, for the checkpoints.
+    progress : "best_accuracy" and "in_a_row" of an earlier part of the training. The attribute
+        ``progress`` holds their present values, for the checkpoints.
     """
 
     def __init__(
@@ -122,7 +119,7 @@ class Validator(Callback):
         self._stop.in_a_row = self.progress["in_a_row"]
 
     def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
-        """Take the engine whose model is validated."""
+        """Keep the engine, whose model is validated."""
         self._engine = engine
 
     def on_epoch_end(self, end: EpochEnd) -> None:
@@ -149,28 +146,28 @@ def report_epoch(
 ) -> EpochReport:
     """Return the epoch's numbers over all ranks; validate if there is a loader. Collective.
 
-    The weights are validated, and their moving average if there is one. ``result`` is this rank's;
-    call ``agree_on_buffers`` before.
+    Validates the weights, and their moving average if there is one. ``result`` is this rank's. Call
+    ``agree_on_buffers`` first.
     """
-    totals = torch.tensor(
-        [result.loss_sum, result.correct, result.samples], dtype=torch.float64, device=engine.device
+    loss_sum, correct, samples = sum_over_ranks(
+        engine.world, [result.loss_sum, result.correct, result.samples]
     )
-    if engine.world.size > 1:
-        dist.all_reduce(totals)
-    loss_sum, correct, samples = totals.tolist()
-    scores = [(math.nan, math.nan), (math.nan, math.nan)]  # loss, accuracy: weights, average
-    models = [engine.model, *([engine.ema.module] if engine.ema is not None else [])]
-    if val_loader is not None:
-        for index, model in enumerate(models):
-            scores[index] = validate(
-                model, engine.world, criterion, val_loader, amp_dtype=engine.amp_dtype
-            )
+    scores = (
+        [
+            validate(model, engine.world, criterion, val_loader, amp_dtype=engine.amp_dtype)
+            for model in engine.evaluated_models
+        ]
+        if val_loader is not None
+        else []
+    )
+    unknown = (math.nan, math.nan)  # loss, accuracy
+    model_scores, ema_scores = [*scores, unknown, unknown][:2]
     return EpochReport(
         epoch,
         loss_sum / max(1, samples),
         correct / max(1, samples),
-        *scores[0],
-        *scores[1],
+        *model_scores,
+        *ema_scores,
         engine.optimizer.param_groups[0]["lr"],
         samples / max(result.seconds, 1e-9),
         result.seconds,

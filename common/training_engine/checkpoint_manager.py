@@ -1,7 +1,7 @@
-"""Write checkpoints after every epoch, every so many steps, and on a request to stop.
+"""Write checkpoints after every epoch, every few steps if asked for, and on a request to stop.
 
-``CheckpointManager`` is a callback of the training; common/checkpoint.py writes and verifies the
-files. ``state`` and ``load_state`` are methods of ``TrainingEngine``.
+``CheckpointManager`` is a callback; common/checkpoint.py writes and verifies the files. ``state``
+and ``load_state`` are methods of ``TrainingEngine``.
 """
 
 import math
@@ -24,10 +24,10 @@ class CheckpointManager(Callback):
     Parameters
     ----------
     every : steps between checkpoints within an epoch; None: none.
-    keep : how many of the newest stay; None: all.
-    extra : more entries for each checkpoint, as they are when it is written.
-    writes : whether this rank writes; None: rank 0 does. Every rank calls every hook all the same.
-    copy_to : a file that always holds the newest checkpoint too; rank 0 writes it.
+    keep : number of checkpoints to keep, the newest; None: all.
+    extra : further entries of each checkpoint, with their values when it is written.
+    writes : whether this rank writes; None: rank 0 alone. Every rank calls every hook in any case.
+    copy_to : a second file for the newest checkpoint; rank 0 writes it.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class CheckpointManager(Callback):
         self.newest: Path | None = None
 
     def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
-        """Take the engine whose state is saved."""
+        """Keep the engine, whose state is saved."""
         self._engine, self._epoch = engine, first_epoch
 
     def on_step_end(self, step_in_epoch: int) -> None:
-        """Save when it is time, or when the ranks have agreed to stop. Collective then."""
+        """Save every ``every`` steps, and when the ranks have agreed to stop. Collective then."""
         due = self._every is not None and self._engine.step % self._every == 0
         if self._engine.stopping or due:
             self._engine.agree_on_buffers()
@@ -59,23 +59,17 @@ class CheckpointManager(Callback):
             self._save(checkpoint_path(self._folder, self._epoch, self._engine.step), entries)
 
     def on_epoch_end(self, end: EpochEnd) -> None:
-        """Save after an epoch, unless a stop has cut it short and saved already. Collective."""
+        """Save, unless a request to stop ended the epoch early: it has saved. Collective."""
         if end.is_best:
-            assert end.report is not None  # the Validator found it
+            assert end.report is not None  # Validator has set both
             best = self._engine.state(epoch=end.epoch, loss=end.report.train_loss)
-            self._write(self._folder / "best.pt", best)
+            self._save(self._folder / "best.pt", best, newest=False)
         if end.result.complete or self.newest is None:
             entries = self._engine.state(epoch=end.epoch, loss=end.result.loss)
             self._save(checkpoint_path(self._folder, end.epoch), entries)
             self._epoch = end.epoch + 1
 
-    def _save(self, path: Path, entries: Mapping[str, Any]) -> None:
-        self._write(path, entries, copy_to=self._copy_to)
-        self.newest = path
-
-    def _write(
-        self, path: Path, entries: Mapping[str, Any], *, copy_to: Path | None = None
-    ) -> None:
+    def _save(self, path: Path, entries: Mapping[str, Any], *, newest: bool = True) -> None:
         entries = {**entries, **self._extra}
         rank0 = self._engine.world.is_rank0
 
@@ -85,24 +79,25 @@ class CheckpointManager(Callback):
                 if self._keep is not None:
                     for old in checkpoints_by_age(self._folder)[self._keep :]:
                         old.unlink(missing_ok=True)
-            if copy_to is not None and rank0:
-                save_checkpoint(copy_to, entries)
+            if newest and self._copy_to is not None and rank0:
+                save_checkpoint(self._copy_to, entries)
 
         run_on_all_ranks(self._engine.world, write)
+        if newest:
+            self.newest = path
 
 
 def state(
     engine: "TrainingEngine", *, epoch: int, loss: float, step_in_epoch: int = 0
 ) -> dict[str, Any]:
-    """Return a checkpoint's entries. Collective. Call ``agree_on_buffers`` before.
+    """Return a checkpoint's entries. Collective. Call ``agree_on_buffers`` first.
 
     Parameters
     ----------
     epoch : the last complete one.
     loss : its mean training loss on this rank.
-    step_in_epoch : steps done of the epoch after it.
+    step_in_epoch : number of steps done in the epoch after it.
     """
-    scheduler = engine.scheduler.state_dict() if engine.scheduler is not None else None
     entries = {
         "epoch": epoch,
         "step": engine.step,
@@ -110,7 +105,7 @@ def state(
         "loss": loss,
         "model_state_dict": unwrap(engine.model).state_dict(),
         "optimizer_state_dict": engine.optimizer.state_dict(),
-        "scheduler_state_dict": scheduler,
+        "scheduler_state_dict": engine.scheduler.state_dict() if engine.scheduler else None,
         "scaler_state_dict": engine.scaler.state_dict(),
         "sync_state_dicts": gather_objects(engine.world, engine.sync.state_dict()),
     }
@@ -123,13 +118,13 @@ def state(
 
 
 def load_state(engine: "TrainingEngine", entries: Mapping[str, Any]) -> None:
-    """Resume from a checkpoint; weights and optimiser state are loaded already.
+    """Resume from a checkpoint's entries, except weights and optimiser, which are loaded before.
 
-    Call ``prepare`` before.
+    Call ``prepare`` first.
     """
     if engine.scheduler is not None and entries.get("scheduler_state_dict") is not None:
         engine.scheduler.load_state_dict(entries["scheduler_state_dict"])
-        # Again, since making the scheduler has changed the rates.
+        # Again, since building the scheduler has changed the learning rates.
         engine.optimizer.load_state_dict(entries["optimizer_state_dict"])
     if entries.get("scaler_state_dict"):
         engine.scaler.load_state_dict(entries["scaler_state_dict"])

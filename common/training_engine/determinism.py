@@ -1,7 +1,7 @@
 """Runs that repeat bit for bit on a GPU (torch's documentation: Reproducibility).
 
-Call ``choose_algorithms`` before the first CUDA call; ``cost`` measures how much slower they are. A
-CPU run repeats as it is, with the same number of threads.
+Call ``choose_algorithms`` before the first CUDA call; ``cost`` measures how much slower
+deterministic algorithms are. A CPU run repeats without them, given the same number of threads.
 """
 
 import copy
@@ -12,15 +12,17 @@ import time
 import torch
 from torch import Tensor, nn
 
+from common.training_engine.amp import autocast
+
 _REPEATS = 8
 
 
 def choose_algorithms(device: torch.device, *, deterministic: bool) -> None:
-    """Let cuDNN search for the fastest algorithms, or have torch use deterministic ones."""
+    """Let cuDNN search for the fastest algorithms, or make torch use deterministic ones."""
     if device.type != "cuda":
         return
     if deterministic:
-        # cuBLAS reads it when it is first used.
+        # Before the first CUDA call, since cuBLAS reads it only once.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = not deterministic
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
@@ -31,8 +33,8 @@ def cost(
 ) -> float:
     """Return how many times as long forward and backward take with deterministic algorithms.
 
-    The medians of both are measured in turns on a copy of the model, so the training is not
-    affected. GPU only. The algorithms are deterministic afterwards.
+    A ratio of medians, measured in turns on a copy of the model, which leaves the training
+    unaffected. GPU only. The algorithms are deterministic afterwards.
     """
     trial = copy.deepcopy(model).train()
     state = torch.get_rng_state()
@@ -42,7 +44,7 @@ def cost(
             choose_algorithms(images.device, deterministic=deterministic)
             torch.cuda.synchronize()
             began = time.perf_counter()
-            with torch.autocast("cuda", dtype=amp_dtype, enabled=amp_dtype is not None):
+            with autocast(images.device, amp_dtype):
                 loss = nn.functional.cross_entropy(trial(images), labels)
             loss.backward()
             torch.cuda.synchronize()

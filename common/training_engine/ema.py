@@ -22,13 +22,13 @@ def warmed_up_decay(decay: float, updates: int) -> float:
 def build_ema(model: nn.Module, decay: float) -> AveragedModel:
     """Return the moving average of ``model`` (never a wrapper).
 
-    It starts with the weights of the first update. BatchNorm's running statistics are averaged,
-    too, since they must fit the averaged weights. Buffers that are not floating-point are copied.
+    The average starts with the weights of the first update. It includes BatchNorm's running
+    statistics, which must fit the averaged weights; integer buffers are copied.
     """
 
     def average(averages: Tensors, values: Tensors, _updates: Tensor | int) -> None:
         if averages[0].is_floating_point():
-            # ``_updates`` is on the GPU, and reading it would wait for that.
+            # torch copies ``n_averaged`` to the GPU as ``_updates``; reading that would wait.
             updates = int(averaged.n_averaged)
             torch._foreach_lerp_(averages, values, 1 - warmed_up_decay(decay, updates))
         else:

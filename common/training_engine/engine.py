@@ -1,13 +1,13 @@
 """TrainingEngine: the training step, the same for every strategy, device, part and recipe.
 
-``TrainingEngine(...).train(...)`` does everything. From another loop, call ``prepare`` once, then
-``fit`` for several epochs or ``train_epoch`` for one, then ``close``. The step is here, in
-``train_step``; the loops around it are in epochs.py.
+``TrainingEngine(...).train(...)`` does everything. For a loop of your own, call ``prepare`` once,
+then ``fit`` for several epochs or ``train_epoch`` for one, then ``close``. ``train_step`` is the
+step; the loops around it are in epochs.py.
 """
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,12 +32,12 @@ from common.sync import build_sync
 from common.sync.base import GradientSync
 from common.sync.none import NoSync
 from common.training_engine import batchnorm
-from common.training_engine.amp import choose_amp
+from common.training_engine.amp import autocast, choose_amp
 from common.training_engine.checkpoint_manager import load_state, state
 from common.training_engine.ema import build_ema
 from common.training_engine.epochs import MicroBatch, fit, train_epoch
 from common.training_engine.evaluation_loop import unwrap
-from common.training_engine.metrics import StepOutcome
+from common.training_engine.metrics import StepOutcome, sum_over_ranks
 from common.training_engine.train import train
 
 if TYPE_CHECKING:
@@ -56,25 +56,25 @@ class TrainingEngine:
     ----------
     model : moved to ``device`` here; may be wrapped in DistributedDataParallel.
     device : "cuda" in a group means the GPU of ``local_rank``.
-    distributed : average gradients over the group that is open (``setup_distributed``,
-        ``launch_distributed_training``).
-    world_size, backend : what the caller believes the group to be; a contradiction is an error.
+    distributed : average gradients over the open group (``setup_distributed`` and
+        ``launch_distributed_training`` open one).
+    world_size, backend : what the caller expects of the group; a contradiction is an error.
     use_amp : mixed precision: fp16 with a GradScaler on a GPU, bf16 on a CPU that is fast at it.
         ``amp_dtype`` (torch.float16, torch.bfloat16) chooses the type instead.
     use_ema : keep an exponential moving average of the weights (ema.py), evaluated and saved with
         them.
-    sync_batchnorm : in a group on GPUs, BatchNorm layers that train normalise over all ranks; else
-        each rank by itself.
+    sync_batchnorm : in a group on GPUs, BatchNorm layers that train normalise over all ranks.
+        Otherwise each rank normalises its own batch.
     accumulation_steps : micro-batches (the loader's batches) of one optimiser step; ranks
         communicate once for all of them.
-    sync : a strategy or its name, see common/sync; used where ``distributed``.
+    sync : a strategy or its name, see common/sync; used if ``distributed``.
     clip_norm : largest norm of all gradients together.
     experiment_name, output_dir : ``train`` writes to ``output_dir/experiment_name/``.
-    world : the group that is open, where the caller has it at hand.
+    world : the open group, if the caller knows it.
 
     Set ``timeline`` (common/profiling/comm_trace.py) to record the messages of some steps. Set
-    ``emulation`` (common/emulation/emulated_model.py) where the model sleeps in place of computing:
-    then the weights stay, and no loss is recorded.
+    ``emulation`` (common/emulation/emulated_model.py) if the model sleeps instead of computing.
+    Then the weights stay as they are, and no loss is recorded.
     """
 
     def __init__(
@@ -140,22 +140,21 @@ class TrainingEngine:
     load_state = load_state
 
     def notice(self, text: str) -> None:
-        """Warn on rank 0 of what is done in another way than asked for; skip an empty ``text``."""
+        """Warn on rank 0 that the engine departs from what was asked; skip an empty ``text``."""
         if text and self.world.is_rank0:
             warnings.warn(text, stacklevel=3)
 
     def _with_batchnorm(self, model: nn.Module, sync_batchnorm: bool) -> nn.Module:
         if not sync_batchnorm or self.world.size == 1 or not batchnorm.has_batchnorm(model):
             return model
-        if self.device.type != "cuda":
-            self.notice(
-                "BatchNorm uses each rank's own batch: SyncBatchNorm needs GPUs, torch has none "
-                "for Gloo on CPUs"
-            )
-            return model
-        if isinstance(model, DistributedDataParallel):
-            return model
-        return batchnorm.synchronise_batchnorm(model)
+        if self.device.type == "cuda":
+            wrapped = isinstance(model, DistributedDataParallel)
+            return model if wrapped else batchnorm.synchronise_batchnorm(model)
+        self.notice(
+            "BatchNorm uses each rank's own batch: SyncBatchNorm needs GPUs, torch has none "
+            "for Gloo on CPUs"
+        )
+        return model
 
     def prepare(
         self,
@@ -167,15 +166,14 @@ class TrainingEngine:
     ) -> None:
         """Check that all ranks train the same model, and give them rank 0's weights. Collective.
 
-        ``scheduler`` is stepped after every optimiser step, or by the caller after every epoch.
-        Raises UserError where the ranks' parameters differ in name, shape or type, and where
-        ``criterion`` is not a mean over the batch.
+        The engine steps ``scheduler`` after every optimiser step; with ``scheduler_by_epoch`` the
+        caller steps it after every epoch. Raises UserError if the ranks' parameters differ in name,
+        shape or type, or if ``criterion`` is not a mean over the batch.
         """
         if getattr(criterion, "reduction", "mean") != "mean":
             raise UserError(
                 f"the criterion has reduction={criterion.reduction!r}: use 'mean', since the "
-                "ranks' losses "
-                "are weighted as means"
+                "ranks' losses are weighted as means"
             )
         self.optimizer, self.criterion, self.scheduler = optimizer, criterion, scheduler
         self._scheduler_by_epoch = scheduler_by_epoch
@@ -211,12 +209,12 @@ class TrainingEngine:
         global_samples: int,
         seeds: Sequence[int] | None = None,
     ) -> StepOutcome:
-        """Do one optimiser step on this rank's micro-batches of a global batch.
+        """Do one optimiser step on this rank's micro-batches of a global batch. Collective.
 
         The mean loss of a micro-batch is weighted by its samples x ranks / ``global_samples``. So
         the plain mean of the ranks' gradients is the gradient of the mean loss over the global
-        batch, also where shares differ. Ranks communicate once. ``seeds``, one for each
-        micro-batch, set torch's generator before its forward pass.
+        batch, even if the ranks' shares differ in size. Gradients are exchanged once, after the
+        last micro-batch. ``seeds`` : for torch's generator, one for each micro-batch.
         """
         timer = self.timer
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -224,10 +222,10 @@ class TrainingEngine:
         self.optimizer.zero_grad(set_to_none=True)
         for index, (inputs, labels) in enumerate(micro_batches):
             if seeds is not None:
-                torch.manual_seed(seeds[index])  # dropout and the like, the same on a resume
+                torch.manual_seed(seeds[index])  # a resumed run draws the same dropout masks
             weight = len(labels) * self.world.size / global_samples
             with self._micro_batch(index, len(micro_batches), len(labels)):
-                with timer.section("forward"), self._autocast():
+                with timer.section("forward"), autocast(self.device, self.amp_dtype):
                     outputs = self.model(inputs)  # (samples, classes)
                     loss = self._mean_loss(outputs, labels)
                 with timer.section("backward"):
@@ -251,31 +249,23 @@ class TrainingEngine:
 
     @contextmanager
     def _micro_batch(self, index: int, count: int, samples: int) -> Iterator[None]:
-        """Run micro-batch ``index`` of ``count`` inside.
+        """Enclose forward and backward of micro-batch ``index`` of ``count``.
 
-        Only the last one communicates. BatchNorm uses the statistics of the micro-batch's own
-        shard, and learns nothing from one without samples.
+        Only the last micro-batch communicates. BatchNorm uses the statistics of the micro-batch's
+        own shard, and learns nothing from an empty one.
         """
-        shard = index * len(self.shards) // count
-        with ExitStack() as stack:
-            if index < count - 1:
-                stack.enter_context(self.sync.no_sync())
-            stack.enter_context(self.shards.of(shard, samples))
-            if samples == 0:
-                stack.enter_context(batchnorm.without_samples(self.model))
+        shard = self.shards.of(index * len(self.shards) // count, samples)
+        sync = self.sync.no_sync() if index < count - 1 else nullcontext()
+        empty = nullcontext() if samples else batchnorm.without_samples(self.model)
+        with sync, shard, empty:
             yield
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None
-        )
-
     def _mean_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss; without samples 0, with zero gradients for the exchange."""
+        """Return the mean loss; without samples 0, so that this rank still has gradients (0)."""
         return self.criterion(outputs, labels) if len(labels) else outputs.sum() * 0
 
     def _unscale_and_clip(self) -> Tensor:
-        """Return the norm of all gradients together, before clipping."""
+        """Divide the gradients by the loss scale, clip them, and return their norm before that."""
         if self.emulation is not None:
             return torch.zeros(())
         self.scaler.unscale_(self.optimizer)
@@ -287,7 +277,7 @@ class TrainingEngine:
         if self.emulation is not None:
             self.emulation.update()
             return
-        self.scaler.step(self.optimizer)  # leaves out a step whose fp16 gradients overflowed
+        self.scaler.step(self.optimizer)  # skips a step whose fp16 gradients overflowed
         self.scaler.update()
 
     def _after_update(self) -> None:
@@ -300,30 +290,30 @@ class TrainingEngine:
             self.shards.blend()
             self.ema.update_parameters(unwrap(self.model))
 
-    def agree_on_buffers(self) -> None:
-        """Make buffers equal on all ranks, and a periodic strategy's weights first. Collective.
+    @property
+    def evaluated_models(self) -> list[nn.Module]:
+        """The model, then the moving average of its weights if there is one."""
+        return [self.model] if self.ema is None else [self.model, self.ema.module]
 
-        Call it before an evaluation and before a checkpoint; batchnorm.py says what becomes of
-        BatchNorm.
+    def agree_on_buffers(self) -> None:
+        """Make all ranks hold the same weights and buffers. Collective.
+
+        Call it before an evaluation and before a checkpoint; batchnorm.py says how BatchNorm's
+        statistics are averaged.
         """
         self.sync.sync_replicas(self.model)
-        statistics = self.shards.take()
-        if self.world.size > 1 or len(statistics) > 1:
-            batchnorm.agree_on_buffers(unwrap(self.model), statistics)
+        statistics, size = self.shards.take(), self.world.size
+        if size > 1 or len(statistics) > 1:
+            batchnorm.agree_on_buffers(unwrap(self.model), statistics, size)
             self.shards.spread()
             if self.ema is not None:
                 samples = sum(count for count, _ in statistics)
-                batchnorm.agree_on_buffers(
-                    self.ema.module, [(samples, batchnorm.statistics(self.ema.module))]
-                )
+                averages = batchnorm.statistics(self.ema.module)
+                batchnorm.agree_on_buffers(self.ema.module, [(samples, averages)], size)
 
     def sum_over_ranks(self, count: int) -> int:
         """Return the sum of a count over the ranks. Collective."""
-        if self.world.size == 1:
-            return count
-        total = torch.tensor([count], dtype=torch.int64, device=self.device)
-        dist.all_reduce(total)
-        return int(total)
+        return int(sum_over_ranks(self.world, [count])[0])
 
     def _reduce_tensor(self, t: Tensor) -> Tensor:
         """Return the mean of a metric over the ranks, as a new tensor. Collective."""
@@ -338,12 +328,10 @@ def _check_strategy(sync: GradientSync, *, scales: bool, use_ema: bool) -> None:
     if scales and not sync.exact:
         raise UserError(
             f"{type(sync).__name__} does not keep every step's exact gradient, which fp16's loss "
-            "scaling needs: "
-            "got both, give --amp-dtype bf16 (torch.bfloat16) or an exact strategy"
+            "scaling needs: got both, give --amp-dtype bf16 (torch.bfloat16) or an exact strategy"
         )
     if use_ema and not sync.equal_gradients:
         raise UserError(
             f"{type(sync).__name__} lets the ranks' weights differ between averages, so that each "
-            "would keep a "
-            "moving average of its own: leave out --ema, or take another strategy"
+            "would keep a moving average of its own: leave out --ema, or take another strategy"
         )

@@ -2,9 +2,10 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,14 +25,6 @@ MicroBatch = tuple[Tensor, Tensor]
 """Inputs of shape (samples, ...) and labels of shape (samples,) for one forward pass."""
 
 
-@runtime_checkable
-class ResumableLoader(Protocol):
-    """A loader that can begin within an epoch, such as common.data.loaders.TrainLoader."""
-
-    def start_at(self, step: int) -> None:
-        """Leave out the first ``step`` global batches of the next epoch."""
-
-
 def fit(
     engine: "TrainingEngine",
     loader: Iterable[MicroBatch],
@@ -44,43 +37,42 @@ def fit(
 ) -> None:
     """Train epochs ``first_epoch`` to ``last_epoch``, both included, and call the callbacks' hooks.
 
-    Stops early after ``max_steps``, when a callback gives a reason to, or when the ranks have
-    agreed to stop. Call ``prepare`` before.
+    Stops early after ``max_steps``, if a callback sets a ``stop_reason``, or if the ranks have
+    agreed to stop. Call ``prepare`` first.
 
     Parameters
     ----------
-    start_step : steps of the first epoch that are done already.
+    start_step : number of steps of the first epoch that are done already.
     options : ``seed``, ``max_steps`` and ``log_every`` of ``train_epoch``.
     """
 
-    def on_steps(records: list[StepRecord]) -> None:
+    def notify(hook: str, *arguments: Any) -> None:
         for callback in callbacks:
-            callback.on_steps(records)
+            getattr(callback, hook)(*arguments)
 
-    def after_step(step_in_epoch: int) -> None:
-        for callback in callbacks:
-            callback.on_step_end(step_in_epoch)
-
-    options |= {"on_steps": on_steps, "after_step": after_step}
     samplers: list[Any] = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    for callback in callbacks:
-        callback.on_train_begin(engine, first_epoch)
+    notify("on_train_begin", engine, first_epoch)
     for epoch in range(first_epoch, last_epoch + 1):
         for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)  # else every epoch would come in the first one's order
-        result = engine.train_epoch(loader, epoch=epoch, start_step=start_step, **options)
+                sampler.set_epoch(epoch)  # otherwise all epochs would have the same order
+        result = engine.train_epoch(
+            loader,
+            epoch=epoch,
+            start_step=start_step,
+            on_steps=partial(notify, "on_steps"),
+            after_step=partial(notify, "on_step_end"),
+            **options,
+        )
         start_step = 0
         if not result.step_seconds:
             break
         engine.agree_on_buffers()
         end = EpochEnd(epoch, result)
-        for callback in callbacks:
-            callback.on_epoch_end(end)
+        notify("on_epoch_end", end)
         if end.stop_reason or engine.stopping:
             break
-    for callback in callbacks:
-        callback.on_train_end()
+    notify("on_train_end")
 
 
 def train_epoch(
@@ -99,12 +91,13 @@ def train_epoch(
 
     Parameters
     ----------
-    loader : yields (inputs, labels). If it has ``global_batch_sizes`` (samples of each step over
-        all ranks), these weight the loss; else each step costs an 8-byte all_reduce. If it has
-        ``micro_batches``, these are the numbers of its micro-batches within each global batch; else
-        ``accumulation_steps`` of its batches make a step.
-    seed : torch's generator is set before each micro-batch from (seed, epoch, step, micro-batch).
-    start_step : steps of this epoch that are done already; ``loader.start_at`` leaves them out.
+    loader : yields (inputs, labels). It may have ``global_batch_sizes``, the samples of each step
+        over all ranks; without it each step costs an 8-byte all_reduce. It may have
+        ``micro_batches``, the numbers of this rank's micro-batches within each global batch;
+        without it ``accumulation_steps`` batches make a step.
+    seed : sets torch's generator before each micro-batch, with epoch, step and micro-batch.
+    start_step : number of steps of this epoch that are done already; ``loader.start_at`` skips
+        them.
     on_steps : called on every rank every ``log_every`` steps, or sooner, with their records.
     after_step : called on every rank after every step with the number of steps done in this epoch.
 
@@ -122,7 +115,7 @@ def train_epoch(
     )
     if start_step:
         _skip_steps(loader, epoch, start_step)
-    sizes = getattr(loader, "global_batch_sizes", None)  # samples over all ranks, by step
+    sizes = getattr(loader, "global_batch_sizes", None)
     engine.model.train()
     hold_frozen_batchnorm(engine.model)
     try:
@@ -130,7 +123,8 @@ def train_epoch(
             local_samples = sum(len(labels) for _, labels in window)
             global_samples = sizes[index] if sizes else engine.sum_over_ranks(local_samples)
             rate = engine.optimizer.param_groups[0]["lr"]
-            with _recording(engine):
+            messages = engine.timeline.around(engine.step + 1) if engine.timeline else nullcontext()
+            with messages:
                 outcome = engine.train_step(window, global_samples=global_samples, seeds=seeds)
             times = engine.timer.take()
             if engine.timeline is not None:
@@ -145,7 +139,7 @@ def train_epoch(
             if engine.stopping:
                 metrics.result.complete = sizes is not None and index + 1 == len(sizes)
                 break
-        engine.timer.take()
+        engine.timer.take()  # discards the time spent asking for a batch after the last one
         engine.stopping = metrics.flush(stop=engine.stop_requested) or engine.stopping
     except BaseException:
         metrics.flush_local()
@@ -155,7 +149,7 @@ def train_epoch(
 
 
 def _skip_steps(loader: Iterable[MicroBatch], epoch: int, start_step: int) -> None:
-    if not isinstance(loader, ResumableLoader):
+    if not hasattr(loader, "start_at"):
         raise UserError(
             f"resuming within epoch {epoch}, after step {start_step}, needs a loader with a method "
             f"start_at(step), and {type(loader).__name__} has none: resume from the checkpoint of "
@@ -172,7 +166,7 @@ def _windows(
     start_step: int,
     max_steps: int | None,
 ) -> Iterator[tuple[int, list[MicroBatch], list[int] | None]]:
-    """Yield for each step its index, this rank's micro-batches on the device, and their seeds."""
+    """Yield for each step its index, this rank's micro-batches, on the device, and their seeds."""
     numbers = _own_micro_batches(engine, loader)
     batches = iter(loader)
     for index in itertools.count(start_step):
@@ -181,7 +175,7 @@ def _windows(
         seeds = None
         if seed is not None:
             seeds = [stream_seed(seed, STEP_STREAM, epoch, index, number) for number in numbers]
-            torch.manual_seed(seeds[0])  # the loader may draw, too
+            torch.manual_seed(seeds[0])  # for loaders that draw random numbers
         with engine.timer.section("data"):
             window = [
                 (to_device(inputs, engine.device), labels.to(engine.device, non_blocking=True))
@@ -198,7 +192,7 @@ def _windows(
 def _own_micro_batches(engine: "TrainingEngine", loader: Iterable[MicroBatch]) -> Sequence[int]:
     """Return the numbers of this rank's micro-batches within each global batch.
 
-    The engine then keeps BatchNorm statistics for each shard that this rank computes.
+    Also make the engine keep BatchNorm statistics for each shard that this rank computes.
     """
     shards = getattr(loader, "shards_here", 1)
     if shards != len(engine.shards):
@@ -207,8 +201,10 @@ def _own_micro_batches(engine: "TrainingEngine", loader: Iterable[MicroBatch]) -
     return getattr(loader, "micro_batches", range(first, first + engine.accumulation_steps))
 
 
-def _recording(engine: "TrainingEngine") -> AbstractContextManager:
-    """Record the next step's messages, if it is one of the timeline's."""
-    if engine.timeline is None:
-        return nullcontext()
-    return engine.timeline.around(engine.step + 1)
+def steps_an_epoch(loader: Iterable[MicroBatch]) -> int:
+    """Return the optimiser steps of an epoch if ``loader`` knows them, else its batches.
+
+    -1 for a loader without a length.
+    """
+    steps = getattr(loader, "global_batch_sizes", loader)
+    return len(steps) if isinstance(steps, Sized) else -1

@@ -5,17 +5,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from common.distributed.process_group import World
+from common.training_engine.amp import autocast
+from common.training_engine.metrics import sum_over_ranks
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """labels, predicted : int64 arrays of shape (n,), in the loader's order; loss_sum : total."""
+    """True and predicted classes of n samples.
+
+    labels, predicted : int64 arrays of shape (n,), in the loader's order.
+    loss_sum : summed over the samples.
+    """
 
     labels: np.ndarray
     predicted: np.ndarray
@@ -49,12 +54,13 @@ def predict(
 ) -> Predictions:
     """Predict every batch of ``loader`` in evaluation mode.
 
-    The model is unwrapped and runs only here, so one rank may evaluate alone. Its mode is restored.
+    The model runs without DistributedDataParallel, so one rank may evaluate alone. Its mode is
+    restored.
 
     Parameters
     ----------
     criterion : returns a batch's mean loss.
-    limit : how many samples count, from the first; None: all.
+    limit : number of samples to predict, from the first; None: all.
     amp_dtype : type of mixed precision; None: float32.
     """
     model = unwrap(model)
@@ -69,9 +75,7 @@ def predict(
             images, labels = to_device(images[:left], device), labels[:left].to(device)
             if len(labels) == 0:
                 continue
-            with torch.autocast(
-                torch.device(device).type, dtype=amp_dtype, enabled=amp_dtype is not None
-            ):
+            with autocast(device, amp_dtype):
                 outputs = model(images)
                 loss = criterion(outputs, labels)
             loss_sum += float(loss) * len(labels)
@@ -92,37 +96,31 @@ def validate(
 ) -> tuple[float, float]:
     """Return (mean loss, accuracy) over the samples of all ranks' loaders. Collective.
 
-    Samples that a DistributedSampler repeats, to give all ranks equally many, count once.
+    A sample counts once, even if a DistributedSampler repeats it to give all ranks equally many.
     """
     mine = predict(
         model, world.device, criterion, loader, limit=_own_samples(loader), amp_dtype=amp_dtype
     )
-    totals = torch.tensor(
-        [mine.loss_sum, float((mine.labels == mine.predicted).sum()), len(mine.labels)],
-        dtype=torch.float64,
-        device=world.device,
+    loss_sum, correct, samples = sum_over_ranks(
+        world, [mine.loss_sum, float((mine.labels == mine.predicted).sum()), len(mine.labels)]
     )
-    if world.size > 1:
-        dist.all_reduce(totals)
-    loss_sum, correct, samples = totals.tolist()
     return (loss_sum / samples, correct / samples) if samples else (float("nan"), float("nan"))
 
 
 def _own_samples(loader: Iterable[tuple[Tensor, Tensor]]) -> int | None:
-    """Return how many of the loader's samples are no repetition; None: all.
+    """Return how many of this rank's samples are not repetitions; None: all.
 
-    The repeated ones come last in the order of all ranks, of which this rank has every
-    ``num_replicas``-th.
+    A DistributedSampler deals out the samples in turn, and then repeats some of them.
     """
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return None
-    assert isinstance(sampler.dataset, Sized)  # the sampler has asked for its length, too
+    assert isinstance(sampler.dataset, Sized)  # the sampler needs its length, too
     return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))
 
 
 def to_device(images: Tensor, device: torch.device | str) -> Tensor:
-    """Move a batch to ``device``; images (4-d) get channels_last strides: faster convolutions."""
+    """Move inputs to ``device``; 4-d images get channels_last strides, for faster convolutions."""
     if images.dim() == 4:
         return images.to(device, non_blocking=True, memory_format=torch.channels_last)
     return images.to(device, non_blocking=True)

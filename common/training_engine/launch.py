@@ -1,8 +1,8 @@
 """``launch_distributed_training``: start a process for each rank from a script or a notebook.
 
-Each rank is a fresh interpreter (worker.py). It reads the function and its arguments from a file,
-pickled by cloudpickle. So lambdas and functions of a notebook work, and the caller's script does
-not run again.
+Each rank is a fresh interpreter (worker.py) that reads the function and its arguments from a file.
+cloudpickle wrote it, so lambdas and functions of a notebook work. The caller's script does not run
+again.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ OUTCOME_FILE = "outcome{}.pkl"
 
 
 class WorkerError(RuntimeError):
-    """A rank failed: ``rank``, and ``worker_traceback``, which the message holds too."""
+    """Rank ``rank`` failed; the message holds its ``worker_traceback``."""
 
     def __init__(self, rank: int, worker_traceback: str) -> None:
         super().__init__(f"rank {rank} failed:\n{worker_traceback}")
@@ -60,7 +61,7 @@ def distributed_train_worker(
     engine_kwargs: dict[str, Any] | None = None,
     train_kwargs: dict[str, Any] | None = None,
 ) -> dict[str, list[float]]:
-    """Build all that this rank needs, train, and return the history of ``TrainingEngine.train``.
+    """Build engine, loaders and optimiser of this rank; train; return the history of ``train``.
 
     Parameters
     ----------
@@ -68,7 +69,8 @@ def distributed_train_worker(
     train_dataset, val_dataset : of (input, label); shared out by a DistributedSampler.
     batch_size : PER PROCESS: the global batch is this x ``world_size`` x ``accumulation_steps``.
     num_workers : processes of each loader.
-    optimizer_fn, scheduler_fn : called with the model's parameters that train; with the optimiser.
+    optimizer_fn : called with the model's trainable parameters.
+    scheduler_fn : called with the optimiser.
     engine_kwargs, train_kwargs : further arguments of ``TrainingEngine`` and
         ``TrainingEngine.train`` (``num_epochs``, ...).
     """
@@ -117,15 +119,14 @@ def launch_distributed_training(
 
     Parameters
     ----------
-    train_fn : e.g. ``distributed_train_worker``. The process group is open when it is called.
-        It and ``config`` may hold lambdas and functions of a notebook.
-    world_size : ranks, one process each. 0 (``torch.cuda.device_count()`` without a GPU) or 1 means
-        this process.
+    train_fn : e.g. ``distributed_train_worker``; called when the process group is open. It and
+        ``config`` may be or hold lambdas and functions of a notebook.
+    world_size : number of ranks, one process each; 0 and 1 mean this process.
     backend : "nccl" needs a GPU for each rank. Without them Gloo trains on the CPU, with a warning.
 
     If the group cannot be set up, a warning says why, and this process trains alone. Raises
-    WorkerError, with rank and traceback, when a rank fails in training, which is never tried again;
-    UserError on other values. No process is left behind.
+    WorkerError, with rank and traceback, if a rank fails in training, which is never retried.
+    Raises UserError on invalid arguments. No process is left behind.
     """
     if backend not in ("nccl", "gloo"):
         raise UserError(f"backend: got {backend!r}, choose nccl or gloo")
@@ -148,7 +149,7 @@ def launch_distributed_training(
 
 
 def _no_nccl(world_size: int) -> str:
-    """Why NCCL cannot serve so many ranks here; empty where it can."""
+    """Return why NCCL cannot connect ``world_size`` ranks here; empty if it can."""
     if not dist.is_nccl_available():
         return "this torch has no NCCL"
     gpus = torch.cuda.device_count()
@@ -163,8 +164,6 @@ def _in_this_process(train_fn: Callable[..., Any], config: dict[str, Any]) -> An
     except (UserError, KeyboardInterrupt):
         raise
     except Exception as error:
-        import traceback
-
         raise WorkerError(0, traceback.format_exc()) from error
 
 
@@ -175,8 +174,8 @@ def _in_processes(
         folder = Path(name)
         call = cloudpickle.dumps((train_fn, world_size, backend, config))
         (folder / "call.pkl").write_bytes(call)
-        # This repository first, for `-m`, then the caller's path, for modules pickled by name. -P:
-        # not the current folder before them, where a `common` would be taken for ours.
+        # This repository comes first, for `-m`; the caller's path follows, for modules pickled by
+        # name. -P keeps out the current folder, whose `common` could hide ours.
         path = [str(REPOSITORY), *(entry or os.getcwd() for entry in sys.path)]
         worker = [sys.executable, "-P", "-m", "common.training_engine.worker", name]
         exits = run_local_ranks(
@@ -188,7 +187,7 @@ def _in_processes(
 
 
 def _result(outcomes: dict[int, dict[str, Any]], exits: RankExits) -> Any:
-    """Return rank 0's result; if a rank failed, raise the error of the first that did."""
+    """Return rank 0's result, or raise the error of the rank that failed first."""
     failed = [rank for rank, status in enumerate(exits.statuses) if status or rank not in outcomes]
     if not failed:
         return outcomes[0]["result"]
@@ -196,7 +195,7 @@ def _result(outcomes: dict[int, dict[str, Any]], exits: RankExits) -> Any:
     in_training = {rank: error for rank, error in errors.items() if error["stage"] != "group"}
     if errors and not in_training:
         raise _NoGroupError("; ".join(error["error"] for error in errors.values()))
-    # Not the ranks that were killed here because another one failed.
+    # Without the ranks that were killed because another one had failed.
     silent = [
         rank
         for rank in failed
@@ -212,7 +211,7 @@ def _result(outcomes: dict[int, dict[str, Any]], exits: RankExits) -> Any:
 
 
 def _read_outcomes(folder: Path, ranks: int) -> dict[int, dict[str, Any]]:
-    """Return what the workers have written, by rank; a rank that was killed wrote nothing."""
+    """Return the workers' outcomes by rank, without those of killed ranks."""
     outcomes = {}
     for rank in range(ranks):
         with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):

@@ -1,14 +1,14 @@
-"""The numbers of steps and epochs, and the buffer that turns one rank's numbers into the group's.
+"""The numbers of steps and epochs, and the buffer that combines them over all ranks.
 
-Call ``MetricsBuffer.add`` after every step, and ``flush`` when it is ``due``: one small all_reduce
-for all steps since the last one.
+Call ``MetricsBuffer.add`` after every step, and ``flush`` when it is ``due``. One small all_reduce
+then serves all steps since the last flush.
 """
 
 import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ class StepRecord:
     samples, local_loss : this rank's. loss, accuracy : over the global batch.
     learning_rate : the one that the step used. seconds : by section of the step.
     wait_seconds : the part of "sync" in which the slowest rank still computed; the rest is the
-    network. Losses and accuracy are NaN where compute was emulated.
+    network. Losses and accuracy are NaN if compute was emulated.
     """
 
     epoch: int
@@ -48,9 +48,9 @@ class StepRecord:
 class EpochResult:
     """What this rank did in one epoch.
 
-    samples : how many it trained on. loss_sum, correct : their summed loss, and how many it
+    samples : number of training samples. loss_sum, correct : their summed loss, and the number
     predicted right. step_seconds, seconds : of each step, and of the whole epoch. complete : False
-    where a request to stop ended the epoch.
+    if a request to stop ended the epoch early.
     """
 
     samples: int = 0
@@ -62,7 +62,7 @@ class EpochResult:
 
     @property
     def loss(self) -> float:
-        """Mean over this rank's samples."""
+        """Mean loss over this rank's samples."""
         return self.loss_sum / self.samples if self.samples else math.nan
 
     @property
@@ -72,7 +72,7 @@ class EpochResult:
 
     @property
     def mean_step_seconds(self) -> float:
-        """Mean over all steps but the first, which warms up."""
+        """Mean time of a step, without the first one, which warms up."""
         return statistics.fmean(self.step_seconds[1:] or self.step_seconds or [math.nan])
 
 
@@ -80,8 +80,8 @@ class EpochResult:
 class EpochReport:
     """One epoch over all ranks.
 
-    Losses are means over samples, accuracies lie between 0 and 1; ``ema_*`` are those of the
-    weights' moving average. NaN: no validation, no average, or emulated compute.
+    Losses are means over samples, accuracies lie between 0 and 1; ``ema_*`` belong to the moving
+    average of the weights. NaN: no validation, no average, or emulated compute.
     ``samples_per_second`` is the training throughput of all ranks together.
     """
 
@@ -98,11 +98,11 @@ class EpochReport:
 
     @property
     def deciding_accuracy(self) -> float:
-        """The validation accuracy that decides: of the moving average where it is kept."""
+        """The validation accuracy to judge by: of the moving average if there is one."""
         return self.val_accuracy if math.isnan(self.ema_val_accuracy) else self.ema_val_accuracy
 
     def line(self) -> str:
-        """Return the numbers for a person."""
+        """Return the numbers as one line of text."""
         learned = f"train loss {self.train_loss:.4f}, accuracy {self.train_accuracy:.4f}"
         parts = [f"Epoch {self.epoch}: {'EMULATED' if math.isnan(self.train_loss) else learned}"]
         if not math.isnan(self.val_accuracy):
@@ -119,9 +119,9 @@ class EpochReport:
 class StepOutcome:
     """A step's numbers, which may still be on the GPU.
 
-    loss, correct : mean loss over this rank's samples, and how many it predicted right.
-    gradient_norm : of the synchronised gradients. trained : False where compute was emulated, so
-    that loss and predictions are NaN.
+    loss, correct : mean loss over this rank's samples, and the number predicted right.
+    gradient_norm : of the synchronised gradients. trained : False if compute was emulated; loss
+    and correct are NaN then.
     """
 
     loss: Tensor
@@ -131,11 +131,11 @@ class StepOutcome:
 
     @classmethod
     def of_no_training(cls) -> "StepOutcome":
-        """Return the outcome of a step that computed nothing."""
+        """Return the outcome of a step whose compute was emulated."""
         return cls(torch.tensor(math.nan), torch.tensor(math.nan), torch.zeros(()), trained=False)
 
     def is_finite(self, *, overflow_is_normal: bool) -> bool:
-        """Whether loss and gradients are; a GradScaler skips a step that overflows."""
+        """Whether loss and gradients are finite; gradients may overflow if a GradScaler is on."""
         good_loss = math.isfinite(float(self.loss)) or not self.trained
         return good_loss and (overflow_is_normal or math.isfinite(float(self.gradient_norm)))
 
@@ -149,15 +149,25 @@ class _Pending:
     times: RawSpans
 
 
+def sum_over_ranks(world: World, numbers: list[Any]) -> list[Any]:
+    """Return the sum of each number (of a list, or of nested lists) over the ranks. Collective."""
+    if world.size == 1:
+        return numbers
+    totals = torch.tensor(numbers, dtype=torch.float64, device=world.device)
+    dist.all_reduce(totals)
+    return totals.tolist()
+
+
 class MetricsBuffer:
-    """The steps of one epoch, first as this rank's own numbers, then as the group's.
+    """Collects one epoch's steps on this rank, and combines them over the ranks at each flush.
 
     Parameters
     ----------
-    log_every : most steps between two flushes. Slow steps are flushed sooner, about every two
+    log_every : largest number of steps between two flushes. Slow steps are flushed about every two
         seconds, so that the ranks soon agree on a request to stop.
     overflow_is_normal : infinite gradients are no error, since a GradScaler skips such steps.
     equal_gradients : all ranks hold the same gradients after ``synchronize``.
+    on_steps : takes the records of the flushed steps.
     """
 
     def __init__(
@@ -188,13 +198,14 @@ class MetricsBuffer:
         learning_rate: float,
         times: RawSpans,
     ) -> None:
-        """Keep a step that was just done, with what ``StepTimer.take`` returned after it."""
+        """Keep the latest step; ``times`` is what ``StepTimer.take`` returned after it."""
         self._pending.append(_Pending(step, outcome, samples, learning_rate, times))
 
     @property
     def due(self) -> bool:
         """Whether to flush now; the same on every rank."""
-        # Ranks with equal gradients all see here that they are not finite. On a GPU, looking waits.
+        # Ranks with equal gradients find a norm that is not finite in the same step, so they agree
+        # without a message. A GPU's norm is left alone: reading it would wait.
         sees_alike = self._equal_gradients and self._world.device.type == "cpu"
         return (
             len(self._pending) >= self._interval
@@ -209,8 +220,8 @@ class MetricsBuffer:
         """
         pending = self._pending
         seconds = [sum(self._timer.seconds(step.times).values()) for step in pending]
-        # (steps, 4): loss sum, right predictions, samples, not finite; last row: requests to stop,
-        # seconds
+        # (steps + 1, 4): loss sum, right predictions, samples, whether not finite.
+        # The last row: requests to stop, seconds.
         rows = [
             [
                 float(one.outcome.loss) * one.samples if one.samples else 0.0,
@@ -220,31 +231,28 @@ class MetricsBuffer:
             ]
             for one in pending
         ]
-        table = torch.tensor([*rows, [stop, sum(seconds), 0, 0]], dtype=torch.float64)
-        table = table.to(self._world.device)
-        if self._world.size > 1:
-            dist.all_reduce(table)
-        *totals, (stop_requests, all_seconds, _, _) = table.tolist()
+        *totals, (stop_requests, all_seconds, _, _) = sum_over_ranks(
+            self._world, [*rows, [stop, sum(seconds), 0, 0]]
+        )
         waits = self._wait_seconds(pending)
-        self._pending = []  # only now: a rank that is lost breaks the calls above
-        records: list[StepRecord] = []
-        failed = None
-        for one, own, total, own_seconds, wait in zip(
-            pending, rows, totals, seconds, waits, strict=True
-        ):
-            loss_sum, correct, samples, not_finite = total
-            if not_finite:
-                failed = one
-                break
-            self.result.loss_sum += own[0]
-            self.result.correct += own[1]
-            self.result.samples += one.samples
-            self.result.step_seconds.append(own_seconds)
-            records.append(self._record(one, loss_sum / samples, correct / samples, wait))
-        if records:
-            self._on_steps(records)
-        if failed is not None:
-            self._raise_not_finite(failed)
+        self._pending = []  # only now, so that flush_local has them if a lost rank breaks the above
+        good = next((i for i, total in enumerate(totals) if total[3]), len(totals))
+        for step, (loss_sum, correct, _, _) in zip(pending[:good], rows, strict=False):
+            self.result.loss_sum += loss_sum
+            self.result.correct += correct
+            self.result.samples += step.samples
+        self.result.step_seconds += seconds[:good]
+        if good:
+            self._on_steps(
+                [
+                    self._record(step, loss_sum / samples, correct / samples, wait)
+                    for step, (loss_sum, correct, samples, _), wait in zip(
+                        pending[:good], totals, waits, strict=False
+                    )
+                ]
+            )
+        if good < len(pending):
+            self._raise_not_finite(pending[good])
         if pending:
             mean_seconds = all_seconds / self._world.size / len(pending)
             steps = int(_FLUSH_SECONDS / max(mean_seconds, 1e-6))
@@ -256,11 +264,11 @@ class MetricsBuffer:
         if self._world.size == 1:
             return [0.0] * len(pending)
         parts = [self._timer.spans(step.times)["sync"] for step in pending]
-        begins = torch.full((len(parts), 2), -math.inf, dtype=torch.float64)  # "sync" has two parts
-        for row, spans in zip(begins, parts, strict=True):
-            own = [begin - self._clock_offset for begin, _ in spans]
-            row[: len(spans)] = torch.tensor(own, dtype=torch.float64)
-        latest = begins.to(self._world.device)
+        begins = [  # (steps, 2) on the ranks' common clock; "sync" has at most two parts
+            [begin - self._clock_offset for begin, _ in spans] + [-math.inf] * (2 - len(spans))
+            for spans in parts
+        ]
+        latest = torch.tensor(begins, dtype=torch.float64, device=self._world.device).view(-1, 2)
         dist.all_reduce(latest, op=dist.ReduceOp.MAX)
         return [
             sum(
@@ -271,7 +279,7 @@ class MetricsBuffer:
         ]
 
     def flush_local(self) -> None:
-        """Record what was trained before an error, as far as this rank knows it."""
+        """Record the steps before an error, with this rank's numbers alone. Not collective."""
         if self._pending:
             self._on_steps([self._record(step, math.nan, math.nan, 0.0) for step in self._pending])
 

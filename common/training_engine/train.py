@@ -1,7 +1,7 @@
 """``TrainingEngine.train``: train, validate and save in one call, for scripts and notebooks."""
 
 import time
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from common.checkpoint import save_checkpoint
 from common.distributed.collectives import check_same_on_all_ranks, run_on_all_ranks
 from common.errors import UserError
 from common.training_engine.callbacks import Callback, EarlyStop, EpochEnd, Validator
+from common.training_engine.epochs import steps_an_epoch
 from common.training_engine.metrics import EpochReport
 
 if TYPE_CHECKING:
@@ -38,38 +39,38 @@ def train(
 ) -> dict[str, list[float]]:
     """Train epochs 1 to ``num_epochs``, validate each, and return every epoch's numbers by name.
 
-    ``best.pt``, of the best validation accuracy so far, and ``last.pt`` go to
-    ``output_dir/experiment_name/``, with the average of the weights in them where it is kept; rank
-    0 writes, and prints a line an epoch.
+    Rank 0 writes ``best.pt``, of the best validation accuracy so far, and ``last.pt`` to
+    ``output_dir/experiment_name/``; they include the average of the weights if there is one. It
+    prints one line per epoch.
 
     Parameters
     ----------
-    train_loader, val_loader : yield (inputs, labels) of this rank's share; every rank needs as many
-        training batches. In a group, give them a DistributedSampler. Without ``val_loader`` there
-        is no ``best.pt``.
-    scheduler : stepped after every epoch, or after every optimiser step where it counts these:
-        OneCycleLR and CyclicLR. ``scheduler_by_epoch`` says it for others. ReduceLROnPlateau gets
-        the validation loss.
-    target_accuracy : stop once validation accuracy (0 to 1) has reached it in ``patience`` epochs
-        in a row.
-    seed : torch's generator is set from it before each micro-batch.
+    train_loader, val_loader : yield (inputs, labels) of this rank's share; all ranks need the same
+        number of training batches. In a group, give them a DistributedSampler. Without
+        ``val_loader`` there is no ``best.pt``.
+    scheduler : OneCycleLR and CyclicLR are stepped after every optimiser step, others after every
+        epoch, unless ``scheduler_by_epoch`` says otherwise. ReduceLROnPlateau gets the validation
+        loss.
+    target_accuracy : stop once the validation accuracy (0 to 1) has reached it in ``patience``
+        epochs in a row.
+    seed : sets torch's generator before each micro-batch.
 
     Returns lists of equal length: ``epoch``, ``train_loss``, ``train_accuracy``, ``val_loss``,
     ``val_accuracy``, ``ema_val_loss``, ``ema_val_accuracy``, ``learning_rate``,
     ``samples_per_second``, ``seconds``. Raises UserError on settings that do not fit, GroupError
-    where the loss is not finite.
+    if the loss is not finite.
     """
     if num_epochs < 1:
         raise UserError(f"num_epochs: got {num_epochs}, give at least 1")
     if target_accuracy is not None and val_loader is None:
         raise UserError("target_accuracy needs a val_loader: give one, or leave it out")
-    batches = len(train_loader) if isinstance(train_loader, Sized) else -1
-    check_same_on_all_ranks(
-        engine.world,
-        {"number of batches in train_loader": batches, "num_epochs": num_epochs},
-        what="how much they train",
-    )
-    by_epoch = steps_by_epoch(scheduler) if scheduler_by_epoch is None else scheduler_by_epoch
+    amount = {
+        "number of batches in train_loader": steps_an_epoch(train_loader),
+        "num_epochs": num_epochs,
+    }
+    check_same_on_all_ranks(engine.world, amount, what="how much they train")
+    counts_steps = isinstance(scheduler, OneCycleLR | CyclicLR)
+    by_epoch = not counts_steps if scheduler_by_epoch is None else scheduler_by_epoch
     validator = Validator(val_loader, criterion, EarlyStop(target_accuracy, patience))
     after_epoch = _AfterEpoch(scheduler if by_epoch else None, best=save_best, last=save_last)
     began = time.perf_counter()
@@ -87,11 +88,6 @@ def train(
     finally:
         engine.close()
     return history
-
-
-def steps_by_epoch(scheduler: LRScheduler | None) -> bool:
-    """Whether torch's scheduler counts epochs, as most do; OneCycleLR and CyclicLR count steps."""
-    return scheduler is not None and not isinstance(scheduler, OneCycleLR | CyclicLR)
 
 
 class _AfterEpoch(Callback):
@@ -118,8 +114,8 @@ class _AfterEpoch(Callback):
             self.print_on_rank0(end.stop_reason)
 
     def _save(self, end: EpochEnd, report: EpochReport) -> None:
-        entries = self._engine.state(epoch=end.epoch, loss=report.train_loss)
-        entries["val_accuracy"] = report.val_accuracy
+        state = self._engine.state(epoch=end.epoch, loss=report.train_loss)
+        entries = state | {"val_accuracy": report.val_accuracy}
 
         def write() -> None:
             for name, wanted in (("best.pt", self._best and end.is_best), ("last.pt", self._last)):

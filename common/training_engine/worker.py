@@ -1,4 +1,4 @@
-"""One rank of ``launch_distributed_training``, started with a folder and its rank.
+"""One rank of ``launch_distributed_training``; the command line gives a folder and the rank.
 
 It opens the group, calls the function in the folder's call.pkl, and writes the outcome there: the
 result, or the traceback and the stage that failed ("arguments", "group" or "training").
@@ -29,7 +29,7 @@ _TIMEOUT, _PATIENCE = timedelta(seconds=60), timedelta(hours=2)
 def main(folder: Path, rank: int) -> int:
     """Run the rank and return its exit status."""
     threading.Thread(target=_end_with_caller, daemon=True).start()
-    outcome: dict[str, Any] = {"stage": "arguments", "result": None, "consequence": False}
+    outcome: dict[str, Any] = {"stage": "arguments"}
     try:
         train_fn, world_size, backend, config = cloudpickle.loads(
             (folder / "call.pkl").read_bytes()
@@ -37,30 +37,31 @@ def main(folder: Path, rank: int) -> int:
         outcome["stage"] = "group"
         patient = _open_group(folder, rank, world_size, backend)
         outcome["stage"] = "training"
-        outcome["result"] = train_fn(rank, world_size, **config)
+        result = train_fn(rank, world_size, **config)
         if dist.is_initialized():  # the function may have closed it
             dist.barrier(group=patient)  # rank 0 may still be writing a report
-        content, status = cloudpickle.dumps(outcome if rank == 0 else outcome | {"result": None}), 0
+        outcome["result"] = result if rank == 0 else None
+        content = cloudpickle.dumps(outcome)
     except BaseException as error:
         outcome |= {
-            "result": None,
+            "result": None,  # perhaps the one that cannot be pickled
             "error": str(error) or type(error).__name__,
             "traceback": traceback.format_exc(),
             "time": time.time(),
             "consequence": explain_collective_failure(error) is not None,
         }
-        content, status = cloudpickle.dumps(outcome), 1
+        content = cloudpickle.dumps(outcome)
     written = folder / f"{rank}.tmp"
     written.write_bytes(content)
     written.rename(folder / OUTCOME_FILE.format(rank))
     TrainingEngine.cleanup_distributed()
-    return status
+    return int("error" in outcome)
 
 
 def _open_group(folder: Path, rank: int, world_size: int, backend: str) -> dist.ProcessGroup:
-    """Form the group and return a second one, whose members wait for hours for each other.
+    """Open the group and return a second one, with a timeout of hours.
 
-    The ranks meet in a file, so no port can be taken. They use loopback unless the user has chosen
+    The ranks meet in a file, which needs no free port. They use loopback unless the user has chosen
     another interface.
     """
     if backend == "nccl":
@@ -75,9 +76,9 @@ def _open_group(folder: Path, rank: int, world_size: int, backend: str) -> dist.
         world_size=world_size,
         timeout=_TIMEOUT,
     )
-    dist.barrier()  # only now is the group known to work
+    dist.barrier()  # shows that the group works
     patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    assert isinstance(patient, dist.ProcessGroup)  # a number only where this rank is no member
+    assert isinstance(patient, dist.ProcessGroup)  # a number only for ranks outside the group
     return patient
 
 

@@ -60,7 +60,7 @@ def every_batch_full(sampler: GlobalBatchSampler) -> list[int]:
     return [sampler._bounds[1]] * (len(sampler._bounds) - 1)
 
 
-def rank0s_statistics(model: nn.Module, shards: Any) -> None:
+def rank0s_statistics(model: nn.Module, shards: Any, size: int) -> None:
     broadcast_from_rank0(list(model.buffers()))
 
 
