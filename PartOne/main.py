@@ -2,8 +2,8 @@
 
     python PartOne/main.py
 
-One process, no communication: the baseline that the other parts are compared with. The walk from here on is
-``run`` in common/experiment/run.py.
+One process, no communication: the baseline that the other parts are compared with. The walk from
+here on is ``run`` in common/experiment/run.py.
 """
 
 import sys

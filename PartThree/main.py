@@ -4,9 +4,9 @@
     python PartThree/main.py --sync ddp_fp16 --master-ip 10.0.0.1 --num-nodes 4 --rank 0
     torchrun --nproc-per-node 2 PartThree/main.py
 
-What changes against Part Two: the gradients are averaged in buckets, while ``backward`` still computes the others
-(common/sync/ddp.py); on GPUs over NCCL, with automatic mixed precision. Two more ways send less than all bits, by torch's
-own hooks: ddp_fp16 and ddp_powersgd.
+What changes against Part Two: the gradients are averaged in buckets, while ``backward`` still
+computes the others (common/sync/ddp.py); on GPUs over NCCL, with automatic mixed precision. Two
+more ways send less than all bits, by torch's own hooks: ddp_fp16 and ddp_powersgd.
 """
 
 import sys

@@ -4,10 +4,11 @@
     python PartTwo/main.py --sync all_reduce     --master-ip 10.0.0.1 --num-nodes 4 --rank 0
     torchrun --nproc-per-node 2 PartTwo/main.py --sync all_reduce
 
-What changes against Part One: each rank takes its share of every global batch, and between ``backward`` and the
-optimiser's step the gradients are averaged. Each way of ``--sync`` is a file of one screen in common/sync/: the
-assignment's gather_scatter and all_reduce, and beside them what improves on these (one flat buffer, trees, rings, buckets
-that are sent during ``backward``) and what saves messages by sending less (topk, local_sgd).
+What changes against Part One: each rank takes its share of every global batch, and between
+``backward`` and the optimiser's step the gradients are averaged. Each way of ``--sync`` is a file
+of one screen in common/sync/: the assignment's gather_scatter and all_reduce, and beside them what
+improves on these (one flat buffer, trees, rings, buckets that are sent during ``backward``) and
+what saves messages by sending less (topk, local_sgd).
 """
 
 import sys

@@ -93,8 +93,8 @@ def _unpickle(content: bytes, name: str) -> Any:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(
-            f"checkpoint {name} is refused: it is damaged, or holds more than tensors and plain values, "
-            "which could run code when loaded"
+            f"checkpoint {name} is refused: it is damaged, or holds more than tensors and plain "
+            "values, which could run code when loaded"
         ) from error
     except Exception as error:  # damaged bytes can raise anything: zlib.error, struct.error, ...
         raise UserError(
@@ -112,8 +112,8 @@ def load_model_state(model: nn.Module, entries: Mapping[str, Any], *, name: str)
     differing += [key for key in state if key not in own]
     if differing:
         raise UserError(
-            f"checkpoint {name} holds another model's weights: {len(differing)} entries differ, first "
-            f"{differing[0]!r}; give the --model and --dataset that it was trained with"
+            f"checkpoint {name} holds another model's weights: {len(differing)} entries differ, "
+            f"first {differing[0]!r}; give the --model and --dataset that it was trained with"
         )
     model.load_state_dict(state)
 

@@ -22,7 +22,8 @@ def find_recipe(name: str) -> Path:
     if not path.is_file():
         known = sorted(recipe.stem for recipe in RECIPES.glob("*.toml"))
         raise UserError(
-            f"--recipe: there is no {path}; choose one of {', '.join(known)}, or give a file that ends in .toml"
+            f"--recipe: there is no {path}; choose one of {', '.join(known)}, or give a file that "
+            "ends in .toml"
         )
     return path
 

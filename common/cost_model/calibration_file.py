@@ -120,8 +120,8 @@ def describe(calibration: Calibration) -> list[str]:
             for kind, rate in network.kinds.items()
         ),
         f"  adding {_gigabytes(network.gamma_seconds_per_byte)}, copying "
-        f"{_gigabytes(network.copy_seconds_per_byte)}; a message takes {network.overlap_cost:.0%} of its time from a "
-        "backward under way",
+        f"{_gigabytes(network.copy_seconds_per_byte)}; a message takes "
+        f"{network.overlap_cost:.0%} of its time from a backward under way",
         *(
             f"  {calibration.model}, {LARGE_STEP} samples on {count(profile.ranks, 'rank')} of "
             f"{count(profile.threads, 'thread')}: {step.seconds:.3f} s of computing a step"
@@ -136,7 +136,10 @@ def noise_warning(others_share: float, command: str) -> list[str]:
 
     command : what the user should do again.
     """
-    warning = f"warning: other processes took {others_share:.0%} of the cores meanwhile: end them, and {command} again"
+    warning = (
+        f"warning: other processes took {others_share:.0%} of the cores meanwhile: end "
+        f"them, and {command} again"
+    )
     return [warning] if others_share > QUIET_SHARE else []
 
 
@@ -148,8 +151,9 @@ def count(number: int, noun: str) -> str:
 def _describe_rate(kind: str, rate: Rate, fit: Mapping[str, Any]) -> str:
     low, high = fit["intervals"][0]
     return (
-        f"  {kind:<10}  {rate.alpha_seconds * 1e3:.3f} ms a message ({low * 1e3:.3f} to {high * 1e3:.3f}), "
-        f"{_gigabytes(rate.beta_seconds_per_byte)}; fit off by {fit['worst_relative_error']:.0%} at most"
+        f"  {kind:<10}  {rate.alpha_seconds * 1e3:.3f} ms a message ({low * 1e3:.3f} to "
+        f"{high * 1e3:.3f}), {_gigabytes(rate.beta_seconds_per_byte)}; fit off by "
+        f"{fit['worst_relative_error']:.0%} at most"
     )
 
 

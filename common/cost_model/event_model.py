@@ -159,8 +159,8 @@ def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
 def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms:
     """Return the seconds of ``operation.count`` operations; what the floor adds counts as latency.
 
-    One operation takes max(messages x alpha + bytes x beta, floor) + summed x gamma + copied x the cost of a
-    copy.
+    One operation takes max(messages x alpha + bytes x beta, floor) + summed x gamma + copied x the
+    cost of a copy.
     """
     messages, link_bytes, summed = loads(operation.kind, operation.nbytes, ranks)
     rate, count = network.rate(operation.kind), operation.count

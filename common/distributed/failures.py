@@ -21,7 +21,8 @@ _ANSWER_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _MESSAGE, _FETCHED = "words", "parted"  # keys in the store
 _LOST = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed? ?out|connect failure|remote process exited|"
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|connect failure|remote "
+    r"process exited|"
     r"socket|peer",
     re.IGNORECASE,
 )
@@ -41,9 +42,9 @@ def explain_collective_failure(error: BaseException) -> str | None:
     unnamed = "DistributedDataParallel's all_reduce in backward" if in_backward else "a collective"
     collective = next((name for name in calls if name != "wrapper"), unnamed)
     return (
-        f"{collective} broke: another rank has ended, or did not answer in time. Its own output says why; where "
-        "it has none, its process was killed or its node lost. Finished checkpoints are kept. "
-        f"(torch says: {first_line(error)})"
+        f"{collective} broke: another rank has ended, or did not answer in time. Its own "
+        "output says why; where it has none, its process was killed or its node lost. Finished "
+        f"checkpoints are kept. (torch says: {first_line(error)})"
     )
 
 

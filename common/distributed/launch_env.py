@@ -85,7 +85,8 @@ def resolve_launch(
         ):
             if got not in (None, wanted):
                 raise UserError(
-                    f"{flag} {got} contradicts torchrun's {name}={wanted}: leave the flag out under torchrun"
+                    f"{flag} {got} contradicts torchrun's {name}={wanted}: leave the flag out "
+                    "under torchrun"
                 )
         return launch
     needed = {address_flag: master_ip, "--num-nodes": flags.num_nodes, "--rank": flags.rank}
@@ -95,9 +96,9 @@ def resolve_launch(
     if flags.rank is None or flags.num_nodes is None or master_ip is None:
         missing = [name for name in needed if name not in given]
         raise UserError(
-            f"{', '.join(given)} given without {' and '.join(missing)}: give --master-ip, --num-nodes and "
-            "--rank together, for example --master-ip 10.0.0.1 --num-nodes 4 --rank 0; or --distributed "
-            "--world-size 4 for all ranks on this machine"
+            f"{', '.join(given)} given without {' and '.join(missing)}: give --master-ip, "
+            "--num-nodes and --rank together, for example --master-ip 10.0.0.1 --num-nodes 4 "
+            "--rank 0; or --distributed --world-size 4 for all ranks on this machine"
         )
     return LaunchSpec(flags.rank, flags.num_nodes, master_ip, master_port or DEFAULT_MASTER_PORT)
 
@@ -139,7 +140,8 @@ def _master_address(flags: LaunchFlags) -> tuple[str | None, int | None]:
     ):
         if given not in (None, other):
             raise UserError(
-                f"--dist-url {flags.dist_url} and {flag} {given} give different {differing}: give one of them"
+                f"--dist-url {flags.dist_url} and {flag} {given} give different {differing}: give "
+                "one of them"
             )
     return host, port
 
@@ -151,8 +153,8 @@ def _from_torchrun(environment: Mapping[str, str]) -> LaunchSpec:
         text = environment.get(name, default)
         if text is None or not text.isdecimal():
             raise UserError(
-                f"the environment has RANK and WORLD_SIZE, as torchrun sets them, but {name}={text!r}: "
-                "start with torchrun, or unset RANK and WORLD_SIZE"
+                "the environment has RANK and WORLD_SIZE, as torchrun sets them, but "
+                f"{name}={text!r}: start with torchrun, or unset RANK and WORLD_SIZE"
             )
         return int(text)
 
@@ -172,8 +174,8 @@ def _from_torchrun(environment: Mapping[str, str]) -> LaunchSpec:
     )
     if launch.rank >= size:
         raise UserError(
-            f"the environment has RANK={launch.rank} of WORLD_SIZE={size}; ranks count from 0: start "
-            "with torchrun, or unset RANK and WORLD_SIZE"
+            f"the environment has RANK={launch.rank} of WORLD_SIZE={size}; ranks count from 0: "
+            "start with torchrun, or unset RANK and WORLD_SIZE"
         )
     if not 1 <= launch.master_port <= 65535:
         raise UserError(
@@ -257,6 +259,6 @@ def choose_gpus(ids: str | None) -> None:
     wanted, found = ids.split(","), torch.cuda.device_count()
     if found != len(wanted):
         raise UserError(
-            f"--gpu-ids: got {ids}, but only {found} of these GPUs can be used on this machine: give others, or "
-            "leave the flag out" + ("" if found else " to train on the CPU")
+            f"--gpu-ids: got {ids}, but only {found} of these GPUs can be used on this machine: "
+            "give others, or leave the flag out" + ("" if found else " to train on the CPU")
         )

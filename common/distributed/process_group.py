@@ -85,7 +85,8 @@ def process_group(
             report.publish(error)
         elif message := report.fetch():
             raise GroupError(
-                f"{message}. Finished checkpoints are kept. ({broken.split(':')[0]} here: another rank has ended)"
+                f"{message}. Finished checkpoints are kept. ({broken.split(':')[0]} here: another "
+                "rank has ended)"
             ) from error
         raise
     finally:
@@ -127,9 +128,9 @@ def open_group(
     except RuntimeError as error:
         met = "the ranks met" if store is not None else "torchrun started the ranks to meet"
         raise GroupError(
-            f"{met} at {launch.master_ip}:{launch.master_port}, but {backend} could not connect them: "
-            f"{first_line(error)}. If the nodes have several networks, set GLOO_SOCKET_IFNAME (or "
-            "NCCL_SOCKET_IFNAME) to the interface that joins them"
+            f"{met} at {launch.master_ip}:{launch.master_port}, but {backend} could not connect "
+            f"them: {first_line(error)}. If the nodes have several networks, set "
+            "GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) to the interface that joins them"
         ) from error
     world = World(
         launch.rank, launch.size, placement.local_rank, placement.local_size, device, backend
@@ -151,8 +152,9 @@ def _choose_interface(master_ip: str) -> None:
 def _choose_backend(wanted: str | None, placement: RankPlacement) -> str:
     if wanted == "nccl" and not placement.gpus_suffice:
         raise UserError(
-            f"--backend nccl needs a GPU for each of the {placement.local_size} ranks on a machine, and this one has "
-            f"{torch.cuda.device_count()}: give --backend gloo, or fewer ranks"
+            f"--backend nccl needs a GPU for each of the {placement.local_size} ranks on a "
+            f"machine, and this one has {torch.cuda.device_count()}: give --backend gloo, or "
+            "fewer ranks"
         )
     return wanted or ("nccl" if placement.gpus_suffice and dist.is_nccl_available() else "gloo")
 
@@ -181,8 +183,8 @@ def setup_distributed(rank: int, world_size: int, backend: str | None = None) ->
         return open_group(launch_from_environment(rank, world_size), backend=backend)[0]
     if (world.rank, world.size) != (rank, world_size):
         raise UserError(
-            f"setup_distributed: this process is rank {world.rank} of {world.size} already, not {rank} of "
-            f"{world_size}: call cleanup_distributed first"
+            f"setup_distributed: this process is rank {world.rank} of {world.size} already, not "
+            f"{rank} of {world_size}: call cleanup_distributed first"
         )
     return world
 
@@ -208,14 +210,17 @@ def check_open(world_size: int, backend: str | None) -> None:
     world = current_world()
     if world.backend is None:
         raise UserError(
-            "distributed=True, but no process group is open: call TrainingEngine.setup_distributed(rank, "
-            "world_size) first, or start with launch_distributed_training"
+            "distributed=True, but no process group is open: call "
+            "TrainingEngine.setup_distributed(rank, world_size) first, or start with "
+            "launch_distributed_training"
         )
     if world_size not in (1, world.size):
         raise UserError(
-            f"world_size: got {world_size}, but the open group has {world.size} ranks: give that, or nothing"
+            f"world_size: got {world_size}, but the open group has {world.size} ranks: give that, "
+            "or nothing"
         )
     if backend not in (None, world.backend):
         raise UserError(
-            f"backend: got {backend!r}, but the open group uses {world.backend!r}: give that, or nothing"
+            f"backend: got {backend!r}, but the open group uses {world.backend!r}: give that, or "
+            "nothing"
         )

@@ -86,8 +86,8 @@ def _rendezvous(launch: LaunchSpec, timeout_seconds: float) -> tuple[dist.TCPSto
         return store, get_placement(store, launch, deadline, timeout_seconds)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise GroupError(
-            f"lost rank 0 at {_address(launch)} while the ranks were meeting; its own output says why "
-            f"({first_line(error)})"
+            f"lost rank 0 at {_address(launch)} while the ranks were meeting; its own output says "
+            f"why ({first_line(error)})"
         ) from error
 
 
@@ -105,8 +105,8 @@ def _serve(launch: LaunchSpec, _deadline: float, timeout_seconds: float) -> dist
     """Rank 0: open the store that the others connect to."""
     if launch.master_port != (free := free_port(launch.master_port)):
         raise UserError(
-            f"port {launch.master_port} is taken on this machine, by another run or by another rank 0 of this one: "
-            f"end that one, or add --master-port {free} on every node"
+            f"port {launch.master_port} is taken on this machine, by another run or by another "
+            f"rank 0 of this one: end that one, or add --master-port {free} on every node"
         )
     return _store(launch, timeout_seconds)
 
@@ -133,8 +133,8 @@ def _connect(launch: LaunchSpec, deadline: float, timeout_seconds: float) -> dis
             return _store(launch, max(left, 1.0))
         except socket.gaierror as error:
             raise GroupError(
-                f"--master-ip {launch.master_ip} is not an address and no known host name ({error}): "
-                "give the IP address of rank 0's node"
+                f"--master-ip {launch.master_ip} is not an address and no known host name "
+                f"({error}): give the IP address of rank 0's node"
             ) from error
         except OSError as error:
             # Rank 0 may start later than this rank: try again until the timeout.
@@ -143,13 +143,13 @@ def _connect(launch: LaunchSpec, deadline: float, timeout_seconds: float) -> dis
             time.sleep(_POLL_SECONDS)
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             raise GroupError(
-                f"something else than rank 0 answers at {_address(launch)} ({first_line(error)}): give "
-                "another --master-port on every node"
+                f"something else than rank 0 answers at {_address(launch)} ({first_line(error)}): "
+                "give another --master-port on every node"
             ) from error
     raise GroupError(
-        f"rank {launch.rank} could not reach rank 0 at {_address(launch)} within {timeout_seconds:g} s ({reason}): start "
-        "rank 0, check that --master-ip is its node's address, that --master-port is the same on every node, and that "
-        "no firewall closes it"
+        f"rank {launch.rank} could not reach rank 0 at {_address(launch)} within "
+        f"{timeout_seconds:g} s ({reason}): start rank 0, check that --master-ip is its node's "
+        "address, that --master-port is the same on every node, and that no firewall closes it"
     )
 
 
@@ -161,8 +161,8 @@ def _join(store: dist.TCPStore, launch: LaunchSpec) -> None:
         _abort(
             store,
             launch,
-            f"rank {launch.rank} was started with --num-nodes {launch.size}, but others with {size}: "
-            "give the same on every node",
+            f"rank {launch.rank} was started with --num-nodes {launch.size}, but others with "
+            f"{size}: give the same on every node",
         )
     me = Peer(socket.gethostname(), os.getpid(), torch.cuda.device_count())
     if store.add(f"tickets/{launch.rank}", 1) > 1:
@@ -227,9 +227,9 @@ def _missing_message(store: dist.TCPStore, launch: LaunchSpec, timeout_seconds: 
     here = launch.rank > 0 or is_own(launch.master_ip or "")
     hint = "" if here else f" (note that {launch.master_ip} is none of this node's own addresses)"
     return (
-        f"{launch.size - len(missing)} of {launch.size} ranks came to {_address(launch)} within {timeout_seconds:g} "
-        f"s; missing: {names}. Start them with the same command and their --rank, or give a longer --timeout"
-        f"{hint}"
+        f"{launch.size - len(missing)} of {launch.size} ranks came to {_address(launch)} "
+        f"within {timeout_seconds:g} s; missing: {names}. Start them with the same command and "
+        f"their --rank, or give a longer --timeout{hint}"
     )
 
 
@@ -260,8 +260,8 @@ def _set_answers(store: dist.TCPStore, answers: Sequence[dict]) -> None:
 
 def _lost(launch: LaunchSpec) -> GroupError:
     return GroupError(
-        f"lost rank 0 at {_address(launch)} while the ranks were meeting: it does not answer any more. Its node "
-        "stands still, or the link to it is cut"
+        f"lost rank 0 at {_address(launch)} while the ranks were meeting: it does not answer "
+        "any more. Its node stands still, or the link to it is cut"
     )
 
 

@@ -98,8 +98,8 @@ def profile_path(choice: str, *, model: str) -> Path:
         return Path(choice)
     if not re.fullmatch(r"\w[\w.+-]*", choice):
         raise UserError(
-            f"--compute: got {choice!r}, give real, measured, the name of a profile in reports/profiles/, or a file "
-            "that ends in .json"
+            f"--compute: got {choice!r}, give real, measured, the name of a profile in "
+            "reports/profiles/, or a file that ends in .json"
         )
     name = f"{MEASURED}-{model}" if choice == MEASURED else choice
     return REPORTS / "profiles" / f"{name}.json"
@@ -127,13 +127,14 @@ def load_profile(
     if image is not None and profile.image != image:
         its_size, size = ("x".join(map(str, pixels)) for pixels in (profile.image, image))
         raise UserError(
-            f"--compute {choice}: the profile {path} is of images of {its_size}, the dataset has {size}: take a dataset "
-            "or a profile of the same size"
+            f"--compute {choice}: the profile {path} is of images of {its_size}, the dataset has "
+            f"{size}: take a dataset or a profile of the same size"
         )
     if choice == MEASURED and machine is not None and profile.machine != machine:
         raise UserError(
-            f"--compute {choice}: the profile {path} was measured on {profile.machine!r}, this machine is "
-            f"{machine!r}: {again}; to emulate that machine give the file, --compute {path}"
+            f"--compute {choice}: the profile {path} was measured on {profile.machine!r}, this "
+            f"machine is {machine!r}: {again}; to emulate that machine give the file, --compute "
+            f"{path}"
         )
     return profile
 

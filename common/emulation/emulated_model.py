@@ -136,5 +136,6 @@ def _check_parameters(profile: Profile, trained: Mapping[str, nn.Parameter]) -> 
     if wrong:
         raise UserError(
             f"--compute: the profile {profile.name} has other parameters than this {profile.model} "
-            f"({min(wrong)}, and {len(wrong) - 1} more): {how_to_make(profile.name, profile.model)} anew"
+            f"({min(wrong)}, and {len(wrong) - 1} more): "
+            f"{how_to_make(profile.name, profile.model)} anew"
         )

@@ -33,9 +33,8 @@ def missing_features() -> list[str]:
         "CPU affinity is unknown: all cores of the machine are counted.": (
             not hasattr(os, "sched_getaffinity")
         ),
-        "Open connections cannot be listed: when a rank fails, the others may notice only after --timeout.": (
-            not os.path.isdir(_DESCRIPTORS)
-        ),
+        "Open connections cannot be listed: when a rank fails, the others may notice only "
+        "after --timeout.": (not os.path.isdir(_DESCRIPTORS)),
     }
     return [sentence for sentence, is_missing in missing.items() if is_missing]
 

@@ -15,8 +15,8 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         commands,
         "calibrate",
         run=_calibrate,
-        help="measure latency, bandwidth, summation and compute time for predictions, of this machine, or with "
-        "--master-ip --num-nodes --rank of several, started on each",
+        help="measure latency, bandwidth, summation and compute time for predictions, of this "
+        "machine, or with --master-ip --num-nodes --rank of several, started on each",
     )
     parser.add_argument(
         "--ranks", type=int, help="processes on this machine (default: one a core, 2 to 8)"
@@ -62,7 +62,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         return _profile_layers(args, args.profile)
     if args.device != "cpu":
         raise UserError(
-            f"--device {args.device}: name its profile, e.g. --profile my-gpu; no messages are measured there"
+            f"--device {args.device}: name its profile, e.g. --profile my-gpu; no messages are "
+            "measured there"
         )
     path = args.output or calibration_path()
     node = (args.master_ip, args.num_nodes, args.rank)
@@ -74,11 +75,13 @@ def _calibrate(args: argparse.Namespace) -> int:
         return 0 if args.output else _profile_layers(args, MEASURED)
     if None in node:
         raise UserError(
-            "--master-ip, --num-nodes and --rank go together: give all three, or none for this machine alone"
+            "--master-ip, --num-nodes and --rank go together: give all three, or none for this "
+            "machine alone"
         )
     if not 0 <= args.rank < args.num_nodes:
         raise UserError(
-            f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; give 0 to {args.num_nodes - 1}"
+            f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; give 0 to "
+            f"{args.num_nodes - 1}"
         )
     calibration = calibrate_nodes(
         LaunchSpec(args.rank, args.num_nodes, args.master_ip, args.master_port),

@@ -46,7 +46,8 @@ def measure_profile(
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "--device cuda: torch finds no GPU here: leave it out to measure the CPU, or measure where there is one"
+            "--device cuda: torch finds no GPU here: leave it out to measure the CPU, or measure "
+            "where there is one"
         )
     threads = torch.get_num_threads()
     tune_malloc()
@@ -75,9 +76,10 @@ def describe_profile(profile: Profile) -> list[str]:
     worst = max(abs(fitted / measured - 1) for _, measured, fitted in profile.steps)
     samples, measured, _ = profile.steps[-1]
     return [
-        f"profile {profile.name}: {profile.model} on {profile.machine} ({profile.device}, {profile.threads} threads), "
-        f"{len(profile.layers)} layers; {samples:g} samples take {measured:.3f} s of forward and backward and "
-        f"{profile.update_seconds:.3f} s of update; the lines are off by {worst:.0%} at most",
+        f"profile {profile.name}: {profile.model} on {profile.machine} ({profile.device}, "
+        f"{profile.threads} threads), {len(profile.layers)} layers; {samples:g} samples take "
+        f"{measured:.3f} s of forward and backward and {profile.update_seconds:.3f} s of "
+        f"update; the lines are off by {worst:.0%} at most",
         *noise_warning(profile.others_share, "measure"),
     ]
 

@@ -18,7 +18,8 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         commands,
         "predict",
         run=main_predict,
-        help="the step time of each strategy on nodes that nobody has, and where each stops scaling",
+        help="the step time of each strategy on nodes that nobody has, and where each stops "
+        "scaling",
     )
     parser.add_argument(
         "--nodes", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of nodes, up to 100,000"

@@ -58,8 +58,8 @@ def draw_scaling(
             figure.savefig(path, dpi=100)
         except OSError as error:
             raise UserError(
-                f"--figure: {path} cannot be written ({error.strerror}): give a file in a folder that is "
-                "there"
+                f"--figure: {path} cannot be written ({error.strerror}): give a file in a folder "
+                "that is there"
             ) from error
         finally:
             plt.close(figure)

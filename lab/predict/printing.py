@@ -59,7 +59,8 @@ def summarize(
         f"{calibration.model}, {sum(calibration.gradients) / 1e6:.1f} MB of gradients, "
         f"{'global batch' if scaling == 'strong' else 'batch a node'} {batch_size}; {where}",
         f"network: {link}, {ring.alpha_seconds * 1e3:.3g} ms a message (all_reduce), "
-        f"{ring.beta_seconds_per_byte * 1e9:.3g} ns a byte; summing {network.gamma_seconds_per_byte * 1e9:.2g} ns a byte",
+        f"{ring.beta_seconds_per_byte * 1e9:.3g} ns a byte; summing "
+        f"{network.gamma_seconds_per_byte * 1e9:.2g} ns a byte",
     ]
 
 
@@ -94,7 +95,8 @@ def print_tables(
         print_lines(*_scaling_limits_text(batch_size))
     else:
         print_lines(
-            f"where scaling stops: ranks of one machine end with its {cores} cores; give --rate for nodes"
+            f"where scaling stops: ranks of one machine end with its {cores} cores; give --rate "
+            "for nodes"
         )
 
 
@@ -185,11 +187,14 @@ def _scaling_limits_text(batch_size: int) -> list[str]:
     """Return lines that explain the headings of ``_scaling_limits_table``."""
     limit = most_nodes(batch_size, scaling="strong")
     return [
-        f"strong: {batch_size:,} samples for all nodes together, at least {LEAST_SAMPLES} each, so up to {limit:,}; weak: "
-        f"{batch_size:,} samples a node, up to {LARGEST_NODES:,}.",
-        "stops at: more nodes, however many, bring less than a tenth more samples a second; never: the last doubling brought",
-        "more. speed up: there, over one node. half to: nodes of which each still does half of what one alone does.",
-        "held by: what takes the most of the messages; compute: computing alone goes no further; samples: the batch ends.",
+        f"strong: {batch_size:,} samples for all nodes together, at least {LEAST_SAMPLES} "
+        f"each, so up to {limit:,}; weak: {batch_size:,} samples a node, up to {LARGEST_NODES:,}.",
+        "stops at: more nodes, however many, bring less than a tenth more samples a second; "
+        "never: the last doubling brought",
+        "more. speed up: there, over one node. half to: nodes of which each still does half of "
+        "what one alone does.",
+        "held by: what takes the most of the messages; compute: computing alone goes no "
+        "further; samples: the batch ends.",
     ]
 
 

@@ -62,9 +62,9 @@ def scaling_caption(block: ComparisonGroup) -> str:
     one = block.baseline
     shown = f" (one node: {seconds_text(one.step, one.step)} s a step)" if one else ""
     return (
-        f"Each panel is a strategy: {what}{shown}. The dashed line is ideal, the faint ones are the "
-        "others; the percentages are the efficiency, that is the share of the ideal. Whiskers reach "
-        "to the far ends of both 95 % intervals."
+        f"Each panel is a strategy: {what}{shown}. The dashed line is ideal, the faint ones "
+        "are the others; the percentages are the efficiency, that is the share of the ideal. "
+        "Whiskers reach to the far ends of both 95 % intervals."
     )
 
 
@@ -90,8 +90,8 @@ def loss_caption(block: ComparisonGroup) -> str:
     largest = " Largest difference between exact strategies at the same step and seed: "
     return (
         "Training loss over the global batch, of one seed. Exact strategies must lie on one "
-        "another, and are drawn as one line where the eye could not tell them apart; those that are "
-        f"not exact are dashed.{largest + '; '.join(parts) + '.' if parts else ''}"
+        "another, and are drawn as one line where the eye could not tell them apart; those "
+        f"that are not exact are dashed.{largest + '; '.join(parts) + '.' if parts else ''}"
     )
 
 
@@ -108,8 +108,8 @@ def prediction_caption(block: ComparisonGroup) -> str:
         predicted, measured = (seconds_text(value, one.step) for value in (one.predicted, one.step))
         alone = f" One node, not drawn: predicted {predicted} s, measured {measured} s."
     return (
-        "Each point is a cell; on the line the prediction was right, in the band within 20 % of the "
-        "measured. Filled: in the scope of the model; hollow: out of it, shown all the same."
+        "Each point is a cell; on the line the prediction was right, in the band within 20 % "
+        "of the measured. Filled: in the scope of the model; hollow: out of it, shown all the same."
         f"{alone}"
     )
 
@@ -182,7 +182,7 @@ def timeline_caption(timeline: Mapping[str, Any]) -> str:
     )
     more = "; …" if texts and len(ranks) > 8 else ""
     return (
-        f"Step {timeline.get('step')}, recorded with extra instruments and left out of the medians. "
-        "Share of the messages' time that lies under backward: "
+        f"Step {timeline.get('step')}, recorded with extra instruments and left out of the "
+        "medians. Share of the messages' time that lies under backward: "
         f"{texts or 'no messages'}{more}."
     )

@@ -104,8 +104,8 @@ def noisy(block: ComparisonGroup) -> Iterator[Finding]:
         yield Finding(
             REACH,
             f"The repeats of {listed([row.id for row in rows])} lie so far apart that the 95 "
-            f"% interval is wider than {percent(_NOISY)} of the step: too few repeats, or a machine "
-            "that had other things to do.",
+            f"% interval is wider than {percent(_NOISY)} of the step: too few repeats, or a "
+            "machine that had other things to do.",
             "; ".join(f"{row.id} {timed(row)}" for row in rows),
             caution=True,
         )

@@ -42,8 +42,8 @@ def _fastest(rows: Sequence[CellRow], where: str) -> Finding:
     if len(sure) < 2:
         return Finding(
             SPEED,
-            f"{where} there is one repeat, no interval, so no order is claimed. The steps took from "
-            f"{timed(rows[0])} ({rows[0].sync}) to {timed(rows[-1])} ({rows[-1].sync}).",
+            f"{where} there is one repeat, no interval, so no order is claimed. The steps took "
+            f"from {timed(rows[0])} ({rows[0].sync}) to {timed(rows[-1])} ({rows[-1].sync}).",
             evidence,
             caution=True,
         )
@@ -53,14 +53,14 @@ def _fastest(rows: Sequence[CellRow], where: str) -> Finding:
     tied = [row.sync for row, (low, _) in others if low <= high]
     if tied:
         text = (
-            f"{where} the fastest cannot be told apart: {_named(best)} has the shortest median step, "
-            f"{timed(best)}, but its 95 % interval overlaps that of {listed(tied)}.{rest}"
+            f"{where} the fastest cannot be told apart: {_named(best)} has the shortest median "
+            f"step, {timed(best)}, but its 95 % interval overlaps that of {listed(tied)}.{rest}"
         )
     else:
         second = others[0][0]
         text = (
-            f"{where} {_named(best)} is fastest: {timed(best)} a step. Next is {_named(second)} with "
-            f"{timed(second)}; the 95 % intervals do not overlap.{rest}"
+            f"{where} {_named(best)} is fastest: {timed(best)} a step. Next is {_named(second)} "
+            f"with {timed(second)}; the 95 % intervals do not overlap.{rest}"
         )
     return Finding(SPEED, text, evidence, caution=bool(tied))
 

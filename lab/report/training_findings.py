@@ -34,12 +34,15 @@ def exact_losses(block: ComparisonGroup) -> Iterator[Finding]:
         elif largest.value == 0:
             text = f"{where} are equal at every step, to the last digit."
         elif largest.value <= limit:
-            text = f"{where} agree: they differ by {largest.value:.2g} at most, at step {largest.step}."
+            text = (
+                f"{where} agree: they differ by {largest.value:.2g} at most, at step "
+                f"{largest.step}."
+            )
         else:
             text = (
                 f"{where} start alike and drift apart, by {largest.value:.2g} at most, at step "
-                f"{largest.step}. Sums in another order can grow to that over many steps, and so can "
-                "an error in a strategy; this report cannot tell which it is."
+                f"{largest.step}. Sums in another order can grow to that over many steps, and so "
+                "can an error in a strategy; this report cannot tell which it is."
             )
         yield Finding(
             "Losses",
