@@ -231,7 +231,7 @@ class MetricsBuffer:
             ]
             for one in pending
         ]
-        *totals, (stops, all_seconds, _, _) = sum_over_ranks(
+        *totals, (stop_requests, all_seconds, _, _) = sum_over_ranks(
             self._world, [*rows, [stop, sum(seconds), 0, 0]]
         )
         waits = self._wait_seconds(pending)
@@ -257,7 +257,7 @@ class MetricsBuffer:
             mean_seconds = all_seconds / self._world.size / len(pending)
             steps = int(_FLUSH_SECONDS / max(mean_seconds, 1e-6))
             self._interval = max(1, min(self._log_every, steps))
-        return stops > 0
+        return stop_requests > 0
 
     def _wait_seconds(self, pending: list[_Pending]) -> list[float]:
         """Return how long each step's "sync" waited for the slowest rank. Collective."""
