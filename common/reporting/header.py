@@ -53,7 +53,7 @@ def run_warnings(setup: "Setup") -> list[str]:
     config, launch, world, shards = setup.config, setup.launch, setup.world, setup.plan.shards
     _, amp_notice = setup.amp
     earlier = setup.entries.get("world_size", world.size)
-    notices = (
+    sentences = (
         (bool(amp_notice), amp_notice),
         (
             world.size > shards,
@@ -81,4 +81,4 @@ def run_warnings(setup: "Setup") -> list[str]:
             "(on one machine --standalone)",
         ),
     )
-    return [sentence for applies, sentence in notices if applies]
+    return [sentence for applies, sentence in sentences if applies]
