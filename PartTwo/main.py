@@ -9,7 +9,7 @@ What changes against Part One: each rank takes its share of every global batch, 
 of one screen in common/sync/: the assignment's gather_scatter and all_reduce, and beside them what
 improves on these (one flat buffer, trees, rings, buckets that are sent during ``backward``) and
 what saves messages by sending less (topk, local_sgd).
-"""
+"""  # noqa: E501 - shown by --help
 
 import sys
 from pathlib import Path

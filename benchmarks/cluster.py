@@ -147,7 +147,8 @@ def main() -> None:
             ideal = ideal_seconds(name, nbytes, arguments.nodes, parse_rate(rate))
             print(
                 f"{name:<21}{ideal:<10.3f}{shown(one['seconds'], '.3f'):<28}"
-                f"{shown([s / ideal for s in one['seconds']], '.2f'):<26}{shown(one['busy'], '.0f')} %",
+                f"{shown([s / ideal for s in one['seconds']], '.2f'):<26}"
+                f"{shown(one['busy'], '.0f')} %",
                 flush=True,
             )
 

@@ -267,7 +267,8 @@ def main() -> None:
     for name, values in rates.items():
         ratios = [mine / its for mine, its in zip(ours, values, strict=True)]
         print(
-            f"{name:<18}{spread(values, ',.0f'):<30}{spread(ratios, '.1f') if values is not ours else '-'}"
+            f"{name:<18}{spread(values, ',.0f'):<30}"
+            f"{spread(ratios, '.1f') if values is not ours else '-'}"
         )
 
 

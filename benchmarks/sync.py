@@ -282,7 +282,8 @@ def report_exchanges(size: int, found: dict[str, list[float]]) -> None:
             float(sync.bytes_sent(sizes, rank, size)) / sync.period / 1e6 for rank in (0, size - 1)
         ]
         print(
-            f"{name:<21}{shown([1000 * s for s in seconds], '.1f'):<26}{shown(ratios, '.2f'):<26}{sent[0]:.1f}, {sent[1]:.1f}",
+            f"{name:<21}{shown([1000 * s for s in seconds], '.1f'):<26}{shown(ratios, '.2f'):<26}"
+            f"{sent[0]:.1f}, {sent[1]:.1f}",
             flush=True,
         )
 

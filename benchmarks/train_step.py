@@ -343,7 +343,8 @@ def main() -> None:
             r = measure_round(ours, plain, steps=steps, plain_first=plain_first)
             rounds.append(r)
             print(
-                f"{number:<7}{'plain' if plain_first else 'ours':<8}{r.ours:<13.3f}{r.plain:<14.3f}{r.ratio:<12.3f}"
+                f"{number:<7}{'plain' if plain_first else 'ours':<8}"
+                f"{r.ours:<13.3f}{r.plain:<14.3f}{r.ratio:<12.3f}"
                 f"{statistics.median(r.sgemm) / 1e9:<15.0f}{100 * r.share(size):.1f}",
                 flush=True,
             )

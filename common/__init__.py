@@ -1,1 +1,1 @@
-"""What trains: settings, process group, data, models, gradient synchronisation, engine, evaluation and records."""
+"""What trains: settings, process group, data, models, strategies, engine, evaluation, reports."""

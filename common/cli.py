@@ -48,7 +48,7 @@ or two ranks on this machine, in two terminals or with a '&' behind the first:
 
 or let torchrun start them:
 
-    torchrun --nproc-per-node 2 {target}"""
+    torchrun --nproc-per-node 2 {target}"""  # noqa: E501 - commands to copy
 
 
 def main(

@@ -5,11 +5,11 @@
 
 
 class UserError(ValueError):
-    """A setting, file or dataset cannot be used; the message says what, what was got, what to do."""
+    """A setting, file or dataset cannot be used; the message says what, got what, do what."""
 
 
 class GroupError(RuntimeError):
-    """The group of ranks cannot be formed or has broken; the message says who, where and what to do."""
+    """The group of ranks cannot form or has broken; the message says who, where, do what."""
 
 
 class Stopped(Exception):  # noqa: N818 - not a failure
@@ -27,6 +27,6 @@ def first_line(error: BaseException) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return why a file or a download failed, without the path: an OSError's or URLError's reason."""
+    """Return why a file or a download failed, without the path."""
     reason = getattr(error, "reason", None) or getattr(error, "strerror", None)
     return str(reason) if reason else first_line(error)

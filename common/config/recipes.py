@@ -57,7 +57,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def print_recipe(config: Config) -> str:
-    """Return a run's settings as the text of a recipe; comments name the settings that are unset."""
+    """Return a run's settings as the text of a recipe; comments name those that are unset."""
     groups = grouped((spec.metadata["group"], spec.name) for spec in _recipe_fields())
     lines = [f"# {config.part}" + (f", recipe {config.recipe}" if config.recipe else "")]
     for group, names in groups.items():

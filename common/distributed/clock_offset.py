@@ -1,4 +1,4 @@
-"""This rank's clock offset from the mean of all ranks: it makes times of several nodes comparable."""
+"""This rank's clock offset from the mean of all ranks, to compare times of several nodes."""
 
 import statistics
 import time

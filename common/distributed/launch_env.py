@@ -122,7 +122,7 @@ def launch_from_environment(rank: int, world_size: int) -> LaunchSpec:
 
 
 def _master_address(flags: LaunchFlags) -> tuple[str | None, int | None]:
-    """Return address and port of rank 0's node, from --dist-url or --master-ip and --master-port."""
+    """Return address and port of rank 0's node: --dist-url, or --master-ip and --master-port."""
     if flags.dist_url is None or flags.dist_url == "env://":
         return flags.master_ip, flags.master_port
     url, host, port = None, None, None

@@ -52,7 +52,7 @@ def kill_on_parent_exit() -> Callable[[], object] | None:
 
 
 def adopt_orphans() -> None:
-    """Make orphaned descendants children of this process, so ``descendants`` finds them; on Linux."""
+    """Make orphans children of this process, so that ``descendants`` finds them; on Linux."""
     if prctl := libc_function("prctl"):
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

@@ -87,8 +87,8 @@ _NSSWITCH = "passwd: files\ngroup: files\nhosts: files\n"
 
 _LOGIN = """\
 hostname {name} && mkdir -p {state}/state && echo {key} > {state}/key && chmod 400 {state}/key
-munged --force --key-file={state}/key --socket={state}/munge --pid-file={state}/munged.pid --log-file={folder}/munged.log \
-    --seed-file={state}/seed
+munged --force --key-file={state}/key --socket={state}/munge --pid-file={state}/munged.pid \
+    --log-file={folder}/munged.log --seed-file={state}/seed
 exec slurmctld -D -c
 """
 _NODE = """\

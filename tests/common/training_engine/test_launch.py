@@ -381,7 +381,7 @@ def test_a_failure_in_training_counts_more_than_a_group_that_breaks_of_it(tmp_pa
 SCRIPT = """
     import sys
     import torch.distributed as dist
-    from beside import triple  # a module of the script's own folder, which the workers must find too
+    from beside import triple  # a module of the script's folder; the workers must find it, too
     from common.training_engine import launch_distributed_training
 
     print("the script runs", flush=True)

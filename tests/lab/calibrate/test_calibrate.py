@@ -261,8 +261,8 @@ from pathlib import Path
 from common.distributed.launch_env import LaunchSpec
 from lab.calibrate.calibration import calibrate_nodes
 from lab.calibrate.rank_measurements import Measures
-made = calibrate_nodes(LaunchSpec(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2])), path=Path(sys.argv[3]),
-                       measures=eval(sys.argv[4]))
+launch = LaunchSpec(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2]))
+made = calibrate_nodes(launch, path=Path(sys.argv[3]), measures=eval(sys.argv[4]))
 assert (made is None) == (sys.argv[1] == "1")
 """
 

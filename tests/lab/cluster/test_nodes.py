@@ -77,8 +77,9 @@ FACTS = """
 import json, os, sys
 from pathlib import Path
 import torch
-print(json.dumps({"name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path[0], "folder": os.getcwd(),
-    "word": os.environ["WORD"], "threads": torch.get_num_threads(), "seed": torch.initial_seed(), "input": sys.stdin.read(),
+print(json.dumps({"name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path[0],
+    "folder": os.getcwd(), "word": os.environ["WORD"], "threads": torch.get_num_threads(),
+    "seed": torch.initial_seed(), "input": sys.stdin.read(),
     "executable": sys.executable,
     "open": sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2)[1:]}))
 sys.stderr.write("last words")

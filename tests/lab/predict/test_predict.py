@@ -292,9 +292,10 @@ from lab.predict.tables import message_plans
 from common.sync import STRATEGIES
 from common.sync.message_cost import GradientSize
 sizes = [GradientSize(shape, itemsize) for shape, itemsize in json.loads(sys.argv[1])]
-print(json.dumps([[name, ranks, [list(vars(one).values()) for one in plan.operations(sizes, ranks)], plan.period,
-                   [str(plan.bytes_sent(sizes, rank, ranks)) for rank in range(min(ranks, 9))]]
-                  for name, plan in message_plans(list(STRATEGIES)).items() for ranks in (2, 5, 64, 100_000)]))
+print(json.dumps([
+    [name, ranks, [list(vars(one).values()) for one in plan.operations(sizes, ranks)],
+     plan.period, [str(plan.bytes_sent(sizes, rank, ranks)) for rank in range(min(ranks, 9))]]
+    for name, plan in message_plans(list(STRATEGIES)).items() for ranks in (2, 5, 64, 100_000)]))
 assert "torch" not in sys.modules
 from common.sync import build_sync
 build_sync("ring").prepare

@@ -42,10 +42,10 @@ addEventListener("load", () => {
   parent.postMessage(JSON.stringify([innerWidth, root.scrollWidth, [...wide, ...cut], Math.min(...small),
     getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector("svg text")).fill]), "*");
 });
-</script>"""
+</script>"""  # noqa: E501 - JavaScript
 AROUND = """<!DOCTYPE html><html><body style="margin: 0"><script>
 addEventListener("message", (event) => { document.documentElement.dataset.measured = event.data; });
-</script><iframe src="measured.html" style="border: 0; width: WIDTHpx; height: 900px"></iframe></body></html>"""
+</script><iframe src="measured.html" style="border: 0; width: WIDTHpx; height: 900px"></iframe></body></html>"""  # noqa: E501 - HTML
 
 
 @pytest.fixture(scope="module")
