@@ -226,6 +226,22 @@ def test_the_architecture_names_every_package() -> None:
         assert not {name for name in folders if f"`{name}/`" not in text}
 
 
+# --- settings from the environment ---
+
+READS_SETTINGS = {"common/distributed/launch_env.py", "common/utils/environment.py"}
+WITHOUT_THE_PROJECT = {"lab/ssh/remote_agent.py", "lab/ssh/remote_handlers.py"}
+
+
+def test_two_files_read_settings_from_the_environment() -> None:
+    """Elsewhere the environment is copied for a child, or given a default before torch reads it."""
+    reading = {
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        if re.search(r"os\.environ(\.get|\[[^]]*\](?! = ))|getenv", path.read_text())
+    }
+    assert reading - READS_SETTINGS - WITHOUT_THE_PROJECT == set()
+
+
 # --- functions with few parameters ---
 
 MOST_PARAMETERS = 7

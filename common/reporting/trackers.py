@@ -3,13 +3,13 @@
 ``Trackers`` takes the numbers of every step and epoch; docs/dashboards.md explains each field.
 """
 
-import os
 from collections.abc import Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any, Literal
 
 from common.errors import UserError
+from common.utils.environment import setting
 
 _WANDB_HOST = "api.wandb.ai"
 
@@ -84,7 +84,7 @@ def _missing(flag: str, package: str) -> UserError:
 
 def _wandb_mode() -> Literal["offline"] | None:
     """Return "offline" without WANDB_MODE and account, or wandb would ask; None: wandb decides."""
-    if os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY"):
+    if setting("WANDB_MODE") or setting("WANDB_API_KEY"):
         return None
     try:
         return None if netrc().authenticators(_WANDB_HOST) else "offline"

@@ -18,6 +18,11 @@ DEFAULT_MASTER_PORT = 29500
 _PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "matplotlib", "pillow")
 
 
+def setting(name: str) -> str | None:
+    """Return an environment variable that the user may have set."""
+    return os.environ.get(name)
+
+
 def environment() -> dict[str, Any]:
     """Return what the numbers depend on: versions, CPU, GPUs, threads, git commit."""
     import torch

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import INTERRUPTED, UserError
+from common.utils.environment import setting
 from common.utils.paths import REPORTS, new_folder
 from common.utils.processes import find_root_failure, shell_status
 from lab.cluster import control
@@ -170,7 +171,7 @@ def shell(args: argparse.Namespace) -> int:
         )
     if not args.flags:
         say(f"a shell in node {args.node} of the cluster of process {pid}; exit leaves it")
-    command = args.flags or [os.environ.get("SHELL", "/bin/sh")]
+    command = args.flags or [setting("SHELL") or "/bin/sh"]
     environment = node_environment(os.environ, nodes=cluster["nodes"], interface="eth0")
     return control.enter(cluster["host"], args.node, command, environment=environment)
 

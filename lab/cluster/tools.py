@@ -10,6 +10,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from common.utils.environment import setting
+
 _PROBE_SECONDS = 10.0
 _PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}
 _NAMESPACES = ("--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -25,7 +27,7 @@ _SWITCHES = {
 
 def search_path() -> str:
     """Return PATH with the folders of ``ip`` and ``tc``, which not every user's PATH has."""
-    return f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+    return f"{setting('PATH') or os.defpath}:/usr/sbin:/sbin"
 
 
 def missing() -> dict[str, str]:
@@ -64,11 +66,11 @@ def namespaces_refused() -> str | None:
         )
     if unshare_command() is not None:
         return None
-    for path, (closed, setting) in _SWITCHES.items():
+    for path, (closed, switch) in _SWITCHES.items():
         if Path(path).exists() and Path(path).read_text().strip() == closed:
             return (
                 "this kernel allows user namespaces to root alone: "
-                f"`sudo sysctl -w {setting}`, or run it with sudo"
+                f"`sudo sysctl -w {switch}`, or run it with sudo"
             )
     if _MOST_NAMESPACES.exists() and int(_MOST_NAMESPACES.read_text()) == 0:
         return (

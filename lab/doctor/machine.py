@@ -15,7 +15,7 @@ from functools import cache
 
 import psutil
 
-from common.utils.environment import package_version
+from common.utils.environment import package_version, setting
 from common.utils.system import missing_features, usable_cores
 from lab.cluster import tools
 from lab.doctor.check_result import FAILURE, OK, WARNING, CheckRequest, CheckResult
@@ -118,7 +118,7 @@ def check_gpus(_request: CheckRequest) -> CheckResult:
         )
     if shutil.which("nvidia-smi") is None:
         return CheckResult("gpu", OK, "none: ranks train on CPUs, with Gloo")
-    if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+    if (hidden := setting("CUDA_VISIBLE_DEVICES")) is not None:
         return CheckResult(
             "gpu",
             WARNING,
@@ -140,7 +140,7 @@ def check_cores(request: CheckRequest) -> CheckResult:
     of_all = f" of {os.cpu_count()}" if os.cpu_count() != cores else ""
     bf16 = {True: ", fast bf16", False: ", no fast bf16: AMP stays off on CPUs", None: ""}
     text = f"{cores} usable cores{of_all}{bf16[torch_facts().fast_bf16]}"
-    threads = os.environ.get("OMP_NUM_THREADS", "")
+    threads = setting("OMP_NUM_THREADS") or ""
     if threads.isdecimal() and int(threads) > cores:
         return CheckResult(
             "cpu",

@@ -5,12 +5,12 @@ node_exchange.py has the checks that need the other nodes.
 
 import contextlib
 import itertools
-import os
 import socket
 from collections.abc import Callable
 
 import psutil
 
+from common.utils.environment import setting
 from common.utils.network import interface_of, is_loopback, is_own, route_to
 from lab.doctor.check_result import FAILURE, OK, WARNING, CheckRequest, CheckResult, reason
 
@@ -55,7 +55,7 @@ def check_interface(request: CheckRequest) -> CheckResult | None:
             f"{', '.join(_own_addresses()) or 'none found'}",
         )
     for variable in _OWN_VARIABLES:
-        chosen = os.environ.get(variable)
+        chosen = setting(variable)
         if chosen and chosen not in psutil.net_if_addrs():
             return CheckResult(
                 "interface",
