@@ -1,8 +1,8 @@
-"""Checkpoints: written whole or not at all, verified when read, never a way to run code.
+"""Checkpoints: written atomically, verified when read, and unable to run code.
 
 A checkpoint is one ``torch.save`` file with ``epoch``, ``model_state_dict``,
-``optimizer_state_dict``, ``loss`` and what else an exact resume needs. Its entry ``sha256`` is a
-digest of all the others, since torch does not notice flipped bits.
+``optimizer_state_dict``, ``loss`` and whatever else an exact resume needs. Its entry ``sha256`` is
+a digest of all other entries, since torch does not detect flipped bits.
 """
 
 import io
@@ -30,7 +30,7 @@ def checkpoint_path(folder: Path, epoch: int, step: int | None = None) -> Path:
 
 
 def checkpoints_by_age(folder: Path) -> list[Path]:
-    """Return the checkpoints in ``folder``, the one with the most training first."""
+    """Return the checkpoints in ``folder``, the most advanced one first."""
     found = [
         (int(match[1]), float(match[2] or "inf"), path)  # an epoch's end comes after its steps
         for path in Path(folder).glob("Epoch_*.pt")
@@ -40,10 +40,11 @@ def checkpoints_by_age(folder: Path) -> list[Path]:
 
 
 def save_checkpoint(path: Path, entries: Mapping[str, Any]) -> None:
-    """Write ``entries`` with their digest: to a temporary file, synced, then renamed.
+    """Write ``entries`` and their digest to ``path`` atomically.
 
-    UserError if the disk is full or the folder cannot be written. Then nothing of the half-written
-    file remains, and a file that was at ``path`` is untouched.
+    The content goes to a temporary file, which is synced and then renamed. Raises UserError if the
+    disk is full or the folder cannot be written; the temporary file is then removed, and an
+    existing file at ``path`` stays unchanged.
     """
     buffer = io.BytesIO()
     torch.save({**entries, "sha256": digest(entries)}, buffer)
@@ -53,9 +54,9 @@ def save_checkpoint(path: Path, entries: Mapping[str, Any]) -> None:
 def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[str, Any]:
     """Read and verify a checkpoint, from a file or from a file's bytes; its tensors are on the CPU.
 
-    UserError if it is missing, cut, altered, hostile (anything but tensors and plain values) or not
-    a checkpoint of this kind. If DistributedDataParallel wrapped the model, its parameters' names
-    lose their ``module.``.
+    Raises UserError if it is missing, truncated, altered, hostile (anything but tensors and plain
+    values) or not a checkpoint of this kind. If DistributedDataParallel wrapped the model, the
+    prefix ``module.`` is removed from the parameters' names.
     """
     name = name or ("(its bytes)" if isinstance(source, bytes) else str(source))
     try:
@@ -105,7 +106,7 @@ def _unpickle(content: bytes, name: str) -> Any:
 def load_model_state(model: nn.Module, entries: Mapping[str, Any], *, name: str) -> None:
     """Copy a checkpoint's weights and buffers into ``model``.
 
-    Raises UserError if they are another model's.
+    Raises UserError if they belong to another model.
     """
     state, own = entries["model_state_dict"], model.state_dict()
     differing = [key for key in own if getattr(state.get(key), "shape", None) != own[key].shape]

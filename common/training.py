@@ -155,9 +155,9 @@ def train_model(
     distribute_flag : average gradients by DistributedDataParallel (a wrapped model stays as it is).
     task_flag : without ``distribute_flag``, the strategy that averages: a name in
         ``common.sync.STRATEGIES``, or the assignment's "PartOne" (gather_scatter) and "PartTwo"
-        (all_reduce). "" averages nothing.
+        (all_reduce). With "" no gradients are exchanged.
     rank : for the log line; if empty, the rank in the group.
-    engine : the caller's own engine for ``model``; the two flags then choose nothing.
+    engine : the caller's own engine for ``model``; both flags are then ignored.
     scheduler : stepped after each step.
     seed : sets torch's generator before each micro-batch, with epoch, step and micro-batch, for an
         exact resume.

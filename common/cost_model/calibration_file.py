@@ -34,9 +34,9 @@ class Calibration:
         messages went over loopback.
     model, gradients : the model whose steps were timed, and the sizes of its gradients in the order
         of the parameters.
-    others_share : share of the cores that other processes took during the measurement. The fits
-        leave out the rounds that they disturbed most; more than a tenth still spoils the numbers.
-    fits : by what was fitted: values, 95 % intervals, residuals and the worst relative error
+    others_share : share of the cores that other processes used during the measurement. The fits
+        leave out the most disturbed rounds, but a share above a tenth still spoils the numbers.
+    fits : for each fitted quantity, its values, 95 % intervals, residuals and worst relative error
         (lab/fitting.py).
     machine : common.utils.environment.environment of rank 0.
     """

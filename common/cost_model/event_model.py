@@ -53,8 +53,8 @@ class Network:
         one.
     kinds : rates of single kinds of operation, where they were measured. Over loopback they differ:
         the bytes pass memory, as often as the algorithm copies them.
-    overlap_cost : share of a message's time that it takes from a backward that computes meanwhile.
-        0: none, as with a free core; 1: the two take turns.
+    overlap_cost : fraction of a message's time by which it delays a concurrent backward. 0: not
+        at all, as with a free core; 1: the two take turns.
     """
 
     alpha_seconds: float
@@ -69,11 +69,11 @@ class Network:
         return self.kinds.get(kind) or Rate(self.alpha_seconds, self.beta_seconds_per_byte)
 
     def over(self, *, rate_bits: float | None, latency_seconds: float | None) -> "Network":
-        """Return this network's software and memory on other links; None keeps what was measured.
+        """Return this network with other links; None keeps the measured value.
 
-        rate_bits : of a link in a second, ``HEADERS`` included. latency_seconds : of a message. A
-        byte never takes less than was measured here, since it still passes this software. A byte
-        takes as many seconds from backward as it did here; the rest of a message is waiting.
+        rate_bits : bits per second on a link, ``HEADERS`` included. latency_seconds : per message.
+        A byte never takes less time than measured here, since it still passes the same software. It
+        also slows backward by as many seconds as here; the rest of a message's time is waiting.
         """
         beta = 0.0 if rate_bits is None else 8 * HEADERS / rate_bits
         measured = self.rate("all_reduce").beta_seconds_per_byte
@@ -111,7 +111,7 @@ class Terms:
 
     @property
     def largest(self) -> str:
-        """The name of the largest term, in a reader's words."""
+        """The name of the largest term, as shown to readers."""
         spent = {
             "latency": self.latency,
             "bandwidth": self.bandwidth,
@@ -157,7 +157,7 @@ def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
 
 
 def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms:
-    """Return the seconds of ``operation.count`` operations; what the floor adds counts as latency.
+    """Return the time of ``operation.count`` operations; time added by the floor is latency.
 
     One operation takes max(messages x alpha + bytes x beta, floor) + summed x gamma + copied x the
     cost of a copy.

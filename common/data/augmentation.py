@@ -1,8 +1,8 @@
 """Crop with padding 4, horizontal flip and normalisation, as tensor code for a whole batch.
 
-For the same offsets it gives what torchvision's ``RandomCrop(32, padding=4)``,
-``RandomHorizontalFlip``, ``ToTensor`` and ``Normalize`` give one image at a time. What a sample
-gets depends on (seed, epoch, sample) alone, and so not on the number of ranks.
+For the same offsets the result equals that of torchvision's ``RandomCrop(32, padding=4)``,
+``RandomHorizontalFlip``, ``ToTensor`` and ``Normalize``, applied to one image at a time. A sample's
+augmentation depends only on (seed, epoch, sample), so not on the number of ranks.
 """
 
 from dataclasses import dataclass

@@ -54,7 +54,7 @@ def _download_where_missing(
     """Download the files unless they are there and whole.
 
     The process that holds the lock checks again and downloads if needed; the others wait, then
-    find the files. Each file must have the right MD5, so a download that was cut off is repeated.
+    find the files. Each file must have the right MD5, so a truncated download is repeated.
     Raises UserError with the reason and the alternatives.
     """
     problems = _problems(kind, data_dir)
@@ -109,8 +109,6 @@ def _download(kind: type[CIFAR10], data_dir: Path, url: str) -> None:
     socket.setdefaulttimeout(_STALL_SECONDS)  # urllib by itself would wait for ever
     try:
         # Not kind(download=True), which does nothing if only the list of classes is missing.
-        download_and_extract_archive(
-            url, str(data_dir), filename=kind.filename, md5=kind.tgz_md5
-        )
+        download_and_extract_archive(url, str(data_dir), filename=kind.filename, md5=kind.tgz_md5)
     finally:
         socket.setdefaulttimeout(before)

@@ -12,7 +12,7 @@ _SPLIT_SEED = 0
 
 
 def load_digits(data_dir: Path, mirror: str | None) -> Dataset:
-    """Return 1,437 digits to train and 360 to test with, always the same, by class in equal shares.
+    """Return 1,437 digits for training and 360 for testing: a fixed split, stratified by class.
 
     Each of the 8x8 pixels, of 17 greys, becomes 4x4 pixels of three equal channels.
     """

@@ -10,8 +10,8 @@ as many micro-batches as it accumulates gradients over. A rank computes the micr
 shard or of several. So neither the global batches nor the shards depend on the number of ranks, and
 over all ranks every sample comes exactly once an epoch.
 
-Common mistake: no sampler and one seed, so every rank trains on the same samples. Another:
-``set_epoch`` is never called, so every epoch has the same order.
+Common mistake: using no sampler and the same seed everywhere, so that every rank trains on the same
+samples. Another: never calling ``set_epoch``, so that every epoch has the same order.
 """
 
 from collections.abc import Iterator
@@ -40,16 +40,16 @@ def stream_seed(seed: int, stream: int, *place: int) -> int:
 
 def epoch_order(samples: int, *, seed: int, epoch: int) -> Tensor:
     """Return the order of the samples in that epoch: a permutation, int64, of shape (samples,)."""
-    # A generator of its own: what a model or another library draws must not change the order.
+    # A separate generator, so that random numbers drawn elsewhere do not change the order.
     generator = torch.Generator().manual_seed(stream_seed(seed, _ORDER_STREAM, epoch))
     return torch.randperm(samples, generator=generator)
 
 
 def global_batch_bounds(samples: int, batch_size: int, micro_batches: int) -> list[int]:
-    """Return the index at which each global batch begins, and at the end ``samples``.
+    """Return the index at which each global batch begins, followed by ``samples``.
 
-    All batches have ``batch_size`` samples but the last, which has the rest. A rest too small to
-    give every micro-batch two samples joins the batch before it.
+    All batches have ``batch_size`` samples except the last, which has the remainder. A remainder
+    too small to give every micro-batch two samples joins the previous batch.
     """
     bounds = [*range(0, samples, batch_size), samples]
     if len(bounds) > 2 and samples - bounds[-2] < _MIN_SAMPLES_PER_MICRO_BATCH * micro_batches:
@@ -110,7 +110,7 @@ class GlobalBatchSampler:
         self.shards_here = max(1, len(own))
         self._count = count
         self.micro_batches = range(own.start * accumulation_steps, own.stop * accumulation_steps)
-        if not own:  # it takes part with an empty micro-batch, under a number that nobody else has
+        if not own:  # this rank still takes part: an empty micro-batch with an unused number
             self.micro_batches = range(count + rank, count + rank + 1)
         self._start = 0
 

@@ -68,8 +68,8 @@ def _values_text(values: Sequence[Any]) -> str:
 def run_on_all_ranks(world: World, action: Callable[[], T], *, patient: bool = False) -> T:
     """Run ``action`` on every rank; if one raises UserError or OSError, raise UserError on all.
 
-    ``patient`` waits for as long as the action takes, e.g. a download, provided that every rank
-    answers within the group's timeout.
+    With ``patient`` the action, e.g. a download, may take longer than the group's timeout; a lost
+    rank is still noticed within that timeout.
     """
     if patient and world.size > 1:
         action = _done_on_all(world, action)
@@ -138,13 +138,13 @@ def gather_objects(world: World, mine: T) -> list[T]:
 
 
 def warn_of_equal_batches(world: World, inputs: Tensor, labels: Tensor) -> None:
-    """Warn if all ranks load the same samples, the commonest mistake: without a sampler they do.
+    """Warn if all ranks load the same samples: the most common mistake is a missing sampler.
 
     inputs, labels : a rank's first batch, tensors of shape (batch, ...) and (batch,).
     """
     if world.size == 1:
         return
-    varied = len(labels) >= 8 and len(labels.unique()) > 1  # else equal labels may be chance
+    varied = len(labels) >= 8 and len(labels.unique()) > 1  # else equal labels may be a coincidence
     all_ranks = gather_objects(world, (digest(inputs), digest(labels), varied))
     same_inputs, same_labels = (len({one[column] for one in all_ranks}) == 1 for column in (0, 1))
     if len(labels) and (same_inputs or (same_labels and all(one[-1] for one in all_ranks))):

@@ -51,13 +51,13 @@ def explain_collective_failure(error: BaseException) -> str | None:
 class FailureReport:
     """Tells the other ranks why this one failed.
 
-    Call ``publish`` or ``fetch`` where the failure is caught, then ``close``. Without a store it
-    does nothing: under torchrun, which itself reports who failed first.
+    Call ``publish`` or ``fetch`` where the failure is caught, then ``close``. All three do nothing
+    without a store, that is, under torchrun, which itself reports which rank failed first.
 
     Parameters
     ----------
     patience_seconds : how long rank 0 keeps the store alive for ranks that have not noticed yet.
-    other_sockets : ``open_sockets`` from before the group was opened: those that are not its own.
+    other_sockets : what ``open_sockets`` returned before the group was opened; these stay open.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class FailureReport:
         self._published = False
 
     def publish(self, error: BaseException) -> None:
-        """Tell the other ranks that ``error`` ends this one, unless a rank has published before."""
+        """Tell the other ranks that ``error`` ends this one, unless another has published first."""
         self._published = True
         reason, name = first_line(error), type(error).__name__
         if not isinstance(error, ValueError | RuntimeError) and reason != name:
@@ -91,7 +91,7 @@ class FailureReport:
         return message
 
     def close(self) -> None:
-        """Leave the store; the process must end afterwards.
+        """Disconnect from the store; the process must end afterwards.
 
         If there is a message, rank 0 closes the group's connections, then waits until every rank
         has fetched the message.

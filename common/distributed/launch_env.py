@@ -2,9 +2,9 @@
 
 The order of the calls: ``choose_gpus`` limits the GPUs that this process sees.
 ``processes_to_start`` decides whether it starts the ranks (with ``launcher_command``) or is a rank
-itself. A rank joins flags and launchers' environment variables with ``resolve_launch``; callers
-without flags use ``launch_from_environment``. torch is imported only inside functions, after the
-GPUs are chosen.
+itself. A rank combines its flags and torchrun's environment variables with ``resolve_launch``;
+callers without flags use ``launch_from_environment``. torch is imported only inside functions,
+after the GPUs are chosen.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class LaunchSpec:
     largest_size : the job's largest number of ranks; 0 if unknown.
     restarts : how often torchrun may restart the workers.
     agent : a name of the process that restarts this node's workers.
-    stale_addresses : whether restarted workers would read old addresses under Gloo.
+    stale_addresses : whether restarted workers under Gloo would read their predecessors' addresses.
     """
 
     rank: int = 0
@@ -66,7 +66,7 @@ class LaunchFlags:
 def resolve_launch(
     flags: LaunchFlags, environment: Mapping[str, str] = os.environ
 ) -> LaunchSpec | None:
-    """Return what flags and torchrun's environment say; None if neither says anything.
+    """Return the launch given by flags or torchrun's environment; None if neither gives one.
 
     Raises UserError if they contradict each other or only some of the flags are given.
     """

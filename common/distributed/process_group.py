@@ -160,7 +160,7 @@ def _choose_backend(wanted: str | None, placement: RankPlacement) -> str:
 
 
 def set_debug() -> None:
-    """Make torch.distributed and NCCL log what they do, unless the user's settings say otherwise.
+    """Make torch.distributed and NCCL log what they do, unless the user has set this already.
 
     Call it before the group is opened. INFO, not DETAIL: with DETAIL DistributedDataParallel ends
     in a segmentation fault (torch 2.15, Gloo).

@@ -1,7 +1,7 @@
 """The rendezvous of ranks that were started by hand: a TCP store on rank 0's node.
 
-Callers use ``rendezvous`` alone. Unlike torch's rendezvous, it names the ranks that are missing and
-a rank that was started twice. Whatever the number of ranks, each sends the same few requests:
+Callers need only ``rendezvous``. Unlike torch's rendezvous, it names missing ranks and a rank that
+was started twice. However many ranks there are, each sends the same few requests:
 
     every rank r           size = --num-nodes         compared with the first rank's
                            tickets/r += 1             2: rank r was started twice
@@ -200,7 +200,7 @@ def _wait_for_placement(
     """Any other rank: wait for rank 0's answer, and after the timeout report who is missing."""
     key = _ANSWER.format(launch.rank)
     if not _wait_for_key(store, key, deadline - time.monotonic()):
-        # Asking who is missing costs a request for each rank: only the first late rank asks.
+        # Finding the missing ranks costs a request per rank, so only the first late rank does it.
         if store.add("late", 1) == 1:
             _abort(store, launch, _missing_message(store, launch, timeout_seconds))
         if not _wait_for_key(store, key, _FETCH_SECONDS):
@@ -234,7 +234,7 @@ def _missing_message(store: dist.TCPStore, launch: LaunchSpec, timeout_seconds: 
 
 
 def _abort(store: dist.TCPStore, launch: LaunchSpec, message: str) -> NoReturn:
-    """Have rank 0 pass the message to the ranks that still wait, then raise."""
+    """Make rank 0 pass the message on to the ranks that are still waiting, then raise."""
     if launch.rank == 0:
         _abort_all(store, launch, message)
     # A rank that joins late by mistake must not end a run that has begun.

@@ -58,8 +58,8 @@ def run_local_ranks(
     """Run ``commands[rank]`` for every rank and return how they ended, once no process is left.
 
     After the first failure the other ranks have ``grace_seconds`` to report why they fail, too.
-    After ``limit_seconds`` or an exception (Ctrl-C) all are killed, with everything that they
-    started. On Linux the ranks are also killed if this process is.
+    After ``limit_seconds`` or an exception (Ctrl-C), all are killed together with every process
+    that they started. On Linux the ranks are also killed if this process is killed.
 
     Parameters
     ----------

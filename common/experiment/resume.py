@@ -1,7 +1,7 @@
 """Choose the folder that a run writes to, then the checkpoint that it resumes from.
 
-When torchrun restarts its workers, they find the folder by their agent: torchrun's process on each
-node, which outlives the workers. All ranks resume from the newest checkpoint of any node.
+Workers that torchrun restarts find their folder by the name of their agent: torchrun's own process
+on each node, which outlives them. All ranks resume from the newest checkpoint on any node.
 """
 
 import secrets
@@ -34,7 +34,7 @@ class Job:
 
     resuming : whether the folder holds an earlier part of the same run.
     writes : whether this rank writes checkpoints. Rank 0 does; under torchrun with restarts, so
-        does the first rank of each node that has another disk.
+        does the first rank of each node that does not share rank 0's disk.
     """
 
     folder: RunFolder
@@ -44,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run resumes from: its path, on one of the nodes, and its entries."""
+    """The checkpoint that a run resumes from: its path on one of the nodes, and its entries."""
 
     path: str
     entries: dict[str, Any]
@@ -87,7 +87,7 @@ def _new_name(config: Config, parent: Path) -> str:
 
 
 def _own_disk(folder: Path, world: World) -> bool:
-    """Whether this rank is the first of its node and its disk is not rank 0's. Collective."""
+    """Return whether this is its node's first rank and rank 0 has another disk. Collective."""
 
     def mark() -> Path:
         marker = folder / f".seen-by-rank0-{secrets.token_hex(8)}"
@@ -105,7 +105,7 @@ def find_checkpoint(config: Config, job: Job, world: World) -> ResumePoint | Non
     """Return the checkpoint to resume from, on every rank; None: a fresh start. Collective.
 
     Rank 0 reads a path given by --resume. With "auto", or if the job was restarted, the first rank
-    of each node looks in the run's own folder if that is resumed. Otherwise it looks in
+    of each node looks in the run's own folder if it resumes that run. Otherwise it looks in
     --checkpoint and, for a run without --run-name, in the earlier runs of the experiment.
     """
     wanted = "auto" if job.resuming else run_on_rank0(world, lambda: config.resume)
@@ -133,7 +133,7 @@ def find_checkpoint(config: Config, job: Job, world: World) -> ResumePoint | Non
 
 
 def _newest_here(config: Config, job: Job) -> tuple[str, int]:
-    """Return path and step of the newest good checkpoint that this node can read."""
+    """Return the path and step of the newest valid checkpoint that this node can read."""
     if not job.resuming and config.checkpoint is not None and config.checkpoint.exists():
         try:
             return str(config.checkpoint), load_checkpoint(config.checkpoint).get("step", 0)

@@ -1,4 +1,4 @@
-"""What ``run`` trains with: the frozen ``Setup``, and what is built from it."""
+"""What ``run`` trains with: the frozen ``Setup``, and the functions that build from it."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -50,7 +50,7 @@ from common.utils.system import usable_cores
 
 @dataclass(frozen=True)
 class Setup:
-    """What is fixed before the first step; only ``launch``, ``world`` and ``job`` differ by rank.
+    """Values fixed before the first step. Ranks differ only in ``launch``, ``world`` and ``job``.
 
     checkpoint : what the run resumes from; None: a fresh start.
     profile : durations of emulated compute; None: compute is real.
@@ -103,7 +103,7 @@ class Setup:
 
 @contextmanager
 def warnings_on_rank0(world: World) -> Iterator[None]:
-    """Print warnings for the user as one line, on rank 0 alone: every rank has the same ones."""
+    """Print each user warning as one line, on rank 0 only, since all ranks raise the same ones."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 
@@ -127,9 +127,9 @@ def choose_threads_and_algorithms(config: Config, world: World) -> None:
 
 
 def load_run_dataset(config: Config, world: World) -> tuple[Dataset, str]:
-    """Return the dataset, normalised as the settings say, and the SHA-256 of its images and labels.
+    """Return the dataset, normalised as configured, and the SHA-256 of its images and labels.
 
-    Collective. May download, however long that takes. Raises UserError if the ranks' data differ.
+    Collective. May download, without a time limit. Raises UserError if the ranks' data differ.
     """
 
     def load() -> Dataset:
@@ -222,7 +222,7 @@ def prepare_model(
 
 
 def price_of_determinism(setup: Setup, model: nn.Module, loader: TrainLoader) -> dict[str, float]:
-    """Measure how much slower --deterministic is, for the summary; on a CPU nothing."""
+    """Measure the slowdown of --deterministic for the summary; {} without it or on a CPU."""
     if not setup.config.deterministic or setup.world.device.type != "cuda":
         return {}
     images, labels = next(iter(loader))

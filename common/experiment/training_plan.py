@@ -1,4 +1,4 @@
-"""The plan of a training: global batches, shards, steps and schedule, for any number of ranks.
+"""The training plan: global batches, shards, steps and schedule, for any number of ranks.
 
 ``make_plan`` makes the plan and this rank's loader; ``refuse_other_training`` compares the plan
 with that of a checkpoint.
@@ -19,9 +19,9 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a resumed run shares with the run that it resumes; saved in each checkpoint.
+    """What a resumed run must share with the original run; saved in each checkpoint.
 
-    batch_size : samples of a global batch. shards : the parts into which each global batch is
+    batch_size : samples in a global batch. shards : the parts into which each global batch is
     divided; a rank computes one or more. total_steps, warmup_steps : optimiser steps.
     dataset_sha256 : digest of all images and labels.
     """
@@ -71,7 +71,7 @@ def make_plan(
     total_steps = config.max_steps or config.epochs * steps
     warmup_steps = config.warmup_steps
     if config.warmup_epochs is not None:
-        # A trial of a few steps (--max-steps) warms up over at most a fifth of them.
+        # A short trial run (--max-steps) spends at most a fifth of its steps on the warm-up.
         most = total_steps // 5 if config.max_steps else total_steps
         warmup_steps = min(round(config.warmup_epochs * steps), most)
     plan = TrainingPlan(

@@ -1,4 +1,4 @@
-"""Evaluate the test set, divided among the ranks without padding: each epoch, and at the end."""
+"""Evaluate the test set after each epoch and at the end, shared among the ranks, unpadded."""
 
 import numpy as np
 from torch import nn
@@ -23,9 +23,9 @@ def evaluation_loader(dataset: Dataset, world: World) -> EvaluationLoader:
 
 
 def predict_test_set(engine: TrainingEngine, dataset: Dataset) -> list[Predictions]:
-    """Return the predictions for the whole test set, in its order, on every rank. Collective.
+    """Return the predictions for the whole test set, in order, on every rank. Collective.
 
-    First those of the weights, then those of their moving average if there is one.
+    The first entry uses the weights, the second their moving average, if there is one.
     """
     loader = evaluation_loader(dataset, engine.world)
     return [_predict_all(model, loader, engine) for model in engine.evaluated_models]

@@ -1,10 +1,10 @@
 """Record what this rank sends in a step, and when: each collective and message.
 
-The engine opens ``Timeline.around`` each step and hands over the step's times with ``took``; lab
-draws and counts the messages. Every call of torch.distributed, by our strategies, by
-DistributedDataParallel or by its hooks, passes torch's dispatcher, where ``MessageRecorder`` sees
-it. That slows a step a little, so only the last steps of a run are recorded, and their times stay
-out of the medians.
+The engine wraps each step in ``Timeline.around`` and passes on the step's times with ``took``; lab
+draws and counts the messages. Every call to torch.distributed, by our strategies, by
+DistributedDataParallel or by its hooks, passes through torch's dispatcher, where
+``MessageRecorder`` sees it. Recording slows a step slightly, so only the last steps of a run are
+recorded, and their times are left out of the medians.
 """
 
 import math
@@ -47,7 +47,7 @@ class Message:
 
 
 class MessageRecorder(TorchDispatchMode):
-    """Context manager that adds every call of torch.distributed of this thread to ``messages``.
+    """Context manager that records this thread's torch.distributed calls in ``messages``.
 
     A collective ends when its future does. A point-to-point message ends when the strategy has
     waited for it and computes again.
@@ -145,8 +145,8 @@ class Timeline:
     def busiest_step(self, clock_offset: float) -> dict[str, Any] | None:
         """Return sections and messages of the step with the most bytes; None if none was recorded.
 
-        Of several, the last: every rank returns the same step. Times are seconds of perf_counter
-        less ``clock_offset``.
+        If several steps tie, it returns the last, so that every rank returns the same step. Times
+        are seconds of perf_counter minus ``clock_offset``.
         """
         if not self._steps:
             return None

@@ -11,7 +11,7 @@ Moment = Any  # a ``time.perf_counter`` on the CPU, a recorded ``torch.cuda.Even
 def now(device: torch.device) -> Moment:
     """Return this moment on ``device``.
 
-    On a GPU this queues an event after all earlier work, and does not wait for it.
+    On a GPU this queues an event behind all earlier work, without waiting for it.
     """
     if device.type != "cuda":
         return time.perf_counter()

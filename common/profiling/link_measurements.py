@@ -13,7 +13,7 @@ from torch import Tensor
 from common.sync.p2p import send_and_receive
 
 FLOAT_BYTES = 4
-SPREAD = 7936  # floats between two messages; a multiple of 64, so each stays aligned as tensors are
+SPREAD = 7936  # floats between two messages; a multiple of 64 keeps each aligned like a tensor
 MEMORY_SIZES = (1_000_000, 4_000_000, 12_000_000)
 _MEMORY_PAIRS = 4
 

@@ -65,15 +65,15 @@ def build_sync(name: str, **options: Any) -> Any:
 
 
 def build_sync_from(name: str, settings: Mapping[str, Any]) -> Any:
-    """Return a new strategy, made with those of ``settings`` that its class takes."""
+    """Return a new strategy, built with those of ``settings`` that its class takes."""
     return _build_from(STRATEGIES, name, settings)
 
 
 def build_message_plan_from(name: str, settings: Mapping[str, Any]) -> "MessagePlan":
-    """Return the message plan of a strategy, made with those of ``settings`` that it takes.
+    """Return the message plan of a strategy, built with those of ``settings`` that it takes.
 
-    Imports no torch, unless the strategy has no line in ``MESSAGE_PLANS``. Then the strategy itself
-    is built and returned; it says what it sends if its class defines ``operations``.
+    Imports no torch if the strategy is in ``MESSAGE_PLANS``. Otherwise it builds and returns the
+    strategy itself, which serves as its own plan if its class defines ``operations``.
 
     Raises UserError with the choices if the name is unknown.
     """
@@ -87,7 +87,7 @@ def _build_from(table: Mapping[str, str], name: str, settings: Mapping[str, Any]
 
 
 def is_exact(name: str) -> bool:
-    """Return whether the strategy leaves the plain mean on every rank.
+    """Return whether the strategy gives every rank the exact mean gradient.
 
     Raises UserError with the choices if the name is unknown.
     """

@@ -1,4 +1,4 @@
-"""all_reduce of one flat buffer: the latencies of one all_reduce instead of one a parameter.
+"""all_reduce of one flat buffer: the latency of a single all_reduce, not of one per parameter.
 
     p1.grad p2.grad ... pP.grad        every rank copies its gradients / N into one buffer,
     [----------- buffer ----------]    one all_reduce sums the buffers (a ring, see all_reduce.py),

@@ -89,7 +89,7 @@ class GradientSync(MessagePlan):
         """Restore what ``state_dict`` returned."""
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of ``exchanged``; a gradient that this rank lacks becomes zeros."""
+        """Return the gradients of ``exchanged``; zeros for a gradient that this rank lacks."""
         gradients = []
         for parameter in self.exchanged():
             if parameter.grad is None:
@@ -100,8 +100,8 @@ class GradientSync(MessagePlan):
     def contiguous_gradients(self) -> Iterator[Tensor]:
         """Yield each of ``gradients`` as a contiguous tensor to be averaged in place.
 
-        Collectives need contiguous memory, which channels_last gradients lack. For these it yields
-        a copy, and copies the mean back before it yields the next gradient.
+        Collectives need contiguous memory, and channels_last gradients are not contiguous. For
+        these it yields a copy, and copies the mean back before it yields the next gradient.
         """
         for gradient in self.gradients():
             dense = gradient.contiguous()
@@ -154,7 +154,7 @@ def _used_on_any_rank(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def broadcast_from_rank0(tensors: list[Tensor]) -> None:
-    """Overwrite each tensor, of any strides, with rank 0's: one broadcast a tensor."""
+    """Overwrite each tensor, whatever its strides, with rank 0's: one broadcast per tensor."""
     for tensor in tensors:
         dense = tensor.detach().contiguous()
         dist.broadcast(dense, src=0)

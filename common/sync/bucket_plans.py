@@ -11,7 +11,7 @@ from common.sync.message_cost import GradientSize, Operation, with_shape
 from common.sync.message_plans import MessagePlan
 from common.utils.grouping import grouped
 
-# PowerSGD compresses a gradient if it has more than this many times its thin matrices' entries.
+# PowerSGD compresses a gradient that has more than this many times the entries of P and Q.
 POWERSGD_LEAST_GAIN = 2
 
 

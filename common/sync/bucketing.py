@@ -37,9 +37,9 @@ def assign_buckets(sizes_in_ready_order: Sequence[int], bucket_mb: float | None)
 def bucket_sizes(
     sizes: Sequence[int], bucket_mb: float | None, *, kept_as_built: bool = False
 ) -> list[tuple[GradientSize, int]]:
-    """Return for each bucket, in the order of sending, its bytes and its ready bytes.
+    """Return each bucket's bytes and ready bytes, in the order in which buckets are sent.
 
-    Ready bytes: the bytes of all gradients that backward has computed when the bucket is full.
+    Ready bytes are the bytes of all gradients that backward has computed when the bucket is full.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ Sends: every rank, rank 0 included, 2(N-1)K messages, (N-1)/N M bytes, for K buc
 Time: as ddp.py, with M_k / 2 for M_k, and two more passes over M_k bytes in memory, to fp16 and
     back.
 Common mistake: fp16 loss scaling on top, which pushes gradients beyond 65,504. Another: dividing
-    by N after the sum, which may be beyond 65,504 where no entry is.
+    by N after the sum, which may exceed 65,504 even if no single entry does.
 
 (N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
 to add a byte.)

@@ -5,8 +5,8 @@
 
 G is a gradient of shape (n, m, ...) as a matrix, plus its error of the step before. G - P Q^T is
 the error of this step, and the next step starts with this step's Q. Vectors, and matrices that
-would shrink to no less than half, are summed as they are. All gradients share one bucket: with so
-few bytes, the latency of the messages counts.
+would not shrink below half, are summed uncompressed. All gradients share one bucket: with so few
+bytes, message latency dominates.
 
 It is lossy. What it keeps: the mean over the ranks of (errors before + gradients) equals the mean
     of (errors after) + what the optimiser gets. No gradient is lost, some come late. All ranks

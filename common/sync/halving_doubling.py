@@ -40,10 +40,10 @@ class HalvingDoubling(HalvingDoublingPlan, GradientSync):
 
 
 def halving_doubling_all_reduce(total: Tensor) -> None:
-    """Sum ``total``, contiguous and of any length, over any number of ranks in place."""
+    """Sum ``total`` over the ranks in place; it is contiguous, and of any length."""
     rank, size = dist.get_rank(), dist.get_world_size()
     power = largest_power(size)
-    if rank >= power:  # a surplus rank: its partner takes part for both
+    if rank >= power:  # a surplus rank: its partner takes part on its behalf
         dist.send(total, dst=rank - power)
         dist.recv(total, src=rank - power)
         return

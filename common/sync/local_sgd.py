@@ -4,9 +4,9 @@
     rank 1   step step step step |mean| step step step step |mean|      H = 4
 
 It is lossy. What it keeps: between two averages each rank takes H steps of plain training on its
-    own share. With H = 1 and SGD without momentum it equals ``all_reduce``. The optimiser's state
-    stays each rank's own until ``sync_replicas`` averages it with the weights, before evaluation
-    and checkpoint: a run that evaluates or saves more often averages more often.
+    own share. With H = 1 and SGD without momentum it equals ``all_reduce``. Each rank keeps its
+    own optimiser state until ``sync_replicas`` averages it with the weights, before an evaluation
+    or a checkpoint: a run that evaluates or saves more often averages more often.
 Sends: every H steps every rank, rank 0 included, 2(N-1) messages, 2(N-1)/N M bytes, as a ring, and
     receives as much.
 Time: (2(N-1) alpha + 2(N-1)/N M / B + (N-1)/N M gamma) / H a step. Every H steps, M bytes are
@@ -77,7 +77,7 @@ class LocalSGD(LocalSGDPlan, GradientSync):
             value
             for p in self._exchanged
             for _, value in sorted(self._optimizer.state.get(p, {}).items())
-            # Momentum and its kin, not counters of steps.
+            # Momentum and similar state, but not step counters.
             if isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()
         ]
         average(weights + state)

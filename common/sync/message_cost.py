@@ -21,9 +21,9 @@ class Operation:
 
     Parameters
     ----------
-    kind : one of ``KINDS``; "exchange" is a round of point-to-point messages, all at once.
-    nbytes : bytes of the tensor that a rank passes in: for gather, scatter and all_gather one
-        rank's part, for an exchange the longest message of the round.
+    kind : one of ``KINDS``; "exchange" is one round of simultaneous point-to-point messages.
+    nbytes : bytes of the tensor that a rank passes in. For gather, scatter and all_gather this is
+        one rank's part; for an exchange, the longest message of the round.
     count : number of such operations in a row, each waiting for the one before.
     summed_bytes, copied_bytes : what the strategy's own code adds and copies in memory around each
         one, on the busiest rank.

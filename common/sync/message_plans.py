@@ -177,7 +177,7 @@ class HalvingDoublingPlan(RoundsPlan):
         return adding + [replace(one, summed_bytes=0) for one in reversed(adding)]
 
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
-        """See the base class: what it gives away in each round, then what it has kept."""
+        """See the base class: the half given in each halving, the half kept in each doubling."""
         power = largest_power(ranks)
         if rank >= power:
             return Fraction(sum(sizes))
@@ -253,5 +253,5 @@ def halving_rounds(entries: int, rank: int, power: int) -> list[tuple[int, slice
 
 
 def index_bytes(entries: int) -> int:
-    """Return the bytes of an index into ``entries`` entries: of an int32, or else of an int64."""
+    """Return the bytes of an index into ``entries`` entries: those of an int32 if it suffices."""
     return 4 if entries < 2**31 else 8

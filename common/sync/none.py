@@ -4,7 +4,7 @@
 
 Sends: nothing: no messages, 0 bytes.
 Time: 0 seconds.
-Common mistake: training with it on several ranks. Each of them then fits a model of its own.
+Common mistake: training with it on several ranks. Each rank then trains its own model.
 """
 
 from torch import nn

@@ -72,7 +72,8 @@ class Overlapped(OverlappedPlan, GradientSync):
         parameters = self.exchanged()
         if not self._buffers:
             self._make_buckets(parameters)
-        # What no hook has brought: everything in the first step; later what this rank did not use.
+        # Gradients that no hook has copied: all in the first step, later those of unused
+        # parameters.
         for bucket in self._buffers:
             for parameter in self._missing.intersection(bucket.parameters):
                 bucket.take(parameter, divisor=dist.get_world_size())
@@ -106,8 +107,8 @@ class Overlapped(OverlappedPlan, GradientSync):
         self._send_full_buckets()
 
     def _send_full_buckets(self) -> None:
-        # One work a bucket that is under way. A full bucket waits for those before it, so that all
-        # ranks send the same buckets in the same order.
+        # One work handle per bucket in flight. A full bucket waits for those before it, so that
+        # all ranks send the same buckets in the same order.
         for bucket in self._buffers[len(self._works) :]:
             if not self._missing.isdisjoint(bucket.parameters):
                 break

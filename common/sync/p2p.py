@@ -8,8 +8,8 @@ def send_and_receive(mine: Tensor, coming: Tensor, *, to: int, source: int) -> N
     """Send ``mine`` to rank ``to`` and receive ``coming`` from rank ``source`` at the same time.
 
     Both ends skip empty tensors. The receive comes first: Gloo sends only after the other end has
-    announced its receive. An announcement behind the data on the same link would wait for them, and
-    the two ranks would take turns (measured on links of 500 Mbit/s: twice the time).
+    announced its receive. An announcement queued behind data on the same link would be delayed, and
+    the two ranks would take turns (twice the time, measured on links of 500 Mbit/s).
     """
     both = [dist.P2POp(dist.irecv, coming, source)] if len(coming) else []
     both += [dist.P2POp(dist.isend, mine, to)] if len(mine) else []

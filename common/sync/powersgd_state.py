@@ -19,9 +19,9 @@ from common.utils.grouping import grouped
 class _InTurn(dist.ProcessGroup):
     """The default process group, with all_reduces that block until they are done.
 
-    Torch's hook starts its second and third message when the one before ends. With Gloo, one of
-    Gloo's own threads does that and waits. With several buckets the order may then differ between
-    ranks, or the threads block each other. Here everything runs in the thread of backward.
+    Torch's hook starts its second and third message when the previous one ends. With Gloo, this
+    happens in one of Gloo's own threads, which then blocks. With several buckets the order may
+    then differ between ranks, or the threads deadlock. Here everything runs in backward's thread.
     """
 
     def allreduce(self, *args: Any, **kwargs: Any) -> dist.Work:
@@ -100,7 +100,7 @@ class PerParameterState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned; the buckets may be others."""
+        """Restore what ``state_dict`` returned, even if the buckets have changed since."""
         if state:
             self._hook_state.iter = state["iter"]
             keys, *rest = state["random"]

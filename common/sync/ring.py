@@ -37,7 +37,7 @@ class Ring(RingPlan, GradientSync):
 
 
 def ring_all_reduce(total: Tensor) -> None:
-    """Sum ``total``, contiguous and of any length, over the ranks in place."""
+    """Sum ``total`` over the ranks in place; it is contiguous, and of any length."""
     rank, size = dist.get_rank(), dist.get_world_size()
     following, before = (rank + 1) % size, (rank - 1) % size
     # N views of lengths that differ by at most one; together they cover the buffer.

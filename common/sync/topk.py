@@ -74,8 +74,8 @@ class TopK(TopKPlan, GradientSync):
 def largest(values: Tensor, count: int) -> Tensor:
     """Return the indices of the ``count`` largest entries of a vector.
 
-    In a long vector, a sample gives a bound that slightly more than ``count`` entries reach. Only
-    these entries are then searched, which takes a quarter of the time.
+    For a long vector, a sample of entries yields a bound that slightly more than ``count`` entries
+    reach. Only these are then searched, which takes a quarter of the time.
     """
     sample = values[::_STRIDE]
     expected = int(1.15 * count / _STRIDE) + 200

@@ -1,4 +1,4 @@
-"""The project's one training step, epoch loop and prediction loop, and processes to run them in."""
+"""The project's one training step, epoch loop and prediction loop, and their local launcher."""
 
 from common.training_engine.callbacks import (
     AfterEachStep,

@@ -11,8 +11,8 @@ def choose_amp(
     Parameters
     ----------
     requested : the flag; None means ``default`` on a GPU and float32 on a CPU.
-    dtype : "fp16" or "bf16". A CPU uses bf16 in either case, and only if it has instructions for
-        it. Without them bf16 convolutions are 30 to 100 times slower than float32.
+    dtype : "fp16" or "bf16". A CPU always uses bf16, and only if it has bf16 instructions.
+        Without them, bf16 convolutions take 30 to 100 times as long as float32.
     """
     if device.type == "cuda":
         if not (default if requested is None else requested):
@@ -32,11 +32,11 @@ def choose_amp(
 
 
 def autocast(device: torch.device | str, dtype: torch.dtype | None) -> torch.autocast:
-    """Return torch's context for a forward pass in ``dtype``; None: float32, it does nothing."""
+    """Return torch's autocast context for a forward pass in ``dtype``; None disables it."""
     return torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype is not None)
 
 
 def cpu_has_fast_bf16() -> bool:
-    """Whether this CPU multiplies bf16 natively, by AVX512-BF16 or AMX."""
+    """Return whether this CPU multiplies bf16 natively, with AVX512-BF16 or AMX."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -2,8 +2,8 @@
 
 During an epoch each rank's BatchNorm sees its own shards alone, as in published data-parallel
 training. Before an evaluation or a checkpoint, the running means and variances are averaged over
-the shards, weighted by the samples that each has seen. Other buffers are copied from rank 0. Then
-all ranks hold the same buffers, bit for bit.
+the shards, weighted by the samples that each has seen. Other buffers are copied from rank 0.
+Afterwards all ranks hold the same buffers, bit for bit.
 
 ``synchronise_batchnorm`` normalises over all ranks in every step instead, on GPUs.
 ``ShardStatistics`` serves a rank that computes several shards in turn.
@@ -35,9 +35,9 @@ def statistics(model: nn.Module) -> list[Tensor]:
 class ShardStatistics:
     """Running statistics of each of the ``shards`` that this rank computes one after the other.
 
-    A shard's statistics must change as if another rank computed that shard. So each shard has a
-    copy, which is in the model only while that shard is computed. A single shard needs no copy:
-    its statistics are those in the model, and copying them to themselves does nothing.
+    A shard's statistics must change as if another rank computed that shard. So each shard has its
+    own copy, which is in the model only while that shard is computed. A single shard needs no
+    copy: its statistics stay in the model, and copying them onto themselves does nothing.
     """
 
     def __init__(self, model: nn.Module, shards: int) -> None:
@@ -99,7 +99,8 @@ def agree_on_buffers(model: nn.Module, shards: Sequence[_Shard], size: int) -> N
 
     Parameters
     ----------
-    shards : of this rank, as ``ShardStatistics.take`` returns them; samples are the weights.
+    shards : this rank's shards, as returned by ``ShardStatistics.take``. Each is weighted by its
+        number of samples.
     size : the number of ranks.
     """
     running = statistics(model)
@@ -140,7 +141,7 @@ def synchronise_batchnorm(model: nn.Module) -> nn.Module:
 
 
 def hold_frozen_batchnorm(model: nn.Module) -> None:
-    """Put BatchNorm layers that do not train in evaluation mode, so that their statistics stay."""
+    """Put frozen BatchNorm layers in evaluation mode, so that their statistics do not change."""
     for layer in _layers(model):
         if not _trains(layer):
             layer.eval()

@@ -1,4 +1,4 @@
-"""What happens between the training steps: the ``Callback`` protocol and the validation.
+"""Hooks that run between training steps: the ``Callback`` base class and validation.
 
 ``TrainingEngine.fit`` calls the hooks. Other callbacks are CheckpointManager, RunLogger, and those
 in common/training.py and train.py.
@@ -71,7 +71,8 @@ class AfterEachStep(Callback):
 class EarlyStop:
     """Tells when ``target_accuracy`` (0 to 1) is reached in ``patience`` epochs in a row.
 
-    None is never reached. All ranks must give the same accuracies, e.g. those of ``report_epoch``.
+    A target of None is never reached. All ranks must pass the same accuracies, e.g. those from
+    ``report_epoch``.
     """
 
     def __init__(self, target_accuracy: float | None, patience: int) -> None:
@@ -104,7 +105,7 @@ class Validator(Callback):
     ----------
     loader : this rank's share of the validation set; None: no validation.
     progress : "best_accuracy" and "in_a_row" of an earlier part of the training. The attribute
-        ``progress`` holds their present values, for the checkpoints.
+        ``progress`` holds their current values, for the checkpoints.
     """
 
     def __init__(

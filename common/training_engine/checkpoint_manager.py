@@ -25,7 +25,7 @@ class CheckpointManager(Callback):
     ----------
     every : steps between checkpoints within an epoch; None: none.
     keep : number of checkpoints to keep, the newest; None: all.
-    extra : further entries of each checkpoint, with their values when it is written.
+    extra : additional entries for each checkpoint, with their values at the time of writing.
     writes : whether this rank writes; None: rank 0 alone. Every rank calls every hook in any case.
     copy_to : a second file for the newest checkpoint; rank 0 writes it.
     """
@@ -59,7 +59,7 @@ class CheckpointManager(Callback):
             self._save(checkpoint_path(self._folder, self._epoch, self._engine.step), entries)
 
     def on_epoch_end(self, end: EpochEnd) -> None:
-        """Save, unless a request to stop ended the epoch early: it has saved. Collective."""
+        """Save, unless a stop request ended the epoch early and has saved already. Collective."""
         if end.is_best:
             assert end.report is not None  # Validator has set both
             best = self._engine.state(epoch=end.epoch, loss=end.report.train_loss)
@@ -94,9 +94,9 @@ def state(
 
     Parameters
     ----------
-    epoch : the last complete one.
-    loss : its mean training loss on this rank.
-    step_in_epoch : number of steps done in the epoch after it.
+    epoch : the last completed epoch.
+    loss : that epoch's mean training loss on this rank.
+    step_in_epoch : number of steps completed in the next epoch.
     """
     entries = {
         "epoch": epoch,

@@ -31,10 +31,10 @@ def choose_algorithms(device: torch.device, *, deterministic: bool) -> None:
 def cost(
     model: nn.Module, images: Tensor, labels: Tensor, *, amp_dtype: torch.dtype | None
 ) -> float:
-    """Return how many times as long forward and backward take with deterministic algorithms.
+    """Return the ratio of forward and backward time with deterministic algorithms to without.
 
-    A ratio of medians, measured in turns on a copy of the model, which leaves the training
-    unaffected. GPU only. The algorithms are deterministic afterwards.
+    The ratio is one of medians, measured in turns on a copy of the model, so that training is
+    unaffected. GPU only. Leaves deterministic algorithms switched on.
     """
     trial = copy.deepcopy(model).train()
     state = torch.get_rng_state()

@@ -28,7 +28,7 @@ def build_ema(model: nn.Module, decay: float) -> AveragedModel:
 
     def average(averages: Tensors, values: Tensors, _updates: Tensor | int) -> None:
         if averages[0].is_floating_point():
-            # torch copies ``n_averaged`` to the GPU as ``_updates``; reading that would wait.
+            # torch copies ``n_averaged`` to the GPU as ``_updates``; reading it would block.
             updates = int(averaged.n_averaged)
             torch._foreach_lerp_(averages, values, 1 - warmed_up_decay(decay, updates))
         else:

@@ -1,8 +1,8 @@
 """TrainingEngine: the training step, the same for every strategy, device, part and recipe.
 
-``TrainingEngine(...).train(...)`` does everything. For a loop of your own, call ``prepare`` once,
+``TrainingEngine(...).train(...)`` does everything. To write your own loop, call ``prepare`` once,
 then ``fit`` for several epochs or ``train_epoch`` for one, then ``close``. ``train_step`` is the
-step; the loops around it are in epochs.py.
+step itself; the loops around it are in epochs.py.
 """
 
 import warnings
@@ -68,13 +68,13 @@ class TrainingEngine:
     accumulation_steps : micro-batches (the loader's batches) of one optimiser step; ranks
         communicate once for all of them.
     sync : a strategy or its name, see common/sync; used if ``distributed``.
-    clip_norm : largest norm of all gradients together.
+    clip_norm : upper limit for the norm of all gradients taken together.
     experiment_name, output_dir : ``train`` writes to ``output_dir/experiment_name/``.
     world : the open group, if the caller knows it.
 
     Set ``timeline`` (common/profiling/comm_trace.py) to record the messages of some steps. Set
-    ``emulation`` (common/emulation/emulated_model.py) if the model sleeps instead of computing.
-    Then the weights stay as they are, and no loss is recorded.
+    ``emulation`` (common/emulation/emulated_model.py) if the model sleeps instead of computing:
+    the weights then never change, and no loss is recorded.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class TrainingEngine:
     load_state = load_state
 
     def notice(self, text: str) -> None:
-        """Warn on rank 0 that the engine departs from what was asked; skip an empty ``text``."""
+        """Warn on rank 0 that the engine deviates from the request; ignore an empty ``text``."""
         if text and self.world.is_rank0:
             warnings.warn(text, stacklevel=3)
 
@@ -261,11 +261,11 @@ class TrainingEngine:
             yield
 
     def _mean_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss; without samples 0, so that this rank still has gradients (0)."""
+        """Return the mean loss; 0 if there are no samples, so that backward still gives zeros."""
         return self.criterion(outputs, labels) if len(labels) else outputs.sum() * 0
 
     def _unscale_and_clip(self) -> Tensor:
-        """Divide the gradients by the loss scale, clip them, and return their norm before that."""
+        """Divide gradients by the loss scale, clip them, and return the norm before clipping."""
         if self.emulation is not None:
             return torch.zeros(())
         self.scaler.unscale_(self.optimizer)

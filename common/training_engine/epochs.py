@@ -42,7 +42,7 @@ def fit(
 
     Parameters
     ----------
-    start_step : number of steps of the first epoch that are done already.
+    start_step : number of steps of the first epoch that are already done.
     options : ``seed``, ``max_steps`` and ``log_every`` of ``train_epoch``.
     """
 
@@ -92,7 +92,7 @@ def train_epoch(
     Parameters
     ----------
     loader : yields (inputs, labels). It may have ``global_batch_sizes``, the samples of each step
-        over all ranks; without it each step costs an 8-byte all_reduce. It may have
+        over all ranks; without it, each step costs an extra 8-byte all_reduce. It may have
         ``micro_batches``, the numbers of this rank's micro-batches within each global batch;
         without it ``accumulation_steps`` batches make a step.
     seed : sets torch's generator before each micro-batch, with epoch, step and micro-batch.
@@ -101,7 +101,7 @@ def train_epoch(
     on_steps : called on every rank every ``log_every`` steps, or sooner, with their records.
     after_step : called on every rank after every step with the number of steps done in this epoch.
 
-    Raises GroupError on every rank where loss or gradients are not finite on one.
+    Raises GroupError on every rank if the loss or the gradients are not finite on any rank.
     """
     began = time.perf_counter()
     metrics = MetricsBuffer(
@@ -202,9 +202,9 @@ def _own_micro_batches(engine: "TrainingEngine", loader: Iterable[MicroBatch]) -
 
 
 def steps_an_epoch(loader: Iterable[MicroBatch]) -> int:
-    """Return the optimiser steps of an epoch if ``loader`` knows them, else its batches.
+    """Return the number of optimiser steps per epoch if ``loader`` knows it, else of batches.
 
-    -1 for a loader without a length.
+    Returns -1 for a loader without a length.
     """
     steps = getattr(loader, "global_batch_sizes", loader)
     return len(steps) if isinstance(steps, Sized) else -1

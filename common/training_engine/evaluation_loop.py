@@ -28,12 +28,12 @@ class Predictions:
 
     @property
     def mean_loss(self) -> float:
-        """The loss, as a mean over samples (not over batches)."""
+        """The mean loss over samples (not over batches)."""
         return self.loss_sum / len(self.labels) if len(self.labels) else float("nan")
 
     @property
     def accuracy(self) -> float:
-        """The share of samples predicted right, 0 to 1."""
+        """The fraction of samples predicted correctly, 0 to 1."""
         return float((self.labels == self.predicted).mean()) if len(self.labels) else float("nan")
 
 
@@ -96,7 +96,7 @@ def validate(
 ) -> tuple[float, float]:
     """Return (mean loss, accuracy) over the samples of all ranks' loaders. Collective.
 
-    A sample counts once, even if a DistributedSampler repeats it to give all ranks equally many.
+    Each sample counts once, even if a DistributedSampler repeats it to even out the ranks' shares.
     """
     mine = predict(
         model, world.device, criterion, loader, limit=_own_samples(loader), amp_dtype=amp_dtype

@@ -1,8 +1,8 @@
 """``launch_distributed_training``: start a process for each rank from a script or a notebook.
 
 Each rank is a fresh interpreter (worker.py) that reads the function and its arguments from a file.
-cloudpickle wrote it, so lambdas and functions of a notebook work. The caller's script does not run
-again.
+cloudpickle writes that file, so lambdas and functions defined in a notebook work. The caller's
+script does not run again.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def distributed_train_worker(
     Parameters
     ----------
     model_fn, criterion_fn : return a new model and criterion. All ranks get rank 0's weights.
-    train_dataset, val_dataset : of (input, label); shared out by a DistributedSampler.
+    train_dataset, val_dataset : yield (input, label); a DistributedSampler divides them.
     batch_size : PER PROCESS: the global batch is this x ``world_size`` x ``accumulation_steps``.
     num_workers : processes of each loader.
     optimizer_fn : called with the model's trainable parameters.
@@ -122,11 +122,11 @@ def launch_distributed_training(
     train_fn : e.g. ``distributed_train_worker``; called when the process group is open. It and
         ``config`` may be or hold lambdas and functions of a notebook.
     world_size : number of ranks, one process each; 0 and 1 mean this process.
-    backend : "nccl" needs a GPU for each rank. Without them Gloo trains on the CPU, with a warning.
+    backend : "nccl" needs a GPU for each rank; otherwise Gloo trains on the CPU, with a warning.
 
     If the group cannot be set up, a warning says why, and this process trains alone. Raises
-    WorkerError, with rank and traceback, if a rank fails in training, which is never retried.
-    Raises UserError on invalid arguments. No process is left behind.
+    WorkerError, with rank and traceback, if a rank fails during training; training is never
+    retried. Raises UserError on invalid arguments. Leaves no process behind.
     """
     if backend not in ("nccl", "gloo"):
         raise UserError(f"backend: got {backend!r}, choose nccl or gloo")

@@ -27,7 +27,7 @@ def build_schedule(
     milestones: Sequence[float] = (0.5, 0.75),
     step_factor: float = 0.1,
 ) -> LRScheduler:
-    """Return a scheduler of ``total_steps`` steps whose peak is the optimiser's present rate.
+    """Return a scheduler for ``total_steps`` steps that peaks at the optimiser's current rate.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def build_schedule(
     warmup_steps : optimiser steps of linear rise (default: none).
     milestones : shares of the steps after the warm-up.
 
-    Raises UserError where the warm-up leaves no step for the rest.
+    Raises UserError if the warm-up leaves no steps for the rest of the schedule.
     """
     if warmup_steps is not None and warmup_steps >= total_steps and name != "constant":
         raise UserError(

@@ -29,8 +29,8 @@ class StepRecord:
 
     samples, local_loss : this rank's. loss, accuracy : over the global batch.
     learning_rate : the one that the step used. seconds : by section of the step.
-    wait_seconds : the part of "sync" in which the slowest rank still computed; the rest is the
-    network. Losses and accuracy are NaN if compute was emulated.
+    wait_seconds : the part of "sync" spent waiting for the slowest rank to finish computing; the
+    rest is network time. Losses and accuracy are NaN if compute was emulated.
     """
 
     epoch: int
@@ -48,9 +48,9 @@ class StepRecord:
 class EpochResult:
     """What this rank did in one epoch.
 
-    samples : number of training samples. loss_sum, correct : their summed loss, and the number
-    predicted right. step_seconds, seconds : of each step, and of the whole epoch. complete : False
-    if a request to stop ended the epoch early.
+    samples : number of training samples. loss_sum, correct : their summed loss, and how many were
+    predicted correctly. step_seconds, seconds : time of each step, and of the whole epoch.
+    complete : False if a request to stop ended the epoch early.
     """
 
     samples: int = 0
@@ -67,7 +67,7 @@ class EpochResult:
 
     @property
     def accuracy(self) -> float:
-        """Share of this rank's samples predicted right, before each step's update; 0 to 1."""
+        """Fraction of this rank's samples predicted correctly before each step's update, 0 to 1."""
         return self.correct / self.samples if self.samples else math.nan
 
     @property
@@ -98,7 +98,7 @@ class EpochReport:
 
     @property
     def deciding_accuracy(self) -> float:
-        """The validation accuracy to judge by: of the moving average if there is one."""
+        """The accuracy that decides best epoch and stop: the moving average's, if there is one."""
         return self.val_accuracy if math.isnan(self.ema_val_accuracy) else self.ema_val_accuracy
 
     def line(self) -> str:
@@ -204,8 +204,8 @@ class MetricsBuffer:
     @property
     def due(self) -> bool:
         """Whether to flush now; the same on every rank."""
-        # Ranks with equal gradients find a norm that is not finite in the same step, so they agree
-        # without a message. A GPU's norm is left alone: reading it would wait.
+        # Ranks with equal gradients see a non-finite norm in the same step, so they agree without
+        # a message. The norm is not read on a GPU, since reading it would block.
         sees_alike = self._equal_gradients and self._world.device.type == "cpu"
         return (
             len(self._pending) >= self._interval
@@ -216,12 +216,12 @@ class MetricsBuffer:
     def flush(self, *, stop: bool) -> bool:
         """Record the steps since the last flush; return whether any rank asks to stop. Collective.
 
-        Raises GroupError on every rank where loss or gradients are not finite on one.
+        Raises GroupError on every rank if the loss or the gradients are not finite on any rank.
         """
         pending = self._pending
         seconds = [sum(self._timer.seconds(step.times).values()) for step in pending]
-        # (steps + 1, 4): loss sum, right predictions, samples, whether not finite.
-        # The last row: requests to stop, seconds.
+        # (steps + 1, 4): loss sum, correct predictions, samples, 1 if not finite.
+        # The last row: stop requests, seconds.
         rows = [
             [
                 float(one.outcome.loss) * one.samples if one.samples else 0.0,
@@ -279,7 +279,7 @@ class MetricsBuffer:
         ]
 
     def flush_local(self) -> None:
-        """Record the steps before an error, with this rank's numbers alone. Not collective."""
+        """Record the steps before an error, with this rank's numbers only. Not collective."""
         if self._pending:
             self._on_steps([self._record(step, math.nan, math.nan, 0.0) for step in self._pending])
 

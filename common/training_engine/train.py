@@ -39,9 +39,9 @@ def train(
 ) -> dict[str, list[float]]:
     """Train epochs 1 to ``num_epochs``, validate each, and return every epoch's numbers by name.
 
-    Rank 0 writes ``best.pt``, of the best validation accuracy so far, and ``last.pt`` to
-    ``output_dir/experiment_name/``; they include the average of the weights if there is one. It
-    prints one line per epoch.
+    Rank 0 writes ``best.pt`` (the best validation accuracy so far) and ``last.pt`` to
+    ``output_dir/experiment_name/``; both include the moving average of the weights, if there is
+    one. It also prints one line per epoch.
 
     Parameters
     ----------

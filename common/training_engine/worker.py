@@ -1,7 +1,7 @@
 """One rank of ``launch_distributed_training``; the command line gives a folder and the rank.
 
-It opens the group, calls the function in the folder's call.pkl, and writes the outcome there: the
-result, or the traceback and the stage that failed ("arguments", "group" or "training").
+It opens the group, calls the function stored in the folder's call.pkl, and writes the outcome to
+the folder: the result, or the traceback and the failed stage ("arguments", "group" or "training").
 """
 
 import os
@@ -83,7 +83,7 @@ def _open_group(folder: Path, rank: int, world_size: int, backend: str) -> dist.
 
 
 def _end_with_caller() -> None:
-    """End this process once the caller's has ended. On Linux the kernel kills it sooner."""
+    """End this process soon after the caller ends. On Linux the kernel kills it sooner."""
     caller = os.getppid()
     while os.getppid() == caller:
         time.sleep(1.0)

@@ -1,8 +1,8 @@
 """Calibrate: measure messages, memory and compute time, fit them, write reports/calibration.json.
 
 ``calibrate`` starts ranks on this machine; ``calibrate_nodes`` is one of several ranks that the
-user started. Neither trains what is predicted later: messages are timed by themselves, and steps
-train on noise without messages.
+user started. Neither runs the training that is predicted later: messages are timed separately, and
+steps train on noise without messages.
 """
 
 import json

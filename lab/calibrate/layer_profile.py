@@ -41,7 +41,7 @@ def measure_profile(
 ) -> Profile:
     """Measure the layers of ``model`` on "cpu" or "cuda", and fit a line over the samples to each.
 
-    Takes about 15 s for VGG-11 on two cores; the machine should have nothing else to do. Raises
+    Takes about 15 s for VGG-11 on two cores; the machine should be otherwise idle. Raises
     UserError if the model is unknown or there is no GPU.
     """
     if device == "cuda" and not torch.cuda.is_available():

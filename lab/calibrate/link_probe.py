@@ -32,8 +32,8 @@ from common.utils.atomic_files import write_atomically
 
 SMALL, LARGE, LARGEST = 1_024, 2_000_000, 8_000_000
 _SMALL_CALLS, _SMALL_ROUNDS, _LARGE_CALLS, _LARGE_ROUNDS, _WARM_UP_CALLS = 20, 5, 2, 3, 1
-# Strategies use these in pairs: a rank sends out again what it has collected. A sender by itself
-# would be timed only until its message is in a buffer.
+# Strategies use these in pairs: a rank sends out what it has collected. A send timed alone would
+# seem to end as soon as the message is in a buffer.
 _IN_PAIRS = {"gather": "scatter", "scatter": "gather", "reduce": "broadcast", "broadcast": "reduce"}
 
 

@@ -111,9 +111,9 @@ def time_messages(rank: int, size: int, measures: Measures) -> list[dict[str, An
 
     "messages" has rows [bytes, seconds, seconds without the message] for each kind, from a common
     begin until every rank has its result; "memory" is what ``time_memory`` returns, "cpu" the CPU
-    time of the round. A tiny all_reduce follows each message, since a sender by itself would be
-    timed only until its message is in a buffer. A row's last entry is that all_reduce by itself,
-    measured in the same round. Each call uses another part of memory, as gradients do.
+    time of the round. A tiny all_reduce follows each message, since a send timed alone would seem
+    to end as soon as the message is in a buffer. A row's last entry is the time of that all_reduce
+    alone, measured in the same round. Each call uses another part of memory, as gradients do.
     """
     floats = max(2 * measures.sizes[-1][0], 10 * MEMORY_SIZES[-1]) // FLOAT_BYTES + SPREAD
     arena = torch.zeros(floats).fill_(0.0)  # filled: the kernel maps its pages now

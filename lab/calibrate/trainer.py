@@ -26,7 +26,7 @@ _SEED = 0
 
 
 def cpu_seconds() -> dict[str, float]:
-    """Return the seconds on the clock, and those that this process and all processes computed."""
+    """Return the clock's seconds, and the CPU seconds of this process and of all processes."""
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "steal", 0.0)
     return {"clock": time.monotonic(), "own": time.process_time(), "all": sum(times[:8]) - idle}

@@ -128,7 +128,7 @@ class Channel:
         self.failure = re.sub(r"^unshare: ", "unshare says: ", last)
 
     def close(self) -> None:
-        """End the supervisor, and with it everything in the cluster; return when all is gone."""
+        """End the supervisor and with it the whole cluster; return when every process has ended."""
         self._requests.close()
         try:
             self._process.wait(_CLOSE_SECONDS)

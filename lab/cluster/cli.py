@@ -142,7 +142,7 @@ def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) ->
 
 
 def _interrupted(cluster: Cluster, logs: Path) -> int:
-    """Pass the interrupt on, and wait until the nodes have ended; a second Ctrl-C ends the wait."""
+    """Pass the interrupt on and wait for the nodes to end; a second Ctrl-C ends the wait."""
     with contextlib.suppress(KeyboardInterrupt, TimeoutError):
         cluster.send_signal(signal.SIGINT)
         cluster.wait(limit_seconds=_INTERRUPT_SECONDS)

@@ -107,7 +107,7 @@ def shape(node: int, link: Link) -> None:
     The kernel shapes only what a device sends: the node's end limits what the node sends, and the
     bridge's end what it receives. Every packet has one sender, so the latency counts once.
     """
-    # tbf passes packets of up to 64 KB: a smaller burst would lose a third of the rate.
+    # tbf passes packets of up to 64 KB; a smaller burst would cost a third of the rate.
     rate, burst = link.rate_bits, "256kb" if (link.rate_bits or 0) >= 500e6 else "128kb"
     limit = [] if rate is None else [f"tbf rate {rate:.0f}bit burst {burst} limit 2mb"]
     latency = link.latency_seconds

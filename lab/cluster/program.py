@@ -1,7 +1,7 @@
 """What a node runs: a command with its placeholders filled in.
 
-A Python command runs in a fork of the supervisor, which has imported torch already: that saves
-seconds and memory for each node. ``parse_python`` tells which commands can do so.
+A Python command runs in a fork of the supervisor, which has already imported torch. This saves
+seconds and memory on each node. ``parse_python`` decides which commands can run this way.
 """
 
 import gc

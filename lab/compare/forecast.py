@@ -1,7 +1,7 @@
 """Apply the event model to the cells of a comparison: ``forecast_on_links``.
 
-``kinds_of`` says which messages must be measured for it, ``emulated_compute`` how long a step with
-emulated compute takes.
+``kinds_of`` returns the kinds of messages that must be measured first, ``emulated_compute`` the
+time of a step with emulated compute.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """``lab report``: turn the folders of runs that were started by hand into a comparison's results.
 
-``collect`` is the one call. Runs that differ in what they trained, or on which machines, form
-different groups. No figure mixes groups, and the report names their differences first.
+Call ``collect``. Runs that trained different things, or ran on different machines, form different
+groups. No figure mixes groups, and the report names their differences first.
 """
 
 from collections.abc import Mapping, Sequence

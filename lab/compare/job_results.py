@@ -1,8 +1,8 @@
 """Merge what the runs of a plan have written so far into ``results.json``.
 
 The warnings in it name the runs that are missing or failed. ``merge_results`` may be called at any
-moment, also during runs; nothing else writes ``results.json``. The runs, too, use ``why_failed``
-and ``try_lock``.
+moment, even during runs; nothing else writes ``results.json``. The runs themselves also use
+``why_failed`` and ``try_lock``.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class State:
 
 
 def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
-    """Return ``results`` with what the runs of the plan have left in ``folder``, and write them.
+    """Return ``results`` with the outcomes that runs have left in ``folder``, and write them.
 
     Runs on different kinds of machines form different groups. If the folder of all runs is gone
     (cleaned up, or not copied), the runs that were merged before stay.

@@ -110,7 +110,7 @@ def _claimed(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
-    """Raise UserError if there are too few nodes, or this node has other code than the plan."""
+    """Raise UserError if there are too few nodes, or this node's code differs from the plan's."""
     name, nodes = name_of(run), run.nodes
     if launch.size < nodes:
         raise UserError(
@@ -132,7 +132,7 @@ def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
 
 
 def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> tuple[int, str]:
-    """Run the part to its end; return its exit status, as a shell does, and why it was stopped.
+    """Run the part; return its exit status, as a shell reports it, and why it was stopped.
 
     A signal is passed on as SIGTERM; the part then has ``_GRACE_SECONDS`` to end.
     """

@@ -39,7 +39,7 @@ def predict_comparison(
 ) -> None:
     """Measure now and set the ``prediction`` of ``results``.
 
-    It uses no earlier measurement: a machine is not equally fast every day.
+    It uses no earlier measurement, since a machine's speed varies from day to day.
 
     Raises GroupError if the messages of emulated nodes cannot be measured.
     """
@@ -72,7 +72,7 @@ def predict_comparison(
 def predict_plan(
     results: Mapping[str, Any], settings: Settings, folder: Path, calibration: Calibration
 ) -> dict[str, Any]:
-    """Return the prediction for nodes that are machines of their own.
+    """Return the prediction for runs in which each node is a separate machine.
 
     Cells of several nodes are out of scope if messages were measured over loopback, all cells if
     the calibration timed another model.

@@ -153,7 +153,7 @@ def _of_repeat(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def interval(values: Sequence[float]) -> list[float | None]:
-    """Return the 95 % interval of the mean of independent repeats, by Student's t, from 0 up.
+    """Return the 95 % interval of the mean of independent repeats, by Student's t, cut off at 0.
 
     [None, None] for fewer than two.
     """

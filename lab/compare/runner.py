@@ -50,8 +50,8 @@ def open_comparison(
     code : given for a plan, whose runs other programs start (job_plan.py). An unfinished plan must
         have the same code; any other comparison must be of the same machine.
 
-    Prints a notice of results that cannot be read or that another version wrote; they stay
-    unchanged.
+    Prints a notice about results that are unreadable or written by another version, and leaves
+    them unchanged.
     """
     # Imports torch, which takes seconds: --help must not wait for it.
     from common.utils.environment import environment

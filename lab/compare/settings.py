@@ -23,11 +23,11 @@ _AVERAGING_PERIOD = 4  # the default of local_sgd
 class Settings:
     """What a comparison measures. An interrupted comparison resumes if its settings are equal.
 
-    ``batch_size`` is global with "strong" scaling, of one node with "weak". ``steps`` are measured,
-    after ``warmup`` others. With ``until_accuracy`` each of ``seeds`` trains once, for at most
-    ``epochs`` epochs; else the first seed trains ``repeats`` times. ``rates`` are of the nodes'
-    links, such as "200mbit", each on its own cluster; none: over loopback. ``compute`` is "real" or
-    a profile of emulated compute, as for the parts. Every run gets ``flags`` unchanged.
+    ``batch_size`` is global with "strong" scaling, per node with "weak". ``steps`` are measured
+    after ``warmup`` other steps. With ``until_accuracy`` each of ``seeds`` trains once, for at most
+    ``epochs`` epochs; otherwise the first seed trains ``repeats`` times. ``rates`` are link rates
+    such as "200mbit", each on its own cluster; if empty, runs use loopback. ``compute`` is "real"
+    or a profile of emulated compute, as for the parts. Every run gets ``flags`` unchanged.
     """
 
     nodes: tuple[int, ...]
@@ -106,7 +106,7 @@ class Settings:
     def total_steps(self) -> int:
         """Steps of each run without ``until_accuracy``. The last ones record the timeline.
 
-        All strategies take equally many, since the learning rate depends on their number.
+        All strategies run the same number, since the learning rate depends on it.
         """
         period = self.strategy_options.get("averaging_period", _AVERAGING_PERIOD)
         return self.warmup + self.steps + (period if "local_sgd" in self.sync else 1)

@@ -1,4 +1,4 @@
-"""Connections between doctors: JSON messages, and a test whether every node reaches every other.
+"""Connections between doctors: JSON messages, and a test that every node reaches every other.
 
 A message is a JSON object on one line; every wait for one has a deadline (of ``time.monotonic``).
 Gloo and NCCL connect all nodes to each other, at ports that the system chooses, and so does the
@@ -55,7 +55,7 @@ def receive(connection: socket.socket, *, deadline: float) -> dict[str, Any]:
 def answer_probes(rank: int, listener: socket.socket) -> Iterator[None]:
     """Answer every connection to ``listener`` with this node's rank, until the ``with`` ends.
 
-    Closes ``listener`` in the end.
+    Closes ``listener`` at the end.
     """
     ended = threading.Event()
     listener.settimeout(_POLL_SECONDS)

@@ -111,7 +111,7 @@ def _connect_nodes(request: CheckRequest) -> list[CheckResult]:
 
 
 def _limited(name: str, ask: Callable[[], T], seconds: float) -> T | CheckResult:
-    """Return what ``ask`` returns; if it takes too long or raises, a failure named ``name``."""
+    """Return the result of ``ask``; a failure named ``name`` if it raises or takes too long."""
     try:
         return in_thread(ask).result(seconds)
     except TimeoutError:

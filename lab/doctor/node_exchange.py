@@ -60,8 +60,8 @@ def connect_nodes(
     Returns the report of each node that connected, by rank (empty if this node reached no other),
     and the problems, in words.
 
-    Waits for the others until the request's timeout; in all it takes at most twice that and about
-    20 s. ``open_listener`` opens the socket that the others connect to. Raises OSError on rank 0
+    Waits for the others until the request's timeout; the whole exchange takes at most twice that
+    plus about 20 s. ``open_listener`` opens the socket for the others. Raises OSError on rank 0
     if the master's port is taken, and on every rank if there is no route to the master.
     """
     listener = open_listener(("", 0))

@@ -1,1 +1,1 @@
-"""Predict the step time of each strategy on nodes that nobody has."""
+"""Predict the step time of each strategy on numbers of nodes that you do not have."""

@@ -56,7 +56,9 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
 
 
 def main_predict(args: argparse.Namespace) -> int:
-    """Print the tables or JSON, draw the figure, return the status; UserError on wrong values.
+    """Print the predictions, draw the figure and return the exit status.
+
+    Raises UserError on wrong values.
 
     args : nodes (list of int), sync (list of names, or ["all"]), rate, latency (text or None),
     batch_size, scaling, calibration (Path or None), json, figure (Path or None), and the

@@ -29,7 +29,7 @@ def draw_scaling(
 ) -> None:
     """Write the figure of the rows that have a prediction to ``path``, with ``summary`` below it.
 
-    Raises UserError if the file's ending is of no format, or if it cannot be written.
+    Raises UserError if the file's suffix names no known format, or if it cannot be written.
     """
     if path.suffix.lower() not in _SUFFIXES:
         raise UserError(

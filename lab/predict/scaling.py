@@ -21,7 +21,7 @@ from common.cost_model.event_model import (
 from common.sync.message_plans import MessagePlan, NoSyncPlan
 
 SCALINGS = ("strong", "weak")
-WORTHWHILE = 1.1  # times as fast: what more nodes must bring to count
+WORTHWHILE = 1.1  # the speed ratio that makes more nodes worthwhile
 
 _EVERY_NODE_TO, _IN_A_DOUBLING, _FEWEST_SAMPLES_TRIED = 32, 8, 16
 

@@ -25,9 +25,9 @@ _NO_EXCHANGE = "no exchange: each node trains a model of its own"
 class PredictedStep:
     """One strategy's step on ``nodes`` nodes.
 
-    ``prediction`` is None if the strategy has no formula. ``speedup`` is over one node, in weak
-    scaling of samples a second; ``efficiency`` = speedup / nodes. ``note`` says on which condition
-    the row holds.
+    ``prediction`` is None if the strategy has no formula. ``speedup`` is relative to one node; in
+    weak scaling it compares samples per second. ``efficiency`` = speedup / nodes. ``note`` states
+    the condition under which the row holds.
     """
 
     sync: str

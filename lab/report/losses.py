@@ -20,7 +20,7 @@ class Difference(NamedTuple):
 
 
 def by_seed(row: CellRow) -> dict[int, dict[int, float]]:
-    """Return the losses by seed and step, of the first repeat of each seed that has some."""
+    """Return losses by seed and step, from the first repeat of each seed that recorded any."""
     curves = [(repeat.get("seed", 0), _losses(repeat)) for repeat in row.repeats]
     return {seed: curve for seed, curve in reversed(curves) if curve}
 

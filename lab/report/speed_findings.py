@@ -7,7 +7,7 @@ from lab.report.sentences import BOUND, SPEED, Finding, listed, on_nodes, timed
 from lab.report.timeline import mean_overlap
 from lab.report.view import CellRow, ComparisonGroup, percent, seconds_text
 
-_EQUAL_SHARE = 1.2  # name a root that sends more than this many times an equal share
+_EQUAL_SHARE = 1.2  # report a root that sends more than this many times an equal share
 _COMPUTE = ("data", "forward", "backward", "update")
 _PARTS = {
     "compute": "compute (data, forward, backward, update)",

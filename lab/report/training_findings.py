@@ -140,7 +140,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def time_to_accuracy(block: ComparisonGroup) -> Iterator[Finding]:
-    """Say how many seconds of training each strategy needed to the required accuracy."""
+    """Say how many seconds of training each strategy needed to reach the required accuracy."""
     target = block.settings.get("until_accuracy")
     if not target:
         return

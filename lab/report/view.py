@@ -85,7 +85,7 @@ class CellRow:
 
     @cached_property
     def speedup_interval(self) -> Interval | None:
-        """The speed-up at the far ends of both step intervals; infinite if one reaches 0."""
+        """The range of the speed-up over both step intervals; infinite if this cell's reaches 0."""
         one, own = (row.interval("step") if row else None for row in (self.baseline, self))
         if one is None or own is None:
             return None
@@ -113,7 +113,7 @@ class CellRow:
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured step time, less one."""
+        """The relative error of the predicted step time: predicted / measured - 1."""
         return self.predicted / self.step - 1 if self.predicted and self.step else None
 
     @property

@@ -26,7 +26,8 @@ def doctor_passes(
 ) -> bool:
     """Run ``lab doctor`` on all hosts; return whether none of them found a failure.
 
-    Shows all that it prints on rank 0. Of the other hosts it shows failures that rank 0 lacks.
+    Shows the whole output of rank 0. From the other hosts it shows only failures that rank 0 does
+    not have.
     """
     connections.on_line = lambda node, line: prefixed(node, line) if node == 0 else None
     address = ["--master-ip", master, "--master-port", str(commands.master_port)]

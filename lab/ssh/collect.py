@@ -1,8 +1,8 @@
-"""``lab collect``: copy the run folders of several hosts into one folder here.
+"""``lab collect``: copy the run folders of several hosts into one local folder.
 
-A run's folder has the same name on all hosts. Rank 0's is copied whole; the other hosts add the
-files that it lacks, above all logs. A file that is here already is never replaced by a different
-one, unless it has only grown since (a run that was collected while it ran).
+A run's folder has the same name on all hosts. Rank 0's is copied completely; the other hosts add
+the files that it lacks, mainly logs. A local file is never replaced by a different one, unless it
+has only grown since (a run that was collected while it was running).
 """
 
 import argparse
@@ -47,8 +47,8 @@ class CollectRequest:
 class Outcome:
     """What became of the files.
 
-    written, same : the number of files that were copied, and that were here already.
-    kept : different files here, which were left alone. runs : the nodes that have each run.
+    written, same : the number of files copied, and of files that were here already.
+    kept : local files that differ and were left unchanged. runs : the nodes that have each run.
     """
 
     written: int = 0

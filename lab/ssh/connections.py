@@ -1,9 +1,9 @@
 """``HostConnections``: connections to the remote agents of all hosts, until the ``with`` ends.
 
 Order: ``HostConnections(...)`` as a context manager, ``ask`` the hosts, ``start`` a command on
-each, ``wait``; perhaps ``signal`` or ``kill`` meanwhile. A thread for each host reads, and one
-sends heartbeats to all: without them the hosts end by themselves. So no host is lost to a slow
-terminal or a busy caller.
+each, ``wait``; optionally ``signal`` or ``kill`` meanwhile. One thread per host reads, and one
+thread sends heartbeats to all hosts; a host that receives none ends its command. Since threads do
+this, a slow terminal or a busy caller loses no host.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class HostConnections:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """End what runs on every host, and the connections; return when those are gone."""
+        """End the commands on all hosts, then the connections; return when these are closed."""
         self._closing.set()
         for connection in self.by_rank:
             connection.end_input()
@@ -154,7 +154,7 @@ class HostConnections:
         """In a thread for each host: handle what arrives, until the connection is closed."""
         line = bytearray()
         with connection.stdout:
-            # In pieces: while a long message arrives over a slow line, each is a sign of life.
+            # In pieces: each shows that the host is alive while a long message arrives slowly.
             for piece in iter(partial(connection.stdout.readline, _READ_BYTES), b""):
                 # While a stopped terminal blocks this thread, silence says nothing about the host.
                 connection.heard = math.inf

@@ -96,7 +96,8 @@ def first_of(names: Sequence[str], most: int, *, noun: str = "") -> str:
 def program(token: str, silence_seconds: float) -> bytes:
     """Return the first input of each host: the length of the remote agent's text, then the text.
 
-    token : begins each message of the agent. silence_seconds : the agent ends everything after it.
+    token : the prefix of each message from the agent. silence_seconds : after this long without a
+    request, the agent ends everything.
     """
     files = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _REMOTE)
     text = f"{files}main(HANDLERS, {token!r}, {silence_seconds!r})\n".encode()
@@ -124,7 +125,7 @@ class SSHOptions:
 def ssh_command(host: Host, options: SSHOptions) -> list[str]:
     """Return the command that starts the remote agent on a host.
 
-    It never asks for a password: nobody can type those of many hosts at once.
+    It never asks for a password, since nobody can type passwords for many hosts at once.
     """
     alive = max(1, round(options.silence_seconds / 3))
     defaults = [

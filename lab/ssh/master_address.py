@@ -1,8 +1,8 @@
-"""Find, by trying, an address of the first host that all others reach.
+"""Find an address of the first host that all other hosts can reach, by trying each.
 
-A name may be known only on this machine, or mean 127.0.1.1 on the host itself; a host may have
-several networks. So the others resolve the first host's names, and connect to each of its
-addresses at the port of the run.
+A name may be known only on this machine, or resolve to 127.0.1.1 on the host itself; a host may
+have several networks. So the other hosts resolve the first host's names and try to connect to each
+of its addresses at the run's port.
 """
 
 import ipaddress

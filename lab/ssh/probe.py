@@ -1,4 +1,4 @@
-"""Facts about every host before anything starts, and the problem of each that cannot take part.
+"""Facts about every host before anything starts, and why a host cannot take part.
 
 ``ask_facts`` asks all hosts at once; ``problems_of`` compares their answers. A launch starts only
 if no host has a problem.

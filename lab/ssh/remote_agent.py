@@ -35,11 +35,11 @@ _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class RemoteAgent:
-    """Serve requests.
+    """Serves requests.
 
     Parameters
     ----------
-    token : begins each line that is sent, to tell it from what the login shell prints.
+    token : prefix of each line sent, to distinguish it from what the login shell prints.
     handlers : a function for each request, by name; it takes the request's values, and its result
         is sent back.
     """
@@ -80,7 +80,7 @@ class RemoteAgent:
     def _answer(self, what: str, values: "Mapping[str, Any]") -> None:
         try:
             self.send({"answer": what, "result": self._handlers[what](**values)})
-        except Exception as error:  # any: the terminal must not wait in vain
+        except Exception as error:  # whatever it is, the terminal needs an answer
             self.send({"answer": what, "error": str(error) or type(error).__name__})
 
     def send(self, message: "Mapping[str, Any]") -> None:
