@@ -190,7 +190,9 @@ def _largest_size(environment: Mapping[str, str], local_size: int) -> int:
     Workers get only the present number. The maximum is in torchrun's command line (or PET_NNODES):
     ``--nnodes MIN:MAX``.
     """
-    command = " ".join(psutil.Process(os.getppid()).cmdline())
+    command = ""
+    with contextlib.suppress(psutil.Error):  # torchrun has just ended, or hides its command line
+        command = " ".join(psutil.Process(os.getppid()).cmdline())
     found = re.search(r"--nnodes[= ](?:\d+:)?(\d+)", command)
     found = found or re.fullmatch(r"(?:\d+:)?(\d+)", environment.get("PET_NNODES", ""))
     return int(found[1]) * local_size if found else 0
@@ -198,8 +200,10 @@ def _largest_size(environment: Mapping[str, str], local_size: int) -> int:
 
 def _agent() -> str:
     """Return a name of the parent process that no other process will ever have."""
-    parent = psutil.Process(os.getppid())
-    return f"{socket.gethostname()}-{parent.pid}-{parent.create_time():.2f}"
+    name = f"{socket.gethostname()}-{os.getppid()}"
+    with contextlib.suppress(psutil.Error):
+        name += f"-{psutil.Process(os.getppid()).create_time():.2f}"
+    return name
 
 
 def processes_to_start(flags: LaunchFlags, environment: Mapping[str, str] = os.environ) -> int:

@@ -89,12 +89,12 @@ def _new_name(config: Config, parent: Path) -> str:
 def _own_disk(folder: Path, world: World) -> bool:
     """Return whether this is its node's first rank and rank 0 has another disk. Collective."""
 
-    def mark() -> Path:
-        marker = folder / f".seen-by-rank0-{secrets.token_hex(8)}"
-        marker.touch()
-        return marker
+    def mark() -> str:
+        name = f".seen-by-rank0-{secrets.token_hex(8)}"
+        (folder / name).touch()
+        return name
 
-    marker = run_on_rank0(world, mark)
+    marker = folder / run_on_rank0(world, mark)  # --output-dir may differ from rank to rank
     seen = gather_objects(world, marker.exists())
     if world.is_rank0:  # every rank has looked by now
         marker.unlink()
@@ -139,7 +139,7 @@ def _newest_here(config: Config, job: Job) -> tuple[str, int]:
             return str(config.checkpoint), load_checkpoint(config.checkpoint).get("step", 0)
         except UserError as error:
             say(f"warning: {error}")
-    folders = [job.folder.checkpoints]
+    folders = [job.folder.checkpoints] if job.resuming else []
     if not job.resuming and config.run_name is None:
         # Not for a named run: a scheduler's new job must not resume another job's training.
         folders = sorted(job.folder.path.parent.glob("*/checkpoints"), reverse=True)

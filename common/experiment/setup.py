@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -312,8 +312,9 @@ def open_logger(setup: Setup) -> Iterator[RunLogger]:
         visible=world.is_rank0,
         emulated=config.emulated,
     )
-    with closing(trackers), progress.bar or nullcontext():
+    with progress.bar or nullcontext():
         yield RunLogger(world, folder, progress, trackers, history)
+    trackers.close()  # not after an error: it may take minutes before the other ranks are told
 
 
 @contextmanager

@@ -230,7 +230,7 @@ class TrainingEngine:
                     loss = self._mean_loss(outputs, labels)
                 with timer.section("backward"):
                     self.scaler.scale(loss * weight).backward()  # adds to p.grad
-            loss_sum += loss.detach() * len(labels)
+            loss_sum += loss.detach().double() * len(labels)  # exact for a float32 loss
             correct += (outputs.argmax(dim=1) == labels).sum()
         with timer.section("sync"):
             self.sync.synchronize(self.model)  # p.grad becomes the mean over all ranks

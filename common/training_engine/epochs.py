@@ -121,7 +121,9 @@ def train_epoch(
     try:
         for index, window, seeds in _windows(engine, loader, epoch, seed, start_step, max_steps):
             local_samples = sum(len(labels) for _, labels in window)
-            global_samples = sizes[index] if sizes else engine.sum_over_ranks(local_samples)
+            global_samples = (
+                sizes[index] if sizes is not None else engine.sum_over_ranks(local_samples)
+            )
             rate = engine.optimizer.param_groups[0]["lr"]
             messages = engine.timeline.around(engine.step + 1) if engine.timeline else nullcontext()
             with messages:

@@ -27,7 +27,7 @@ from lab.cluster.network import Link
 from lab.cluster.program import NOT_FOUND, parse_python, preload_modules, reset_forked_state
 
 _READ_BYTES = 65536
-_ERRORS = (RuntimeError, OSError, subprocess.TimeoutExpired)
+_ERRORS = (ValueError, RuntimeError, OSError, subprocess.TimeoutExpired)
 
 
 @dataclass

@@ -199,7 +199,7 @@ def _is_safe(path: str) -> bool:
 
 def _fetch(connections: HostConnections, node: int, reports: str, path: str, size: int) -> bytes:
     """Return a file of one host. UserError if it does not arrive whole."""
-    content = b""
+    content, inode = bytearray(), None
     while len(content) < size:
         answer = connections.ask(
             "read",
@@ -209,13 +209,18 @@ def _fetch(connections: HostConnections, node: int, reports: str, path: str, siz
             path=path,
             offset=len(content),
         )[node]
-        if not answer.get("result"):
+        found, size, piece = answer.get("result", (None, 0, ""))
+        if inode not in (None, found):
+            content.clear()  # a training run has replaced the file: start again
+        elif not piece:
             raise UserError(
                 f"{connections.hosts[node]}: its files did not come whole "
                 f"({answer.get('error', f'{path} has become shorter')}): collect again"
             )
-        content += base64.b64decode(answer["result"])
-    return content
+        else:
+            content += base64.b64decode(piece)
+        inode = found
+    return bytes(content)
 
 
 def _write(path: Path, content: bytes, outcome: Outcome) -> None:

@@ -84,8 +84,10 @@ class HostConnection:
     @property
     def error_lines(self) -> list[str]:
         """The lines that ssh and the login shell printed, without empty ones."""
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").splitlines()
+        written = os.fstat(self.errors.fileno()).st_size
+        # ssh writes at the file's one offset, so a seek would let it write over what is there.
+        text = os.pread(self.errors.fileno(), written, 0)
+        lines = text.decode(errors="replace").splitlines()
         return [line.strip() for line in lines if line.strip()]
 
     def end_input(self) -> None:

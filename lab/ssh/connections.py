@@ -152,6 +152,17 @@ class HostConnections:
 
     def _read(self, connection: HostConnection) -> None:
         """In a thread for each host: handle what arrives, until the connection is closed."""
+        try:
+            self._read_messages(connection)
+        finally:  # else the launch would wait for this host for ever
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                connection.ssh.wait(_ERRORS_SECONDS)  # until then it may write errors
+            connection.closed = True
+            if connection.host.rank in self.running:
+                self._note_end(connection.host.rank, LOST)
+            self._changed.set()
+
+    def _read_messages(self, connection: HostConnection) -> None:
         line = bytearray()
         with connection.stdout:
             # In pieces: each shows that the host is alive while a long message arrives slowly.
@@ -164,17 +175,16 @@ class HostConnections:
                     line.clear()
                 connection.heard = time.monotonic()
         self._handle(connection, bytes(line))  # the last line may have no newline
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            connection.ssh.wait(_ERRORS_SECONDS)  # until then it may write errors
-        connection.closed = True
-        if connection.host.rank in self.running:
-            self._note_end(connection.host.rank, LOST)
-        self._changed.set()
 
     def _handle(self, connection: HostConnection, line: bytes) -> None:
         """Handle a message of the remote agent, or a line of the login shell."""
         _, token, text = line.partition(self._token.encode())
-        message = json.loads(text) if token and line.endswith(b"\n") else {}
+        message: dict[str, Any] = {}
+        if token and line.endswith(b"\n"):
+            with contextlib.suppress(
+                ValueError
+            ):  # another program of the shell wrote into the line
+                message = json.loads(text)
         if "line" in message:
             connection.lines.append(message["line"])
             self.on_line(connection.host.rank, message["line"])

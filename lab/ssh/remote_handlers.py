@@ -168,10 +168,17 @@ def runs(
         is_run = any(path == "config.json" or path.startswith("logs_rank") for path in files)
         if is_run and (names or any(one.st_mtime >= since for one in files.values())):
             found[name] = {
-                path: [status.st_size, hashlib.sha256((run / path).read_bytes()).hexdigest()]
-                for path, status in files.items()
+                path: [status.st_size, _digest(run / path)] for path, status in files.items()
             }
     return {"reports": str(root), "runs": found}
+
+
+def _digest(path: Path) -> str:
+    sha256 = hashlib.sha256()
+    with path.open("rb") as file:
+        for piece in iter(lambda: file.read(1 << 20), b""):
+            sha256.update(piece)
+    return sha256.hexdigest()
 
 
 def _files(run: Path, checkpoints: bool) -> "dict[str, os.stat_result]":
@@ -186,11 +193,13 @@ def _files(run: Path, checkpoints: bool) -> "dict[str, os.stat_result]":
     }
 
 
-def read(reports: str, path: str, offset: int) -> str:
-    """Return a piece of a file in base64, given by its path below the reports folder."""
+def read(reports: str, path: str, offset: int) -> "list[Any]":
+    """Return inode and size of a file below the reports folder, and a piece of it in base64."""
     with open(os.path.join(reports, path), "rb") as file:
+        status = os.fstat(file.fileno())
         file.seek(offset)
-        return base64.b64encode(file.read(_PIECE_BYTES)).decode()
+        piece = base64.b64encode(file.read(_PIECE_BYTES)).decode()
+        return [status.st_ino, status.st_size, piece]
 
 
 HANDLERS = {

@@ -22,7 +22,7 @@ import pytest
 
 from common.utils.source_hash import source_digests
 from lab.cli import main
-from lab.ssh.collect import _copy_runs, _is_safe
+from lab.ssh.collect import _copy_runs, _fetch, _is_safe
 from lab.ssh.hosts import Host, SSHOptions, program, ssh_command
 from tests.helpers import LONG, ROOT, Started, start_lab, wait_until
 
@@ -302,10 +302,24 @@ class _SendingHost:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def ask(self, what: str, *, path: str, **_values: object) -> dict[int, dict[str, str]]:
+    def ask(self, what: str, *, path: str, **_values: object) -> dict[int, dict[str, list]]:
         assert what == "read"
         self.asked.append(path)
-        return {0: {"result": base64.b64encode(b"{}").decode()}}
+        return {0: {"result": [1, 2, base64.b64encode(b"{}").decode()]}}
+
+
+class _ReplacingHost(_SendingHost):
+    """Replaces a file of 6 bytes by one of 8 after its first piece; a piece has at most 4 bytes."""
+
+    def ask(self, what: str, *, path: str, **values: int) -> dict[int, dict[str, list]]:
+        inode, content = (1, b"oldold") if not self.asked else (2, b"newnewer")
+        self.asked.append(path)
+        piece = content[values["offset"] :][:4]
+        return {0: {"result": [inode, len(content), base64.b64encode(piece).decode()]}}
+
+
+def test_a_file_that_is_replaced_while_it_is_fetched_arrives_whole() -> None:
+    assert _fetch(_ReplacingHost(), 0, "/r", "best.pt", 6) == b"newnewer"
 
 
 def test_files_come_only_under_safe_names_and_replace_no_different_one(tmp_path: Path) -> None:
