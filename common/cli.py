@@ -79,7 +79,7 @@ def main(
         choose_gpus(config.gpu_ids)
         if processes := processes_to_start(config.launch_flags):
             _become_launcher(config, processes, [*_target(part, path), *arguments])
-        launch = _resolve_launch(config)
+        launch = _launch_of_part(config)
     except UserError as error:
         return _say(f"error: {error}", 2)
     if launch is None:
@@ -88,7 +88,7 @@ def main(
     return _run(config, launch)
 
 
-def _resolve_launch(config: Config) -> LaunchSpec | None:
+def _launch_of_part(config: Config) -> LaunchSpec | None:
     """Return this process's place among the ranks; None if the user must still say it."""
     launch = resolve_launch(config.launch_flags)
     alone = config.sync == "none"
@@ -141,6 +141,7 @@ def _explain(error: Exception) -> str | None:
         return f"out of memory: give a smaller --batch-size or fewer ranks a machine ({error})"
     from common.distributed.failures import explain_collective_failure
 
+    # Only if no rank has published why: then process_group has raised GroupError with the reason.
     return explain_collective_failure(error)
 
 

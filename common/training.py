@@ -24,6 +24,7 @@ from common.training_engine.epochs import steps_an_epoch
 from common.training_engine.evaluation_loop import unwrap
 from common.utils.atomic_files import append_text
 
+# The tasks of the assignment's Part Two, not this project's parts; ``run`` gives an engine instead.
 _STRATEGY_OF_TASK = {"": "none", "PartOne": "gather_scatter", "PartTwo": "all_reduce"}
 
 

@@ -540,7 +540,7 @@ class Config:
 
     @property
     def launch_flags(self) -> LaunchFlags:
-        """The flags that say which rank this process is and where the ranks meet."""
+        """The fields of LaunchFlags, by name: num_nodes, rank, master_ip and the rest."""
         return LaunchFlags(**{spec.name: getattr(self, spec.name) for spec in fields(LaunchFlags)})
 
     @property

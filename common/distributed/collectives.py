@@ -1,6 +1,7 @@
 """Collectives other than gradient sync: compare settings, run an action, gather and send objects.
 
-Every rank calls them, and each raises its UserError on all ranks.
+Every rank calls them, and each raises its UserError on all ranks. An error of one rank anywhere
+else reaches the others by failures.py.
 """
 
 import hashlib

@@ -19,7 +19,7 @@ from common.utils.system import open_descriptors
 T = TypeVar("T")
 _ANSWER_SECONDS = 3.0
 _POLL_SECONDS = 0.05
-_MESSAGE, _FETCHED = "words", "parted"  # keys in the store
+_MESSAGE, _FETCHED = "message", "fetched"  # keys in the store
 _LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|connect failure|remote "
     r"process exited|"

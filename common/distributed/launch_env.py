@@ -30,7 +30,7 @@ class LaunchSpec:
     Without a group ``size`` is 1 and ``master_ip`` None. The rest is set under torchrun alone:
 
     local_rank, local_size : this rank's place on its machine; else the rendezvous finds them.
-    largest_size : the job's largest number of ranks; 0 if unknown.
+    largest_size : the job's largest number of ranks; 0 if torchrun does not tell.
     restarts : how often torchrun may restart the workers.
     agent : a name of the process that restarts this node's workers.
     stale_addresses : whether restarted workers under Gloo would read their predecessors' addresses.
@@ -50,7 +50,7 @@ class LaunchSpec:
 
 @dataclass(frozen=True)
 class LaunchFlags:
-    """The flags that say which rank this process is and where the ranks meet; None if not given."""
+    """The flags that decide how ranks start and where they meet; None if not given."""
 
     master_ip: str | None = None
     master_port: int | None = None

@@ -81,6 +81,7 @@ def process_group(
         raise
     except Exception as error:
         broken = explain_collective_failure(error)
+        # A GroupError is this project's own, though its words may resemble a broken collective's.
         if broken is None or isinstance(error, GroupError):
             report.publish(error)
         elif message := report.fetch():

@@ -1,7 +1,8 @@
 """The rendezvous of ranks that were started by hand: a TCP store on rank 0's node.
 
-Callers need only ``rendezvous``. Unlike torch's rendezvous, it names missing ranks and a rank that
-was started twice. However many ranks there are, each sends the same few requests:
+Callers need only ``rendezvous``; process_group.py then opens the group over its store. Unlike
+torch's rendezvous, it names missing ranks and a rank that was started twice. However many ranks
+there are, each sends the same few requests:
 
     every rank r           size = --num-nodes         compared with the first rank's
                            tickets/r += 1             2: rank r was started twice

@@ -89,7 +89,7 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
                 train_loader,
                 setup.folder.log(world.rank),
                 setup.folder.checkpoints,
-                False,
+                distribute_flag=False,  # the engine's strategy averages
                 rank=world.rank if world.size > 1 else "",
                 engine=engine,
                 scheduler=scheduler,

@@ -1,10 +1,10 @@
 """Record what this rank sends in a step, and when: each collective and message.
 
-The engine wraps each step in ``Timeline.around`` and passes on the step's times with ``took``; lab
-draws and counts the messages. Every call to torch.distributed, by our strategies, by
-DistributedDataParallel or by its hooks, passes through torch's dispatcher, where
-``MessageRecorder`` sees it. Recording slows a step slightly, so only the last steps of a run are
-recorded, and their times are left out of the medians.
+The engine wraps each step in ``Timeline.around`` and passes on the step's times with ``took``.
+rank_stats.py writes them to timeline.json, and lab/report/timeline.py draws them. Every call to
+torch.distributed, by our strategies, by DistributedDataParallel or by its hooks, passes through
+torch's dispatcher, where ``MessageRecorder`` sees it. Recording slows a step slightly, so only the
+last steps of a run are recorded, and their times are left out of the medians.
 """
 
 import math

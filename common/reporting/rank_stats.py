@@ -66,7 +66,7 @@ def gather_measurements(
     """Have rank 0 write ``ranks.json`` and, if steps were recorded, ``timeline.json``."""
     world, timeline = setup.world, engine.timeline
     steps = timed(own_steps, setup.config.untimed_steps, timeline)
-    lane = timeline.busiest_step(clock_offset(world)) if timeline else None
+    recorded_step = timeline.busiest_step(clock_offset(world)) if timeline else None
     row = {
         "rank": world.rank,
         "host": socket.gethostname(),
@@ -76,7 +76,7 @@ def gather_measurements(
         "bytes_sent": timeline.sent_bytes_a_step if timeline else None,
         "messages": timeline.messages_a_step if timeline else None,
     }
-    rows = gather_objects(world, (row, lane))
+    rows = gather_objects(world, (row, recorded_step))
     if not world.is_rank0 or not steps:
         return
     facts = {"format": FORMAT, "sync": setup.config.sync}
@@ -87,26 +87,31 @@ def gather_measurements(
         "ranks": [row for row, _ in rows],
     }
     setup.folder.write_json("ranks.json", facts | measured)
-    lanes = [lane for _, lane in rows if lane is not None]
-    if lanes:
-        step = {"step": lanes[0]["step"], "ranks": _from_zero(lanes)}
+    recorded = [recorded_step for _, recorded_step in rows if recorded_step is not None]
+    if recorded:
+        step = {"step": recorded[0]["step"], "ranks": _from_zero(recorded)}
         setup.folder.write_json("timeline.json", facts | step)
 
 
-def _from_zero(lanes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _from_zero(recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return every rank's step, with times from the earliest moment of any rank."""
-    zero = min(begin for lane in lanes for spans in lane["sections"].values() for begin, _ in spans)
+    zero = min(
+        begin
+        for recorded_step in recorded
+        for spans in recorded_step["sections"].values()
+        for begin, _ in spans
+    )
     return [
         {
             "rank": rank,
             "sections": {
                 name: [[begin - zero, end - zero] for begin, end in spans]
-                for name, spans in lane["sections"].items()
+                for name, spans in recorded_step["sections"].items()
             },
             "messages": [
                 message | {"begin": message["begin"] - zero, "end": message["end"] - zero}
-                for message in lane["messages"]
+                for message in recorded_step["messages"]
             ],
         }
-        for rank, lane in enumerate(lanes)
+        for rank, recorded_step in enumerate(recorded)
     ]

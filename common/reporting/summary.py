@@ -29,7 +29,7 @@ def report(
     ranks_equal: bool,
     extra: Mapping[str, Any],
 ) -> None:
-    """Write report, figures and summary, and print the card; on rank 0 alone.
+    """Write this run's report.txt, figures and summary, and print the card; on rank 0 alone.
 
     predictions : of the weights, then of their moving average; none if only times were measured.
     extra : further entries of the summary.

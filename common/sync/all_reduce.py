@@ -22,10 +22,15 @@ from common.sync.message_plans import AllReducePlan
 
 
 class AllReduce(AllReducePlan, GradientSync):
-    """One ``all_reduce`` for each parameter, then a division by the number of ranks."""
+    """One ``all_reduce`` for each parameter, then a division by the number of ranks.
+
+    ``AllReducePlan`` only tells the cost model what is sent.
+    """
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
-        for gradient in self.contiguous_gradients():  # of any shape, e.g. (512, 256, 3, 3)
+        # Of any shape, e.g. (512, 256, 3, 3). A channels_last gradient comes as a contiguous copy,
+        # which is copied back before the next one.
+        for gradient in self.contiguous_gradients():
             dist.all_reduce(gradient, op=dist.ReduceOp.SUM)
             gradient /= dist.get_world_size()

@@ -103,7 +103,11 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
 def take_timeline(
     results: dict[str, Any], cell: Mapping[str, Any], outcome: Mapping[str, Any], folder: Path
 ) -> None:
-    """Put the timeline of a cell's first repeat that has one into ``results``."""
+    """Put the timeline of a cell's first repeat that has one into ``results``.
+
+    Every comparison does: lab compare (runner), its job plans (job_results), lab report
+    (imported_runs).
+    """
     timeline = folder / outcome["folder"] / "timeline.json"
     if outcome["status"] == "done" and cell["id"] not in results["timelines"] and timeline.exists():
         results["timelines"][cell["id"]] = read_json(timeline)
