@@ -11,12 +11,17 @@ REACH, SPEED, BOUND = "How far this carries", "Which is fastest", "What bounds a
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence and the numbers it rests on; ``caution`` marks a limit of what they show."""
+    """A sentence and the numbers it rests on.
+
+    caution : a limit of what the numbers show; the page folds these into "Limits".
+    wrong : the numbers contradict what a strategy claims; shown in red, before everything else.
+    """
 
     topic: str  # the page groups findings by it
     text: str
     evidence: str = ""
     caution: bool = False
+    wrong: bool = False
 
 
 def merged(found: Sequence[Finding]) -> list[Finding]:

@@ -37,6 +37,11 @@ class CellRow:
         return self.cell["id"]
 
     @property
+    def name(self) -> str:
+        """The cell as a person writes it: ``overlapped, 2 nodes``."""
+        return f"{self.sync}, {nodes_text(self.nodes)}"
+
+    @property
     def sync(self) -> str:
         return self.cell["sync"]
 
