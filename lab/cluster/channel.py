@@ -124,7 +124,7 @@ class Channel:
                 self._on_event(*self._events.recv())
         self._stderr.seek(0)
         errors = self._stderr.read().decode(errors="replace").strip().splitlines()
-        last = ["its first process is gone", *errors][-1]
+        last = ["its first process has ended", *errors][-1]
         self.failure = re.sub(r"^unshare: ", "unshare says: ", last)
 
     def close(self) -> None:

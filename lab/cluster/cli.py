@@ -21,11 +21,18 @@ from lab.flags import add_command
 from lab.processes.prefixed_output import PrefixedOutput, say
 
 _INTERRUPT_SECONDS = 5.0
+_DONE = {
+    "cut": "link disconnected",
+    "slow": "link limited to ",
+    "pause": "processes stopped",
+    "kill": "processes killed",
+    "restore": "link restored, processes continue",
+}
 
 
 def add_flags(commands: argparse._SubParsersAction) -> None:
     """Add ``cluster run``, ``cluster shell`` and ``cluster fault`` to the commands of ``lab``."""
-    about = "nodes with addresses of their own on this machine, joined by links of a chosen speed"
+    about = "emulate a cluster here: nodes with their own addresses and links of a chosen speed"
     cluster = commands.add_parser("cluster", help=about, description=about, allow_abbrev=False)
     actions = cluster.add_subparsers(required=True, metavar="ACTION", parser_class=type(cluster))
     _add_run(actions)
@@ -39,30 +46,35 @@ def _add_run(actions: argparse._SubParsersAction) -> None:
         "run",
         run=run,
         passes_flags=True,
-        help="start the command behind -- on every node of a new cluster; {master}, {nodes}, "
-        "{rank} and {port} in it become the first node's address, the number of nodes, the node's "
-        "own, and a port that is free there",
+        help="run the command after -- on every node of a new cluster; in the command, {master} "
+        "is replaced by the first node's address, {nodes} by the number of nodes, {rank} by the "
+        "number of the node, and {port} by a free port",
     )
     parser.add_argument("--nodes", type=int, default=4, help="number of nodes")
     parser.add_argument(
         "--rate",
-        help="of each link, both ways, e.g. 1gbit or 200mbit (default: as fast as this machine)",
+        help="rate of each link in both directions, e.g. 1gbit or 200mbit (default: as fast as "
+        "this machine)",
     )
     parser.add_argument(
-        "--latency", help="from one node to another, e.g. 0.5ms (where the kernel has netem)"
+        "--latency", help="delay from node to node, e.g. 0.5ms (the kernel must have netem)"
     )
     parser.add_argument(
-        "--loopback", action="store_true", help="no namespaces and no links: processes on 127.0.0.1"
+        "--loopback",
+        action="store_true",
+        help="nodes are plain processes on 127.0.0.1, without namespaces and links",
     )
     parser.add_argument(
         "--fresh",
         action="store_true",
-        help="start each python by itself, not from one that has imported torch",
+        help="start a new Python on each node, not a fork of one that has imported torch (slower)",
     )
     parser.add_argument(
         "--logs", type=Path, help="folder for node<r>.log (default: reports/cluster-<time>)"
     )
-    parser.add_argument("--output-dir", type=Path, default=REPORTS, help="receives cluster-<time>/")
+    parser.add_argument(
+        "--output-dir", type=Path, default=REPORTS, help="folder for cluster-<time>/"
+    )
 
 
 def _add_shell(actions: argparse._SubParsersAction) -> None:
@@ -71,29 +83,29 @@ def _add_shell(actions: argparse._SubParsersAction) -> None:
         "shell",
         run=shell,
         passes_flags=True,
-        help="a shell in a node of a running cluster, or the command behind --",
+        help="open a shell on a node of a running cluster, or run the command after -- there",
     )
     _add_node(parser)
 
 
 def _add_fault(actions: argparse._SubParsersAction) -> None:
-    parser = add_command(actions, "fault", run=fault, help="hurt a node of a running cluster")
+    parser = add_command(actions, "fault", run=fault, help="disturb a node of a running cluster")
     _add_node(parser)
     one = parser.add_mutually_exclusive_group(required=True)
-    one.add_argument("--cut", action="store_true", help="take its link down")
-    one.add_argument("--slow", metavar="RATE", help="give its link another rate, e.g. 10mbit")
+    one.add_argument("--cut", action="store_true", help="disconnect its link")
+    one.add_argument("--slow", metavar="RATE", help="change the rate of its link, e.g. 10mbit")
     one.add_argument("--pause", action="store_true", help="stop its processes (SIGSTOP)")
     one.add_argument("--kill", action="store_true", help="kill its processes (SIGKILL)")
-    one.add_argument("--restore", action="store_true", help="undo all of these but --kill")
+    one.add_argument("--restore", action="store_true", help="undo --cut, --slow and --pause")
 
 
 def _add_node(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--node", type=int, required=True, help="its number, from 0")
+    parser.add_argument("--node", type=int, required=True, help="number of the node, from 0")
     parser.add_argument(
         "--cluster",
         type=int,
         metavar="PID",
-        help="process id of its lab cluster run, where several run",
+        help="process id of lab cluster run, if several are running",
     )
 
 
@@ -105,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     command = args.flags
     if not command:
         raise UserError(
-            "no command: give it behind --, for example lab cluster run --nodes 2 -- "
+            "no command: add it after --, for example lab cluster run --nodes 2 -- "
             "python PartTwo/main.py --master-ip {master} --num-nodes {nodes} --rank {rank}"
         )
     check_placeholders(command)
@@ -131,14 +143,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) -> str:
-    links = "on loopback, unshaped"
+    links = "on loopback, no limit on speed"
     if not cluster.loopback:
         first, last = cluster.address(0), cluster.address(cluster.nodes - 1)
-        rate = f"{args.rate} both ways" if args.rate else "links as fast as this machine"
+        rate = f"{args.rate} in each direction" if args.rate else "links as fast as this machine"
         delayed = cluster.latency_seconds is not None
         latency = f", {args.latency} from node to node" if delayed else ""
         links = f"{first} to {last}, {rate}{latency}"
-    return f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''}, {links}; up in {seconds:.1f} s"
+    plural = "s" * (cluster.nodes > 1)
+    return f"{cluster.nodes} node{plural}, {links}; started in {seconds:.1f} s"
 
 
 def _interrupted(cluster: Cluster, logs: Path) -> int:
@@ -146,7 +159,7 @@ def _interrupted(cluster: Cluster, logs: Path) -> int:
     with contextlib.suppress(KeyboardInterrupt, TimeoutError):
         cluster.send_signal(signal.SIGINT)
         cluster.wait(limit_seconds=_INTERRUPT_SECONDS)
-    say(f"interrupted: every process of every node is ended; their output is in {logs}")
+    say(f"interrupted: all processes on all nodes have ended; output: {logs}")
     return INTERRUPTED
 
 
@@ -154,11 +167,11 @@ def _conclusion(cluster: Cluster, ends: Sequence[End], seconds: float, logs: Pat
     """Report how the run ended, and return its exit status."""
     failed = {end.node: end.status for end in ends if end.status}
     if not failed:
-        say(f"all nodes ended well after {seconds:.1f} s; their output: {logs}")
+        say(f"all nodes finished without errors after {seconds:.1f} s; output: {logs}")
         return 0
     outputs = {node: cluster.output(node) for node in failed}
     culprit, message = find_root_failure(list(failed), failed, outputs, name="node")
-    print(f"error: {message} (its output: {cluster.log(culprit, logs)})", file=sys.stderr)
+    print(f"error: {message} (output: {cluster.log(culprit, logs)})", file=sys.stderr)
     return shell_status(failed[culprit])
 
 
@@ -167,10 +180,11 @@ def shell(args: argparse.Namespace) -> int:
     pid, cluster = _find_node(args)
     if cluster["loopback"]:
         raise UserError(
-            "a cluster on loopback has no nodes to enter: they are this machine's own processes"
+            "this cluster runs with --loopback: its nodes are plain processes of this machine, so "
+            "use a shell of this machine"
         )
     if not args.flags:
-        say(f"a shell in node {args.node} of the cluster of process {pid}; exit leaves it")
+        say(f"a shell on node {args.node} of cluster {pid}; leave it with exit")
     command = args.flags or [setting("SHELL") or "/bin/sh"]
     environment = node_environment(os.environ, nodes=cluster["nodes"], interface="eth0")
     return control.enter(cluster["host"], args.node, command, environment=environment)
@@ -181,7 +195,7 @@ def fault(args: argparse.Namespace) -> int:
     what = next(name for name in FAULTS if getattr(args, name))
     pid, _ = _find_node(args)
     control.ask(pid, node=args.node, what=what, rate=args.slow)
-    say(f"node {args.node}: {what}{f' {args.slow}' if args.slow else ''}")
+    say(f"node {args.node}: {_DONE[what]}{args.slow or ''}")
     return 0
 
 

@@ -8,6 +8,7 @@ process that does the work.
 import contextlib
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -60,7 +61,7 @@ class Cluster:
         that has imported torch.
     on_line : called in a thread with a node's number and each line that it writes.
 
-    ``warnings`` says what the kernel cannot do. ``latency_seconds`` is the delay that each link
+    ``warnings`` lists what the kernel cannot do. ``latency_seconds`` is the delay that each link
     adds; None if none. ``host_pid`` is the first process in the cluster's namespaces, as seen from
     outside.
     Raises UserError, with the setting to change, if the machine allows no namespaces.
@@ -87,6 +88,8 @@ class Cluster:
         self._check(rate, latency)
         self._program_ended = threading.Event()
         self._running: dict[int, tuple[float, IO[str]]] = {}  # start, and file for the output
+        self._names: dict[int, str] = {}  # "node 2", or "node 2, rank 2," if it knows its rank
+        self._kill_reasons: dict[int, str] = {}
         self._ends: list[End] = []
         self._output: dict[int, list[str]] = {node: [] for node in range(nodes)}
         self._port = _PORT
@@ -95,24 +98,24 @@ class Cluster:
         if self.loopback:
             if rate is not None or latency is not None:
                 raise UserError(
-                    "--loopback has no links: leave out --rate and --latency, or --loopback"
+                    "--loopback has no links: remove --rate and --latency, or remove --loopback"
                 )
             return
         if refused := tools.namespaces_refused():
             raise UserError(
-                f"no emulated cluster here: {refused}. "
-                "--loopback runs the same command on 127.0.0.1, unshaped"
+                f"this machine cannot emulate a cluster: {refused}. "
+                "Or run the same command on 127.0.0.1, without links: --loopback"
             )
         if rate is not None and not tools.has_tbf():
             raise UserError(
-                f"--rate {rate}: this kernel has no sch_tbf, which limits a link's rate: "
-                "`sudo modprobe sch_tbf`, or leave it out"
+                f"--rate {rate}: this kernel cannot limit a link's rate (no sch_tbf): "
+                "`sudo modprobe sch_tbf`, or remove --rate"
             )
         if latency is not None and not tools.has_netem():
             self.warnings.append(
-                f"--latency {latency} is left out: this kernel has no sch_netem "
-                "(`sudo modprobe sch_netem`, where the module is installed); "
-                "the links have their rate, and no delay of their own"
+                f"--latency {latency} is ignored: this kernel has no sch_netem "
+                "(`sudo modprobe sch_netem`, if the module is installed); "
+                "the links have their rate, but no added delay"
             )
             self.latency_seconds = None
 
@@ -171,13 +174,15 @@ class Cluster:
             )
             if node in self._running:
                 raise UserError(
-                    f"node {node} still runs what was started on it before: wait for it, or kill it"
+                    f"node {node} still runs the previous command: wait for it, or kill it"
                 )
+            has_rank = any("{rank}" in word for word in command)
+            self._names[node] = f"node {node}{f', rank {node},' if has_rank else ''}"
             self._running[node] = time.monotonic(), _open_log(self.log(node, logs))
             self._channel.ask("start", node, filled, node_variables, str(cwd or Path.cwd()))
 
     def log(self, node: int, folder: Path | None = None) -> Path:
-        """Return the file for a node's output."""
+        """Return the file for a node's output; it ends with the reason if a signal killed it."""
         return (folder or self._logs) / f"node{node}.log"
 
     def fault(self, node: int, what: str, *, rate: str | None = None) -> None:
@@ -190,9 +195,11 @@ class Cluster:
         self._check_node(node)
         if what not in FAULTS or (what == "slow") != (rate is not None):
             raise UserError(
-                f"a fault is one of {', '.join(FAULTS)}; slow, and no other, needs a rate: "
-                f"got {what!r}, {rate!r}"
+                f"fault: got {what!r} with rate {rate!r}; choose from {', '.join(FAULTS)}, and "
+                "give a rate with slow only"
             )
+        if what == "kill":
+            self._kill_reasons.setdefault(node, "was killed by SIGKILL: lab cluster fault --kill")
         self._channel.ask("fault", node, what, parse_rate(rate))
 
     def send_signal(self, number: int) -> None:
@@ -202,7 +209,7 @@ class Cluster:
     def traffic(self) -> dict[int, Traffic]:
         """Return what each node has sent and received. Raises UserError on loopback."""
         if self.loopback:
-            raise UserError("a cluster on loopback has no links to read")
+            raise UserError("a cluster on loopback has no links, so no traffic is counted")
         rows = self._channel.ask("traffic", self.nodes)
         return {node: Traffic(*row) for node, row in enumerate(rows)}
 
@@ -213,7 +220,7 @@ class Cluster:
         """
         self._check_node(node)
         if self.loopback:
-            raise UserError("processes on loopback are not told apart by node")
+            raise UserError("a cluster on loopback does not know which node a process belongs to")
         return self._channel.pids(node)
 
     def output(self, node: int) -> str:
@@ -247,7 +254,9 @@ class Cluster:
             if stop_at_failure and any(end.status for end in self._ends):
                 kill_at = min(kill_at, now + grace_seconds)
             if now > kill_at:
+                first = self._names[next(end.node for end in self._ends if end.status)]
                 for node in list(self._running):
+                    self._kill_reasons[node] = f"was stopped, since {first} had failed"
                     self.fault(node, "kill")
                 kill_at = math.inf  # set anew above: kills what still runs after the same time
             self._program_ended.wait(_POLL_SECONDS)
@@ -268,7 +277,11 @@ class Cluster:
                 log.write(event + "\n")
             self._on_line(node, event)
         else:
+            reason = self._kill_reasons.pop(node, None)
             with contextlib.suppress(OSError):
+                if event < 0:  # a killed program cannot report its own end
+                    reason = reason or f"was killed by {signal.Signals(-event).name}"
+                    log.write(f"lab cluster: {self._names[node]} {reason}\n")
                 log.close()
             self._ends.append(End(node, event, time.monotonic() - began))
             del self._running[node]  # after the end is recorded: ``wait`` reads both

@@ -77,7 +77,7 @@ def find(pid: int | None) -> int:
     """
     if sys.platform != "linux":
         raise UserError(
-            f"a running cluster can be reached on Linux alone, and this is {sys.platform}"
+            f"a running cluster can be reached only on Linux, and this is {sys.platform}"
         )
     names = Path("/proc/net/unix").read_text().split()
     running = sorted(
@@ -85,14 +85,15 @@ def find(pid: int | None) -> int:
     )
     if not running:
         raise UserError(
-            "no cluster of yours is running: "
+            "none of your clusters is running: "
             "start one in another terminal with lab cluster run --nodes 4 -- COMMAND"
         )
     if pid is None and len(running) == 1:
         return running[0]
     if pid not in running:
+        got = "several clusters are running" if pid is None else f"--cluster: got {pid}"
         raise UserError(
-            f"--cluster: got {pid}, choose one of {', '.join(map(str, running))} "
+            f"{got}: give --cluster, one of {', '.join(map(str, running))} "
             "(process ids of lab cluster run)"
         )
     return pid
@@ -112,7 +113,8 @@ def ask(pid: int, **fault: Any) -> dict[str, Any]:
             answer = connection.recv(_MOST_BYTES)
     except OSError as error:
         raise UserError(
-            f"the cluster of process {pid} does not answer ({error.strerror or error})"
+            f"cluster {pid} does not answer ({error.strerror or error}): check that its "
+            "lab cluster run still runs"
         ) from error
     found = json.loads(answer) if answer else {"error": "the cluster has ended"}
     if "error" in found:
@@ -135,7 +137,7 @@ def enter(host: int, node: int, command: Sequence[str], *, environment: Mapping[
         network.enter_namespace(network.namespace_file(node))
     except OSError as error:
         raise UserError(
-            f"the node cannot be entered ({error.strerror}): "
+            f"node {node} cannot be entered ({error.strerror}): "
             "use the account that started the cluster"
         ) from error
     try:

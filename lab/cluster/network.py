@@ -117,9 +117,9 @@ def shape(node: int, link: Link) -> None:
         ("tc qdisc", _bridge_end(node), limit),
     ):
         _run(*f"{tc} delete dev {device} root".split(), may_fail=True)
-        places = ("root handle 1:", "parent 1: handle 2:")
-        for discipline, place in zip(disciplines, places, strict=False):
-            _run(*f"{tc} add dev {device} {place} {discipline}".split())
+        positions = ("root handle 1:", "parent 1: handle 2:")
+        for discipline, position in zip(disciplines, positions, strict=False):
+            _run(*f"{tc} add dev {device} {position} {discipline}".split())
 
 
 def set_link(node: int, state: str) -> None:
@@ -140,8 +140,8 @@ def traffic(nodes: int) -> list[list[int]]:
     # The bridge's end receives (rx) what the node sends.
     return [
         [
-            links[_bridge_end(node)][way][unit]
-            for way in ("rx", "tx")
+            links[_bridge_end(node)][direction][unit]
+            for direction in ("rx", "tx")
             for unit in ("bytes", "packets")
         ]
         for node in range(nodes)
@@ -164,5 +164,6 @@ def _run(*command: str, stdin: str = "", may_fail: bool = False) -> str:
         command, input=stdin, capture_output=True, text=True, timeout=_COMMAND_SECONDS
     )
     if done.returncode and not may_fail:
-        raise RuntimeError(f"`{' '.join(command)}` says: {done.stderr.strip() or done.returncode}")
+        why = done.stderr.strip() or f"status {done.returncode}"
+        raise RuntimeError(f"`{' '.join(command)}` failed: {why}")
     return done.stdout

@@ -142,7 +142,9 @@ def check_placeholders(command: Sequence[str]) -> None:
     """Raise UserError for a name in braces that is no placeholder."""
     for name in _PLACEHOLDER.findall(" ".join(command)):
         if name not in _PLACEHOLDERS:
-            raise UserError(f"{name} in the command: choose from {', '.join(_PLACEHOLDERS)}")
+            raise UserError(
+                f"unknown placeholder {name} in the command: choose from {', '.join(_PLACEHOLDERS)}"
+            )
 
 
 def node_environment(

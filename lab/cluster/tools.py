@@ -56,8 +56,8 @@ def namespaces_refused() -> str | None:
     """Return why this user may not make namespaces and what to change; None if they may."""
     if sys.platform != "linux":
         return (
-            f"network namespaces are Linux's, and this is {sys.platform}: "
-            "use --loopback, or a Linux machine"
+            f"network namespaces exist only on Linux, and this is {sys.platform}: "
+            "use a Linux machine"
         )
     if lacking := missing():
         return "; ".join(
@@ -69,18 +69,18 @@ def namespaces_refused() -> str | None:
     for path, (closed, switch) in _SWITCHES.items():
         if Path(path).exists() and Path(path).read_text().strip() == closed:
             return (
-                "this kernel allows user namespaces to root alone: "
-                f"`sudo sysctl -w {switch}`, or run it with sudo"
+                "this kernel allows user namespaces only to root: "
+                f"`sudo sysctl -w {switch}`, or run the command with sudo"
             )
     if _MOST_NAMESPACES.exists() and int(_MOST_NAMESPACES.read_text()) == 0:
         return (
             f"{_MOST_NAMESPACES} is 0: "
-            "`sudo sysctl -w user.max_user_namespaces=10000`, or run it with sudo"
+            "`sudo sysctl -w user.max_user_namespaces=10000`, or run the command with sudo"
         )
     return (
-        "`unshare --user --map-root-user --net` is refused, as in a container without the right to "
-        "make namespaces: start the container with --privileged (or --cap-add SYS_ADMIN "
-        "--security-opt seccomp=unconfined), or run it outside"
+        "`unshare --user --map-root-user --net` is not permitted, which is usual in a container: "
+        "start the container with --privileged (or --cap-add SYS_ADMIN "
+        "--security-opt seccomp=unconfined), or run the command outside"
     )
 
 

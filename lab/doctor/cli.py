@@ -15,26 +15,30 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         commands,
         "doctor",
         run="lab.doctor.examination:main_doctor",
-        help="before a run: versions, cores, dataset, disk, network, and with --master-ip "
-        "--num-nodes --rank on every node at once, each pair of nodes; status 1 where something "
-        "would fail",
+        help="check what would make a run fail: versions, cores, dataset, disk, network; with "
+        "--master-ip, --num-nodes and --rank, started on every node at the same time, also every "
+        "pair of nodes; exit status 1 if a run would fail",
     )
     parser.add_argument("-M", "--master-ip", help="address of rank 0's node")
-    parser.add_argument("--master-port", type=int, default=DEFAULT_MASTER_PORT, help="port there")
+    parser.add_argument(
+        "--master-port", type=int, default=DEFAULT_MASTER_PORT, help="rank 0's port"
+    )
     parser.add_argument(
         "-N",
         "--num-nodes",
         "--world-size",
         type=int,
-        help="number of nodes, which meet and try every pair",
+        help="number of nodes; every node then connects to every other one",
     )
-    parser.add_argument("-R", "--rank", type=int, help="this node's place")
+    parser.add_argument("-R", "--rank", type=int, help="this node's rank, from 0")
     parser.add_argument(
-        "--dataset", default="cifar10", choices=list(DATASETS), help="what is to be trained on"
+        "--dataset", default="cifar10", choices=list(DATASETS), help="dataset of the run"
     )
-    parser.add_argument("--data-dir", type=Path, default=DATA, help="where it lies")
-    parser.add_argument("--output-dir", type=Path, default=REPORTS, help="where the runs write")
+    parser.add_argument("--data-dir", type=Path, default=DATA, help="folder of the dataset")
+    parser.add_argument(
+        "--output-dir", type=Path, default=REPORTS, help="folder that runs write to"
+    )
     parser.add_argument(
         "--timeout", type=float, default=60.0, help="seconds to wait for the other nodes"
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")

@@ -48,7 +48,7 @@ def receive(connection: socket.socket, *, deadline: float) -> dict[str, Any]:
     try:
         return dict(json.loads(content))
     except (TypeError, ValueError) as error:
-        raise OSError("no lab doctor at the other end") from error
+        raise OSError("the other end is not lab doctor") from error
 
 
 @contextlib.contextmanager

@@ -52,8 +52,8 @@ def request_of(args: argparse.Namespace) -> CheckRequest:
         args.rank is not None and args.master_ip is None
     ):
         raise UserError(
-            "lab doctor: give --master-ip, --num-nodes and --rank together to try the network "
-            "between the nodes, or --master-ip alone, or none of them"
+            "lab doctor: give --master-ip, --num-nodes and --rank together to test the network "
+            "between the nodes, or --master-ip alone, or none of the three"
         )
     if args.rank is not None and not 0 <= args.rank < args.num_nodes:
         raise UserError(
@@ -90,7 +90,7 @@ def examine(request: CheckRequest) -> Iterator[CheckResult]:
     blocked = [one for one in found if one.name in ("port", "interface") and one.status == FAILURE]
     if blocked:
         yield CheckResult(
-            "nodes", FAILURE, f"not met, because of the {blocked[0].name}", blocked[0].remedy
+            "nodes", FAILURE, f"not tested: the {blocked[0].name} check failed", blocked[0].remedy
         )
         return
     results = _limited(
@@ -105,8 +105,8 @@ def _connect_nodes(request: CheckRequest) -> list[CheckResult]:
     try:
         nodes, problems = connect_nodes(request, own_facts(request))
     except OSError as error:
-        remedy = "see the lines on port and interface"
-        return [CheckResult("nodes", FAILURE, f"not met ({reason(error)})", remedy)]
+        remedy = "see the lines about port and interface above"
+        return [CheckResult("nodes", FAILURE, f"no connection ({reason(error)})", remedy)]
     return results_of(request, nodes, problems)
 
 
@@ -119,14 +119,14 @@ def _limited(name: str, ask: Callable[[], T], seconds: float) -> T | CheckResult
             name,
             FAILURE,
             f"no answer within {seconds:g} s",
-            "look for a disk or a name server that hangs",
+            "check whether a disk or the name server (DNS) hangs",
         )
     except Exception as error:  # one broken check must not hide the others
         return CheckResult(
             name,
             FAILURE,
-            f"could not be looked at ({type(error).__name__}: {error})",
-            "tell the authors",
+            f"this check itself failed ({type(error).__name__}: {error})",
+            "report this line to the authors",
         )
 
 

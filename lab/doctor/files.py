@@ -23,34 +23,34 @@ def check_dataset(request: CheckRequest) -> CheckResult:
     """Check that the dataset's files exist and are whole."""
     name, folder = request.dataset, request.data_dir
     if name == "digits":
-        return CheckResult("dataset", OK, "digits come with scikit-learn")
+        return CheckResult("dataset", OK, "digits comes with scikit-learn")
     if name == "folder":
         return _image_folder(folder)
     if torch_facts().error is not None:
         return CheckResult(
             "dataset",
             WARNING,
-            "not looked at, since torch cannot be imported",
-            "see the line on torch",
+            "not checked, because torch cannot be imported",
+            "see the line about torch above",
         )
     missing, damaged = dataset_state(name, folder)
     if damaged:
         return CheckResult(
             "dataset",
             FAILURE,
-            f"{name} in {folder} is damaged, sizes or MD5 are wrong: {', '.join(damaged)}",
-            "remove those files: the parts download them again; or copy them from a node where "
-            "they are whole",
+            f"{name} in {folder} is damaged (wrong size or MD5): {', '.join(damaged)}",
+            "delete these files (the next run downloads them again), or copy them from a node that "
+            "has good ones",
         )
     if missing:
         return CheckResult(
             "dataset",
             WARNING,
             f"{name} is not in {folder} (missing: {', '.join(missing)})",
-            "where this node has no network, copy the folder from one that has it; else the parts "
-            "download it first",
+            "with internet access, nothing: a run downloads it first; otherwise copy the folder "
+            "from a node that has it",
         )
-    return CheckResult("dataset", OK, f"{name} in {folder}, whole by MD5")
+    return CheckResult("dataset", OK, f"{name} in {folder}, complete (MD5 checked)")
 
 
 @cache
@@ -83,7 +83,7 @@ def _image_folder(folder: Path) -> CheckResult:
             "dataset",
             FAILURE,
             f"{folder} has no {' and no '.join(lacking)}",
-            "give --data-dir, a folder with train/<class>/* and test/<class>/*",
+            "give a --data-dir that contains train/<class>/* and test/<class>/*",
         )
     return CheckResult("dataset", OK, f"{len(classes['train'])} classes in {folder}")
 
@@ -101,7 +101,7 @@ def dataset_fact(request: CheckRequest) -> str:
         ]
         digest = hashlib.sha256("\n".join(listed).encode()).hexdigest()
         return f"folder of {len(listed)} images, {digest[:12]}"
-    states = {OK: "whole", WARNING: "missing", FAILURE: "damaged"}
+    states = {OK: "complete", WARNING: "missing", FAILURE: "damaged"}
     return f"{request.dataset} {states[check_dataset(request).status]}"
 
 
@@ -116,8 +116,8 @@ def check_disk(
             "disk",
             FAILURE,
             f"{folder} cannot be written "
-            f"({there} {'is read-only' if there.is_dir() else 'is no folder'})",
-            "give another --output-dir, or permit writing there",
+            f"({there} {'is read-only' if there.is_dir() else 'is not a folder'})",
+            "give another --output-dir, or change the folder's permissions",
         )
     free = usage(there).free
     text = (
@@ -125,13 +125,15 @@ def check_disk(
         f"a checkpoint of VGG-11 takes {_CHECKPOINT_BYTES / 1e6:.0f} MB"
     )
     if free < 2 * _CHECKPOINT_BYTES:  # an old one is deleted only after the new one is written
-        return CheckResult("disk", FAILURE, text, "make room, or give --output-dir on another disk")
+        return CheckResult(
+            "disk", FAILURE, text, "free some space, or give an --output-dir on another disk"
+        )
     if free < _ROOM_FOR * _CHECKPOINT_BYTES:
         return CheckResult(
             "disk",
             WARNING,
             text,
-            f"give --keep-checkpoints {max(1, free // _CHECKPOINT_BYTES - 1)}, or make room",
+            f"free some space, or give --keep-checkpoints {max(1, free // _CHECKPOINT_BYTES - 1)}",
         )
     return CheckResult("disk", OK, text)
 
@@ -139,7 +141,9 @@ def check_disk(
 def check_code(_request: CheckRequest) -> CheckResult:
     """Report which code this is."""
     commit = git("rev-parse", "--short", "HEAD")
-    changes = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    changes = (
+        " with uncommitted changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    )
     which = f"commit {commit}{changes}," if commit else "no git commit;"
     return CheckResult("code", OK, f"{which} code {code_digest()}")
 

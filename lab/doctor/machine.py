@@ -74,7 +74,7 @@ def check_torch(_request: CheckRequest) -> CheckResult:
     text = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     facts = torch_facts()
     if facts.error is None:
-        return CheckResult("torch", OK, f"{text}: a pair that can be imported")
+        return CheckResult("torch", OK, f"{text}: both can be imported")
     if None in versions.values():
         return CheckResult(
             "torch",
@@ -102,13 +102,16 @@ def check_gpus(_request: CheckRequest) -> CheckResult:
     facts = torch_facts()
     if facts.error is not None:
         return CheckResult(
-            "gpu", WARNING, "not looked at, since torch cannot be imported", "see the line on torch"
+            "gpu",
+            WARNING,
+            "not checked, because torch cannot be imported",
+            "see the line about torch above",
         )
     if facts.gpus:
         gpus = f"{len(facts.gpus)} x {facts.gpus[0]}"
         if facts.nccl is not None:
             return CheckResult(
-                "gpu", OK, f"{gpus}, CUDA {facts.cuda_build}, NCCL {facts.nccl}: one rank a GPU"
+                "gpu", OK, f"{gpus}, CUDA {facts.cuda_build}, NCCL {facts.nccl}: one rank per GPU"
             )
         return CheckResult(
             "gpu",
@@ -122,15 +125,15 @@ def check_gpus(_request: CheckRequest) -> CheckResult:
         return CheckResult(
             "gpu",
             WARNING,
-            f"none can be seen with CUDA_VISIBLE_DEVICES={hidden!r}",
+            f"torch sees none: CUDA_VISIBLE_DEVICES={hidden!r} hides them",
             "unset CUDA_VISIBLE_DEVICES",
         )
-    build = f"CUDA {facts.cuda_build}" if facts.cuda_build else "for CPUs"
+    build = f"built for CUDA {facts.cuda_build}" if facts.cuda_build else "built for CPUs"
     return CheckResult(
         "gpu",
         WARNING,
-        f"the driver is there, but torch ({build}) sees no GPU",
-        "run nvidia-smi: where it shows a GPU, install a torch for the CUDA version that it names",
+        f"nvidia-smi is installed, but torch ({build}) sees no GPU",
+        "run nvidia-smi: if it lists a GPU, install a torch for the CUDA version that it shows",
     )
 
 
@@ -139,14 +142,14 @@ def check_cores(request: CheckRequest) -> CheckResult:
     cores = usable_cores()
     of_all = f" of {os.cpu_count()}" if os.cpu_count() != cores else ""
     bf16 = {True: ", fast bf16", False: ", no fast bf16: AMP stays off on CPUs", None: ""}
-    text = f"{cores} usable cores{of_all}{bf16[torch_facts().fast_bf16]}"
+    text = f"{cores} usable core{'s' * (cores != 1)}{of_all}{bf16[torch_facts().fast_bf16]}"
     threads = setting("OMP_NUM_THREADS") or ""
     if threads.isdecimal() and int(threads) > cores:
         return CheckResult(
             "cpu",
             WARNING,
             f"{text}; OMP_NUM_THREADS={threads} asks for more threads than cores",
-            f"unset OMP_NUM_THREADS, or give --threads {cores} at most",
+            f"unset OMP_NUM_THREADS, or give --threads {cores} or fewer",
         )
     return CheckResult("cpu", OK, text)
 
@@ -159,7 +162,7 @@ def check_memory(_request: CheckRequest) -> CheckResult:
         return CheckResult(
             "memory",
             WARNING,
-            f"{text}; a rank of VGG-11 takes about 1 GB",
+            f"{text}; one rank of VGG-11 needs about 1 GB",
             "end other processes, or start fewer ranks here",
         )
     with contextlib.suppress(OSError):
@@ -183,12 +186,11 @@ def check_open_files(request: CheckRequest) -> CheckResult:
         return CheckResult(
             "open files",
             WARNING,
-            f"{limit} a process, {needed} may be needed",
+            f"limit {limit} per process, and a rank may need {needed}",
             f"ulimit -n {max(needed, 4096)}",
         )
-    return CheckResult(
-        "open files", OK, f"{'no limit' if limit == resource.RLIM_INFINITY else limit} a process"
-    )
+    unlimited = limit == resource.RLIM_INFINITY
+    return CheckResult("open files", OK, "no limit" if unlimited else f"limit {limit} per process")
 
 
 def check_cluster_tools(_request: CheckRequest) -> CheckResult:
@@ -197,7 +199,7 @@ def check_cluster_tools(_request: CheckRequest) -> CheckResult:
         return CheckResult(
             "lab cluster",
             WARNING,
-            "cannot make nodes with links of their own here (the parts don't need it)",
+            "cannot emulate nodes on this machine (training does not need it)",
             refused,
         )
     if not tools.has_tbf():
@@ -205,9 +207,9 @@ def check_cluster_tools(_request: CheckRequest) -> CheckResult:
             "lab cluster",
             WARNING,
             "the kernel cannot limit a link's rate (sch_tbf)",
-            "sudo modprobe sch_tbf, or leave --rate out",
+            "sudo modprobe sch_tbf, or run lab cluster without --rate",
         )
-    netem = "" if tools.has_netem() else "; no --latency: the kernel lacks netem"
+    netem = "" if tools.has_netem() else "; --latency has no effect: the kernel lacks netem"
     return CheckResult(
-        "lab cluster", OK, f"ip, tc and unshare are there, namespaces are allowed{netem}"
+        "lab cluster", OK, f"ip, tc and unshare are installed, namespaces are allowed{netem}"
     )

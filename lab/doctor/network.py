@@ -43,16 +43,16 @@ def check_interface(request: CheckRequest) -> CheckResult | None:
             "interface",
             FAILURE,
             f"no route to {request.master_ip} ({reason(error)})",
-            "give an address of rank 0's node in a network that this node is in, too",
+            "give an address of rank 0's node that this node can reach",
         )
     name = interface_of(own)
     if request.num_nodes and request.rank == 0 and not is_own(request.master_ip):
         return CheckResult(
             "interface",
             FAILURE,
-            f"rank 0 is this node, but {request.master_ip} is none of its addresses",
-            "give the one that the other nodes reach: "
-            f"{', '.join(_own_addresses()) or 'none found'}",
+            f"this node is rank 0, but {request.master_ip} is not one of its addresses",
+            "run rank 0 on the machine with that address, or give the address at which the other "
+            f"nodes reach this one: {', '.join(_own_addresses()) or 'none found'}",
         )
     for variable in _OWN_VARIABLES:
         chosen = setting(variable)
@@ -60,7 +60,7 @@ def check_interface(request: CheckRequest) -> CheckResult | None:
             return CheckResult(
                 "interface",
                 FAILURE,
-                f"{variable}={chosen}, which this node does not have",
+                f"{variable}={chosen}, but this node has no interface {chosen}",
                 f"unset {variable}",
             )
         if chosen and name is not None and chosen != name:
@@ -68,13 +68,12 @@ def check_interface(request: CheckRequest) -> CheckResult | None:
                 "interface",
                 WARNING,
                 f"{variable}={chosen}, but {name} ({own}) routes to {request.master_ip}",
-                f"unset {variable}: the parts choose {name}",
+                f"unset {variable}: a run then chooses {name}",
             )
     return CheckResult(
         "interface",
         OK,
-        f"{name or own} ({own}) routes to {request.master_ip}; the parts tell Gloo and NCCL "
-        "to take it",
+        f"{name or own} ({own}) routes to {request.master_ip}; a run tells Gloo and NCCL to use it",
     )
 
 
@@ -96,16 +95,17 @@ def check_host_name(
         return CheckResult(
             "host name",
             WARNING,
-            f"{text}, which Gloo would give to the other nodes",
-            "see the line on the interface",
+            f"{text}; Gloo would send this address to the other nodes",
+            "see the line about the interface",
         )
     if is_loopback(own):
-        return CheckResult("host name", OK, f"{text}: right on one machine")
+        return CheckResult("host name", OK, f"{text}: fine on one machine")
     return CheckResult(
         "host name",
         WARNING,
-        f"{text}, which Gloo would give to the other nodes; the parts choose the right interface",
-        f"nothing for the parts; for other programs: export GLOO_SOCKET_IFNAME={interface_of(own)}",
+        f"{text}; Gloo would send this address to the other nodes, but a run of this project "
+        "chooses the right interface",
+        f"nothing here; for other programs: export GLOO_SOCKET_IFNAME={interface_of(own)}",
     )
 
 
@@ -118,13 +118,13 @@ def check_port(request: CheckRequest) -> CheckResult | None:
         socket.create_server(("", port)).close()  # with SO_REUSEADDR, as torch's store does
     except PermissionError:
         return CheckResult(
-            "port", FAILURE, f"{port} is for root alone", "give a --master-port from 1024 on"
+            "port", FAILURE, f"only root may use {port}", "give a --master-port of 1024 or more"
         )
     except OSError as error:
         return CheckResult(
             "port",
             FAILURE,
-            f"{port} is taken by {_holder(port)} ({reason(error)})",
+            f"{port} is in use by {_holder(port)} ({reason(error)})",
             "end that process, or give another --master-port on every node",
         )
     return CheckResult("port", OK, f"{port} is free")
@@ -144,7 +144,7 @@ def _holder(port: int) -> str:
                 return (
                     f"{process.name()}, process {process.pid}: {' '.join(process.cmdline())[:100]}"
                 )
-    return f"a process of another user (sudo ss -ltnp 'sport = :{port}' names it)"
+    return f"a process of another user (sudo ss -ltnp 'sport = :{port}' shows it)"
 
 
 def check_master(request: CheckRequest) -> CheckResult | None:

@@ -113,7 +113,7 @@ def _collect_nodes(
             try:
                 nodes[rank] = NodeReport(**receive(connection, deadline=deadline))
             except (OSError, TypeError):
-                problems.append(f"rank {rank} came and left before it had told what it reached")
+                problems.append(f"rank {rank} left before it reported which nodes it reaches")
         _send_to_all(
             connections.values(),
             {"nodes": [asdict(node) for node in nodes.values()], "problems": problems},
@@ -158,11 +158,11 @@ def _join_master(
         with master:
             return _report_to(master, request, report, clock)
     except (LookupError, TypeError, ValueError):
-        return {}, [f"what answers at {where} is no lab doctor of this version"]
+        return {}, [f"the program that answers at {where} is not lab doctor of this version"]
     except OSError as error:
         problem = (
-            f"rank {request.rank} reached {where}, "
-            f"but no lab doctor answered to the end ({reason(error)})"
+            f"rank {request.rank} connected to {where}, "
+            f"but lab doctor there did not finish ({reason(error)})"
         )
         return {}, [problem]
 

@@ -30,7 +30,7 @@ def own_facts(request: CheckRequest) -> dict[str, Any]:
         "torchvision": package_version("torchvision"),
         "commit": git("rev-parse", "--short", "HEAD"),
         "code": code_digest(),
-        "dataset": "not looked at" if torch.error is not None else dataset_fact(request),
+        "dataset": "not checked" if torch.error is not None else dataset_fact(request),
         "gpus": len(torch.gpus),
         "cores": usable_cores(),
     }
@@ -57,7 +57,7 @@ def _attendance(
         return CheckResult("nodes", FAILURE, text, _remedy_if_alone(request, text))
     missing = sorted({*range(request.num_nodes)} - nodes.keys())
     text = (
-        f"{len(nodes)} of {request.num_nodes} nodes met at "
+        f"{len(nodes)} of {request.num_nodes} nodes connected at "
         f"{request.master_ip}:{request.master_port}"
     )
     if not missing and not problems:
@@ -68,19 +68,19 @@ def _attendance(
         "nodes",
         FAILURE,
         "; ".join([text, *problems]),
-        "run lab doctor on every node within --timeout, with the same --master-ip and --num-nodes "
-        "and a --rank of its own",
+        "start lab doctor on every node within --timeout, with the same --master-ip and "
+        "--num-nodes everywhere and a different --rank on each",
     )
 
 
 def _remedy_if_alone(request: CheckRequest, problem: str) -> str:
     """Return what to do on a node that reached no other node, or that rank 0 refused."""
     if "started twice" in problem or "--num-nodes" in problem:
-        return "give every node the same --num-nodes and a --rank of its own"
+        return "give every node the same --num-nodes and a different --rank"
     if "connection refused" in problem:
         return (
-            f"run lab doctor with --rank 0 on {request.master_ip} at the same time; where it runs, "
-            "the port differs"
+            f"run lab doctor with --rank 0 on {request.master_ip} at the same time; if it already "
+            "runs there, give both the same --master-port"
         )
     return f"check --master-ip, and open port {request.master_port} on rank 0's node"
 
@@ -93,7 +93,7 @@ def _connections(nodes: Sequence[NodeReport]) -> CheckResult:
         return CheckResult(
             "connections",
             OK,
-            f"each node reaches each, {directions} directions, at ports that the system chose",
+            f"every node reaches every other one ({directions} connections, at free ports)",
         )
     addresses = {node.rank: node.address for node in nodes}
     broken = [
@@ -107,9 +107,9 @@ def _connections(nodes: Sequence[NodeReport]) -> CheckResult:
     return CheckResult(
         "connections",
         FAILURE,
-        f"{len(broken)} of {directions} directions fail: {'; '.join(broken[:_MOST_NAMED])}{more}",
-        f"on rank {worst}'s node, let the firewall pass every port from the other nodes (Gloo and "
-        "NCCL choose theirs)",
+        f"{len(broken)} of {directions} connections fail: {'; '.join(broken[:_MOST_NAMED])}{more}",
+        f"on rank {worst}'s node, open all ports to the other nodes in the firewall (Gloo and NCCL "
+        "use any free port)",
     )
 
 
@@ -118,7 +118,7 @@ def _clocks(nodes: Sequence[NodeReport]) -> CheckResult:
     if not measured:
         return CheckResult("clocks", OK, "not compared")
     far = [
-        f"rank {rank}'s by {ahead:+.2f} s (±{uncertainty:.3f} s)"
+        f"rank {rank} by {ahead:+.2f} s (±{uncertainty:.3f} s)"
         for rank, ahead, uncertainty in measured
         if abs(ahead) - uncertainty > _FAR_SECONDS
     ]
@@ -126,8 +126,8 @@ def _clocks(nodes: Sequence[NodeReport]) -> CheckResult:
         return CheckResult(
             "clocks",
             WARNING,
-            f"off rank 0's: {', '.join(far[:_MOST_NAMED])}; times in the nodes' logs cannot be "
-            "compared (measured durations don't depend on it)",
+            f"differ from rank 0's: {', '.join(far[:_MOST_NAMED])}; times in different nodes' logs "
+            "cannot be compared (measured durations are right)",
             "synchronise the clocks on every node: timedatectl set-ntp true",
         )
     _, ahead, uncertainty = max(measured, key=lambda clock: abs(clock[1]))
@@ -150,7 +150,7 @@ def _versions(nodes: Sequence[NodeReport]) -> CheckResult:
             "versions",
             FAILURE,
             text,
-            "install the same on every node: make setup, from one checkout",
+            "install the same versions on every node: make setup, from the same commit",
         )
     if len({str(node.facts.get("python")).rpartition(".")[0] for node in nodes}) > 1:
         return CheckResult("versions", WARNING, text, "use the same Python on every node")
@@ -166,14 +166,14 @@ def _code(nodes: Sequence[NodeReport]) -> CheckResult:
         return CheckResult(
             "same code",
             FAILURE,
-            f"the nodes have other code: {difference}",
+            f"the nodes have different code: {difference}",
             "check out the same commit on every node: git pull",
         )
     if len(commits) > 1:
         return CheckResult(
             "same code",
             OK,
-            f"the same files that train, from other commits: {_values_text(commits)}",
+            f"the training code is the same, the commits differ: {_values_text(commits)}",
         )
     commit = nodes[0].facts.get("commit")
     which = f"commit {commit}" if commit else f"no git commit; code {next(iter(codes))}"
@@ -195,7 +195,7 @@ def _dataset(nodes: Sequence[NodeReport]) -> CheckResult:
 def _backend(nodes: Sequence[NodeReport]) -> CheckResult:
     gpus = _by_value(nodes, "gpus")
     if "0" not in gpus:
-        return CheckResult("backend", OK, "NCCL, a rank a GPU")
+        return CheckResult("backend", OK, "NCCL, one rank per GPU")
     if len(gpus) == 1:
         return CheckResult("backend", OK, "Gloo, on CPUs")
     return CheckResult(
@@ -211,7 +211,7 @@ def _cores(nodes: Sequence[NodeReport]) -> CheckResult:
     """Compare the ranks that share a machine with its cores, from their facts."""
     by_host = Counter(node.host for node in nodes).items()
     crowded = [
-        f"{host} has {ranks} ranks and {cores} cores"
+        f"{host} has {ranks} ranks and {cores} core{'s' * (cores != 1)}"
         for host, ranks in by_host
         for cores in [min(one.facts.get("cores", ranks) for one in nodes if one.host == host)]
         if ranks > cores
@@ -221,8 +221,9 @@ def _cores(nodes: Sequence[NodeReport]) -> CheckResult:
     return CheckResult(
         "cores",
         WARNING,
-        f"{'; '.join(crowded)}: they take turns, and step times show the machine, not the strategy",
-        "start as many ranks a machine as it has cores, or measure with --compute measured",
+        f"{'; '.join(crowded)}: ranks wait for cores, so step times show the machine, not the "
+        "strategy",
+        "start at most one rank per core, or measure with --compute measured",
     )
 
 

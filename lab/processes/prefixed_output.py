@@ -10,7 +10,7 @@ console = Console(highlight=False)
 
 
 def say(text: str) -> None:
-    """Print a message as it stands."""
+    """Print a message unchanged: no markup, no wrapping, so that paths can be copied."""
     console.print(text, markup=False, soft_wrap=True)
 
 

@@ -58,7 +58,7 @@ def _show_others(connections: HostConnections, prefixed: PrefixedOutput) -> None
         failures = _failures(connection.lines)
         own = [line for line in failures if line not in known]
         if not failures and _failed(connections, connection.host.rank):  # the doctor itself failed
-            own = list(connection.lines)[-1:] or ["lab doctor ended without a word"]
+            own = list(connection.lines)[-1:] or ["lab doctor ended without a message"]
         shown_hosts += bool(own)
         for line in own if shown_hosts <= _MOST_HOSTS else []:
             prefixed.show(connection.host.rank, line)

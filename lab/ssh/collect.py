@@ -45,7 +45,7 @@ class CollectRequest:
 
 @dataclass
 class Outcome:
-    """What became of the files.
+    """What happened to the files.
 
     written, same : the number of files copied, and of files that were here already.
     kept : local files that differ and were left unchanged. runs : the nodes that have each run.
@@ -68,7 +68,7 @@ def collect(args: argparse.Namespace) -> int:
         unreached = unreached_hosts(connections)
         if len(unreached) == len(connections.hosts):
             refuse(
-                unreached, of=len(connections.hosts), what="cannot be reached; nothing was brought"
+                unreached, of=len(connections.hosts), what="cannot be reached; nothing was copied"
             )
         listings = _listings(connections, request, args.checkpoints, leave_out=unreached)
         outcome = _copy_runs(connections, listings, args.output_dir)
@@ -80,8 +80,8 @@ def _collect_request(args: argparse.Namespace) -> CollectRequest:
     if args.hosts is not None:
         if not names:
             raise UserError(
-                "--hosts without runs: name them, <part>-<sync>/<time> or <part>-<sync>, or give "
-                "the folder of a launch in place of --hosts"
+                "--hosts needs the names of runs: <part>-<sync>/<time> or <part>-<sync>; or give "
+                "the folder of a launch instead of --hosts"
             )
         hosts, options = parse_hosts(args.hosts, shares_a_port=False), read_ssh_options(args)
         return CollectRequest(
@@ -95,7 +95,8 @@ def _collect_request(args: argparse.Namespace) -> CollectRequest:
     for flag in ("user", "workdir", "python", "remote_reports"):
         if getattr(args, flag) is not None:
             raise UserError(
-                f"--{flag.replace('_', '-')} goes with --hosts; a launch remembers its own"
+                f"--{flag.replace('_', '-')} works only with --hosts: for a launch, remove it; the "
+                "launch has recorded its own"
             )
     launch = read_launch(Path(names[0]) if names else _newest_launch(args.output_dir))
     config = args.ssh_config or (Path(launch["ssh_config"]) if launch["ssh_config"] else None)
@@ -116,7 +117,7 @@ def _newest_launch(reports: Path) -> Path:
     launches = sorted(reports.glob("launch-*/launch.json"))
     if not launches:
         raise UserError(
-            f"{reports} has no folder of lab launch: give one, or --hosts and the runs' names"
+            f"{reports} has no folder of lab launch: give one, or --hosts and names of runs"
         )
     return launches[-1].parent
 
@@ -155,15 +156,16 @@ def _listings(
             refuse(
                 {host: answer["error"]},
                 of=len(request.hosts),
-                what="did not list its runs; nothing was brought",
+                what="did not list its runs; nothing was copied",
             )
         listings[host.rank] = answer["result"]
     if not any(listing["runs"] for listing in listings.values()):
         which = f"run {', '.join(request.names)}" if request.names else "run of that launch"
-        places = ", ".join(dict.fromkeys(listing["reports"] for listing in listings.values()))
+        folders = ", ".join(dict.fromkeys(listing["reports"] for listing in listings.values()))
+        hosts = f"{len(listings)} host{'s' * (len(listings) != 1)}"
         raise UserError(
-            f"no {which} on any of {len(listings)} hosts in {places}: name others, or give "
-            "--hosts, --workdir and --remote-reports"
+            f"no {which} in {folders} on {hosts}: give other names, or --hosts, --workdir and "
+            "--remote-reports"
         )
     return listings
 
@@ -214,8 +216,9 @@ def _fetch(connections: HostConnections, node: int, reports: str, path: str, siz
             content.clear()  # a training run has replaced the file: start again
         elif not piece:
             raise UserError(
-                f"{connections.hosts[node]}: its files did not come whole "
-                f"({answer.get('error', f'{path} has become shorter')}): collect again"
+                f"{connections.hosts[node]}: its files were not copied completely "
+                f"({answer.get('error', f'{path} became shorter meanwhile')}): run lab collect "
+                "again"
             )
         else:
             content += base64.b64decode(piece)
@@ -234,20 +237,21 @@ def _write(path: Path, content: bytes, outcome: Outcome) -> None:
 def _report(
     request: CollectRequest, outcome: Outcome, unreached: Mapping[Host, str], output_dir: Path
 ) -> int:
-    """Print what became of the files; return the exit status."""
+    """Print what happened to the files; return the exit status."""
     for run, nodes in sorted(outcome.runs.items()):
         hosts = first_of([request.hosts[node].name for node in nodes], _MOST_NAMED)
         say(f"{output_dir / run}: from {hosts}")
     folders = " ".join(str(output_dir / run) for run in sorted(outcome.runs))
-    say(f"{outcome.written} files brought, {outcome.same} were here; next: lab report {folders}")
+    copied = f"{outcome.written} file{'s' * (outcome.written != 1)} copied"
+    say(f"{copied}, {outcome.same} already here; next: lab report {folders}")
     if outcome.kept:
         files = ", ".join(map(str, outcome.kept[:_MOST_NAMED]))
         more = " …" if len(outcome.kept) > _MOST_NAMED else ""
         say(
-            "warning: other files of the same names are here, and were left alone "
-            f"({len(outcome.kept)}): {files}{more}; give another --output-dir to have those of the "
-            "hosts"
+            "warning: different files with the same names are already here and were not replaced "
+            f"({len(outcome.kept)}): {files}{more}; to copy those of the hosts, give another "
+            "--output-dir"
         )
     for host, why in list(unreached.items())[:_MOST_NAMED]:
-        say(f"warning: nothing came from {host}: {why}")
+        say(f"warning: nothing was copied from {host}: {why}")
     return 1 if outcome.kept or unreached else 0

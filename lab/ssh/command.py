@@ -58,14 +58,14 @@ class NodeCommands:
         UserError if it sets a rank itself, or cannot run on that number of hosts.
         """
         if not words:
-            raise UserError(f"no command: give it behind --, for example {_EXAMPLE}")
+            raise UserError(f"no command: add it after --, for example {_EXAMPLE}")
         check_placeholders(words)
         main = next(filter(None, map(_PART.search, words)), None)
         part, script = (main[1], main.string) if main is not None else (None, None)
         if part == "PartOne" and nodes > 1:
             raise UserError(
-                f"PartOne trains on one process, and --hosts names {nodes}: give one host, or "
-                "PartTwo or PartThree"
+                f"PartOne trains in one process, but --hosts names {nodes} hosts: give one host, "
+                "or use PartTwo or PartThree"
             )
         kind = "plain"
         if any(re.search(r"\{(master|nodes|rank|port)\}", word) for word in words):
@@ -142,18 +142,21 @@ def _torchrun_flags_to_add(words: Sequence[str], nodes: int) -> list[str]:
     given = _flags(list(own))
     if "--standalone" in given:
         raise UserError(
-            "--standalone is for one machine: leave it out, and lab launch gives torchrun the "
-            "master's address"
+            "--standalone is for one machine: remove it; lab launch gives torchrun the master's "
+            "address"
         )
     if "--node-rank" in given:
-        raise UserError(f"--node-rank {given['--node-rank']}: each host gets its own; leave it out")
+        raise UserError(
+            f"--node-rank {given['--node-rank']} in the command: remove it; lab launch gives each "
+            "host its own"
+        )
     if "--nnodes" in given:
         least, _, most = (given["--nnodes"] or "").partition(":")
         numbers = least.isdecimal() and (most or least).isdecimal()
         if not numbers or not int(least) <= nodes <= int(most or least):
             raise UserError(
-                f"--nnodes {given['--nnodes']} in the command, but --hosts names {nodes}: leave it "
-                "out, or make them agree"
+                f"--nnodes {given['--nnodes']} in the command, but --hosts names {nodes}: remove "
+                "it, or make the two agree"
             )
     wanted = ["--nnodes", "--node-rank"]
     if not {"--rdzv-endpoint", "--rdzv-backend"} & given.keys():
@@ -167,5 +170,5 @@ def _refuse_rank_flags(words: Sequence[str]) -> None:
         if instead is not None:
             raise UserError(
                 f"{name} in the command: lab launch gives each host its --master-ip, --num-nodes "
-                f"and --rank; leave it out{f'; {instead}' if instead else ''}"
+                f"and --rank itself; remove it{f'; {instead}' if instead else ''}"
             )

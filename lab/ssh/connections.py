@@ -144,9 +144,7 @@ class HostConnections:
             for connection in [one for one in self.by_rank if one.ready and not one.closed]:
                 silent_seconds = time.monotonic() - connection.heard
                 if silent_seconds > self.silence_seconds:
-                    connection.errors.write(
-                        f"no sign of life for {silent_seconds:.0f} s\n".encode()
-                    )
+                    connection.errors.write(f"no message for {silent_seconds:.0f} s\n".encode())
                     connection.kill()
                 connection.send(do="beat")
 

@@ -60,24 +60,24 @@ def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
     names = [name.strip() for name in text.split(",")]
     if names == [""]:
         raise UserError(
-            "--hosts: no hosts; give their names, as ssh knows them, with commas between: "
+            "--hosts is empty: give host names as ssh knows them, separated by commas: "
             "--hosts node0,node1"
         )
     for name in names:
         if not name:
             raise UserError(
-                f"--hosts: got {text!r}, which has an empty name: leave out the comma before or "
-                "after it"
+                f"--hosts: got {text!r}, which has an empty name: remove the comma before or after "
+                "it"
             )
         if name.startswith("-") or re.search(r"\s", name):
             raise UserError(
-                f"--hosts: {name!r} is no name of a host: give names as ssh knows them, with "
-                "commas between"
+                f"--hosts: {name!r} is not a host name: give names as ssh knows them, separated by "
+                "commas"
             )
         if names.count(name) > 1 and not shares_a_port:
             raise UserError(
-                f"--hosts: {name} stands there twice, so that two ranks would share one host: give "
-                "--master-port, the port that they share, if you mean it; or name each host once "
+                f"--hosts: {name} is named twice, so two ranks would share one host: if you want "
+                "that, give --master-port, the port that they share; otherwise name each host once "
                 "and let torchrun start several ranks on each: "
                 "-- torchrun --nproc-per-node 2 PartThree/main.py"
             )

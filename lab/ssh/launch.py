@@ -96,8 +96,8 @@ def _allow_open_files(wanted: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         except ValueError:
             raise UserError(
-                f"so many hosts need {wanted} open files, and this machine allows {hard} a "
-                "process: ulimit -Hn"
+                f"--hosts names too many hosts: they need {wanted} open files, and this machine "
+                f"allows {hard} per process (ulimit -Hn): raise that limit, or give fewer hosts"
             ) from None
 
 
@@ -106,7 +106,9 @@ def _introduction(
 ) -> str:
     names = hosts[0].name if len(hosts) == 1 else f"{hosts[0].name} to {hosts[-1].name}"
     address = f"; rank 0 at {master}:{commands.master_port}" if master is not None else ""
-    quiet = "; rank 0's output, and the first failure's" if len(hosts) > SHOWN_HOSTS else ""
+    quiet = (
+        "; showing only rank 0's output and the first failure's" if len(hosts) > SHOWN_HOSTS else ""
+    )
     plural = "s" * (len(hosts) > 1)
     return f"{len(hosts)} host{plural}, {names}{address}; logs: {record.folder}{quiet}"
 
@@ -136,7 +138,7 @@ def _run(
         _let_end(connections, signal.SIGINT, _FAREWELL_SECONDS)
     except _Terminated:
         interrupted = 128 + signal.SIGTERM
-        say("SIGTERM: passed on to every node, which may save first; Ctrl-C ends them at once")
+        say("SIGTERM: sent to every node, which may save a checkpoint; Ctrl-C ends them at once")
         _let_end(connections, signal.SIGTERM, _SAVE_SECONDS)
     if connections.running:
         connections.kill()
@@ -193,19 +195,19 @@ def _conclude(
         return _report_lost(connections, lost[0], seconds, record)
     if not lost and len(ended_badly) > len(failed) and (interrupted or not failed):
         say(
-            f"stopped after {seconds:.1f} s, and saved: the same command with --resume auto goes "
-            f"on; output: {record.folder}"
+            f"stopped after {seconds:.1f} s, after saving a checkpoint; resume with the same "
+            f"command and --resume auto; output: {record.folder}"
         )
         return TO_BE_CONTINUED
     if interrupted and (lost or ended_badly):
         return _report_interrupted(connections, lost, record, interrupted)
     if not failed:
-        say(f"all nodes ended well after {seconds:.1f} s; their output: {record.folder}")
+        say(f"all nodes finished without errors after {seconds:.1f} s; output: {record.folder}")
         return 0
     outputs = {node: "\n".join(connections.by_rank[node].lines) for node in failed}
     culprit, message = find_root_failure(list(failed), failed, outputs, name="node")
     host = connections.hosts[culprit].name
-    print(f"error: {message} (host {host}; its output: {record.log(culprit)})", file=sys.stderr)
+    print(f"error: {message} (host {host}; output: {record.log(culprit)})", file=sys.stderr)
     return shell_status(failed[culprit])
 
 
@@ -213,13 +215,13 @@ def _report_interrupted(
     connections: HostConnections, lost: Sequence[Host], record: Record, status: int
 ) -> int:
     left = (
-        f"; {', '.join(map(str, lost[:SHOWN_HOSTS]))} did not answer: what runs there ends by "
-        f"itself {connections.silence_seconds:g} s after the connection broke"
+        f"; {', '.join(map(str, lost[:SHOWN_HOSTS]))} did not answer: processes there end by "
+        f"themselves {connections.silence_seconds:g} s after the connection broke"
     )
     what = "interrupted" if status == INTERRUPTED else "ended by SIGTERM"
     say(
-        f"{what}: every process on every host is ended{left if lost else ''}; "
-        f"their output: {record.folder}"
+        f"{what}: all processes on {'the other' if lost else 'all'} hosts have ended"
+        f"{left if lost else ''}; output: {record.folder}"
     )
     return status
 
@@ -229,9 +231,9 @@ def _report_lost(connections: HostConnections, host: Host, seconds: float, recor
     errors = connection.error_lines if connection.closed else ["no answer"]
     why = f" ({errors[-1][:200]})" if errors else ""
     print(
-        f"error: the connection to {host} broke after {seconds:.1f} s{why}; the others are ended, "
-        f"and what runs there ends by itself {connections.silence_seconds:g} s after the break "
-        f"(its output: {record.log(host.rank)})",
+        f"error: the connection to {host} broke after {seconds:.1f} s{why}; the other hosts were "
+        f"stopped, and processes there end by themselves {connections.silence_seconds:g} s after "
+        f"the break (output: {record.log(host.rank)})",
         file=sys.stderr,
     )
     return LOST

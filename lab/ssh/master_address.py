@@ -33,8 +33,8 @@ def find_master(connections: HostConnections, facts: Sequence[Facts], *, port: i
     if "error" in listening:
         why = listening["error"].rpartition("] ")[2].lower()  # without [Errno 98]
         raise UserError(
-            f"{connections.hosts[0]}: its port {port} cannot be used ({why}): end what listens "
-            "there, or give another --master-port"
+            f"{connections.hosts[0]}: its port {port} cannot be used ({why}): end the program that "
+            "listens there, or give another --master-port"
         )
     answers = connections.ask(
         "connect",
@@ -88,8 +88,8 @@ def _reached_by_all(
     best = min(candidates, key=lambda address: len(failures[address]))  # of equal ones the first
     problems = {
         hosts[node]: (
-            f"does not reach {hosts[0]} at {best}:{port} ({answers[node]['result'][best]}): open "
-            "the port there, or give --master-ip, another address of that host, or another "
+            f"cannot reach {hosts[0]} at {best}:{port} ({answers[node]['result'][best]}): open "
+            "the port there, or give another address of that host with --master-ip, or another "
             "--master-port"
         )
         for node in failures[best]

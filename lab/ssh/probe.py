@@ -94,8 +94,8 @@ def _own_problem(mine: Facts, commands: NodeCommands) -> str | None:
     problems = (
         (
             not mine["folder_there"],
-            f"there is no folder {mine['folder']}: clone the project to it, or give --workdir, its "
-            "folder on the hosts",
+            f"there is no folder {mine['folder']}: clone the project there, or give --workdir, the "
+            "project's folder on the hosts",
         ),
         (
             not mine["script_there"],
@@ -104,13 +104,13 @@ def _own_problem(mine: Facts, commands: NodeCommands) -> str | None:
         ),
         (
             is_part and _numbers(mine["version"]) < OLDEST_PYTHON,
-            f"{mine['python']} is Python {mine['version']}, and the parts need "
-            f"{'.'.join(map(str, OLDEST_PYTHON))}: make setup there, or give --python",
+            f"{mine['python']} is Python {mine['version']}, and this project needs "
+            f"{'.'.join(map(str, OLDEST_PYTHON))}: run make setup there, or give --python",
         ),
         (
             is_part and mine["torch"] is None,
-            f"{mine['python']} has no torch: make setup in {mine['folder']}, or give --python, an "
-            "interpreter that has it",
+            f"{mine['python']} has no torch: run make setup in {mine['folder']}, or give --python, "
+            "an interpreter that has it",
         ),
     )
     return next((problem for found, problem in problems if found), None)
@@ -129,17 +129,18 @@ def _difference(first_host: Host, first: Facts, mine: Facts, commands: NodeComma
         (
             _numbers(mine["version"]) != _numbers(first["version"]),
             f"Python {mine['version']} ({mine['python']}), but {first_host} has "
-            f"{first['version']}: use the same on all hosts, make setup with it, or --python",
+            f"{first['version']}: run make setup with the same version on all hosts, or give "
+            "--python",
         ),
         (
             first["torch"] and mine["torch"].split("+")[0] != first["torch"].split("+")[0],
-            f"torch {mine['torch']}, but {first_host} has {first['torch']}: make setup on both, "
-            "from one checkout",
+            f"torch {mine['torch']}, but {first_host} has {first['torch']}: run make setup on "
+            "both, from the same commit",
         ),
         (
             files,
-            f"other code than {first_host}: {first_of(files, 3, noun=' files')}: check out the "
-            "same commit on all hosts (git pull)",
+            f"its code differs from {first_host}: {first_of(files, 3, noun=' files')}: check out "
+            "the same commit on all hosts (git pull)",
         ),
     )
     return next((problem for found, problem in differences if found), None)
@@ -153,8 +154,8 @@ def _same_machine(mine: Facts, others: Sequence[Host], facts: Sequence[Facts]) -
     for other, theirs in zip(others, facts, strict=False):
         if mine["addresses"] and sorted(mine["addresses"]) == sorted(theirs["addresses"]):
             return (
-                f"the same machine as {other}, so that two ranks would share it: give "
-                "--master-port, if you mean it, or name it once"
+                f"the same machine as {other}, so two ranks would share it: name it once, or give "
+                "--master-port if you want that"
             )
     return None
 

@@ -112,6 +112,6 @@ def read_launch(folder: Path) -> dict[str, Any]:
         if content["format"] == FORMAT and content["what"] == "lab launch":
             return content
     raise UserError(
-        f"{folder} is no folder of lab launch (no {_FILE} of format {FORMAT}): give one, "
-        "reports/launch-<time>, or --hosts and the runs' names"
+        f"{folder} is not a folder of lab launch (no {_FILE} of format {FORMAT}): give one, "
+        "reports/launch-<time>, or --hosts and names of runs"
     )

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 REFUSALS: tuple[tuple[str, str, str], ...] = (
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "its host key is not the one that ssh knows",
-        "where it was installed anew: ssh-keygen -R {name}, then connect once by hand: ssh {given}",
+        "its host key has changed",
+        "if the host was reinstalled: ssh-keygen -R {name}, then connect once by hand: ssh {given}",
     ),
     (
         r"Host key verification failed|No \S+ host key is known",
@@ -19,13 +19,13 @@ REFUSALS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"Permission denied \(",
-        "it refuses the key",
-        "copy yours there: ssh-copy-id {given}; or give --user",
+        "it refuses your ssh key",
+        "copy your key there: ssh-copy-id {given}; or give --user",
     ),
     (
         "Too many authentication failures",
-        "it refuses the keys, and the agent offers many",
-        "name the one key in ~/.ssh/config: IdentityFile and IdentitiesOnly yes",
+        "your ssh agent offered too many keys",
+        "name the right key in ~/.ssh/config: IdentityFile and IdentitiesOnly yes",
     ),
     (
         "Could not resolve hostname",
@@ -40,18 +40,19 @@ REFUSALS: tuple[tuple[str, str, str], ...] = (
     (
         r"timed out|No route to host|Network is unreachable|Host is down",
         "no answer",
-        "check that it is on, and reached from here: ssh {given}",
+        "check that it is switched on and can be reached from here: ssh {given}",
     ),
     (
         r"Bad owner or permissions|Bad configuration option|unknown option|Can't open user config|"
         "keyword .* extra arguments|command-line line",
-        "ssh does not take its settings",
+        "ssh rejects its configuration",
         "correct the file or --ssh-option that it names",
     ),
     (
         r"python3?: (command )?not found|python3: No such file|\.venv/bin/python: ",
         "no Python there",
-        "make setup in the folder there, or give --python, an interpreter on the hosts",
+        "run make setup in the project's folder there, or give --python, an interpreter on the "
+        "hosts",
     ),
     (
         r"not found|No such file or directory|Permission denied",
@@ -61,7 +62,7 @@ REFUSALS: tuple[tuple[str, str, str], ...] = (
     (
         r"kex_exchange_identification|Connection (closed|reset)",
         "it closed the connection before the login",
-        "look at sshd's log there (its limits MaxStartups and MaxSessions, or a firewall)",
+        "read sshd's log there (the cause may be MaxStartups, MaxSessions or a firewall)",
     ),
 )
 _NO_REASON = "Permanently added|Could not chdir to home directory"
@@ -75,4 +76,4 @@ def explain(errors: Sequence[str], *, name: str, given: str) -> str:
         if found is not None:
             quoted = "" if found.startswith("@") else f" (ssh: {found[:200]})"
             return f"{what}{quoted}: {remedy.format(name=name, given=given)}"
-    return f"ssh: {lines[-1][:300]}" if lines else f"ssh ended without a word: try ssh {given}"
+    return f"ssh: {lines[-1][:300]}" if lines else f"ssh ended without a message: try ssh {given}"

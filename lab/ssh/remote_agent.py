@@ -201,7 +201,7 @@ def _guard(agent: int) -> None:
         ended, status = os.wait()
     end_all(None)
     if os.WIFSIGNALED(status):
-        message = f"lab's own process there was killed by signal {os.WTERMSIG(status)}\n"
+        message = f"lab's process on the host was killed by signal {os.WTERMSIG(status)}\n"
         os.write(2, message.encode())
 
 

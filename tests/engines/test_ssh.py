@@ -72,7 +72,7 @@ def test_training_is_launched_collected_and_reported(machines: Machines, tmp_pat
     launch = next(tmp_path.glob("launch-*"))
     assert lines[0] == f"3 hosts, node1 to node3; rank 0 at 10.9.0.2:29500; logs: {launch}"
     assert "node 0 | equal weights   yes, on all ranks" in lines
-    assert lines[-1].startswith("all nodes ended well after ")
+    assert lines[-1].startswith("all nodes finished without errors after ")
     assert "equal weights   yes, on all ranks" in (launch / "node0.log").read_text()
 
     there = [
@@ -121,7 +121,7 @@ def test_training_is_launched_collected_and_reported(machines: Machines, tmp_pat
     status, output = machines.run("collect", launch, "--output-dir", tmp_path)
     assert status == 1, output
     assert (
-        "other files of the same names are here, and were left alone (1): "
+        "different files with the same names are already here and were not replaced (1): "
         f"{here / 'logs_rank1.txt'}; give" in output
     )
     assert (here / "logs_rank1.txt").read_text() == "my own notes\n"
@@ -153,10 +153,13 @@ def test_a_checked_launch_passes_sigterm_on_to_the_parts_which_save(
     output, _ = process.communicate(timeout=LONG)
     assert process.returncode == 75, output
     assert (
-        "node 0 | ok       nodes         2 of 2 nodes met at 10.9.0.2:29500" in output.splitlines()
+        "node 0 | ok       nodes         2 of 2 nodes connected at 10.9.0.2:29500"
+        in output.splitlines()
     )
     assert re.search(
-        r"stopped after [\d.]+ s, and saved: the same command with --resume auto goes on", output
+        r"stopped after [\d.]+ s, after saving a checkpoint; resume with the same command and "
+        "--resume auto",
+        output,
     ), output
     run = only_run_folder(machines.own_checkout(1) / "reports", "PartThree-ddp")
     assert list((run / "checkpoints").glob("*.pt"))
@@ -223,12 +226,12 @@ def test_nothing_is_left_on_any_host(machines: Machines, tmp_path: Path, end: st
         }[end]
     ), output
     told = {
-        "failure": "error: node 1 ended with status 7: up (host node2; its output: ",
+        "failure": "error: node 1 ended with status 7: up (host node2; output: ",
         "kill": "",
-        "interrupt": "interrupted: every process on every host is ended",
-        "terminate": "ended by SIGTERM: every process",
+        "interrupt": "interrupted: all processes on all hosts have ended",
+        "terminate": "ended by SIGTERM: all processes",
         "cut": "error: the connection to node 0 (node1) broke after ",
-        "keeper": "(lab's own process there was killed by signal 9)",
+        "keeper": "(lab's process on the host was killed by signal 9)",
         "connection": "error: the connection to node 0 (node1)",
     }
     assert told[end] in output
@@ -271,8 +274,7 @@ def test_of_many_hosts_the_terminal_shows_rank_0_and_the_first_failure(
         "node 5 | from 5 of 9 at 10.9.0.2:29600",
     ]
     assert (
-        last
-        == f"error: node 5 ended with status 9: ValueError: five (host node3; its output: {log})"
+        last == f"error: node 5 ended with status 9: ValueError: five (host node3; output: {log})"
     )
     assert [(tmp_path / f"node{node}.log").read_text().splitlines()[0] for node in range(9)] == [
         f"from {node} of 9 at 10.9.0.2:29600" for node in range(9)
@@ -311,8 +313,8 @@ def test_the_masters_address_is_one_that_the_others_reach(
             ["error: 1 of 3 hosts cannot take part; nothing was started"],
         )
         assert output.splitlines()[1].startswith(
-            "  node 1 (node2): does not reach node 0 (node1) at 10.9.0.2:29500 (no route to "
-            "host): open the port there, or give --master-ip, another "
+            "  node 1 (node2): cannot reach node 0 (node1) at 10.9.0.2:29500 (no route to "
+            "host): open the port there, or give another address of that host with --master-ip"
         ), output
     finally:
         on_hosts("umount /etc/hosts; ip link delete a0; ip route delete unreachable 10.9.0.2; true")
@@ -353,7 +355,7 @@ def test_hosts_that_ssh_does_not_reach_are_named_all_at_once(
         lines[1],
     )
     assert re.match(
-        r"  node 2 \(10\.9\.0\.77\): no answer \(ssh: connect to host .*\): check that it is on",
+        r"  node 2 \(10\.9\.0\.77\): no answer \(ssh: connect to host .*\): check that it is switched",
         lines[2],
     )
     assert len(lines) == 3
@@ -369,7 +371,7 @@ def test_hosts_that_ssh_does_not_reach_are_named_all_at_once(
         (
             "keys/user\n",
             "keys/stranger\n",
-            "it refuses the key (ssh: root@node2: Permission denied (publickey).): copy yours "
+            "it refuses your ssh key (ssh: root@node2: Permission denied (publickey).): copy yours "
             "there: ssh-copy-id node2; or give --user",
         ),
         (
@@ -381,8 +383,8 @@ def test_hosts_that_ssh_does_not_reach_are_named_all_at_once(
         (
             "known_hosts",
             "swapped",
-            "its host key is not the one that ssh knows: where it was installed anew: ssh-keygen "
-            "-R node2, then connect once by hand: ssh node2",
+            "its host key has changed: if the host was reinstalled: ssh-keygen -R node2, then "
+            "connect once by hand: ssh node2",
         ),
     ],
     ids=["stranger", "unknown", "changed"],
@@ -411,7 +413,7 @@ def test_other_code_or_folders_or_pythons_are_found_before_anything_starts(
         part.rename(part.with_name("Gone"))
         assert refused(machines, tmp_path) == [
             "error: 2 of 3 hosts cannot take part; nothing was started",
-            "  node 1 (node2): other code than node 0 (node1): common/config/schema.py: "
+            "  node 1 (node2): its code differs from node 0 (node1): common/config/schema.py: "
             "check out the same commit on all hosts (git pull)",
             f"  node 2 (node3): {machines.checkout} has no PartTwo/main.py: give --workdir, the "
             "project's folder on the hosts",
@@ -425,7 +427,7 @@ def test_other_code_or_folders_or_pythons_are_found_before_anything_starts(
     )
     assert lines[2].startswith(
         f"  node 1 (node2): there is no folder {machines.checkout}/only-here: clone the "
-        "project to it"
+        "project there"
     )
     assert "no Python there" in refused(machines, tmp_path, "--python", "/no/such/python3")[3]
 
@@ -435,12 +437,12 @@ def test_one_machine_by_two_names_and_a_port_that_is_taken(
 ) -> None:
     lines = refused(machines, tmp_path, "--hosts", "node1,10.9.0.2")
     assert lines[1].startswith(
-        "  node 1 (10.9.0.2): the same machine as node 0 (node1), so that two ranks would share it"
+        "  node 1 (10.9.0.2): the same machine as node 0 (node1), so two ranks would share it"
     )
     lines = refused(machines, tmp_path, "--master-port", "22")
     assert lines == [
-        "error: node 0 (node1): its port 22 cannot be used (address already in use): end what "
-        "listens there, or give another --master-port"
+        "error: node 0 (node1): its port 22 cannot be used (address already in use): end the "
+        "program that listens there, or give another --master-port"
     ]
 
 

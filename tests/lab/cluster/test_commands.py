@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from lab.cli import main
+from lab.explain.diagnosis import explain, read_lines
 from tests.helpers import LONG, ROOT, wait_until
 from tests.helpers.cluster import Lab, held_networks, needs_namespaces, networks, with_word
 
@@ -38,13 +39,14 @@ def test_output_is_prefixed_and_kept_by_node(lab: Lab) -> None:
     lines = output.splitlines()
     assert status == 0, output
     assert re.fullmatch(
-        r"2 nodes, 10\.9\.0\.1 to 10\.9\.0\.2, 1gbit both ways; up in [\d.]+ s", lines[0]
+        r"2 nodes, 10\.9\.0\.1 to 10\.9\.0\.2, 1gbit in each direction; started in [\d.]+ s",
+        lines[0],
     )
     assert {"node 0 | from 0 of 2", "node 1 | from 1 of 2", "node 1 | to 10.9.0.1:29500"} <= set(
         lines
     )
     assert any(line.startswith("node 1 | eth0") and "10.9.0.2/24" in line for line in lines)
-    assert lines[-1].startswith("all nodes ended well after ")
+    assert lines[-1].startswith("all nodes finished without errors after ")
     assert (lab.folder / "logs" / "node1.log").read_text().splitlines()[0] == "from 1 of 2"
 
 
@@ -76,7 +78,7 @@ def test_the_first_that_failed_gives_status_and_message(lab: Lab, loopback: bool
     log = next(lab.folder.glob("cluster-*/node1.log"))
     assert (
         output.splitlines()[-1]
-        == f"error: node 1 ended with status 7: ValueError: bad luck (its output: {log})"
+        == f"error: node 1 ended with status 7: ValueError: bad luck (output: {log})"
     )
 
 
@@ -100,16 +102,17 @@ def test_a_crash_is_told_by_its_signal(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "--nodes", "2"], "no command: give it behind --"),
+        (["run", "--nodes", "2"], "no command: add it after --"),
         (["run", "--nodes", "0", "--", "true"], "--nodes: got 0, give 1 to 250"),
         (["run", "--rate", "fast", "--", "true"], "--rate: got 'fast', give a number with a unit"),
         (
             ["run", "--loopback", "--rate", "1gbit", "--", "true"],
-            "--loopback has no links: leave out --rate",
+            "--loopback has no links: remove --rate",
         ),
         (
             ["run", "--", "echo", "{ranks}"],
-            "{ranks} in the command: choose from {master}, {nodes}, {rank}, {port}",
+            "unknown placeholder {ranks} in the command: choose from {master}, {nodes}, {rank}, "
+            "{port}",
         ),
         (
             ["fault", "--node", "0"],
@@ -232,7 +235,7 @@ def test_nothing_is_left_behind(lab: Lab, place: str, end: str) -> None:
             wait_until(lambda: not any(left()), "nothing is left")
         assert not any(left()), left()
     if end == "interrupt":
-        assert "interrupted: every process of every node is ended" in output
+        assert "interrupted: all processes on all nodes have ended" in output
 
 
 def sleeping(mark: str) -> list[int]:
@@ -268,7 +271,7 @@ def test_killing_what_holds_the_namespaces_ends_all_and_is_told(lab: Lab) -> Non
     output, _ = process.communicate(timeout=LONG)
     assert (process.returncode, output.splitlines()[-1]) == (
         1,
-        "error: the cluster has ended: its first process is gone",
+        "error: the cluster has ended: its first process has ended",
     )
     wait_until(lambda: with_word(mark) == [], "every process is gone")
 
@@ -311,24 +314,28 @@ def test_a_running_cluster_is_reached_from_another_terminal(
     assert shell("2", "true") == (2, "error: --node: got 2, the cluster has nodes 0 to 1\n")
     assert shell("0", "no-such") == (127, "error: no-such: No such file or directory\n")
     assert fault("--slow", "3")[1].startswith("error: --rate: got '3'")
-    assert lab.run("fault", "--node", "1", *place, "--cut") == (0, "node 1: cut\n")
-    for what, told in (
-        (["--slow", "10mbit"], "slow 10mbit"),
-        (["--restore"], "restore"),
-        (["--pause"], "pause"),
+    assert lab.run("fault", "--node", "1", *place, "--cut") == (0, "node 1: link disconnected\n")
+    for what, message in (
+        (["--slow", "10mbit"], "link limited to 10mbit"),
+        (["--restore"], "link restored, processes continue"),
+        (["--pause"], "processes stopped"),
     ):
-        assert fault(*what) == (0, f"node 1: {told}\n")
+        assert fault(*what) == (0, f"node 1: {message}\n")
     wait_until(lambda: len(stopped(mark)) == 1, "node 1 is stopped")
     status, output = here(capsys, "fault", "--node", "0", "--cut", "--cluster", "1")
     assert status == 2
-    assert re.match(rf"error: --cluster: got 1, choose one of .*\b{process.pid}\b", output)
+    assert re.match(rf"error: --cluster: got 1: give --cluster, one of .*\b{process.pid}\b", output)
     # End node 0's sleep, or the command would wait for it after node 1 has failed.
     for other in {*sleeping(mark)} - {*stopped(mark)}:
         psutil.Process(other).terminate()
-    assert fault("--kill") == (0, "node 1: kill\n")
+    assert fault("--kill") == (0, "node 1: processes killed\n")
     output, _ = process.communicate(timeout=LONG)
     assert process.returncode == 128 + signal.SIGKILL, output
     assert "error: node 1 was killed by SIGKILL" in output
+    last_line = (lab.folder / "node1.log").read_text().splitlines()[-1]
+    assert last_line == "lab cluster: node 1 was killed by SIGKILL: lab cluster fault --kill"
+    (first, *_) = explain(read_lines(str(lab.folder / "node1.log")))
+    assert (first.error.name, first.line.text) == ("killed", last_line)
 
 
 @needs_namespaces
@@ -370,5 +377,5 @@ def test_a_shell_on_a_terminal(lab: Lab) -> None:
         pass
     os.close(inner)
     assert shell.wait(LONG) == 4
-    assert b"a shell in node 1 of the cluster" in seen
+    assert b"a shell on node 1 of cluster" in seen
     assert b"10.9.0.2/24" in seen

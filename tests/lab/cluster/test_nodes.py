@@ -254,7 +254,7 @@ def test_what_cannot_be_started_is_told(tmp_path: Path, forking: Cluster) -> Non
     ).read_text() == "error: /no/such/folder: No such file or directory\n"
     with pytest.raises(
         UserError,
-        match=re.escape("{ranks} in the command: choose from {master}, {nodes}, {rank}, {port}"),
+        match=re.escape("placeholder {ranks} in the command: choose from {master}, {nodes}, {r"),
     ):
         forking.start(["echo", "{ranks}"])
     with pytest.raises(UserError, match=f"node {NODES}: the cluster has nodes 0 to {NODES - 1}"):
@@ -276,6 +276,10 @@ def test_the_others_end_when_one_has_failed(tmp_path: Path, forking: Cluster) ->
     )
     ends = forking.wait(limit_seconds=LONG, stop_at_failure=True, grace_seconds=0.5)
     assert [(end.node, end.status) for end in ends] == [(0, 7), (1, -9)]
+    assert (tmp_path / "node0.log").read_text() == ""
+    assert (
+        tmp_path / "node1.log"
+    ).read_text() == "lab cluster: node 1, rank 1, was stopped, since node 0, rank 0, had failed\n"
 
 
 @needs_namespaces

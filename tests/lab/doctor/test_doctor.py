@@ -117,8 +117,8 @@ def test_nodes_that_agree_find_nothing() -> None:
         assert ended.status == 0, ended.err
         found = json.loads(ended.out)
         assert {entry["status"] for entry in found.values()} == {"ok"}, found
-        assert re.match(r"3 of 3 nodes met at 127\.0\.0\.1:\d+", found["nodes"]["text"])
-        assert "6 directions" in found["connections"]["text"]
+        assert re.match(r"3 of 3 nodes connected at 127\.0\.0\.1:\d+", found["nodes"]["text"])
+        assert "6 connections" in found["connections"]["text"]
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,10 @@ def test_a_node_that_cannot_be_reached_back_is_named_by_all_with_the_direction(
             connections["text"],
         )
         assert directions == [("0", "1", why), ("2", "1", why)], "rank 1 itself reaches both"
-        assert "2 of 6 directions" in connections["text"]
-        assert connections["remedy"].startswith("on rank 1's node, let the firewall pass")
+        assert "2 of 6 connections" in connections["text"]
+        assert connections["remedy"].startswith(
+            "on rank 1's node, open all ports to the other nodes"
+        )
 
 
 def test_other_versions_code_data_and_gpus_are_named_with_who_has_them() -> None:
@@ -174,7 +176,8 @@ def test_a_clock_that_is_off_is_told_with_its_sign() -> None:
     for found in exchange_all({}, {"clock_ahead": 0.3}, {"clock_ahead": -90.0}):
         assert found["clocks"]["status"] == "warning"
         told = re.search(
-            r"off rank 0's: rank 2's by (-\d+\.\d+) s \(±(\d+\.\d+) s\);", found["clocks"]["text"]
+            r"differ from rank 0's: rank 2 by (-\d+\.\d+) s \(±(\d+\.\d+) s\);",
+            found["clocks"]["text"],
         )
         assert abs(float(told[1]) + 90) <= float(told[2]) + 0.02
     for found in exchange_all({"clock_ahead": 20.0}, {"clock_ahead": 20.3}):
@@ -190,7 +193,7 @@ def test_a_missing_node_a_doubled_one_and_one_of_another_number() -> None:
         at(2, other, num_nodes=4, timeout=3),
     )
     for missing in found[:3]:
-        assert "3 of 5 nodes met" in missing["nodes"]["text"]
+        assert "3 of 5 nodes connected" in missing["nodes"]["text"]
         assert "missing: ranks 2, 4" in missing["nodes"]["text"]
         assert missing["connections"]["status"] == "ok", "those that came tried each other"
     told = [odd["nodes"]["text"] for odd in found[3:]]
@@ -208,7 +211,7 @@ def test_more_ranks_than_cores_on_a_machine() -> None:
     )[0]
     assert (found["cores"]["status"], found["cores"]["text"][:27]) == (
         "warning",
-        "a has 2 ranks and 1 cores: ",
+        "a has 2 ranks and 1 core: ",
     )
 
 
@@ -240,7 +243,7 @@ def test_what_is_no_doctor_is_not_taken_for_one(
     monkeypatch.setattr(node_exchange, "_GRACE_SECONDS", 0.5)
     text = find(at(1, int(stranger.stdout.readline()), num_nodes=2, timeout=1))["nodes"]["text"]
     assert re.search(
-        r"rank 1 reached 127\.0\.0\.1:\d+, but no lab doctor answered to the end \(no answer\)",
+        r"rank 1 connected to 127\.0\.0\.1:\d+, but lab doctor there did not finish \(no answer\)",
         text,
     )
 
@@ -249,7 +252,7 @@ def test_a_free_port_and_who_holds_another(asked: CheckRequest, stranger: subpro
     assert network.check_port(asked) == CheckResult("port", OK, f"{asked.master_port} is free")
     found = network.check_port(replace(asked, master_port=int(stranger.stdout.readline())))
     assert found.status == "failure"
-    assert re.search(rf"is taken by python[\d.]*, process {stranger.pid}: .*python", found.text)
+    assert re.search(rf"is in use by python[\d.]*, process {stranger.pid}: .*python", found.text)
     assert network.check_port(replace(asked, master_ip="192.0.2.7", rank=1, num_nodes=2)) is None, (
         "rank 0's affair"
     )
@@ -265,13 +268,13 @@ def test_the_way_to_the_master(asked: CheckRequest, monkeypatch: pytest.MonkeyPa
     )
     elsewhere = network.check_interface(replace(asked, master_ip="192.0.2.7", rank=0, num_nodes=2))
     assert elsewhere.status == "failure"  # without a network the error is "no route"
-    assert re.search("none of its addresses|no route", elsewhere.text)
+    assert re.search("not one of its addresses|no route", elsewhere.text)
     unknown = network.check_interface(replace(asked, master_ip="no-such-host.invalid"))
     assert (unknown.status, "is not an address" in unknown.text) == ("failure", True)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
     assert (
         network.check_interface(local).text
-        == "GLOO_SOCKET_IFNAME=eth77, which this node does not have"
+        == "GLOO_SOCKET_IFNAME=eth77, but this node has no interface eth77"
     )
 
 
@@ -486,7 +489,9 @@ def test_the_command_on_two_nodes_its_json_and_its_status(tmp_path: Path) -> Non
     ended = as_text.end()
     assert ended.status == 0
     assert re.search(r"^ok +port +\d+ is free$", ended.out, re.MULTILINE)
-    assert re.search(r"^ok +nodes +2 of 2 nodes met at 127\.0\.0\.1:\d+$", ended.out, re.MULTILINE)
+    assert re.search(
+        r"^ok +nodes +2 of 2 nodes connected at 127\.0\.0\.1:\d+$", ended.out, re.MULTILINE
+    )
     assert ended.out.rstrip().endswith("ready to run")
 
 
@@ -559,12 +564,12 @@ def test_on_nodes_with_addresses_of_their_own_one_of_them_cut_off(tmp_path: Path
         ]
     assert {end.status for end in ends.values()} == {1}
     for rank in (0, 1):
-        assert "2 of 3 nodes met at 10.9.0.1" in found[rank]["nodes"]["text"]
+        assert "2 of 3 nodes connected at 10.9.0.1" in found[rank]["nodes"]["text"]
         assert "missing: rank 2" in found[rank]["nodes"]["text"]
         assert found[rank]["connections"]["status"] == "ok"
         assert f"eth0 (10.9.0.{rank + 1}) routes to 10.9.0.1" in found[rank]["interface"]["text"]
     assert re.search(
-        r"no route|did not reach rank 0|not met",
+        r"no route|did not reach rank 0|no connection",
         found[2]["nodes"]["text"] + found[2]["interface"]["text"],
     )
 

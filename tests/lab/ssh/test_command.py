@@ -91,7 +91,7 @@ def test_a_port_that_is_given_goes_to_the_parts() -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("", "no command: give it behind --, for example lab launch"),
+        ("", "no command: add it after --, for example lab launch"),
         (
             "python PartTwo/main.py --num-nodes 4",
             "--num-nodes in the command: lab launch gives each host its",
@@ -106,9 +106,9 @@ def test_a_port_that_is_given_goes_to_the_parts() -> None:
             "--distributed in the command: .*-- torchrun --nproc-per-node 2",
         ),
         ("torchrun --nnodes 2 PartTwo/main.py", "--nnodes 2 in the command, but --hosts names 3"),
-        ("torchrun --node-rank 0 PartTwo/main.py", "--node-rank 0: each host gets its own"),
+        ("torchrun --node-rank 0 PartTwo/main.py", "--node-rank 0 in the command: remove it"),
         ("torchrun --standalone PartTwo/main.py", "--standalone is for one machine"),
-        ("python PartOne/main.py", "PartOne trains on one process, and --hosts names 3"),
+        ("python PartOne/main.py", "PartOne trains in one process, but --hosts names 3"),
         ("echo {ranks}", r"\{ranks\} in the command: choose from"),
     ],
 )
@@ -120,12 +120,12 @@ def test_a_command_that_contradicts_the_hosts_is_refused(command: str, message: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "--hosts: no hosts"),
+        ("", "--hosts is empty"),
         ("a,,b", "'a,,b', which has an empty name"),
         ("a,b,", "which has an empty name"),
-        ("a,b,a", "a stands there twice.*give --master-port.*torchrun"),
-        ("-oProxyCommand=x", "is no name of a host"),
-        ("a b", "'a b' is no name of a host"),
+        ("a,b,a", "a is named twice.*give --master-port.*torchrun"),
+        ("-oProxyCommand=x", "is not a host name"),
+        ("a b", "'a b' is not a host name"),
     ],
 )
 def test_hosts_that_cannot_be(text: str, message: str) -> None:
@@ -193,14 +193,13 @@ def test_the_command_of_ssh_never_asks_and_takes_what_the_user_says_first() -> N
         ),
         (
             "u@n: Permission denied (publickey,password).",
-            "it refuses the key (ssh: u@n: Permission denied (publickey,password).): "
-            "copy yours there: ssh-copy-id u@n",
+            "it refuses your ssh key (ssh: u@n: Permission denied (publickey,password).): "
+            "copy your key there: ssh-copy-id u@n",
         ),
         (
             "@@@@@\n@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key "
             "verification failed.",
-            "its host key is not the one that ssh knows: where it was installed anew: ssh-keygen "
-            "-R n, then",
+            "its host key has changed: if the host was reinstalled: ssh-keygen -R n, then",
         ),
         (
             "No ED25519 host key is known for n and you have requested strict checking.\nHost key "
@@ -218,7 +217,7 @@ def test_the_command_of_ssh_never_asks_and_takes_what_the_user_says_first() -> N
         ),
         (
             "Warning: Permanently added 'n' (ED25519) to the list of known hosts.",
-            "ssh ended without a word: try ssh u@n",
+            "ssh ended without a message: try ssh u@n",
         ),
     ],
 )
@@ -229,27 +228,27 @@ def test_what_ssh_says_becomes_what_to_do(said: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"folder_there": False}, "there is no folder /lab: clone the project to it"),
+        ({"folder_there": False}, "there is no folder /lab: clone the project there"),
         ({"script_there": False}, "/lab has no PartTwo/main.py"),
-        ({"torch": None}, "/lab/.venv/bin/python has no torch: make setup in /lab"),
+        ({"torch": None}, "/lab/.venv/bin/python has no torch: run make setup in /lab"),
         ({"torch": "2.14.0+cu126"}, "torch 2.14.0+cu126, but node 0 (a) has 2.15.0"),
         ({"version": "3.12.1"}, "Python 3.12.1 (/lab/.venv/bin/python), but node 0 (a) has 3.11.7"),
         (
             {"version": "3.9.2", "torch": None},
-            "/lab/.venv/bin/python is Python 3.9.2, and the parts need 3.11",
+            "/lab/.venv/bin/python is Python 3.9.2, and this project needs 3.11",
         ),
         (
             {"code": {"common/a.py": "2"}},
-            "other code than node 0 (a): common/a.py: check out the same commit",
+            "its code differs from node 0 (a): common/a.py: check out the same commit",
         ),
         (
             {"code": {"common/a.py": "1", "common/b.py": "1"}},
-            "other code than node 0 (a): common/b.py",
+            "its code differs from node 0 (a): common/b.py",
         ),
-        ({"code": None}, "other code than node 0 (a): common/a.py"),
+        ({"code": None}, "its code differs from node 0 (a): common/a.py"),
         (
             {"addresses": ["10.0.0.1"]},
-            "the same machine as node 0 (a), so that two ranks would share it",
+            "the same machine as node 0 (a), so two ranks would share it",
         ),
         ({"torch": "2.15.0+cpu", "version": "3.11.2"}, None),
     ],

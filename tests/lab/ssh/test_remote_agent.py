@@ -103,7 +103,7 @@ def test_it_ends_all_that_it_has_started_however_it_ends(
     wait_until(lambda: not any(map(lives, processes)), "all are gone")
     one.process.wait(LONG)
     if end == "agent killed":
-        assert one.process.stderr.read() == b"lab's own process there was killed by signal 9\n"
+        assert one.process.stderr.read() == b"lab's process on the host was killed by signal 9\n"
     elif end != "guard killed":
         assert one.answer() == {"ended": -signal.SIGKILL}, "the end is told where it can be"
 
@@ -226,7 +226,7 @@ def test_two_ranks_here_and_their_runs_brought_back(
 def test_a_slow_line_is_no_broken_connection(
     ssh_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file takes several times --silence, and data counts as a sign of life while it arrives."""
+    """A file takes several times --silence, and data counts as a message while it arrives."""
     slow = (
         "import os,time\n"
         "while piece := os.read(0, 20_000): os.write(1, piece); time.sleep(len(piece) / 200_000)"
@@ -289,7 +289,7 @@ def test_a_host_that_is_silent_while_its_connection_stands_is_given_up(ssh_here:
     ended = process.end(timeout_seconds=LONG)
     assert ended.status == 255
     assert re.search(
-        r"error: the connection to node 0 \(a\) broke after .* \(no sign of life for \d+ s\)",
+        r"error: the connection to node 0 \(a\) broke after .* \(no message for \d+ s\)",
         ended.err,
     ), ended
 
@@ -366,9 +366,9 @@ def test_bad_input_of_collect_is_one_message(
 ) -> None:
     for arguments, message in [
         (["--output-dir", tmp_path], f"{tmp_path} has no folder of lab launch"),
-        ([tmp_path], f"{tmp_path} is no folder of lab launch (no launch.json of format 1)"),
-        (["--hosts", "a"], "--hosts without runs: name them"),
-        (["--workdir", "x", tmp_path], "--workdir goes with --hosts; a launch remembers its own"),
+        ([tmp_path], f"{tmp_path} is not a folder of lab launch (no launch.json of format 1)"),
+        (["--hosts", "a"], "--hosts needs the names of runs"),
+        (["--workdir", "x", tmp_path], "--workdir works only with --hosts"),
     ]:
         assert main(["collect", *map(str, arguments)]) == 2
         told = capsys.readouterr().err
