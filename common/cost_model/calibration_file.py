@@ -1,7 +1,7 @@
-"""The file of a calibration: what messages, memory and computing cost. Imports no torch.
+"""A calibration file: what messages, memory and computing cost. Imports no torch.
 
 ``find_calibration`` chooses the user's own file or the one that comes with the project,
-``load_calibration`` reads and checks it, ``describe`` tells a person what it holds.
+``load_calibration`` reads and checks it, ``describe`` returns its content as text for a person.
 """
 
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ _KIND = "calibration"
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the cost model needs, and where the numbers come from.
+    """The numbers that the cost model needs, and where they come from.
 
     Parameters
     ----------
-    name : of the machine, for a reader.
+    name : name of the machine, as shown to a person.
     made : date and time, ISO.
     ranks, ranks_here : ranks that measured, and how many of them shared a machine. If all did,
         messages went over loopback.
@@ -98,7 +98,7 @@ def load_calibration(path: Path) -> Calibration:
             path, _from_json, kind=_KIND, version=FORMAT, missing=f"no calibration at {path}"
         )
     except UserError as error:
-        raise UserError(f"{error}: run `lab calibrate`, which writes it anew") from error
+        raise UserError(f"{error}: run `lab calibrate` to write a new one") from error
 
 
 def describe(calibration: Calibration) -> list[str]:
@@ -107,24 +107,25 @@ def describe(calibration: Calibration) -> list[str]:
     where = (
         "over loopback"
         if calibration.over_loopback
-        else f"on nodes, {calibration.ranks_here} on each"
+        else f"on several nodes, {calibration.ranks_here} on each"
     )
     steps = [
         compute.at(LARGE_STEP / profile.ranks, ranks_here=profile.ranks)
         for profile in compute.profiles
     ]
     return [
-        f"{calibration.name}, {calibration.ranks} ranks {where}",
+        f"{calibration.name}, {count(calibration.ranks, 'rank')} {where}",
         *(
             _describe_rate(kind, rate, calibration.fits[kind])
             for kind, rate in network.kinds.items()
         ),
-        f"  adding {_gigabytes(network.gamma_seconds_per_byte)}, copying "
-        f"{_gigabytes(network.copy_seconds_per_byte)}; a message takes "
-        f"{network.overlap_cost:.0%} of its time from a backward under way",
+        f"  in memory: adding {_gigabytes(network.gamma_seconds_per_byte)}, copying "
+        f"{_gigabytes(network.copy_seconds_per_byte)}; a message delays a concurrent backward by "
+        f"{100 * network.overlap_cost:.0f} % of its time",
         *(
-            f"  {calibration.model}, {LARGE_STEP} samples on {count(profile.ranks, 'rank')} of "
-            f"{count(profile.threads, 'thread')}: {step.seconds:.3f} s of computing a step"
+            f"  {calibration.model}, {LARGE_STEP} samples on {count(profile.ranks, 'rank')} with "
+            f"{count(profile.threads, 'thread')}{' each' * (profile.ranks > 1)}: "
+            f"{step.seconds:.3f} s to compute a step"
             for profile, step in zip(compute.profiles, steps, strict=True)
         ),
         *noise_warning(calibration.others_share, "calibrate"),
@@ -137,8 +138,8 @@ def noise_warning(others_share: float, command: str) -> list[str]:
     command : what the user should do again.
     """
     warning = (
-        f"warning: other processes took {others_share:.0%} of the cores meanwhile: end "
-        f"them, and {command} again"
+        f"warning: other processes used {100 * others_share:.0f} % of the cores during the "
+        f"measurement: end them, and {command} again"
     )
     return [warning] if others_share > QUIET_SHARE else []
 
@@ -151,14 +152,14 @@ def count(number: int, noun: str) -> str:
 def _describe_rate(kind: str, rate: Rate, fit: Mapping[str, Any]) -> str:
     low, high = fit["intervals"][0]
     return (
-        f"  {kind:<10}  {rate.alpha_seconds * 1e3:.3f} ms a message ({low * 1e3:.3f} to "
-        f"{high * 1e3:.3f}), {_gigabytes(rate.beta_seconds_per_byte)}; fit off by "
-        f"{fit['worst_relative_error']:.0%} at most"
+        f"  {kind:<10}  {rate.alpha_seconds * 1e3:.3f} ms per message ({low * 1e3:.3f} to "
+        f"{high * 1e3:.3f}), {_gigabytes(rate.beta_seconds_per_byte)}; largest error of the fit "
+        f"{100 * fit['worst_relative_error']:.0f} %"
     )
 
 
 def _gigabytes(seconds_per_byte: float) -> str:
-    return f"{1e-9 / seconds_per_byte:.2f} GB/s" if seconds_per_byte else "no time a byte"
+    return f"{1e-9 / seconds_per_byte:.2f} GB/s" if seconds_per_byte else "no time per byte"
 
 
 def _from_json(content: dict[str, Any]) -> Calibration:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEAST_SAMPLES = 2  # a rank: BatchNorm needs two, and a training with fewer is refused
+LEAST_SAMPLES = 2  # per rank: BatchNorm needs two, and training refuses fewer
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ComputeModel:
         above = bisect.bisect_right(ranks, ranks_here)
         low, high = self.profiles[max(0, above - 1)], self.profiles[min(above, len(ranks) - 1)]
         between = low.ranks < ranks_here < high.ranks
-        # of the way from low to high
+        # 0 at low, 1 at high
         share = math.log(ranks_here / low.ranks, high.ranks / low.ranks) if between else 0.0
 
         def fixed(first: float, second: float) -> float:

@@ -1,4 +1,4 @@
-"""A compute profile: how long each layer of a model takes on its own machine. Imports no torch.
+"""A compute profile: how long each layer of a model takes on one machine. Imports no torch.
 
 lab/calibrate/layer_profile.py measures one, ``load_profile`` reads and checks it, and
 common/emulation/emulated_model.py sleeps for these times.
@@ -43,20 +43,20 @@ class Layer:
 
 @dataclass(frozen=True)
 class Profile:
-    """How long a model's step takes on a machine of its own.
+    """How long a model's step takes on a machine that runs nothing else.
 
     Parameters
     ----------
-    name : for a reader.
+    name : as shown to a person.
     machine, device, threads : where it was measured: the CPU or the GPU, "cpu" or "cuda", CPU
         threads.
     made : date and time, ISO.
     model, image : the model's name, and (height, width) of the images.
     layers : in the order of their execution; backward goes through them from the last to the first.
-    update_seconds : of the optimiser's step.
+    update_seconds : time of the optimiser's step.
     others_share : share of the cores that other processes took during the measurement.
-    steps : how well the lines fit: (samples, measured seconds of forward and backward, seconds by
-        the lines).
+    steps : how well the fitted lines match: (samples, measured seconds of forward and backward,
+        seconds that the lines give).
     """
 
     name: str
@@ -121,19 +121,21 @@ def load_profile(
             path, _from_json, kind=_KIND, version=FORMAT, missing=f"there is no profile {path}"
         )
         if profile.model != model:
-            raise UserError(f"the profile {path} is of {profile.model}, the model is {model}")
+            raise UserError(
+                f"the profile {path} was measured for {profile.model}, but the model is {model}"
+            )
     except UserError as error:
         raise UserError(f"--compute {choice}: {error}: {again}") from error
     if image is not None and profile.image != image:
         its_size, size = ("x".join(map(str, pixels)) for pixels in (profile.image, image))
         raise UserError(
-            f"--compute {choice}: the profile {path} is of images of {its_size}, the dataset has "
-            f"{size}: take a dataset or a profile of the same size"
+            f"--compute {choice}: the profile {path} was measured with images of {its_size}, but "
+            f"the dataset has {size}: use a dataset or a profile of the same size"
         )
     if choice == MEASURED and machine is not None and profile.machine != machine:
         raise UserError(
-            f"--compute {choice}: the profile {path} was measured on {profile.machine!r}, this "
-            f"machine is {machine!r}: {again}; to emulate that machine give the file, --compute "
+            f"--compute {choice}: the profile {path} was measured on {profile.machine!r}, but this "
+            f"machine is {machine!r}: {again}; to emulate that machine, give the file: --compute "
             f"{path}"
         )
     return profile

@@ -58,7 +58,7 @@ class Emulation:
 
     def update(self) -> None:
         """Sleep for the optimiser's time; no weight changes."""
-        self._deadline = None  # the time of the exchange is real and is not made up for
+        self._deadline = None  # the exchange takes real time, which later layers must not catch up
         self._pass(self._profile.update_seconds)
         self._deadline = None
 
@@ -135,7 +135,7 @@ def _check_parameters(profile: Profile, trained: Mapping[str, nn.Parameter]) -> 
     wrong = {name for name in (*named, *trained) if named.count(name) != 1 or name not in trained}
     if wrong:
         raise UserError(
-            f"--compute: the profile {profile.name} has other parameters than this {profile.model} "
-            f"({min(wrong)}, and {len(wrong) - 1} more): "
-            f"{how_to_make(profile.name, profile.model)} anew"
+            f"--compute: the parameters in the profile {profile.name} differ from this "
+            f"{profile.model}'s ({len(wrong)}, the first is {min(wrong)}): "
+            f"{how_to_make(profile.name, profile.model)}"
         )

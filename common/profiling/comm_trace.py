@@ -56,7 +56,7 @@ class MessageRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[Message] = []
-        self._open: list[tuple[Message, Any]] = []  # point-to-point messages under way
+        self._open: list[tuple[Message, Any]] = []  # point-to-point messages that have not ended
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None

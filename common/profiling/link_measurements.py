@@ -48,7 +48,7 @@ def parts_of(arena: Tensor, nbytes: int, repeats: int) -> list[Tensor]:
 
 
 def seconds_of_call(call: Callable[[Tensor], object], parts: list[Tensor]) -> float:
-    """Return the seconds of one call and of the barrier after it, the mean over ``parts``.
+    """Return the mean seconds of one call and the barrier after it, over ``parts``.
 
     Collective, like all functions below.
     """

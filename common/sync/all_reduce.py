@@ -10,8 +10,8 @@ Time: 2(N-1)P alpha + 2(N-1)/N M / B + (N-1)/N M gamma, and three copies of M by
 Common mistake: keeping the sum. It trains, with a learning rate N times too large. Another:
     averaging the weights in place of the gradients, which leaves each rank its own momentum.
 
-(N ranks, P parameter tensors, M bytes of gradients; alpha seconds a message, B bytes a second on a
-link, gamma seconds to add a byte.)
+(N ranks, P parameter tensors, M bytes of gradients; alpha seconds per message, B bytes per second
+on a link, gamma seconds to add one byte.)
 """
 
 import torch.distributed as dist

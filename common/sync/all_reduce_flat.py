@@ -11,8 +11,8 @@ Time: 2(N-1) alpha + 2(N-1)/N M / B + (N-1)/N M gamma, and one copy of M bytes i
 Common mistake: averaging the copy that ``torch.cat`` makes, but not writing it back to
     ``p.grad``: the optimiser still reads this rank's own gradients.
 
-(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.) Each dtype has its own buffer.
+(N ranks, M bytes of gradients; alpha seconds per message, B bytes per second on a link, gamma
+seconds to add one byte.) Each dtype has its own buffer.
 """
 
 import torch.distributed as dist

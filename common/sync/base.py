@@ -137,9 +137,9 @@ class GradientSync(MessagePlan):
             if now != first:
                 raise UserError(
                     f"parameter {name!r} {'has a' if now else 'has no'} gradient in this step, "
-                    "unlike in the first one; the ranks agreed in the first step on which "
-                    "gradients they exchange. Use every parameter in every step, or PyTorch's "
-                    "DistributedDataParallel with find_unused_parameters=True"
+                    f"but {'had none' if now else 'had one'} in the first step, in which the ranks "
+                    "agreed on the gradients that they exchange. Use every parameter in every "
+                    "step, or PyTorch's DistributedDataParallel with find_unused_parameters=True"
                 )
         return self._exchanged
 

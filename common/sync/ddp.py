@@ -19,8 +19,8 @@ Common mistake: calling the model itself instead of the wrapped one. The hooks t
     each rank trains by itself. Another: evaluating the wrapped model on rank 0 alone: by default
     its forward broadcasts the buffers, so it hangs.
 
-(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.)
+(N ranks, M bytes of gradients; alpha seconds per message, B bytes per second on a link, gamma
+seconds to add one byte.)
 """
 
 import warnings

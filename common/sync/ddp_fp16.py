@@ -13,8 +13,8 @@ Time: as ddp.py, with M_k / 2 for M_k, and two more passes over M_k bytes in mem
 Common mistake: fp16 loss scaling on top, which pushes gradients beyond 65,504. Another: dividing
     by N after the sum, which may exceed 65,504 even if no single entry does.
 
-(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.)
+(N ranks, M bytes of gradients; alpha seconds per message, B bytes per second on a link, gamma
+seconds to add one byte.)
 """
 
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook

@@ -21,8 +21,8 @@ Time: 6(N-1) alpha + 2(N-1)/N (U + P + Q) / B + ((N-1)/N (U + P + Q) + 2M) gamma
 Common mistake: dropping the error instead of adding it to the next gradient: what r columns cannot
     hold is then lost in every step.
 
-(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.)
+(N ranks, M bytes of gradients; alpha seconds per message, B bytes per second on a link, gamma
+seconds to add one byte.)
 """
 
 from typing import Any

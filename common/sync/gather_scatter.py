@@ -10,8 +10,8 @@ Time: 2P alpha + 2(N-1)M / B + (N-1)M gamma, and three copies of M bytes in memo
 Common mistake: dividing by a literal 4, or not at all. Another: calling ``gather`` on some ranks
     only, for instance inside ``if rank == 0``; the others then wait until the timeout.
 
-(N ranks, P parameter tensors, M bytes of gradients; alpha seconds a message, B bytes a second on a
-link, gamma seconds to add a byte.)
+(N ranks, P parameter tensors, M bytes of gradients; alpha seconds per message, B bytes per second
+on a link, gamma seconds to add one byte.)
 """
 
 import torch
@@ -23,7 +23,7 @@ from common.sync.message_plans import GatherScatterPlan
 
 
 class GatherScatter(GatherScatterPlan, GradientSync):
-    """For each parameter a ``gather`` to rank 0, the mean there, and a ``scatter`` to all ranks."""
+    """For each parameter: ``gather`` to rank 0, average there, ``scatter`` the mean to all."""
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""

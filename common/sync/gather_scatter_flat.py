@@ -1,7 +1,7 @@
 """Gather and scatter of one flat buffer: all traffic still passes rank 0, in fewer messages.
 
     1 --M--> +--------+ --M--> 1
-    2 --M--> | rank 0 | --M--> 2       as gather_scatter.py, but one message a rank each way
+    2 --M--> | rank 0 | --M--> 2       as gather_scatter.py, but one message per rank each way
     3 --M--> +--------+ --M--> 3
 
 Sends: every rank but the root 1 message, M bytes; the root N-1 messages, (N-1)M bytes. Each
@@ -11,8 +11,8 @@ Time: 2 alpha + 2(N-1)M / B + (N-1)M gamma, and one copy of M bytes in memory. N
 Common mistake: averaging the buffer and forgetting ``p.grad``, which then still holds this rank's
     own gradient.
 
-(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.) Each dtype has its own buffer.
+(N ranks, M bytes of gradients; alpha seconds per message, B bytes per second on a link, gamma
+seconds to add one byte.) Each dtype has its own buffer.
 """
 
 import torch
@@ -24,7 +24,7 @@ from common.sync.message_plans import GatherScatterFlatPlan
 
 
 class GatherScatterFlat(GatherScatterFlatPlan, GradientSync):
-    """One ``gather`` of all gradients to rank 0, their sum there, and one ``scatter`` of it."""
+    """One ``gather`` of all gradients to rank 0, which adds them; one ``scatter`` of the sum."""
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""

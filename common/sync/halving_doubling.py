@@ -17,8 +17,8 @@ Time: 2L alpha + (p-1)/p M (2 / B + gamma); if N > p, 2 alpha + M (2 / B + gamma
 Common mistake: forgetting the ranks beyond the power of two, whose gradients nobody adds.
     Another: doubling in the order of halving: the partner does not have the sum yet.
 
-(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.) Each dtype has its own buffer.
+(N ranks, M bytes of gradients; alpha seconds per message, B bytes per second on a link, gamma
+seconds to add one byte.) Each dtype has its own buffer.
 """
 
 import torch

@@ -9,14 +9,14 @@ It is lossy. What it keeps: between two averages each rank takes H steps of plai
     or a checkpoint: a run that evaluates or saves more often averages more often.
 Sends: every H steps every rank, rank 0 included, 2(N-1) messages, 2(N-1)/N M bytes, as a ring, and
     receives as much.
-Time: (2(N-1) alpha + 2(N-1)/N M / B + (N-1)/N M gamma) / H a step. Every H steps, M bytes are
+Time: (2(N-1) alpha + 2(N-1)/N M / B + (N-1)/N M gamma) / H per step. Every H steps, M bytes are
     copied in memory to a flat buffer and back. [Stich, arXiv:1805.09767]
 Common mistake: evaluating or saving rank 0's weights between two averages: they are the weights
     of one rank, not of all. Another: averaging weights after every step instead of gradients, and
     calling it ``all_reduce``: each rank keeps its own momentum.
 
-(N ranks, M bytes of weights; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.) Each dtype has its own message.
+(N ranks, M bytes of weights; alpha seconds per message, B bytes per second on a link, gamma seconds
+to add one byte.) Each dtype has its own message.
 """
 
 from collections.abc import Sequence

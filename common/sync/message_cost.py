@@ -98,7 +98,8 @@ def sent_bytes(kind: str, nbytes: int, *, rank: int, ranks: int, root: int = 0) 
     }
     if kind not in tensors_sent:
         raise ValueError(
-            f"kind: got {kind!r}; the bytes of an exchange are known to its strategy alone"
+            f"kind: got {kind!r}; choose from {', '.join(tensors_sent)} (for an exchange, only its "
+            "strategy knows the bytes)"
         )
     return Fraction(tensors_sent[kind] * nbytes)
 

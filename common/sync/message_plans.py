@@ -13,7 +13,7 @@ from fractions import Fraction
 from common.errors import UserError
 from common.sync.message_cost import GradientSize, Operation, buffers, sent_bytes, tree_children
 
-# Copies around each collective: into contiguous strides, for the division, and back.
+# Copies for each collective: into contiguous memory, for the division, and back.
 COPIES_PER_PARAMETER = 3
 
 
@@ -32,7 +32,7 @@ class MessagePlan:
         ``sizes`` : bytes of each parameter's gradient, in the order of the parameters. Strategies
         that look at types and shapes need ``GradientSize.of(parameters)``.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say what it sends")
+        raise NotImplementedError(f"{type(self).__name__} does not define operations()")
 
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
         """Return the payload bytes that ``rank`` sends in ``period`` steps."""
@@ -198,7 +198,7 @@ class TopKPlan(MessagePlan):
         super().__init__()
         if not 0 < topk_ratio <= 1:
             raise UserError(
-                f"topk_ratio: got {topk_ratio}, give a share above 0 and of at most 1, e.g. 0.01"
+                f"topk_ratio: got {topk_ratio}, give a fraction above 0 and at most 1, e.g. 0.01"
             )
         self.topk_ratio = topk_ratio
 

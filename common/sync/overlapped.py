@@ -18,8 +18,8 @@ Time: what backward does not hide. Bucket k, of M_k bytes, is full at r_k and su
 Common mistake: sending each bucket when it is full on this rank. Another rank may fill its
     buckets in another order, and then gradients of different parameters are added up.
 
-(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.) Each dtype has its own buckets.
+(N ranks, M bytes of gradients; alpha seconds per message, B bytes per second on a link, gamma
+seconds to add one byte.) Each dtype has its own buckets.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,7 +55,7 @@ class Overlapped(OverlappedPlan, GradientSync):
         """See the base class."""
         self.close()
         self._works: list[dist.Work] = []
-        self._missing: set[nn.Parameter] = set()  # gradients that no bucket has in this step
+        self._missing: set[nn.Parameter] = set()  # whose gradient is in no bucket yet, this step
         return super().prepare(model, optimizer)
 
     @contextmanager

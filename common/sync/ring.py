@@ -12,8 +12,8 @@ Time: 2(N-1) (alpha + M/N / B) + (N-1)/N M gamma, and one copy of M bytes in mem
 Common mistake: a blocking ``send`` on every rank before any ``recv``: all wait for each other.
     Another: an index off by one in the second half, so that one chunk is not the whole sum.
 
-(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.) Each dtype has its own buffer.
+(N ranks, M bytes of gradients; alpha seconds per message, B bytes per second on a link, gamma
+seconds to add one byte.) Each dtype has its own buffer.
 """
 
 from itertools import pairwise

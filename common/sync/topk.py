@@ -15,8 +15,8 @@ Time: 2(N-1) alpha + 8(N-1)k / B + (M + 4Nk) gamma, one copy of M bytes in memor
 Common mistake: dropping what is not sent, so that small gradients never arrive. Another: dividing
     each entry by the number of ranks that sent it instead of by N.
 
-(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.) Each dtype has its own buffer.
+(N ranks, M bytes of gradients; alpha seconds per message, B bytes per second on a link, gamma
+seconds to add one byte.) Each dtype has its own buffer.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ class TopK(TopKPlan, GradientSync):
 
     Parameters
     ----------
-    topk_ratio : share of the entries that is sent, above 0, at most 1.
+    topk_ratio : fraction of the entries to send, above 0 and at most 1.
     """
 
     exact = False
@@ -52,8 +52,8 @@ class TopK(TopKPlan, GradientSync):
         self._residuals = self._residuals or [torch.zeros_like(mean) for mean in means]
         if [r.shape for r in self._residuals] != [mean.shape for mean in means]:
             raise UserError(
-                "topk: the checkpoint's residual is of other gradients than this model's: "
-                "resume with the model that it was saved with"
+                "topk: the residual in the checkpoint does not have the shape of this model's "
+                "gradients: resume with the model that the checkpoint was saved with"
             )
         for mean, residual in zip(means, self._residuals, strict=True):
             residual += mean

@@ -16,8 +16,8 @@ Time: 2L (alpha + M / B) + L M gamma, and one copy of M bytes in memory. Nothing
 Common mistake: waiting for a child that does not exist if N is not a power of two. Another:
     sending to the parent before all children are added.
 
-(N ranks, M bytes of gradients; alpha seconds a message, B bytes a second on a link, gamma seconds
-to add a byte.) Each dtype has its own buffer.
+(N ranks, M bytes of gradients; alpha seconds per message, B bytes per second on a link, gamma
+seconds to add one byte.) Each dtype has its own buffer.
 """
 
 import torch

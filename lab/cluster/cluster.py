@@ -104,7 +104,7 @@ class Cluster:
         if refused := tools.namespaces_refused():
             raise UserError(
                 f"this machine cannot emulate a cluster: {refused}. "
-                "Or run the same command on 127.0.0.1, without links: --loopback"
+                "--loopback runs the same command on 127.0.0.1, without links"
             )
         if rate is not None and not tools.has_tbf():
             raise UserError(

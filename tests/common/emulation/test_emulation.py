@@ -518,7 +518,7 @@ def _changed(path, **entries):
         ({"layers": []}, "incomplete"),
         ({"update_seconds": -1}, "incomplete.*-1"),
         ({"surprise": 1}, "incomplete"),
-        ({"model": "vgg11"}, "is of vgg11, the model is vgg16"),
+        ({"model": "vgg11"}, "was measured for vgg11, but the model is vgg16"),
         ({"image": [64, 64]}, "images of 64x64, the dataset has 32x32"),
     ],
 )
@@ -560,7 +560,7 @@ def test_a_model_with_other_parameters_is_refused():
     profile = profile_of(model)
     model.second = nn.Linear(8, 4, bias=False)
     with pytest.raises(
-        UserError, match=r"has other parameters than this small \(second\.bias, and 0 more"
+        UserError, match=r"differ from this small's \(1, the first is second\.bias\)"
     ):
         Emulation(model, profile, rank=0, classes=4)
     model = Small()

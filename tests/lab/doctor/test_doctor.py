@@ -209,7 +209,7 @@ def test_more_ranks_than_cores_on_a_machine() -> None:
         {"facts": FACTS | {"cores": 1}, "host": "a"},
         {"facts": FACTS | {"cores": 1}, "host": "b"},
     )[0]
-    assert (found["cores"]["status"], found["cores"]["text"][:27]) == (
+    assert (found["cores"]["status"], found["cores"]["text"][:26]) == (
         "warning",
         "a has 2 ranks and 1 core: ",
     )
