@@ -27,25 +27,25 @@ fail() {
 # Sets NODES, PYTHON, COMMAND (the user's, with the run's folder for a part), OUTPUT, LOGS, and the
 # dataset of a part.
 check_job() {
-    [ -n "${SLURM_JOB_NODELIST-}" ] || fail "this is a job's script: start it with sbatch, e.g. sbatch --nodes 2 $0 PartThree/main.py"
+    [ -n "${SLURM_JOB_NODELIST-}" ] || fail "this script runs as a Slurm job: start it with sbatch, e.g. sbatch --nodes 2 $0 PartThree/main.py"
     NODES=$SLURM_JOB_NUM_NODES
     case ${1-} in torchrun | python | python3) shift ;; esac
-    [ $# -gt 0 ] || fail "no command: give it behind the script, e.g. sbatch --nodes 2 ${0##*/} PartThree/main.py --epochs 5"
+    [ $# -gt 0 ] || fail "no command: add it after the script's name, e.g. sbatch --nodes 2 ${0##*/} PartThree/main.py --epochs 5"
     # The variable must look like 1(x4): one task on each of four nodes.
-    [[ $SLURM_TASKS_PER_NODE =~ ^1(\(x[0-9]+\))?$ ]] || fail "$SLURM_TASKS_PER_NODE tasks a node, and each would take a whole" \
-        "node's place: leave out --ntasks and --ntasks-per-node; slurm.sbatch --nproc-per-node 2 starts two ranks a node"
+    [[ $SLURM_TASKS_PER_NODE =~ ^1(\(x[0-9]+\))?$ ]] || fail "$SLURM_TASKS_PER_NODE tasks per node, but this script needs one:" \
+        "remove --ntasks and --ntasks-per-node; slurm.sbatch --nproc-per-node 2 starts two ranks per node"
     local word
     for word in "$@"; do
         case ${word//_/-} in
             --nnodes* | --num-nodes* | --world-size* | -N | --node-rank* | --rank | --rank=* | -R | --master-* | -M | --dist-url*)
-                fail "$word in the command: leave it out; this job's $NODES nodes are filled in, and sbatch --nodes asks for more" ;;
+                fail "$word in the command: remove it; this script fills in the job's $NODES nodes, and sbatch --nodes sets their number" ;;
         esac
     done
     if [ -z "${PYTHON-}" ]; then
         PYTHON=python3
         [ ! -x .venv/bin/python ] || PYTHON=$PWD/.venv/bin/python
     fi
-    command -v "$PYTHON" > /dev/null || fail "$PYTHON is not on $(hostname): set PYTHON to one that all nodes have, or run \`make setup\`"
+    command -v "$PYTHON" > /dev/null || fail "$PYTHON is not on $(hostname): set PYTHON to an interpreter that all nodes have, or run \`make setup\`"
     COMMAND=("$@")
     OUTPUT=$(realpath -m "${LAB_OUTPUT:-reports}")
     RUN='' DATASET='' DATA='' MIRROR='' STAGE=''
@@ -53,7 +53,7 @@ check_job() {
     while [ $first -lt $# ] && [[ ${COMMAND[first]} != *Part*/main.py ]]; do first=$((first + 1)); done
     [ $first -eq $# ] || use_part "${COMMAND[@]:first}"
     LOGS=$OUTPUT/slurm-$JOB
-    mkdir -p "$LOGS" || fail "$LOGS cannot be made: give --output-dir FOLDER, one that all nodes can write to"
+    mkdir -p "$LOGS" || fail "$LOGS cannot be created: give --output-dir FOLDER, a folder that all nodes can write to"
 }
 
 # Lets the part check its flags, so that a wrong flag ends the job here and not on each node. The
@@ -110,7 +110,7 @@ for name in sys.argv[1:]:
             break
     except OSError:
         continue' "$address" "$other")
-    case $MASTER in '' | 127.*) fail "$other (NodeAddr $address) leads nowhere from $(hostname): set MASTER to this node's address," \
+    case $MASTER in '' | 127.*) fail "$(hostname) finds no route to $other (NodeAddr $address): set MASTER to this node's address," \
         "e.g. MASTER=10.0.0.1 sbatch ..." ;; esac
 }
 
@@ -189,7 +189,7 @@ slurm_ends_it() {
 # of a step.
 pass_on() {
     SIGNALS=$((SIGNALS + 1))
-    echo "SIGTERM: the ranks are asked to save and stop"
+    echo "SIGTERM: the ranks save a checkpoint and stop"
     # While Slurm ends the job, it would refuse scancel, which would retry for a minute.
     slurm_ends_it || scancel --signal=TERM "$JOB" 2> /dev/null || true
 }
@@ -206,16 +206,16 @@ end_job() {
 
 # Requeues the job from here, since few clusters set RequeueExit=75, which also has no limit.
 go_on_later() {
-    local most=${REQUEUES:-20} how="to go on, sbatch the same command${RUN:+ with --run-name $RUN}"
-    ! slurm_ends_it || { echo "stopped and saved; Slurm has cancelled the job, or starts it again by itself; $how"; exit 75; }
+    local most=${REQUEUES:-20} how="to resume, sbatch the same command${RUN:+ with --run-name $RUN}"
+    ! slurm_ends_it || { echo "stopped after saving; Slurm has cancelled the job, or restarts it by itself; $how"; exit 75; }
     [ "$RESTARTS" -lt "$most" ] ||
-        { echo "error: stopped and saved; the job has gone back to the queue $most times (REQUEUES); $how" >&2; exit 1; }
-    echo "stopped and saved; back to the queue, time $((RESTARTS + 1)) of at most $most"
+        { echo "error: stopped after saving; the job has used all its requeues (REQUEUES=$most); $how" >&2; exit 1; }
+    echo "stopped after saving; requeued, $((RESTARTS + 1)) of at most $most times"
     # Requeueing also ends this shell. If the shell exited first, Slurm could count the job as
     # ended.
     trap - TERM
     scontrol requeue "$JOB" && sleep 600
-    echo "error: Slurm does not take the job back; $how" >&2
+    echo "error: Slurm refused to requeue the job; $how" >&2
     exit 75
 }
 
@@ -224,6 +224,6 @@ tell_first_failure() {
     local task
     task=$(sed -n 's/^srun: error: .*tasks\? \([0-9]*\).*/\1/p' "$LOGS/srun-$RESTARTS.log" | head -n 1)
     [ "${task:-0}" = 0 ] || [ ! -e "$LOGS/task$task.log" ] ||
-        { echo "task $task, which ended first, wrote:"; tail --lines=15 "$LOGS/task$task.log"; } >&2
-    echo "error: the job failed with status $STATUS; all tasks' output: $LOGS; the likely cause: lab explain $LOGS/*.log" >&2
+        { echo "task $task failed first; the end of its output:"; tail --lines=15 "$LOGS/task$task.log"; } >&2
+    echo "error: the job failed with status $STATUS; output of all tasks: $LOGS; for the likely cause, run lab explain $LOGS/*.log" >&2
 }

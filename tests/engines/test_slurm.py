@@ -246,7 +246,7 @@ def test_torchrun_restarts_a_killed_worker_and_sigterm_saves_for_the_next_start(
     jobs.slurm.run("scancel", "--batch", "--signal=TERM", job)
     jobs.go_on(job)
     output = jobs.finish(job)
-    assert "stopped and saved; back to the queue, time 1 of at most 20" in output
+    assert "stopped after saving; requeued, 1 of at most 20 times" in output
     assert output.count("going on from") == 2
     assert jobs.slurm.job(job)["Restarts"] == "1"
     assert_same_training(jobs.run(job), alone(DDP, 2))
@@ -314,7 +314,7 @@ def test_the_first_failure_is_shown_and_the_others_lie_in_their_files(
     )
     assert jobs.slurm.wait(job) == "FAILED"
     output = jobs.slurm.output(job)
-    assert "task 2, which ended first, wrote:\nline of 2\nerror: 2 broke\n" in output
+    assert "task 2 failed first; the end of its output:\nline of 2\nerror: 2 broke\n" in output
     assert [output.count(f"line of {rank}\n") for rank in range(4)] == [1, 0, 1, 0]
     assert [(tmp_path / f"slurm-{job}" / f"task{rank}.log").read_text() for rank in range(4)] == [
         f"line of {rank}\nerror: {rank} broke\n" for rank in range(4)
@@ -365,7 +365,7 @@ def test_a_job_that_has_gone_back_often_enough_stays(jobs: Jobs, tmp_path: Path)
     assert jobs.slurm.job(job)["Restarts"] == "1"
     last = jobs.slurm.output(job).splitlines()[-1]
     assert last.startswith(
-        "error: stopped and saved; the job has gone back to the queue 1 times (REQUEUES)"
+        "error: stopped after saving; the job has used all its requeues (REQUEUES=1)"
     )
 
 
@@ -397,25 +397,25 @@ def test_bad_input_is_one_clear_message(jobs: Jobs) -> None:
     """All jobs are submitted at once; none starts a rank."""
     own = jobs.slurm.own
     cases = {
-        ("--nodes=1", ASSIGNMENT): "no command: give it behind the script",
+        ("--nodes=1", ASSIGNMENT): "no command: add it after the script's name",
         (
             "--nodes=2",
             TORCHRUN,
             "--nnodes",
             "4",
             *DDP,
-        ): "--nnodes in the command: leave it out; this job's 2 nodes are filled in",
+        ): "--nnodes in the command: remove it; this script fills in the job's 2 nodes",
         (
             "--nodes=2",
             ASSIGNMENT,
             *ALL_REDUCE,
             "--num-nodes=4",
-        ): "--num-nodes=4 in the command: leave it out",
+        ): "--num-nodes=4 in the command: remove it",
         (
             "--ntasks-per-node=2",
             TORCHRUN,
             *DDP,
-        ): "2 tasks a node, and each would take a whole node's place",
+        ): "2 tasks per node, but this script needs one",
         ("--nodes=2", TORCHRUN, *DDP, "--epochs", "none"): "PartThree/main.py: argument --epochs: ",
         (
             "--nodes=2",

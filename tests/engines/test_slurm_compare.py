@@ -76,7 +76,7 @@ def test_what_cannot_run_says_so_once_and_the_report_names_it(
         (f"{small}_7", "--run: got 7, the plan in"),
         (alone, "no job array: add --array"),
         (f"{bare}_0", "give the folder of a lab compare --plan"),
-        (f"{wrong}_0", "nowhere, seen from "),
+        (f"{wrong}_0", "nowhere (in "),
     ):
         assert slurm.wait(job) == "FAILED"
         first = next(line for line in slurm.output(job).splitlines() if line.startswith("error: "))

@@ -519,7 +519,7 @@ def _changed(path, **entries):
         ({"update_seconds": -1}, "incomplete.*-1"),
         ({"surprise": 1}, "incomplete"),
         ({"model": "vgg11"}, "was measured for vgg11, but the model is vgg16"),
-        ({"image": [64, 64]}, "images of 64x64, the dataset has 32x32"),
+        ({"image": [64, 64]}, "images of 64x64, but the dataset has 32x32"),
     ],
 )
 def test_profiles_that_cannot_be_used(content, said, profile_file, tmp_path):
@@ -547,7 +547,7 @@ def test_a_measured_profile_is_this_machines_own_and_each_model_has_one(
     path.write_text(_changed(profile_file, model="vgg11", machine="a large one"))
     with pytest.raises(
         UserError,
-        match=r"was measured on 'a large one', this machine is 'a small one'.*give the file",
+        match=r"was measured on 'a large one', but this machine is 'a small one'.*give the file",
     ):
         load_profile("measured", model="vgg11", machine="a small one")
     assert load_profile(str(path), model="vgg11", machine="a small one").machine == "a large one"
@@ -565,7 +565,7 @@ def test_a_model_with_other_parameters_is_refused():
         Emulation(model, profile, rank=0, classes=4)
     model = Small()
     model.first.requires_grad_(False)
-    with pytest.raises(UserError, match=r"first\.bias, and 1 more"):
+    with pytest.raises(UserError, match=r"2, the first is first\.bias"):
         Emulation(model, profile, rank=0, classes=4)
 
 
