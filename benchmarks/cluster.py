@@ -13,8 +13,8 @@ already, as in benchmarks/sync.py.
   bootstrap samples).
 - cores busy: the share of this machine's cores that was busy meanwhile, from /proc/stat. Near 100 %
   the machine is the limit, not the link.
-- up: seconds until the cluster was ready (torch imported once), and from the start of the nodes'
-  programs until all had joined the process group.
+- ready, open: seconds until the cluster was ready (torch imported once), and from the start of the
+  nodes' programs until all had joined the process group.
 """
 
 import argparse
@@ -53,12 +53,14 @@ def measure(rank: int, size: int, master: str, *, rounds: int, output: Path) -> 
     with process_group(LaunchSpec(rank, size, master), backend="gloo", timeout_seconds=120):
         met = time.time()
         examples = [torch.randn_like(p) * 1e-3 for p in build_model("vgg11", 10).parameters()]
-        ways = {name: Exchange(name, examples) for name in (*_THROUGH_ROOT, *_RINGS)}
-        found = {name: {"seconds": [], "busy": []} for name in ways}
+        exchanges = {name: Exchange(name, examples) for name in (*_THROUGH_ROOT, *_RINGS)}
+        found = {name: {"seconds": [], "busy": []} for name in exchanges}
         for number in range(_WARM_UP_ROUNDS + rounds):
-            for name, way in list(ways.items()) if number % 2 else list(ways.items())[::-1]:
+            for name, exchange in (
+                list(exchanges.items()) if number % 2 else list(exchanges.items())[::-1]
+            ):
                 psutil.cpu_percent()
-                seconds = way.measure()
+                seconds = exchange.measure()
                 if number >= _WARM_UP_ROUNDS:
                     found[name]["seconds"].append(seconds)
                     found[name]["busy"].append(psutil.cpu_percent())
@@ -113,13 +115,13 @@ def main() -> None:
         "--rate",
         nargs="+",
         default=["200mbit", "1gbit"],
-        help="of the links (default: 200mbit 1gbit)",
+        help="rates of the links (default: 200mbit 1gbit)",
     )
     parser.add_argument(
         "--rounds",
         type=whole_number,
         default=7,
-        help="rounds to measure, after two others (default: 7)",
+        help="rounds to measure, after two warm-up rounds (default: 7)",
     )
     for name in ("--rank", "--master", "--output"):
         parser.add_argument(name, help=argparse.SUPPRESS)
@@ -138,9 +140,9 @@ def main() -> None:
     for rate in arguments.rate:
         found = on_cluster(arguments.nodes, rate, arguments.rounds)
         print(
-            f"\n{arguments.nodes} nodes, {rate} both ways, {nbytes / 1e6:.1f} MB, "
-            f"{arguments.rounds} rounds; up after {found['ready']:.1f} s, all nodes had met "
-            f"{found['met']:.1f} s after their programs' start"
+            f"\n{arguments.nodes} nodes, {rate} in each direction, {nbytes / 1e6:.1f} MB, "
+            f"{arguments.rounds} rounds; cluster ready after {found['ready']:.1f} s, process group "
+            f"open {found['met']:.1f} s after the programs' start"
         )
         print(f"{'':<21}{'ideal s':<10}{'seconds':<28}{'over ideal':<26}cores busy")
         for name, one in found["found"].items():

@@ -79,14 +79,14 @@ def report(results: Mapping[str, Any]) -> list[str]:
             results["prediction"]["cells"][cell["id"]]["step_seconds"],
         )
         aim = AIMS.get(cell["sync"])
-        told = (
+        verdict = (
             ""
             if aim is None
             else f"{aim:4.0%}  {'met' if abs(measured / model - 1) <= aim else 'MISSED'}"
         )
         lines.append(
             f"{cell['nodes']:>5}  {cell['rate']:<8}  {cell['sync']:<20}  {measured:8.3f}  "
-            f"{cell['median']['sync']:8.3f}  {model:8.3f}  {measured / model:6.3f}  {told}"
+            f"{cell['median']['sync']:8.3f}  {model:8.3f}  {measured / model:6.3f}  {verdict}"
         )
     return lines
 
@@ -119,38 +119,45 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--nodes", type=whole_number, nargs="+", default=[4, 8], help="(default: 4 8)"
+        "--nodes",
+        type=whole_number,
+        nargs="+",
+        default=[4, 8],
+        help="numbers of nodes (default: 4 8)",
     )
     parser.add_argument(
-        "--rate", nargs="+", default=["200mbit", "1gbit"], help="(default: 200mbit 1gbit)"
+        "--rate",
+        nargs="+",
+        default=["200mbit", "1gbit"],
+        help="rates of the links (default: 200mbit 1gbit)",
     )
     parser.add_argument(
-        "--sync", nargs="+", default=list(AIMS), help=f"(default: {' '.join(AIMS)})"
+        "--sync", nargs="+", default=list(AIMS), help=f"strategies (default: {' '.join(AIMS)})"
     )
     parser.add_argument(
         "--compute",
         default="measured",
-        help="whose times layers take, as of the parts (default: measured)",
+        help="profile with the times of the layers, as in a run (default: measured)",
     )
-    parser.add_argument("--steps", type=whole_number, default=7, help="measured ones (default: 7)")
+    parser.add_argument("--steps", type=whole_number, default=7, help="measured steps (default: 7)")
     parser.add_argument(
-        "--warmup", type=whole_number, default=2, help="steps before them (default: 2)"
+        "--warmup", type=whole_number, default=2, help="warm-up steps before them (default: 2)"
     )
     parser.add_argument(
         "--repeats", type=whole_number, default=1, help="runs of each cell (default: 1)"
     )
     parser.add_argument(
-        "--batch-size", type=whole_number, default=256, help="global (default: 256)"
+        "--batch-size", type=whole_number, default=256, help="global batch size (default: 256)"
     )
     parser.add_argument(
         "--dataset",
         default="digits",
-        help="whose images are loaded, and not computed on (default: digits)",
+        help="dataset whose images are loaded; nothing is computed on them (default: digits)",
     )
     parser.add_argument(
         "--figure",
         type=Path,
-        help="a PNG of one rank's step with some of them (first nodes, last rate)",
+        help="write a PNG of one rank's step (first number of nodes, last rate)",
     )
     arguments = parser.parse_args()
     print(describe_machine())

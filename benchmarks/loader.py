@@ -68,14 +68,14 @@ def describe_machine() -> str:
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:
-    """Return 'median (least to most)' of the rounds' values, each in the format ``form``."""
+    """Return 'median (minimum to maximum)' of the rounds' values, each in the format ``form``."""
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def whole_number(text: str) -> int:
     """Return a flag's value as an int of at least 1, for argparse."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, give a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"got {text!r}, give a whole number, 1 or more")
     return int(text)
 
 
@@ -85,13 +85,13 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         "--dataset",
         choices=("cifar10", "digits"),
         default="cifar10",
-        help="digits is taken where CIFAR-10's files are missing (default: cifar10)",
+        help="digits replaces cifar10 if its files are missing (default: cifar10)",
     )
     parser.add_argument(
-        "--data-dir", type=Path, default=REPOSITORY / "data", help="where CIFAR-10 lies"
+        "--data-dir", type=Path, default=REPOSITORY / "data", help="folder of CIFAR-10"
     )
     parser.add_argument(
-        "--batch-size", type=whole_number, default=256, help="samples a step (default: 256)"
+        "--batch-size", type=whole_number, default=256, help="samples per step (default: 256)"
     )
 
 
@@ -105,8 +105,8 @@ def load_benchmark_dataset(
     """
     if name == "cifar10" and not (data_dir / CIFAR10.base_folder).is_dir():
         print(
-            f"NOTE: {data_dir / CIFAR10.base_folder} is missing: measuring on digits instead, not "
-            "on CIFAR-10"
+            f"NOTE: {data_dir / CIFAR10.base_folder} is missing: measuring on digits instead of "
+            "CIFAR-10"
         )
         name = "digits"
     dataset = load_dataset(name, data_dir)
@@ -258,8 +258,8 @@ def main() -> None:
     print(describe_machine())
     print(
         f"settings: batch {arguments.batch_size}, 1 thread, {arguments.rounds} rounds of "
-        f"{arguments.seconds:g} s a loader after a short one to warm up; median (least to "
-        "most) over the rounds"
+        f"{arguments.seconds:g} s per loader after a short warm-up round; median (minimum to "
+        "maximum) over the rounds"
     )
     rates = measure(arguments)
     ours = next(iter(rates.values()))

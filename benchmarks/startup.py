@@ -41,7 +41,9 @@ def main() -> None:
     )
     runs = parser.parse_args().runs
     print(describe_machine())
-    print(f"settings: {runs} runs of each in turns after one to warm up; median (least to most)")
+    print(
+        f"settings: {runs} runs of each in turns after one to warm up; median (minimum to maximum)"
+    )
     seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for run in range(runs + 1):
         for name, command in COMMANDS.items():

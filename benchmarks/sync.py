@@ -143,13 +143,13 @@ def measure_exchanges(names: Sequence[str], rounds: int) -> dict[str, list[float
     examples = [torch.randn_like(p) * 1e-3 for p in like.parameters()]
     raw = Raw(sum(GradientSize.of(like.parameters())))
     names = ["none", *names]
-    ways = {name: Exchange(name, examples) for name in names}
+    strategies = {name: Exchange(name, examples) for name in names}
     shuffled = random.Random(SEED)
     for number in range(_WARM_UP_ROUNDS + rounds):
         order = shuffled.sample(names, len(names))
         order.insert(len(order) // 2, "raw again")
         for name in ["raw", *order]:
-            seconds = ways.get(name, raw).measure()
+            seconds = strategies.get(name, raw).measure()
             if number >= _WARM_UP_ROUNDS:
                 found.setdefault(name, []).append(seconds)
     return {name: found[name] for name in ["raw", "raw again", *names]}
@@ -184,14 +184,14 @@ def measure_steps(
     pairs: int, *, batch_size: int, bucket_mb: float | None
 ) -> dict[str, list[float]]:
     """Return the seconds of each step of both strategies, pair by pair."""
-    ways = {
+    strategies = {
         name: Steps(name, batch_size=batch_size, bucket_mb=bucket_mb)
         for name in ("overlapped", "ddp")
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, list[float]] = {name: [] for name in strategies}
     for number in range(_WARM_UP_ROUNDS + pairs):
-        for name in list(ways) if number % 2 else list(ways)[::-1]:
-            seconds = ways[name].measure()
+        for name in list(strategies) if number % 2 else list(strategies)[::-1]:
+            seconds = strategies[name].measure()
             if number >= _WARM_UP_ROUNDS:
                 found[name].append(seconds)
     return found
@@ -245,7 +245,7 @@ def run_ranks(
         while results.empty() and all(process.exitcode in (None, 0) for process in ranks):
             time.sleep(0.1)
         if results.empty():
-            sys.exit("error: a rank has failed; its message stands above")
+            sys.exit("error: a rank failed; its message is above")
         found = results.get()
         for process in ranks:
             process.join()
@@ -295,7 +295,7 @@ def report_steps(
     ratios = [ours / theirs for ours, theirs in zip(found["overlapped"], found["ddp"], strict=True)]
     buckets = "torch's default buckets" if bucket_mb is None else f"buckets of {bucket_mb:g} MiB"
     print(
-        f"\n{size} ranks, {len(ratios)} pairs of steps, {batch_size} images a rank, {buckets}: "
+        f"\n{size} ranks, {len(ratios)} pairs of steps, {batch_size} images per rank, {buckets}: "
         "median (95 % interval)"
     )
     for name, seconds in found.items():
@@ -314,7 +314,7 @@ def parse() -> argparse.Namespace:
         type=whole_number,
         nargs="+",
         default=[2, 3, 4],
-        help="groups to measure (default: 2 3 4)",
+        help="numbers of ranks to measure (default: 2 3 4)",
     )
     parser.add_argument(
         "--sync", nargs="+", default=names, choices=names, help="strategies (default: all)"
@@ -329,10 +329,10 @@ def parse() -> argparse.Namespace:
         "--local-batch-size",
         type=whole_number,
         default=64,
-        help="images a rank in a step (default: 64)",
+        help="images per rank and step (default: 64)",
     )
     parser.add_argument(
-        "--bucket-mb", type=float, help="MiB of a bucket, of either way (default: 1, then 25)"
+        "--bucket-mb", type=float, help="MiB per bucket, for both strategies (default: 1, then 25)"
     )
     parser.add_argument(
         "--interface", default="lo", help="network interface that Gloo uses (default: lo)"
@@ -345,7 +345,7 @@ def main() -> None:
     arguments = parse()
     print(describe_machine())
     print(
-        f"settings: one thread a rank, Gloo on {arguments.interface}; {_WARM_UP_ROUNDS} rounds "
+        f"settings: one thread per rank, Gloo on {arguments.interface}; {_WARM_UP_ROUNDS} rounds "
         "to warm up"
     )
     for size in arguments.ranks:

@@ -210,11 +210,11 @@ def sgemm_rates() -> list[float]:
     return rates
 
 
-def seconds_a_step(way: Ours | PlainProcess, steps: int) -> float:
+def seconds_per_step(loop: Ours | PlainProcess, steps: int) -> float:
     """Return a block's wall seconds per step; it begins once the plain loop's workers are idle."""
     wait_until_idle()
     began = time.perf_counter()
-    way.train(steps)
+    loop.train(steps)
     return (time.perf_counter() - began) / steps
 
 
@@ -223,8 +223,8 @@ def measure_round(ours: Ours, plain: PlainProcess, *, steps: int, plain_first: b
     seconds: dict[Ours | PlainProcess, float] = {}
     wait_until_idle()
     sgemm = sgemm_rates()
-    for way in (plain, ours) if plain_first else (ours, plain):
-        seconds[way] = seconds_a_step(way, steps)
+    for loop in (plain, ours) if plain_first else (ours, plain):
+        seconds[loop] = seconds_per_step(loop, steps)
         wait_until_idle()
         sgemm += sgemm_rates()
     return Round(seconds[ours], seconds[plain], sgemm)
@@ -273,16 +273,16 @@ def parse() -> argparse.Namespace:
     )
     add_data_flags(parser)
     parser.add_argument(
-        "--rounds", type=whole_number, default=6, help="blocks of each way (default: 6)"
+        "--rounds", type=whole_number, default=6, help="blocks of each loop (default: 6)"
     )
     parser.add_argument(
-        "--steps-per-round", type=whole_number, default=8, help="steps a block (default: 8)"
+        "--steps-per-round", type=whole_number, default=8, help="steps per block (default: 8)"
     )
     parser.add_argument(
         "--threads",
         type=whole_number,
         default=usable_cores(),
-        help="torch's threads, of either way (default: all usable cores)",
+        help="torch's threads, for both loops (default: all usable cores)",
     )
     return parser.parse_args()
 
@@ -291,9 +291,9 @@ def report(rounds: list[Round], *, batch_size: int, peak_bytes: int) -> None:
     """Print the summary of all rounds."""
     shares = [100 * r.share(batch_size) for r in rounds]
     shares_of_best = [100 * r.share(batch_size, of=max) for r in rounds]
-    print(f"\nmedian (least to most) over {len(rounds)} rounds")
-    print(f"ours, seconds a step       {spread([r.ours for r in rounds], '.3f')}")
-    print(f"plain, seconds a step      {spread([r.plain for r in rounds], '.3f')}")
+    print(f"\nmedian (minimum to maximum) over {len(rounds)} rounds")
+    print(f"ours, seconds per step     {spread([r.ours for r in rounds], '.3f')}")
+    print(f"plain, seconds per step    {spread([r.plain for r in rounds], '.3f')}")
     print(f"plain / ours               {spread([r.ratio for r in rounds], '.3f')}")
     print(
         "sgemm, GFLOP/s             "
@@ -315,7 +315,8 @@ def main() -> None:
     tune_malloc()  # as run() does
     print(describe_machine())
     print(
-        f"settings: batch {size}, {arguments.threads} threads, {arguments.rounds} rounds of "
+        f"settings: batch {size}, {arguments.threads} thread{'s' * (arguments.threads > 1)}, "
+        f"{arguments.rounds} rounds of "
         f"{steps} steps after {_WARM_UP_STEPS} to warm up; plain: {PLAIN_WORKERS} workers; "
         f"sgemm: {_SGEMM_SIZE} x {_SGEMM_SIZE}"
     )

@@ -122,7 +122,7 @@ def test_training_is_launched_collected_and_reported(machines: Machines, tmp_pat
     assert status == 1, output
     assert (
         "different files with the same names are already here and were not replaced (1): "
-        f"{here / 'logs_rank1.txt'}; give" in output
+        f"{here / 'logs_rank1.txt'}; to copy" in output
     )
     assert (here / "logs_rank1.txt").read_text() == "my own notes\n"
     assert (here / "metrics.jsonl").read_text() == full
@@ -371,8 +371,8 @@ def test_hosts_that_ssh_does_not_reach_are_named_all_at_once(
         (
             "keys/user\n",
             "keys/stranger\n",
-            "it refuses your ssh key (ssh: root@node2: Permission denied (publickey).): copy yours "
-            "there: ssh-copy-id node2; or give --user",
+            "it refuses your ssh key (ssh: root@node2: Permission denied (publickey).): copy your "
+            "key there: ssh-copy-id node2; or give --user",
         ),
         (
             "known_hosts",
