@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  make %-13s %s\n", $$1, $$2}'
 
-setup: $(READY) ## make .venv and install the project into it
+setup: $(READY) ## create .venv and install the project there
 
 $(READY): pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Python 3.11 or later is needed, and $(PYTHON) is %d.%d: install one, then e.g. make PYTHON=python3.12 $(MAKECMDGOALS)" % v[:2])'
@@ -21,13 +21,13 @@ $(READY): pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $(READY)
 
-demo: $(READY) ## train VGG-11 in all four ways on embedded digits, compare (minutes, no download)
+demo: $(READY) ## train VGG-11 in all four ways on digits and compare them (minutes, no download)
 	@$(BIN)/python -m lab.demo
 
 test: $(READY) ## run the tests that every change must pass (minutes)
 	$(PYTEST) -m "not slow and not mutation and not engines and not long"
 
-test-slow: $(READY) ## run the slow tests, and plant every wrong implementation
+test-slow: $(READY) ## run the slow tests, and check that every planted mistake is caught
 	$(PYTEST) -m "(slow or mutation) and not engines and not long"
 
 test-engines: $(READY) ## run the tests of ssh, Slurm and Kubernetes
@@ -36,7 +36,7 @@ test-engines: $(READY) ## run the tests of ssh, Slurm and Kubernetes
 test-long: $(READY) ## run the tests that take many minutes (not in CI)
 	$(BIN)/python -m pytest -m long --durations=10
 
-expectations: $(READY) ## record again what users see, after an intended change
+expectations: $(READY) ## record what users see again, after an intended change
 	$(BIN)/python -m tests.helpers.expectations
 
 lint: $(READY) ## check format, style, import layers and types

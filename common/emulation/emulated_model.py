@@ -24,7 +24,7 @@ _SCALE = 1e-3  # of generated gradients
 
 
 class Emulation:
-    """Makes a model take a profile's times; ``update`` stands for the optimiser's step.
+    """Makes a model take a profile's times; ``update`` replaces the optimiser's step.
 
     Deadlines are absolute: from the first layer of forward to the last of backward, each layer ends
     when the sum of the times up to it has passed. If a busy machine or a hook delays a layer, the

@@ -1,9 +1,9 @@
 """Time the sections of a training step: data, forward, backward, sync, update.
 
-"sync" is exposed communication: from the moment this rank's last gradient is ready until all
-gradients are final. That is the whole exchange for strategies that begin after backward, and what
-backward did not hide for DistributedDataParallel. A strategy that averages weights after the
-optimiser's step adds a second part.
+"sync" is exposed communication: the time from the moment this rank's last gradient is ready until
+all gradients are final. For strategies that begin after backward, this is the whole exchange; for
+DistributedDataParallel, it is the part that backward did not hide. A strategy that averages weights
+after the optimiser's step adds a second part.
 """
 
 import time

@@ -20,7 +20,7 @@ from common.sync.message_plans import MessagePlan
 
 
 class GradientSync(MessagePlan):
-    """Base class of all strategies; most of them override ``synchronize`` alone.
+    """Base class of all strategies; most of them override only ``synchronize``.
 
     After ``synchronize`` every rank's ``p.grad`` is the plain mean of the ranks' gradients. The
     engine weights each rank's loss, so this mean is the gradient of the mean loss over the whole

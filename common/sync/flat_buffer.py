@@ -1,8 +1,8 @@
 """Flat buffers, in which one message carries many gradients.
 
-A buffer is made once and kept. Every step, each gradient is copied into it, divided by the number
-of ranks on the way. Then ``p.grad`` becomes a view of the buffer, so nothing is copied back: what
-the exchange leaves in the buffer is what the optimiser reads. ``zero_grad(set_to_none=True)``
+A buffer is made once and kept. In every step, each gradient is divided by the number of ranks and
+copied into the buffer. Then ``p.grad`` becomes a view of the buffer, so nothing is copied back: the
+optimiser reads the result of the exchange in the buffer itself. ``zero_grad(set_to_none=True)``
 drops the view, not the buffer; the next backward makes a new gradient, which is copied in again.
 """
 
@@ -15,7 +15,7 @@ from common.utils.grouping import grouped
 
 
 class FlatBuffer:
-    """One contiguous ``tensor``, and in ``views`` a view of it for each parameter's gradient."""
+    """One contiguous ``tensor``, and ``views``: for each parameter's gradient its part."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)

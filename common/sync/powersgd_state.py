@@ -41,7 +41,7 @@ class PerParameterState:
     """
 
     def __init__(self, model: nn.Module, *, rank: int) -> None:
-        # Two steps is the least that torch permits. A gradient may be zero: that needs an epsilon.
+        # torch requires two uncompressed steps. The epsilon is for gradients that are zero.
         self._hook_state = PowerSGDState(
             _InTurn(dist.get_rank(), dist.get_world_size()),
             matrix_approximation_rank=rank,

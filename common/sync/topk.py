@@ -48,7 +48,7 @@ class TopK(TopKPlan, GradientSync):
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
-        means = self.flat_gradients(divisor=1)  # (entries,) each; this rank's gradients so far
+        means = self.flat_gradients(divisor=1)  # (entries,) each; still this rank's gradients
         self._residuals = self._residuals or [torch.zeros_like(mean) for mean in means]
         if [r.shape for r in self._residuals] != [mean.shape for mean in means]:
             raise UserError(
@@ -88,9 +88,10 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 def mean_of_largest(residual: Tensor, mean: Tensor, *, count: int) -> None:
-    """Write the mean over the ranks of each one's ``count`` largest entries into ``mean``.
+    """Exchange the ``count`` largest entries of every rank; write their mean into ``mean``.
 
-    ``residual``, ``mean`` : vectors of one length. What was sent becomes zero in ``residual``.
+    ``residual``, ``mean`` : vectors of one length. The entries that were sent become zero in
+    ``residual``.
     """
     size = dist.get_world_size()
     indices = largest(residual.abs(), count)

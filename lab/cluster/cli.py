@@ -1,4 +1,4 @@
-"""``lab cluster``: run a command on emulated nodes, open a shell in a node, disturb a node."""
+"""``lab cluster``: run a command on emulated nodes, open a shell on a node, disturb a node."""
 
 import argparse
 import contextlib

@@ -188,9 +188,9 @@ class Cluster:
     def fault(self, node: int, what: str, *, rate: str | None = None) -> None:
         """Disturb a node while it runs.
 
-        "cut" takes its link down, "slow" gives the link another ``rate``, "pause" and "kill" signal
-        its processes, "restore" undoes all but "kill". Raises UserError for any other fault, and
-        for a link on loopback.
+        "cut" disconnects its link, "slow" gives the link another ``rate``, "pause" stops its
+        processes, "kill" kills them, "restore" undoes all but "kill". Raises UserError for any
+        other fault, and for a link on loopback.
         """
         self._check_node(node)
         if what not in FAULTS or (what == "slow") != (rate is not None):

@@ -22,7 +22,7 @@ _OWN_HOSTS = Path("/run/hosts")
 
 @dataclass(frozen=True)
 class Link:
-    """Rate in bits a second and one-way latency in seconds of a node's link; None: not limited."""
+    """Rate (bits per second) and one-way latency (seconds) of a node's link; None: not limited."""
 
     rate_bits: float | None = None
     latency_seconds: float | None = None

@@ -102,7 +102,7 @@ def _is_this_interpreter(word: str) -> bool:
 
 
 def preload_modules() -> None:
-    """Import what the parts import. Nothing may compute here: threads do not survive a fork."""
+    """Import what a run needs. Nothing may compute here: threads do not survive a fork."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in common/cli.py, before torch
     for module in _PRELOADED:
         importlib.import_module(module)

@@ -26,7 +26,7 @@ def _own_addresses() -> list[str]:
 
 
 def check_interface(request: CheckRequest) -> CheckResult | None:
-    """Check the interface that routes to the master: the parts choose that one."""
+    """Check the interface that routes to the master: a run uses that one."""
     if not request.master_ip:
         return None
     try:

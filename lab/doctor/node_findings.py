@@ -51,7 +51,7 @@ def results_of(
 def _attendance(
     request: CheckRequest, nodes: Mapping[int, NodeReport], problems: Sequence[str]
 ) -> CheckResult:
-    """Check that all nodes took part."""
+    """Check that all nodes connected."""
     if not nodes:
         text = "; ".join(problems)
         return CheckResult("nodes", FAILURE, text, _remedy_if_alone(request, text))

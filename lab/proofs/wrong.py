@@ -132,7 +132,7 @@ WRONG = (
     Wrong(
         "NeverReshuffled",
         "sharding",
-        "Every epoch has the order of the first.",
+        "Every epoch uses the order of the first epoch.",
         "common.data.sharding:epoch_order",
         wrong_code.one_order,
         f"{_SHARDING}::test_order_is_new_each_epoch_and_the_same_for_the_same_seed",
@@ -141,7 +141,7 @@ WRONG = (
     Wrong(
         "AsIfShardsWereEqual",
         "loss weighting",
-        "The mean of the shards' mean losses, however many samples each has.",
+        "The shards' mean losses are averaged without weights, although shards differ in size.",
         "common.training_engine:TrainingEngine.sum_over_ranks",
         wrong_code.as_if_shards_were_equal,
         f"{_SYNC}[2-all_reduce-float64]",
@@ -168,7 +168,7 @@ WRONG = (
     Wrong(
         "UnweightedStatistics",
         "BatchNorm",
-        "Running statistics are averaged as if all ranks had as many samples.",
+        "Running statistics are averaged as if all ranks had equally many samples.",
         "common.training_engine.batchnorm:_average",
         wrong_code.unweighted_statistics,
         "tests/common/training_engine/test_batchnorm.py::test_running_statistics_are_the_mean_over_all_samples",
@@ -186,7 +186,7 @@ WRONG = (
     Wrong(
         "ResumeWithoutEpoch",
         "resume",
-        "A resumed run counts its epochs from 1 again, so that the order repeats itself.",
+        "A resumed run counts its epochs from 1 again, so it repeats the order of samples.",
         "common.data.sharding:GlobalBatchSampler.set_epoch",
         wrong_code.epochs_counted_from_the_start,
         "tests/common/experiment/test_resume.py::test_one_rank_resumes_bit_for_bit",
@@ -204,7 +204,7 @@ WRONG = (
     Wrong(
         "ClipEachParameter",
         "clipping",
-        "The norm of each parameter is limited, not that of all together.",
+        "Each parameter's gradient norm is clipped, not the norm of all gradients together.",
         "common.training_engine.engine:clip_grad_norm_",
         wrong_code.clip_each_parameter,
         "tests/common/sync/test_sync.py::test_other_cases_equal_one_process[clipping]",
@@ -213,7 +213,7 @@ WRONG = (
     Wrong(
         "CheckpointWithoutHash",
         "checkpoint",
-        "Nothing tells whether the contents are those that were saved.",
+        "Nothing shows whether the file still holds what was saved.",
         "common.checkpoint:save_checkpoint",
         wrong_code.save_without_hash,
         f"{_CHECKPOINT}::test_altered_with_the_digest_left_as_it_was",
@@ -250,7 +250,7 @@ WRONG = (
     Wrong(
         "UnseededOrder",
         "seeds",
-        "Each rank draws an order of its own, so that the shards overlap.",
+        "Each rank shuffles in its own order, so the shards overlap.",
         "common.data.sharding:epoch_order",
         wrong_code.unseeded_order,
         f"{_SHARDING}::test_each_sample_comes_exactly_once_an_epoch",

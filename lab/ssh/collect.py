@@ -60,7 +60,7 @@ class Outcome:
 def collect(args: argparse.Namespace) -> int:
     """Copy the runs here and print where they are.
 
-    Returns 1 if a host was not reached or a different file here was left alone, else 0.
+    Returns 1 if a host was not reached or a different local file was kept, else 0.
     UserError if no host is reached, or none has any of the runs.
     """
     request = _collect_request(args)

@@ -1,4 +1,4 @@
-"""The command of each node, with the rank in the parts' flags, torchrun's flags or placeholders.
+"""The command of each node: the rank goes into a part's flags, torchrun's flags or placeholders.
 
 ``NodeCommands.of`` reads the command and refuses what contradicts the hosts;
 ``NodeCommands.fill`` returns the command of one node.

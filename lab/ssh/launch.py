@@ -1,4 +1,4 @@
-"""``lab launch``: run one command on several hosts, and leave no process of it on any.
+"""``lab launch``: run one command on several hosts, and leave no process behind.
 
 Order: read the flags, connect, ask the hosts for problems, find the master's address, perhaps run
 ``lab doctor``, start the command on all, wait, and end with the status of what failed first.

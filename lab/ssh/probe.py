@@ -119,7 +119,7 @@ def _own_problem(mine: Facts, commands: NodeCommands) -> str | None:
 def _difference(first_host: Host, first: Facts, mine: Facts, commands: NodeCommands) -> str | None:
     """Return the first difference from rank 0's host, in Python, torch or code.
 
-    Only the parts need them to be equal.
+    Only PartOne, PartTwo and PartThree need them to be equal.
     """
     if commands.part is None:
         return None
