@@ -145,7 +145,7 @@ def check_code(_request: CheckRequest) -> CheckResult:
         " with uncommitted changes" if git("status", "--porcelain", "--untracked-files=no") else ""
     )
     which = f"commit {commit}{changes}," if commit else "no git commit;"
-    return CheckResult("code", OK, f"{which} code {code_digest()}")
+    return CheckResult("code", OK, f"{which} source hash {code_digest()}")
 
 
 @cache

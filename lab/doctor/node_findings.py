@@ -176,7 +176,7 @@ def _code(nodes: Sequence[NodeReport]) -> CheckResult:
             f"the training code is the same, the commits differ: {_values_text(commits)}",
         )
     commit = nodes[0].facts.get("commit")
-    which = f"commit {commit}" if commit else f"no git commit; code {next(iter(codes))}"
+    which = f"commit {commit}" if commit else f"no git commit; source hash {next(iter(codes))}"
     return CheckResult("same code", OK, f"{which} on every node")
 
 

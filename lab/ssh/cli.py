@@ -21,7 +21,8 @@ def add_launch(commands: argparse._SubParsersAction) -> None:
     )
     _add_ssh_flags(parser, hosts_required=True)
     parser.add_argument(
-        "--master-ip", help="address at which the other hosts reach the first (default: tested)"
+        "--master-ip",
+        help="address at which the other hosts reach the first (default: found by testing)",
     )
     parser.add_argument(
         "--master-port", type=int, help=f"rank 0's port (default: {DEFAULT_MASTER_PORT})"
