@@ -286,7 +286,7 @@ def test_the_others_end_when_one_has_failed(tmp_path: Path, forking: Cluster) ->
 def test_a_user_namespace_does_where_root_is_not_at_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    way = (
+    command = (
         "unshare",
         "--user",
         "--map-root-user",
@@ -297,7 +297,7 @@ def test_a_user_namespace_does_where_root_is_not_at_hand(
         "--kill-child",
         "--mount-proc",
     )
-    monkeypatch.setattr(tools, "unshare_command", lambda: way)
+    monkeypatch.setattr(tools, "unshare_command", lambda: command)
     with Cluster(2, rate="100mbit", logs=tmp_path, fresh=True) as cluster:
         cluster.start(["sh", "-c", "ip -brief address show eth0; readlink /proc/self/ns/net"])
         assert [end.status for end in cluster.wait(limit_seconds=LONG)] == [0, 0]

@@ -188,7 +188,7 @@ def test_without_a_profile_nothing_begins(tmp_path):
 
 def test_where_no_cluster_is_allowed_one_message_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("lab.cluster.tools.namespaces_refused", lambda: "this kernel has none")
-    with pytest.raises(UserError, match="no emulated cluster here: this kernel has none"):
+    with pytest.raises(UserError, match="cannot emulate a cluster: this kernel has none"):
         compare(asks(rates=("1gbit",)), reports=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
