@@ -26,7 +26,7 @@ _DONE = {
     "slow": "link limited to ",
     "pause": "processes stopped",
     "kill": "processes killed",
-    "restore": "link restored, processes continue",
+    "restore": "restored",
 }
 
 
