@@ -11,6 +11,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.utils.dependencies import check_dependencies
+
+check_dependencies()
+
 from common.cli import main
 
 if __name__ == "__main__":

@@ -14,6 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.utils.dependencies import check_dependencies
+
+check_dependencies()
+
 from common.cli import main
 from common.sync import BUILT_IN
 
