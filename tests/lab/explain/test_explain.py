@@ -235,7 +235,7 @@ def test_the_table_is_whole_and_stands_in_the_docs() -> None:
         "not finite in epoch",
         "and could not be downloaded",
         "could not be written (",
-        "something else than rank 0 answers",
+        "something other than rank 0 answers",
         "lost rank 0 at",
         "is not an address and no known host name",
     ],
