@@ -1,15 +1,19 @@
-"""Part One: VGG-11 on CIFAR-10 on a single node.
+"""Part One: train VGG-11 on CIFAR-10 with one process.
 
     python PartOne/main.py
 
-One process, no communication: the baseline that the other parts are compared with. The walk from
-here on is ``run`` in common/experiment/run.py.
+There is no communication: this is the baseline for the other parts. To read the code, begin with
+``run`` in common/experiment/run.py.
 """
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.utils.dependencies import check_dependencies
+
+check_dependencies()
 
 from common.cli import main
 

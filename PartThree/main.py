@@ -1,18 +1,25 @@
 """Part Three: the same training with PyTorch's own DistributedDataParallel.
 
-    python PartThree/main.py --master-ip 10.0.0.1 --num-nodes 4 --rank 0     # and 1, 2, 3
-    python PartThree/main.py --sync ddp_fp16 --master-ip 10.0.0.1 --num-nodes 4 --rank 0
-    torchrun --nproc-per-node 2 PartThree/main.py
+    python PartThree/main.py --distributed --world-size 2     # two ranks on this machine
 
-What changes against Part Two: the gradients are averaged in buckets, while ``backward`` still
-computes the others (common/sync/ddp.py); on GPUs over NCCL, with automatic mixed precision. Two
-more ways send less than all bits, by torch's own hooks: ddp_fp16 and ddp_powersgd.
+or on every machine, with its own --rank (0, 1, 2, 3):
+
+    python PartThree/main.py --master-ip 10.0.0.1 --num-nodes 4 --rank 0
+
+What changes from Part Two: DistributedDataParallel averages the gradients in buckets while
+``backward`` still computes the others (common/sync/ddp.py); on GPUs over NCCL, with automatic
+mixed precision. Two more strategies send less, through torch's own hooks: --sync ddp_fp16 and
+--sync ddp_powersgd.
 """
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.utils.dependencies import check_dependencies
+
+check_dependencies()
 
 from common.cli import main
 from common.sync import BUILT_IN

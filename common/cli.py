@@ -4,6 +4,7 @@ Status 0: done; 1: the run failed; 2: the command cannot be run as given; 75: st
 after saving a checkpoint, resume with ``--resume auto``; 130: interrupted.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 from common.config.parser import parse_arguments
@@ -36,19 +38,18 @@ COMMANDS = {"PartOne": "part-one", "PartTwo": "part-two", "PartThree": "part-thr
 """The commands that an installed package has in place of ``python PartX/main.py``."""
 
 HOW_TO_START = """\
-{part} trains on several ranks, so it must know its place among them. Start it on every node, for example
+{part} trains on several ranks. To start two on this machine:
 
-    {command} --master-ip 10.0.0.1 --num-nodes 2 --rank 0      # on the first node, whose address is 10.0.0.1
-    {command} --master-ip 10.0.0.1 --num-nodes 2 --rank 1      # on the second
+    {command} --distributed --world-size 2
 
-or two ranks on this machine, in two terminals or with a '&' behind the first:
+or one on each machine; rank 0 runs on the machine that owns --master-ip:
 
-    {command} --master-ip 127.0.0.1 --num-nodes 2 --rank 0 &
-    {command} --master-ip 127.0.0.1 --num-nodes 2 --rank 1
+    {command} --master-ip 10.0.0.1 --num-nodes 2 --rank 0     # on 10.0.0.1
+    {command} --master-ip 10.0.0.1 --num-nodes 2 --rank 1     # on the other machine
 
-or let torchrun start them:
+or with torchrun:
 
-    torchrun --nproc-per-node 2 {target}"""  # noqa: E501 - commands to copy
+    torchrun --nproc-per-node 2 {target}"""
 
 
 def main(
@@ -94,8 +95,8 @@ def _launch_of_part(config: Config) -> LaunchSpec | None:
     alone = config.sync == "none"
     if alone and launch is not None and launch.size > 1:
         raise UserError(
-            f"{config.part} trains on one process, but torchrun started {launch.size}: use one, or "
-            "PartTwo or PartThree"
+            f"{config.part} trains on one process, but torchrun started {launch.size}: start "
+            "one, or use PartTwo or PartThree"
         )
     return LaunchSpec() if alone or (launch is None and config.recipe is not None) else launch
 
@@ -110,7 +111,7 @@ def _run(config: Config, launch: LaunchSpec) -> int:
     if not config.debug:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     rank = f" (rank {launch.rank})" if launch.size > 1 else ""
-    message, status = "", 0
+    message, status, begun = "", 0, time.time()
     try:
         from common.experiment.run import run
 
@@ -118,17 +119,32 @@ def _run(config: Config, launch: LaunchSpec) -> int:
     except Stopped as stopped:
         message, status = f"stopped{rank}: {stopped}", TO_BE_CONTINUED
     except KeyboardInterrupt:
-        message = f"interrupted{rank}: finished checkpoints and metrics are kept"
+        message = f"interrupted{rank}{_newest_checkpoint(config, begun)}"
         status = INTERRUPTED
     except Exception as error:
         reason = _explain(error)
         message = f"error{rank}: {reason}" if reason else traceback.format_exc().rstrip()
+        message += _newest_checkpoint(config, begun)
         status = 1
     if message:
         _say(message, status)
     if launch.size > 1:
         end_process(status)
     return status
+
+
+def _newest_checkpoint(config: Config, begun: float) -> str:
+    """Return where this run, or one like it since ``begun``, saved its newest checkpoint, if any.
+
+    ``begun`` is in seconds since 1970.
+    """
+    saved: list[tuple[float, Path]] = []
+    with contextlib.suppress(OSError):  # another rank has just deleted an old one
+        files = (config.reports_folder / config.experiment).glob("*/checkpoints/*.pt")
+        saved = [(path.stat().st_mtime, path) for path in files]
+    if not saved or max(saved)[0] < begun:
+        return ""
+    return f"\nThe newest checkpoint is {max(saved)[1]}. Continue from it with --resume auto."
 
 
 def _explain(error: Exception) -> str | None:
@@ -138,7 +154,7 @@ def _explain(error: Exception) -> str | None:
     if not isinstance(error, RuntimeError | MemoryError):
         return None
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
-        return f"out of memory: give a smaller --batch-size or fewer ranks a machine ({error})"
+        return f"out of memory: give a smaller --batch-size or fewer ranks per machine ({error})"
     from common.distributed.failures import explain_collective_failure
 
     # Only if no rank has published why: then process_group has raised GroupError with the reason.

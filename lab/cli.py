@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from common.config.parser import OneLineErrorParser
+from common.config.parser import FlagParser
 from common.errors import INTERRUPTED, GroupError, UserError
 from lab.calibrate.cli import add_flags as add_calibrate
 from lab.cluster.cli import add_flags as add_cluster
@@ -23,7 +23,7 @@ from lab.ssh.cli import add_collect, add_launch
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status.
 
-    0 done, 1 failed, 2 wrong input, 130 interrupted.
+    0 done, 1 failed, 2 wrong input (or no command: the help is printed), 130 interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     end = given.index("--") if "--" in given else len(given)
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.typed = shlex.join(["lab", *given])
         if flags and not args.passes_flags:
             raise UserError(
-                f"-- {' '.join(flags)}: only lab compare, lab launch, lab cluster run and lab "
-                "cluster shell take what follows --"
+                f"-- {' '.join(flags)}: this command takes nothing after --. lab compare, lab "
+                "launch, lab cluster run and lab cluster shell do"
             )
         return args.run(args)
     except (UserError, GroupError) as error:
@@ -48,14 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands and their flags."""
-    parser = OneLineErrorParser(
+    parser = FlagParser(
         prog="lab",
-        description="The ``lab`` command: compare strategies, report on runs, calibrate, predict, "
-        "make clusters, find what is wrong.",
+        description="Compare training strategies, report on runs, measure this machine, predict "
+        "step times, emulate clusters, and find out why a run failed. lab COMMAND --help shows "
+        "the flags of a command.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(
-        required=True, metavar="COMMAND", parser_class=OneLineErrorParser
+        required=True, title="commands", metavar="COMMAND", parser_class=FlagParser
     )
     for add in (
         add_compare,

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from functools import partial
 from pkgutil import resolve_name
 
+from common.config.parser import FlagFormatter
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
+
+class _Help(FlagFormatter, argparse.ArgumentDefaultsHelpFormatter):
     """Show the defaults of flags that have one, and no "(default: None)"."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -26,10 +28,15 @@ def add_command(
     """Add a subcommand that calls ``run`` with its flags, and return its parser.
 
     run : a function, or "module:function", which is imported when the command is called.
+    help : a clause without a full stop; the list of commands shows it up to the first semicolon.
     passes_flags : whether the command takes what follows ``--``.
     """
     parser = commands.add_parser(
-        name, help=help, description=help, allow_abbrev=False, formatter_class=_Help
+        name,
+        help=help.partition(";")[0],
+        description=f"{help[:1].upper()}{help[1:]}.",
+        allow_abbrev=False,
+        formatter_class=_Help,
     )
     function = partial(_run_imported, run) if isinstance(run, str) else run
     parser.set_defaults(run=function, passes_flags=passes_flags)

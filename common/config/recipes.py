@@ -1,6 +1,5 @@
 """Recipes: settings of known experiments, as TOML files."""
 
-import difflib
 import json
 import tomllib
 from dataclasses import Field, fields
@@ -11,6 +10,7 @@ from common.config.schema import EXPECTED, Config, has_type
 from common.errors import UserError
 from common.utils.grouping import grouped
 from common.utils.paths import RECIPES
+from common.utils.registry import choices_text, closest
 
 
 def find_recipe(name: str) -> Path:
@@ -21,9 +21,9 @@ def find_recipe(name: str) -> Path:
     path = Path(name) if name.endswith(".toml") else RECIPES / f"{name}.toml"
     if not path.is_file():
         known = sorted(recipe.stem for recipe in RECIPES.glob("*.toml"))
+        what = f"file {path}" if name.endswith(".toml") else f"recipe {name!r}"
         raise UserError(
-            f"--recipe: there is no {path}; choose one of {', '.join(known)}, or give a file that "
-            "ends in .toml"
+            f"--recipe: there is no {what}: {choices_text(name, known)}; or give a .toml file"
         )
     return path
 
@@ -44,8 +44,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
     for key, value in content.items():
         name = key.replace("-", "_")
         if name not in specs:
-            close = difflib.get_close_matches(name, specs, n=1)
-            hint = f"did you mean {close[0]}?" if close else "--print-config shows the keys"
+            close = closest(name, specs)
+            hint = f"did you mean {close}?" if close else "--print-config shows the keys"
             raise UserError(f"recipe {path}: unknown key {key!r}; {hint}")
         kind = specs[name]["type"]
         if not has_type(value, kind):

@@ -20,13 +20,14 @@ from common.models import MODELS
 from common.sync import STRATEGIES
 from common.utils import paths
 from common.utils.environment import DEFAULT_MASTER_PORT
+from common.utils.registry import choices_text
 
 DEFAULT_GLOBAL_BATCH_SIZE = 256
 SCHEDULES = ("onecycle", "constant", "cosine", "step")
 DEFAULT_LEARNING_RATE = {"sgd": 0.02, "adamw": 0.001}
 
 RECIPE = "recipe"
-CLUSTER = "cluster (the same on every node, but for --rank)"
+CLUSTER = "ranks and network (the same on every node, except --rank)"
 DATA = "data"
 TRAINING = "training"
 OPTIMIZER = "optimiser and schedule"
@@ -96,30 +97,34 @@ class Config:
     recipe: str | None = option(
         None,
         RECIPE,
-        "settings of a known experiment, by name (recipes/*.toml) or as a file; every "
-        "flag overrides them",
+        "settings of a known experiment: a name from recipes/, or a .toml file. Flags override it",
         in_recipe=False,
     )
     print_config: bool = option(
         False,
         RECIPE,
-        "show the settings that result, as a recipe, and end",
+        "print the settings that these flags and the recipe give, as a recipe, and exit",
         type=bool,
         per_rank=True,
         in_recipe=False,
     )
 
     sync: str = option(
-        "none", TRAINING, "how gradients are averaged over the ranks", choices=tuple(STRATEGIES)
+        "none", TRAINING, "how the ranks average their gradients", choices=tuple(STRATEGIES)
     )
 
     master_ip: str | None = option(
-        None, CLUSTER, "address of rank 0's node", "-M", per_rank=True, in_recipe=False
+        None,
+        CLUSTER,
+        "IP address or host name of the machine that runs rank 0",
+        "-M",
+        per_rank=True,
+        in_recipe=False,
     )
     num_nodes: int | None = option(
         None,
         CLUSTER,
-        "number of ranks, one process each",
+        "number of ranks; each is one process",
         "-N",
         "--world-size",
         type=int,
@@ -129,7 +134,7 @@ class Config:
     rank: int | None = option(
         None,
         CLUSTER,
-        "this process's place, from 0 to num-nodes - 1",
+        "number of this process, from 0 to the number of ranks minus 1",
         "-R",
         type=int,
         minimum=0,
@@ -139,7 +144,7 @@ class Config:
     master_port: int | None = option(
         None,
         CLUSTER,
-        f"port on rank 0's node (default: {DEFAULT_MASTER_PORT})",
+        f"TCP port at which rank 0 listens (default: {DEFAULT_MASTER_PORT})",
         type=int,
         minimum=1,
         maximum=65535,
@@ -149,14 +154,15 @@ class Config:
     dist_url: str | None = option(
         None,
         CLUSTER,
-        "tcp://ADDRESS:PORT, in place of --master-ip and --master-port",
+        "tcp://ADDRESS:PORT of rank 0, instead of --master-ip and --master-port",
         per_rank=True,
         in_recipe=False,
     )
     distributed: bool = option(
         False,
         CLUSTER,
-        "start all ranks here, --world-size of them (default: one a GPU; two without)",
+        "start all ranks on this machine, --world-size of them (default: one per GPU, "
+        "or two if there is no GPU)",
         type=bool,
         per_rank=True,
         in_recipe=False,
@@ -164,7 +170,7 @@ class Config:
     local_rank: int | None = option(
         None,
         CLUSTER,
-        "taken from launchers that pass it",
+        "number of this process on its machine; some launchers pass it",
         type=int,
         minimum=0,
         per_rank=True,
@@ -173,15 +179,16 @@ class Config:
     shards: int | None = option(
         None,
         CLUSTER,
-        "parts of each global batch, fixed for the whole job; a rank computes one or "
-        "several (default: the largest number of ranks that torchrun may start)",
+        "number of parts of each global batch, fixed for the whole job; each rank "
+        "computes one or several (default: the largest number of ranks that torchrun "
+        "may start)",
         type=int,
         minimum=1,
     )
     timeout: float = option(
         60.0,
         CLUSTER,
-        "seconds to wait for another rank before giving up",
+        "seconds to wait for another rank before this one gives up",
         type=float,
         above=0,
         maximum=86400,
@@ -189,42 +196,42 @@ class Config:
     backend: str | None = option(
         None,
         CLUSTER,
-        "default: nccl where each rank has a GPU of its own, else gloo",
+        "library that sends the messages (default: nccl if every rank has its own GPU, else gloo)",
         choices=("nccl", "gloo"),
     )
 
     dataset: str = option(
         "cifar10",
         DATA,
-        "which images; 'folder' reads DATA_DIR/train/<class>/* and DATA_DIR/test/<class>/*",
+        "images to train on; 'folder' reads DATA_DIR/train/CLASS/* and DATA_DIR/test/CLASS/*",
         choices=tuple(DATASETS),
     )
     data_dir: Path | None = option(
         None,
         DATA,
-        "where the dataset lies or is downloaded to (default: data/ beside the parts)",
+        "folder of the dataset, and where it is downloaded to (default: data/ next to the parts)",
         type=Path,
         per_rank=True,
     )
     mirror: str | None = option(
         None,
         DATA,
-        "URL of a folder (or of the archive itself) to download CIFAR from; the "
-        "same MD5 is checked",
+        "URL of a folder or archive from which CIFAR is downloaded; its MD5 is checked",
         per_rank=True,
     )
     normalise: str = option(
         "dataset",
         DATA,
-        "by whose mean and standard deviation pixels are normalised",
+        "whose mean and standard deviation normalise the pixels",
         choices=("dataset", "imagenet"),
     )
 
-    model: str = option("vgg11", TRAINING, "which network", choices=tuple(MODELS))
+    model: str = option("vgg11", TRAINING, "network to train", choices=tuple(MODELS))
     batch_size: int | None = option(
         None,
         TRAINING,
-        f"GLOBAL batch size, shared out over the ranks (default: {DEFAULT_GLOBAL_BATCH_SIZE})",
+        "samples per optimiser step over all ranks together; each rank computes its share "
+        f"(default: {DEFAULT_GLOBAL_BATCH_SIZE})",
         "--global-batch-size",
         type=int,
         minimum=1,
@@ -232,8 +239,8 @@ class Config:
     local_batch_size: int | None = option(
         None,
         TRAINING,
-        "samples of one forward pass of each rank, in place of "
-        "--batch-size; global is this x ranks x --accumulation-steps",
+        "samples per forward pass of one rank, instead of --batch-size; the global "
+        "batch is this x ranks x --accumulation-steps",
         "-b",
         type=int,
         minimum=1,
@@ -241,54 +248,60 @@ class Config:
     accumulation_steps: int = option(
         1,
         TRAINING,
-        "forward and backward passes of each optimiser step; communicated once",
+        "forward and backward passes per optimiser step; the gradients are exchanged once",
         type=int,
         minimum=1,
     )
     epochs: int = option(
-        1, TRAINING, "length of the training and of the schedule", type=int, minimum=1
+        1,
+        TRAINING,
+        "epochs to train, and the length of the learning-rate schedule",
+        type=int,
+        minimum=1,
     )
     max_steps: int | None = option(
-        None, TRAINING, "length in steps, in place of --epochs", type=int, minimum=1
+        None, TRAINING, "optimiser steps to train, instead of --epochs", type=int, minimum=1
     )
     stop_after_epoch: int | None = option(
         None,
         TRAINING,
-        "stop early, after this epoch; the schedule keeps its length, so --resume can go on",
+        "stop after this epoch; the schedule keeps its length, so a later run with "
+        "--resume can continue",
         type=int,
         minimum=1,
     )
     seed: int = option(
         0,
         TRAINING,
-        "of initial weights, order and augmentation",
+        "seed of the initial weights, the order of the samples and the augmentation",
         type=int,
         minimum=0,
     )
     amp: bool | None = option(
         None,
         TRAINING,
-        "automatic mixed precision (default: PartThree on a GPU)",
+        "automatic mixed precision (default: on for PartThree on a GPU, else off)",
         "--use-amp",
         type=bool,
     )
     amp_dtype: str = option(
         "fp16",
         TRAINING,
-        "fp16 scales the loss (GradScaler), bf16 needs no scaling; a CPU takes bf16",
+        "number format of mixed precision: fp16 scales the loss (GradScaler); bf16 "
+        "needs no scaling and also works on a CPU",
         choices=("fp16", "bf16"),
     )
     ema: bool = option(
         False,
         TRAINING,
-        "keep an exponential moving average of the weights, evaluated and saved beside them",
+        "also keep, evaluate and save an exponential moving average of the weights",
         "--use-ema",
         type=bool,
     )
     ema_decay: float = option(
         0.9999,
         TRAINING,
-        "share of the average that a step keeps, at most",
+        "largest share of the average that remains after a step",
         type=float,
         above=0,
         maximum=0.999999,
@@ -296,21 +309,21 @@ class Config:
     sync_batchnorm: bool = option(
         False,
         TRAINING,
-        "on several GPUs BatchNorm normalises over all ranks, not by rank",
+        "on several GPUs: compute BatchNorm's statistics over all ranks, not per rank",
         type=bool,
     )
     bucket_mb: float | None = option(
         None,
         TRAINING,
-        "of ddp and overlapped: MiB of gradients that are sent together (default: 1 "
-        "in the first bucket, then 25, as DistributedDataParallel has it)",
+        "for ddp and overlapped: MiB of gradients that are sent together (default: 1 in "
+        "the first bucket, then 25, like DistributedDataParallel)",
         type=float,
         above=0,
     )
     topk_ratio: float = option(
         0.01,
         TRAINING,
-        "of topk: share of the gradient's entries that a rank sends",
+        "for topk: share of the gradient's entries that a rank sends",
         type=float,
         above=0,
         maximum=1,
@@ -318,7 +331,7 @@ class Config:
     powersgd_rank: int = option(
         2,
         TRAINING,
-        "of ddp_powersgd: rank of the matrices that stand for a gradient",
+        "for ddp_powersgd: rank of the matrices that approximate a gradient",
         type=int,
         minimum=1,
         maximum=1024,
@@ -326,14 +339,14 @@ class Config:
     averaging_period: int = option(
         4,
         TRAINING,
-        "of local_sgd: steps from one average of the weights to the next",
+        "for local_sgd: steps between two averages of the weights",
         type=int,
         minimum=1,
     )
     label_smoothing: float = option(
         0.0,
         TRAINING,
-        "share of each label spread over all classes",
+        "share of each label that is spread over all classes",
         type=float,
         minimum=0,
         maximum=0.99,
@@ -341,34 +354,35 @@ class Config:
     validate: bool = option(
         False,
         TRAINING,
-        "evaluate the test set after every epoch and keep best.pt (--target-accuracy does too)",
+        "evaluate the test set after every epoch and keep the best weights in best.pt; "
+        "--target-accuracy does this, too",
         type=bool,
     )
     target_accuracy: float | None = option(
         None,
         TRAINING,
-        "end once the evaluation after an epoch has reached it, as a "
-        "fraction, in --patience epochs in a row",
+        "stop when the test accuracy (a fraction, e.g. 0.85) reaches this in --patience "
+        "epochs in a row",
         type=float,
         above=0,
         maximum=1,
     )
     patience: int = option(
-        2, TRAINING, "epochs in a row, for --target-accuracy", type=int, minimum=1
+        2, TRAINING, "for --target-accuracy: number of epochs in a row", type=int, minimum=1
     )
     pretrained_weights: str | None = option(
         None,
         TRAINING,
-        "file or URL of them, for a pretrained model (default: torchvision's download)",
+        "file or URL of the weights of a pretrained model (default: download from torchvision)",
         per_rank=True,
     )
     unfreeze: bool = option(
-        False, TRAINING, "train all layers of a pretrained model, not only the last", type=bool
+        False, TRAINING, "train all layers of a pretrained model, not only the last one", type=bool
     )
     input_size: int = option(
         224,
         TRAINING,
-        "height and width at which images reach a pretrained model",
+        "height and width in pixels to which images are resized for a pretrained model",
         type=int,
         minimum=32,
         maximum=1024,
@@ -376,32 +390,39 @@ class Config:
     deterministic: bool = option(
         False,
         TRAINING,
-        "make a GPU run repeatable, bit for bit, and measure what it costs",
+        "make a GPU run repeatable, bit for bit, and measure what this costs",
         type=bool,
     )
 
     learning_rate: float | None = option(
         None,
         OPTIMIZER,
-        "constant rate or peak of the schedule; never scaled "
-        "(default: 0.02 for sgd, 0.001 for adamw)",
+        "learning rate: constant, or the peak of the schedule; the number of ranks does "
+        "not change it (default: 0.02 for sgd, 0.001 for adamw)",
         "--lr",
         "--base-lr",
         type=float,
         above=0,
     )
-    opt: str = option("sgd", OPTIMIZER, "which optimiser", choices=tuple(DEFAULT_LEARNING_RATE))
+    opt: str = option("sgd", OPTIMIZER, "optimiser", choices=tuple(DEFAULT_LEARNING_RATE))
     schedule: str = option(
-        "onecycle", OPTIMIZER, "how the rate moves over the steps", choices=SCHEDULES
+        "onecycle", OPTIMIZER, "how the learning rate changes over the steps", choices=SCHEDULES
     )
-    warmup_steps: int | None = option(None, OPTIMIZER, "steps of rising rate", type=int, minimum=0)
+    warmup_steps: int | None = option(
+        None,
+        OPTIMIZER,
+        "steps over which the learning rate rises at the start",
+        type=int,
+        minimum=0,
+    )
     warmup_epochs: float | None = option(
-        None, OPTIMIZER, "the same in epochs", type=float, minimum=0
+        None, OPTIMIZER, "the same in epochs, instead of --warmup-steps", type=float, minimum=0
     )
     milestones: str = option(
         "0.5,0.75",
         OPTIMIZER,
-        "of --schedule step: when the rate falls, as shares of the training after the warm-up",
+        "for --schedule step: when the learning rate falls, as shares of the training "
+        "after the warm-up",
         form=(
             r"0?\.\d+(,0?\.\d+)*",
             "shares below 1 with commas between, e.g. 0.3,0.6,0.8",
@@ -410,26 +431,37 @@ class Config:
     step_factor: float = option(
         0.1,
         OPTIMIZER,
-        "of --schedule step: by what the rate is multiplied then",
+        "for --schedule step: factor by which the learning rate falls",
         type=float,
         above=0,
         maximum=1,
     )
-    momentum: float = option(0.9, OPTIMIZER, "of sgd", type=float, minimum=0, maximum=0.9999)
-    nesterov: bool = option(
-        True, OPTIMIZER, "sgd's momentum in Nesterov's form (default: yes)", type=bool
+    momentum: float = option(
+        0.9, OPTIMIZER, "momentum of sgd", type=float, minimum=0, maximum=0.9999
     )
-    weight_decay: float = option(5e-4, OPTIMIZER, "L2 penalty", type=float, minimum=0)
+    nesterov: bool = option(
+        True, OPTIMIZER, "Nesterov's form of momentum for sgd (default: on)", type=bool
+    )
+    weight_decay: float = option(
+        5e-4, OPTIMIZER, "weight decay (L2 penalty)", type=float, minimum=0
+    )
     clip_norm: float | None = option(
-        None, OPTIMIZER, "largest norm of all gradients together", type=float, above=0
+        None,
+        OPTIMIZER,
+        "clip the gradients to this norm over all parameters (default: no clipping)",
+        type=float,
+        above=0,
     )
     scale_lr: bool = option(
-        False, OPTIMIZER, "multiply the rate by global batch / --reference-batch-size", type=bool
+        False,
+        OPTIMIZER,
+        "multiply the learning rate by global batch size / --reference-batch-size",
+        type=bool,
     )
     reference_batch_size: int = option(
         DEFAULT_GLOBAL_BATCH_SIZE,
         OPTIMIZER,
-        "the global batch that the rate is meant for",
+        "for --scale-lr: the global batch size for which the learning rate was chosen",
         type=int,
         minimum=1,
     )
@@ -446,8 +478,8 @@ class Config:
     resume: str | None = option(
         None,
         RUN,
-        "a checkpoint's path, or 'auto': the newest good one of earlier runs of this part "
-        "or recipe, on whichever node it lies",
+        "continue from a checkpoint: its path, or 'auto' for the newest intact one of "
+        "earlier runs of this part or recipe, on any node",
         per_rank=True,
         in_recipe=False,
     )
@@ -461,24 +493,29 @@ class Config:
     output_dir: Path | None = option(
         None,
         RUN,
-        "receives <part>-<sync>/<time>/ or <recipe>/<time>/ (default: reports/)",
+        "folder in which the run writes <part>-<sync>/<time>/ or <recipe>/<time>/ "
+        "(default: reports/)",
         type=Path,
         per_rank=True,
     )
     checkpoint_every: int | None = option(
         None,
         RUN,
-        "steps between checkpoints within an epoch, beside the one after it",
+        "also save a checkpoint every this many steps (default: after each epoch only)",
         type=int,
         minimum=1,
     )
     keep_checkpoints: int | None = option(
-        None, RUN, "how many of the newest stay (default: all)", type=int, minimum=1
+        None,
+        RUN,
+        "keep only this many of the newest checkpoints (default: all)",
+        type=int,
+        minimum=1,
     )
     checkpoint: Path | None = option(
         None,
         RUN,
-        "a file that always holds the newest checkpoint too; --resume auto reads it",
+        "a file that always holds a copy of the newest checkpoint; --resume auto reads it, too",
         type=Path,
         per_rank=True,
         in_recipe=False,
@@ -486,45 +523,56 @@ class Config:
     gpu_ids: str | None = option(
         None,
         RUN,
-        "GPUs of this machine to use, e.g. 0,1",
+        "GPUs of this machine to use, e.g. 0,1 (default: all)",
         "--cuda",
         form=(r"\d+(,\d+)*", "numbers with commas between, e.g. 0,1"),
         per_rank=True,
         in_recipe=False,
     )
     profile: bool = option(
-        False, RUN, "write a torch.profiler trace of a few steps, a file a rank", type=bool
+        False, RUN, "write a torch.profiler trace of a few steps, one file per rank", type=bool
     )
     timeline: bool = option(
         False,
         RUN,
-        "take down when each message of the last steps began and ended, on every rank",
+        "record when each message of the last steps starts and ends, on every rank",
         type=bool,
     )
     untimed_steps: int = option(
         1,
         RUN,
-        "first steps that the medians of the times leave out, as warm-up",
+        "number of first steps that count as warm-up: the medians of the times leave them out",
         type=int,
         minimum=0,
     )
     compute: str = option(
         "real",
         RUN,
-        "'real' computes; 'measured' has each layer sleep as long as it takes where it has this "
-        "machine for itself (lab calibrate), a name in reports/profiles/ or a FILE.json as long "
-        "as that profile says: then nothing is learned, evaluated or saved",
+        "'real' computes. 'measured' makes each layer sleep for the time that lab "
+        "calibrate measured on this machine; a name in reports/profiles/ or a FILE.json "
+        "uses that profile. Sleeping layers learn nothing, so nothing is evaluated or "
+        "saved",
     )
     measure_only: bool = option(
-        False, RUN, "train and take times: no checkpoint, no evaluation, no report", type=bool
+        False,
+        RUN,
+        "train and measure times only: no checkpoint, no evaluation, no report",
+        type=bool,
     )
     log_wandb: bool = option(
-        False, RUN, "send the numbers to Weights & Biases (offline without an account)", type=bool
+        False,
+        RUN,
+        "send the numbers to Weights & Biases (offline if there is no account)",
+        type=bool,
     )
     log_tensorboard: bool = option(False, RUN, "write the numbers for TensorBoard", type=bool)
-    log_every: int = option(10, RUN, "steps between lines of output", type=int, minimum=1)
+    log_every: int = option(10, RUN, "steps between two lines of output", type=int, minimum=1)
     debug: bool = option(
-        False, RUN, "set TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO", type=bool, per_rank=True
+        False,
+        RUN,
+        "log more: set TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO",
+        type=bool,
+        per_rank=True,
     )
 
     def __post_init__(self) -> None:
@@ -616,7 +664,9 @@ def has_type(value: Any, kind: type) -> bool:
 def _check(name: str, value: Any, rules: Mapping[str, Any]) -> None:
     """Raise UserError if a setting's value breaks its rules."""
     if rules["choices"] and value not in rules["choices"]:
-        raise UserError(f"{flag(name)}: got {value!r}, choose one of {', '.join(rules['choices'])}")
+        raise UserError(
+            f"{flag(name)}: got {value!r}, {choices_text(str(value), rules['choices'])}"
+        )
     bounds = [
         (f"{word} {rules[key]}", within, rules[key])
         for key, word, within in _BOUNDS

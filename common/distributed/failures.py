@@ -42,9 +42,9 @@ def explain_collective_failure(error: BaseException) -> str | None:
     unnamed = "DistributedDataParallel's all_reduce in backward" if in_backward else "a collective"
     collective = next((name for name in calls if name != "wrapper"), unnamed)
     return (
-        f"{collective} broke: another rank has ended, or did not answer in time. Its own "
-        "output says why; where it has none, its process was killed or its node lost. Finished "
-        f"checkpoints are kept. (torch says: {first_line(error)})"
+        f"{collective} broke: another rank has ended, or did not answer in time. Its output shows "
+        "why; if it shows nothing, its process was killed or its node was lost. (torch: "
+        f"{first_line(error)})"
     )
 
 

@@ -39,7 +39,7 @@ class World:
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this is rank 0, the one that speaks and writes."""
+        """Whether this is rank 0, the one that prints and writes files."""
         return self.rank == 0
 
 
@@ -86,8 +86,7 @@ def process_group(
             report.publish(error)
         elif message := report.fetch():
             raise GroupError(
-                f"{message}. Finished checkpoints are kept. ({broken.split(':')[0]} here: another "
-                "rank has ended)"
+                f"{message}. ({broken.split(':')[0]} here: another rank has ended)"
             ) from error
         raise
     finally:
@@ -153,9 +152,8 @@ def _choose_interface(master_ip: str) -> None:
 def _choose_backend(wanted: str | None, placement: RankPlacement) -> str:
     if wanted == "nccl" and not placement.gpus_suffice:
         raise UserError(
-            f"--backend nccl needs a GPU for each of the {placement.local_size} ranks on a "
-            f"machine, and this one has {torch.cuda.device_count()}: give --backend gloo, or "
-            "fewer ranks"
+            f"--backend nccl needs a GPU for each rank. This machine has {placement.local_size} "
+            f"ranks and {torch.cuda.device_count()} GPUs: give --backend gloo, or fewer ranks"
         )
     return wanted or ("nccl" if placement.gpus_suffice and dist.is_nccl_available() else "gloo")
 

@@ -11,12 +11,15 @@ there are, each sends the same few requests:
     rank 0                 waits until joined is the world size, reads joined/*, writes answer/*
     every other rank r     waits for answer/r
 
-The answer is the rank's placement on its machine, or the reason why there is no run.
+The answer is the rank's placement on its machine, or the reason why there is no run. A rank that
+waits prints for whom after a few seconds; only rank 0 asks its store for that, in its own process.
 """
 
+import concurrent.futures
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,14 +30,14 @@ import torch
 import torch.distributed as dist
 
 from common.distributed.launch_env import LaunchSpec
-from common.errors import GroupError, UserError, first_line
-from common.utils.network import is_own
+from common.distributed.rank0_store import Wait, address_of, connect, serve
+from common.errors import GroupError, first_line
 from common.utils.processes import in_thread
-from common.utils.system import free_port
 
 _POLL_SECONDS = 0.05
 _FETCH_SECONDS = 1.0  # for the other ranks to fetch rank 0's message before its store ends
 _LAST_ANSWER_SECONDS = 2.0
+_FIRST_NOTICE_SECONDS, _NOTICE_SECONDS = 5.0, 15.0
 _COUNT, _ABORT = "joined", "abort"
 _JOINED, _ANSWER = "joined/{}", "answer/{}"  # of each rank
 
@@ -65,30 +68,40 @@ def rendezvous(launch: LaunchSpec, timeout_seconds: float) -> tuple[dist.TCPStor
 
     Raises GroupError if rank 0 cannot be reached or is lost, ranks are missing after
     ``timeout_seconds``, a rank was started twice, or the ranks were given different numbers of
-    nodes; UserError if the port is in use.
+    nodes; UserError if the port is in use, or if rank 0 runs on another machine than the address
+    that the other ranks connect to.
     """
+    wait = Wait(
+        timeout_seconds,
+        time.monotonic() + timeout_seconds,
+        lambda: f"rank 0 at {address_of(launch)}",
+    )
     # If rank 0's node pauses or its link is cut, the store's operations block until TCP times out.
     # A thread lets this rank give up before that.
-    joining = in_thread(lambda: _rendezvous(launch, timeout_seconds))
-    try:
-        return joining.result(timeout_seconds + _FETCH_SECONDS + _LAST_ANSWER_SECONDS)
-    except TimeoutError:
-        raise _lost(launch) from None
+    joining = in_thread(lambda: _rendezvous(launch, wait))
+    pause, last_answer = _FIRST_NOTICE_SECONDS, _FETCH_SECONDS + _LAST_ANSWER_SECONDS
+    while not concurrent.futures.wait([joining], min(pause, wait.left + last_answer)).done:
+        if wait.left + last_answer <= 0:
+            raise _lost(launch)
+        if wait.left >= 1:
+            notice = f"rank {launch.rank}: waiting for {wait.whom()} (another {wait.left:.0f} s)"
+            print(notice, file=sys.stderr, flush=True)
+        pause = _NOTICE_SECONDS
+    return joining.result()
 
 
-def _rendezvous(launch: LaunchSpec, timeout_seconds: float) -> tuple[dist.TCPStore, RankPlacement]:
-    deadline = time.monotonic() + timeout_seconds
+def _rendezvous(launch: LaunchSpec, wait: Wait) -> tuple[dist.TCPStore, RankPlacement]:
     open_store, get_placement = (
-        (_serve, _assign_placements) if launch.rank == 0 else (_connect, _wait_for_placement)
+        (serve, _assign_placements) if launch.rank == 0 else (connect, _wait_for_placement)
     )
-    store = open_store(launch, deadline, timeout_seconds)
+    store = open_store(launch, wait)
     try:
         _join(store, launch)
-        return store, get_placement(store, launch, deadline, timeout_seconds)
+        return store, get_placement(store, launch, wait)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise GroupError(
-            f"lost rank 0 at {_address(launch)} while the ranks were meeting; its own output says "
-            f"why ({first_line(error)})"
+            f"lost rank 0 at {address_of(launch)} while the ranks were meeting; its own output "
+            f"says why ({first_line(error)})"
         ) from error
 
 
@@ -100,58 +113,6 @@ def place_ranks(peers: Sequence[Peer]) -> list[RankPlacement]:
         RankPlacement(hosts[:rank].count(host), hosts.count(host), gpus_suffice)
         for rank, host in enumerate(hosts)
     ]
-
-
-def _serve(launch: LaunchSpec, _deadline: float, timeout_seconds: float) -> dist.TCPStore:
-    """Rank 0: open the store that the others connect to."""
-    if launch.master_port != (free := free_port(launch.master_port)):
-        raise UserError(
-            f"port {launch.master_port} is taken on this machine, by another run or by another "
-            f"rank 0 of this one: end that one, or add --master-port {free} on every node"
-        )
-    return _store(launch, timeout_seconds)
-
-
-def _store(launch: LaunchSpec, timeout_seconds: float) -> dist.TCPStore:
-    assert launch.master_ip is not None  # a process without a group has no rendezvous
-    return dist.TCPStore(
-        launch.master_ip,
-        launch.master_port,
-        is_master=launch.rank == 0,
-        wait_for_workers=False,  # torch would not say which ones are missing
-        timeout=timedelta(seconds=timeout_seconds),
-    )
-
-
-def _connect(launch: LaunchSpec, deadline: float, timeout_seconds: float) -> dist.TCPStore:
-    """Any other rank: connect to rank 0's store."""
-    reason = "no answer"
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            # A plain socket first: its errors come at once and name the cause.
-            address = (launch.master_ip, launch.master_port)
-            socket.create_connection(address, timeout=min(left, 5.0)).close()
-            return _store(launch, max(left, 1.0))
-        except socket.gaierror as error:
-            raise GroupError(
-                f"--master-ip {launch.master_ip} is not an address and no known host name "
-                f"({error}): give the IP address of rank 0's node"
-            ) from error
-        except OSError as error:
-            # Rank 0 may start later than this rank: try again until the timeout.
-            no_answer = isinstance(error, TimeoutError)
-            reason = "no answer" if no_answer else (error.strerror or str(error)).lower()
-            time.sleep(_POLL_SECONDS)
-        except (dist.DistStoreError, dist.DistNetworkError) as error:
-            raise GroupError(
-                f"something else than rank 0 answers at {_address(launch)} ({first_line(error)}): "
-                "give another --master-port on every node"
-            ) from error
-    raise GroupError(
-        f"rank {launch.rank} could not reach rank 0 at {_address(launch)} within "
-        f"{timeout_seconds:g} s ({reason}): start rank 0, check that --master-ip is its node's "
-        "address, that --master-port is the same on every node, and that no firewall closes it"
-    )
 
 
 def _join(store: dist.TCPStore, launch: LaunchSpec) -> None:
@@ -178,16 +139,15 @@ def _join(store: dist.TCPStore, launch: LaunchSpec) -> None:
     store.add(_COUNT, 1)
 
 
-def _assign_placements(
-    store: dist.TCPStore, launch: LaunchSpec, deadline: float, timeout_seconds: float
-) -> RankPlacement:
+def _assign_placements(store: dist.TCPStore, launch: LaunchSpec, wait: Wait) -> RankPlacement:
     """Rank 0: wait until all have joined, and set the placement of each."""
+    wait.whom = lambda: _missing_text(store, launch)
     while store.add(_COUNT, 0) < launch.size:
         # The store runs in this process: polling it costs the network nothing.
         if store.check([_ABORT]):
             _abort_all(store, launch, store.get(_ABORT).decode())
-        if time.monotonic() > deadline:
-            _abort_all(store, launch, _missing_message(store, launch, timeout_seconds))
+        if wait.left < 0:
+            _abort_all(store, launch, _missing_message(store, launch, wait))
         time.sleep(_POLL_SECONDS)
     joined = store.multi_get([_JOINED.format(rank) for rank in range(launch.size)])
     placements = place_ranks([Peer(**json.loads(value)) for value in joined])
@@ -195,15 +155,14 @@ def _assign_placements(
     return placements[0]
 
 
-def _wait_for_placement(
-    store: dist.TCPStore, launch: LaunchSpec, deadline: float, timeout_seconds: float
-) -> RankPlacement:
+def _wait_for_placement(store: dist.TCPStore, launch: LaunchSpec, wait: Wait) -> RankPlacement:
     """Any other rank: wait for rank 0's answer, and after the timeout report who is missing."""
+    wait.whom = lambda: f"the other ranks; this one has joined {address_of(launch)}"
     key = _ANSWER.format(launch.rank)
-    if not _wait_for_key(store, key, deadline - time.monotonic()):
+    if not _wait_for_key(store, key, wait.left):
         # Finding the missing ranks costs a request per rank, so only the first late rank does it.
         if store.add("late", 1) == 1:
-            _abort(store, launch, _missing_message(store, launch, timeout_seconds))
+            _abort(store, launch, _missing_message(store, launch, wait))
         if not _wait_for_key(store, key, _FETCH_SECONDS):
             raise _lost(launch)
     answer = json.loads(store.get(key))
@@ -221,16 +180,24 @@ def _wait_for_key(store: dist.TCPStore, key: str, seconds: float) -> bool:
     return True
 
 
-def _missing_message(store: dist.TCPStore, launch: LaunchSpec, timeout_seconds: float) -> str:
+def _missing(store: dist.TCPStore, launch: LaunchSpec) -> tuple[int, str]:
+    """Return how many ranks have not joined, and the numbers of the first of them."""
     missing = [rank for rank in range(launch.size) if not store.check([_JOINED.format(rank)])]
-    names = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing[:20]))
-    names += f" and {len(missing) - 20} more" if len(missing) > 20 else ""
-    here = launch.rank > 0 or is_own(launch.master_ip or "")
-    hint = "" if here else f" (note that {launch.master_ip} is none of this node's own addresses)"
+    more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""
+    return len(missing), ", ".join(map(str, missing[:20])) + more
+
+
+def _missing_text(store: dist.TCPStore, launch: LaunchSpec) -> str:
+    count, names = _missing(store, launch)
+    return f"{count} of {launch.size} ranks: {names}"
+
+
+def _missing_message(store: dist.TCPStore, launch: LaunchSpec, wait: Wait) -> str:
+    count, names = _missing(store, launch)
     return (
-        f"{launch.size - len(missing)} of {launch.size} ranks came to {_address(launch)} "
-        f"within {timeout_seconds:g} s; missing: {names}. Start them with the same command and "
-        f"their --rank, or give a longer --timeout{hint}"
+        f"{launch.size - count} of {launch.size} ranks came to {address_of(launch)} within "
+        f"{wait.seconds:g} s; missing: rank{'s' if count > 1 else ''} {names}. Start them with the "
+        "same command and their --rank, or give a longer --timeout"
     )
 
 
@@ -261,10 +228,6 @@ def _set_answers(store: dist.TCPStore, answers: Sequence[dict]) -> None:
 
 def _lost(launch: LaunchSpec) -> GroupError:
     return GroupError(
-        f"lost rank 0 at {_address(launch)} while the ranks were meeting: it does not answer "
-        "any more. Its node stands still, or the link to it is cut"
+        f"lost rank 0 at {address_of(launch)} while the ranks were meeting: it no longer answers. "
+        "Its node is paused or down, or the link to it is cut"
     )
-
-
-def _address(launch: LaunchSpec) -> str:
-    return f"{launch.master_ip}:{launch.master_port}"

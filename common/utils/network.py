@@ -37,6 +37,18 @@ def interface_of(address: str) -> str | None:
     )
 
 
+def own_addresses() -> list[str]:
+    """Return this machine's IP addresses, without loopback and link-local ones."""
+    entries = [one for of_interface in psutil.net_if_addrs().values() for one in of_interface]
+    return [
+        entry.address
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+        and not is_loopback(entry.address)
+        and "%" not in entry.address  # fe80::1%eth0
+    ]
+
+
 def is_own(host: str) -> bool:
     """Return whether one of the addresses of ``host`` is one of this machine's."""
     own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}

@@ -87,7 +87,7 @@ def find_root_failure(
     how = f"ended with status {statuses[culprit]}"
     if statuses[culprit] < 0:
         how = f"was killed by {signal.Signals(-statuses[culprit]).name}"
-    return culprit, f"{name} {culprit} {how}: {errors[culprit] or 'it said nothing'}"
+    return culprit, f"{name} {culprit} {how}: {errors[culprit] or 'it printed nothing'}"
 
 
 def last_error_line(output: str) -> str:

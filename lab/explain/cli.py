@@ -11,9 +11,12 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         commands,
         "explain",
         run="lab.explain.output:main_explain",
-        help="after a failure: the known errors in the output of one or several ranks, the likely "
-        "cause first, with what to do",
+        help="find known errors in the output of a failed run; the likely cause comes first, with "
+        "what to do",
     )
     parser.add_argument(
-        "logs", nargs="+", metavar="LOG", help="outputs of ranks, read as one; - is standard input"
+        "logs",
+        nargs="+",
+        metavar="LOG",
+        help="files with the output of the ranks, at best of all ranks; - is standard input",
     )

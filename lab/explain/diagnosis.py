@@ -135,10 +135,10 @@ def _own_exception(line: LogLine, *, echoed: bool) -> KnownError:
         "an exception of the program itself",
         "cause" if echoed else "note",
         (),
-        "A rank raised it and ended; what the others say of their connections followed from that."
+        "A rank raised it and ended; then the connections of the other ranks broke."
         if echoed
-        else f"{re.sub(_PREFIX, '', line.text)[:SHOWN]} is none of the errors known here.",
-        "Read the traceback above that line: its last frame in your own code is the place to look.",
+        else f"{re.sub(_PREFIX, '', line.text)[:SHOWN]} is not a known error.",
+        "Read the traceback above that line: look at its last frame in your own code.",
     )
 
 

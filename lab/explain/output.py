@@ -24,8 +24,8 @@ def main_explain(args: argparse.Namespace) -> int:
         console.print(_nothing_known(lines))
     elif all(one.error.kind == "echo" for one in errors):
         console.print(
-            "These are echoes: what failed first stands in another rank's output. Give all of them "
-            "at once, e.g. lab explain rank*.txt"
+            "These are echoes: the first failure is in another rank's output. Give the outputs of "
+            "all ranks, e.g. lab explain rank*.txt"
         )
     for one in found[len(errors) :]:  # notes come last
         _print(console, one, heading="noted: ", several=len(args.logs) > 1)
@@ -35,14 +35,14 @@ def main_explain(args: argparse.Namespace) -> int:
 def _nothing_known(lines: Sequence[LogLine]) -> str:
     if not lines:
         return (
-            "The log is empty. A rank that says nothing was killed or has not begun: look at how "
+            "The log is empty. A rank that printed nothing was killed or did not start: check how "
             "it was started."
         )
     return (
-        f"No known error in {len(lines):,} lines. If the run failed all the same: read the first "
-        "traceback of each rank, the earliest by time; run again with --debug "
-        "(TORCH_DISTRIBUTED_DEBUG=INFO, NCCL_DEBUG=INFO); `dmesg` tells of processes that were "
-        "killed; `lab doctor` checks the machine."
+        f"No known error in {len(lines):,} lines. If the run failed: read the first traceback of "
+        "each rank, the earliest first; run again with --debug (TORCH_DISTRIBUTED_DEBUG=INFO, "
+        "NCCL_DEBUG=INFO); look for killed processes in `dmesg`; check the machine with "
+        "`lab doctor`."
     )
 
 

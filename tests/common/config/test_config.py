@@ -19,7 +19,6 @@ from common.config.schema import Config
 from common.distributed.launch_env import LaunchSpec, resolve_launch
 from common.errors import UserError
 from common.models import MODELS
-from common.sync import STRATEGIES
 from common.utils.environment import DEFAULT_MASTER_PORT
 from common.utils.paths import REPOSITORY
 from tests.helpers import ROOT, start_part
@@ -568,9 +567,12 @@ def test_nonsense_on_a_real_command_line(started):
 
 @pytest.mark.parametrize("part", SYNCS)
 def test_help_lists_the_flags_without_torch(part, tmp_path):
-    """--help from another folder lists every flag and choice without importing torch or numpy."""
+    """--help-all from another folder lists every flag and choice; it imports no torch or numpy.
+
+    --help shows the basic flags only. Flags that merely repeat a default are hidden.
+    """
     ended = subprocess.run(
-        [sys.executable, "-X", "importtime", str(ROOT / part / "main.py"), "--help"],
+        [sys.executable, "-X", "importtime", str(ROOT / part / "main.py"), "--help-all"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -589,14 +591,24 @@ def test_help_lists_the_flags_without_torch(part, tmp_path):
         for name in imported
         if name.partition(".")[0] in ("torch", "torchvision", "numpy", "sklearn")
     }
+    words = set(re.findall(r"[\w-]+", ended.stdout))
     parser = build_parser(part, "", {}, SYNCS[part])
-    for action in parser._actions:
-        assert all(flag in ended.stdout for flag in action.option_strings)
-    assert all(model in ended.stdout for model in set(MODELS) - {"tiny", "wide"}), (
-        "but for those of tests"
-    )
-    assert all(
-        strategy in ended.stdout
-        for strategy in STRATEGIES
-        if strategy in BY_HAND and part == "PartTwo"
-    )
+    flags = {name for action in parser._actions for name in action.option_strings}
+    hidden = {name for name in flags if name.startswith("--no-")} | {"--nesterov"}
+    hidden -= {"--no-nesterov", "--no-amp", "--no-use-amp"}
+    assert flags - words == hidden
+    assert set(MODELS) - {"tiny", "wide"} <= words, "but for those of tests"
+    assert part != "PartTwo" or set(BY_HAND) <= words
+
+    shown = build_parser(part, "", {}, SYNCS[part], show_all=False).format_help()
+    basic = set(re.findall(r"--[\w-]+", shown))
+    assert {"--dataset", "--epochs", "--lr", "--seed", "--resume", "--help-all"} <= basic
+    assert ("--master-ip" in basic) == (part != "PartOne")
+    assert not basic & {"--weight-decay", "--no-amp", "--print-config"}
+    assert len(shown.splitlines()) < 60
+
+
+def test_hidden_flags_are_still_accepted():
+    assert _parse("--no-print-config", "--nesterov", "--no-debug").nesterov is True
+    assert _parse("--print-config", "--no-print-config").print_config is False
+    assert _parse("--no-nesterov").nesterov is False

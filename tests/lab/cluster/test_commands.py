@@ -96,7 +96,7 @@ def test_a_crash_is_told_by_its_signal(lab: Lab) -> None:
         "kill -SEGV $$",
     )
     assert status == 128 + signal.SIGSEGV
-    assert "was killed by SIGSEGV: it said nothing" in output
+    assert "was killed by SIGSEGV: it printed nothing" in output
 
 
 @pytest.mark.parametrize(

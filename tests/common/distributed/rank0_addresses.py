@@ -1,0 +1,29 @@
+"""Rank 0 at several addresses, of which some are not its own; without a group of processes.
+
+    python rank0_addresses.py ADDRESS:PORT ...
+
+Prints as JSON what each address gives: an error's type and message, or "met" and the local ranks.
+Rank 1 starts at the first address alone.
+"""
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from common.distributed.launch_env import LaunchSpec
+from common.distributed.rendezvous import rendezvous
+
+
+def outcome(place: str, ranks: int) -> tuple[str, str]:
+    address, port = place.split(":")
+    launches = [LaunchSpec(rank, 2, address, int(port)) for rank in range(ranks)]
+    with ThreadPoolExecutor(2) as threads:
+        joining = [threads.submit(rendezvous, launch, 20.0) for launch in launches]
+        try:
+            return "met", " ".join(str(rank.result()[1].local_rank) for rank in joining)
+        except Exception as error:
+            return type(error).__name__, str(error)
+
+
+places = sys.argv[1:]
+print(json.dumps([outcome(place, 2 if place == places[0] else 1) for place in places]))
