@@ -67,7 +67,7 @@ def _download_where_missing(
             if _problems(kind, data_dir):
                 _download(kind, data_dir, url)
             if lacking := _problems(kind, data_dir):
-                raise OSError(f"the archive that lies there lacks {lacking}")
+                raise OSError(f"the archive in that folder lacks {lacking}")
     except (
         OSError,
         RuntimeError,
@@ -78,8 +78,9 @@ def _download_where_missing(
     ) as error:
         raise UserError(
             f"{name} is not in {data_dir} ({problems}) and could not be downloaded from {url} "
-            f"({reason_of(error)}). Give --data-dir FOLDER, one that holds {kind.base_folder}/, "
-            "--mirror URL of another host, or --dataset digits, which needs no download"
+            f"({reason_of(error)}). Give --data-dir FOLDER (a folder that holds "
+            f"{kind.base_folder}/), --mirror URL (another host), or --dataset digits, which needs "
+            "no download"
         ) from error
 
 
@@ -91,9 +92,9 @@ def _problems(kind: type[CIFAR10], data_dir: Path) -> str:
     missing = [file for file in bad if not (folder / file).exists()]
     damaged = [file for file in bad if file not in missing]
     problems = [f"missing: {', '.join(missing)}"] if missing else []
-    problems += [f"damaged, their MD5 is wrong: {', '.join(damaged)}"] if damaged else []
+    problems += [f"damaged, the MD5 is wrong: {', '.join(damaged)}"] if damaged else []
     if not bad and not check_integrity(str(folder / kind.meta["filename"]), kind.meta["md5"]):
-        return "its list of classes is missing or damaged"
+        return "the list of classes is missing or damaged"
     return "; ".join(problems)
 
 

@@ -231,7 +231,7 @@ def price_of_determinism(setup: Setup, model: nn.Module, loader: TrainLoader) ->
     times = determinism.cost(model, images, labels, amp_dtype=setup.amp[0])
     if setup.world.is_rank0:
         say(
-            f"deterministic: forward and backward take {times:.2f} times as long as with the "
+            f"--deterministic: forward and backward take {times:.2f} times as long as with the "
             "fastest algorithms"
         )
     return {"deterministic_cost": times}
@@ -334,6 +334,5 @@ def open_profiler(setup: Setup) -> Iterator[Callback]:
         yield AfterEachStep(after_step)
     if trace is not None and not trace.exists() and setup.world.is_rank0:
         say(
-            "warning: --profile: the training was too short for a trace; give it three steps or "
-            "more"
+            "warning: --profile: the training was too short for a trace: train for at least 3 steps"
         )

@@ -46,18 +46,17 @@ def log_header(setup: "Setup", model: nn.Module) -> None:
 
 
 def _batch_text(plan: "TrainingPlan", ranks: int) -> str:
-    """Return how the global batch is shared out, e.g. "32 images over 3 ranks (10 or 11 each)"."""
-    parts = plan.shards * plan.accumulation_steps
-    least, rest = divmod(plan.batch_size, parts)
-    each = f"{least} or {least + 1} each" if rest else f"{least} each"
-    if parts == 1:
-        return f"{count(plan.batch_size, 'image')} on one rank"
-    shares = count(plan.shards, "rank")
-    if plan.shards != ranks:
-        shares = f"{count(plan.shards, 'shard')} on {count(ranks, 'rank')}"
+    """Return how the global batch is shared, e.g. "10 or 11 per rank x 3 ranks = 32 global"."""
+    least, rest = divmod(plan.batch_size, plan.shards * plan.accumulation_steps)
+    each = f"{least} or {least + 1}" if rest else str(least)
+    holder = "rank" if plan.shards == ranks else "shard"
+    parts = [f"{each} per {holder}"]
     if plan.accumulation_steps > 1:
-        shares += f" x {plan.accumulation_steps} micro-batches"
-    return f"{count(plan.batch_size, 'image')} over {shares} ({each})"
+        parts.append(f"{plan.accumulation_steps} micro-batches")
+    on_ranks = "" if plan.shards == ranks else f" on {count(ranks, 'rank')}"
+    return (
+        " x ".join([*parts, count(plan.shards, holder)]) + f"{on_ranks} = {plan.batch_size} global"
+    )
 
 
 def run_warnings(setup: "Setup") -> list[str]:

@@ -47,7 +47,7 @@ FILES = {
 def test_part_one_without_a_flag_for_the_group(tmp_path: Path) -> None:
     [ended] = run_part("PartOne", *QUICK, *TINY, "--output-dir", "out", cwd=tmp_path)
     assert ended.status == 0, ended.err
-    assert "batch: 32 a rank x 1 rank = 32 global" in ended.out
+    assert "batch: 32 per rank x 1 rank = 32 global" in ended.out
     folder = only_run_folder(tmp_path / "out", "PartOne-none")
     assert {path.name for path in folder.iterdir()} == FILES
     assert (
@@ -236,7 +236,7 @@ def test_a_folder_of_images_of_ones_own(tmp_path: Path) -> None:
         ranks=2,
     )
     assert [one.status for one in ended] == [0, 0], ended
-    assert "batch: 4 a rank x 2 ranks = 8 global" in ended[0].out
+    assert "batch: 4 per rank x 2 ranks = 8 global" in ended[0].out
     report = json.loads((only_run_folder(tmp_path, "PartThree-ddp") / "report.json").read_text())
     assert report["class_names"] == ["cat", "dog"]
 
