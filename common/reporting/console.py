@@ -69,7 +69,8 @@ class Progress:
         steps = max(1, last.step - self._done_before)
         losses = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
         learned = "EMULATED" if self._emulated else losses
-        numbers = f"{learned}  {steps * self._batch / elapsed:,.0f} samples/s"
+        left = duration((self._total - last.step) * elapsed / steps)
+        numbers = f"{learned}  {steps * self._batch / elapsed:,.0f} samples/s  {left} left"
         if self.bar is not None:
             self.bar.update(
                 self._task,
@@ -79,8 +80,7 @@ class Progress:
                 refresh=True,
             )
             return
-        left = duration((self._total - last.step) * elapsed / steps)
-        self._last = f"epoch {last.epoch}  step {last.step}/{self._total}  {numbers}  {left} left"
+        self._last = f"epoch {last.epoch}  step {last.step}/{self._total}  {numbers}"
         first = records[0].step == self._done_before + 1
         by_number = any(
             one.step % self._log_every == 0 or one.step == self._total for one in records

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BETWEEN_UPDATES = 0.1
@@ -26,8 +26,6 @@ def progress_bar(*, transient: bool = True) -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[numbers]}"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
         console=console,
         auto_refresh=False,  # no thread that draws while something is measured
         transient=transient,
@@ -94,23 +92,29 @@ class Counter:
         if self._own_bar is not None:
             self._own_bar.stop()
 
-    def show(self, done: int, *, note: str = "") -> None:
-        """Show that ``done`` of the total is done. note : what comes next, for a reader."""
+    def show(self, done: int, *, note: str = "", share: float | None = None) -> None:
+        """Show that ``done`` of the total is done.
+
+        note : what comes next, for the reader. share : of the time, 0 to 1, if the parts of the
+        task take different times.
+        """
         now = time.monotonic()
+        words = self._words(done, now - self._began, note=note, share=share)
         if self._bar is not None:
             if now - self._updated >= _SECONDS_BETWEEN_UPDATES or done == self._total:
                 self._updated = now
-                numbers = f"{self._unit}  {note}".rstrip()
-                self._bar.update(self._task, completed=done, numbers=numbers, refresh=True)
+                self._bar.update(self._task, completed=done, numbers=words, refresh=True)
         elif self._visible and self._clock.due():
-            console.print(self.line(done, now - self._began, note=note), markup=False)
+            of = f" of {self._total:,}" if self._total is not None else ""
+            console.print(f"{self._title}: {done:,}{of} {words}", markup=False)
 
-    def line(self, done: int, elapsed: float, *, note: str = "") -> str:
-        """Return the plain line, e.g. "evaluation: 2,560 of 10,000 images, 31 s left"."""
-        of = f" of {self._total:,}" if self._total is not None else ""
-        parts = [f"{self._title}: {done:,}{of} {self._unit}"]
-        if self._total is not None and done > 0:
-            parts.append(f"about {duration((self._total - done) * elapsed / done)} left")
+    def _words(self, done: int, elapsed: float, *, note: str, share: float | None) -> str:
+        """Return what follows the numbers, e.g. "images, about 31 s left"."""
+        parts = [self._unit]
+        if share is None and self._total:
+            share = done / self._total
+        if share:
+            parts.append(f"about {duration((1 - share) * elapsed / share)} left")
         return ", ".join([*parts, note] if note else parts)
 
 
