@@ -66,8 +66,9 @@ def predict_comparison(
         if cell["nodes"] > 1
     )
     console.print(
-        f"measuring the messages of {count(len(strategies), 'network')} of emulated nodes, for the "
-        "predictions, up to a minute each (--no-predict leaves them out)",
+        f"measuring messages between the nodes for the predictions: "
+        f"{count(len(strategies), 'measurement')}, up to a minute each (--no-predict leaves them "
+        "out)",
         soft_wrap=True,
     )
     networks: dict[Link, Network] = {}
