@@ -69,8 +69,9 @@ class Progress:
         steps = max(1, last.step - self._done_before)
         losses = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
         learned = "EMULATED" if self._emulated else losses
-        left = duration((self._total - last.step) * elapsed / steps)
-        numbers = f"{learned}  {steps * self._batch / elapsed:,.0f} samples/s  {left} left"
+        numbers = f"{learned}  {steps * self._batch / elapsed:,.0f} samples/s"
+        if last.step < self._total:
+            numbers += f"  {duration((self._total - last.step) * elapsed / steps)} left"
         if self.bar is not None:
             self.bar.update(
                 self._task,

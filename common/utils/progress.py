@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BETWEEN_UPDATES = 0.1
+_BAR_WIDTH = 20
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -23,7 +24,7 @@ def progress_bar(*, transient: bool = True) -> Progress:
     """
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(_BAR_WIDTH),
         MofNCompleteColumn(),
         TextColumn("{task.fields[numbers]}"),
         console=console,
@@ -113,7 +114,7 @@ class Counter:
         parts = [self._unit]
         if share is None and self._total:
             share = done / self._total
-        if share:
+        if share and share < 1:
             parts.append(f"about {duration((1 - share) * elapsed / share)} left")
         return ", ".join([*parts, note] if note else parts)
 
