@@ -152,7 +152,7 @@ def _card_rows(
     setup: "Setup", run_logger: RunLogger, summary: Mapping[str, Any], *, timed_steps: int
 ) -> dict[str, Any]:
     """Return the rows of the card by name."""
-    step_row, sync_row = "no step was left to train", "-"
+    step_row, sync_row = "none: nothing was left to train", "-"
     if summary["step_seconds"]:
         step_row = f"{summary['step_seconds']:.3f} s (median of {count(timed_steps, 'step')})"
         sync_row = (
