@@ -66,12 +66,12 @@ def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[st
     entries = _unpickle(content, name)
     if not isinstance(entries, dict) or any(key not in entries for key in _REQUIRED):
         raise UserError(
-            f"{name} is no training checkpoint: it needs the entries {', '.join(_REQUIRED)}"
+            f"{name} is not a training checkpoint: it needs the entries {', '.join(_REQUIRED)}"
         )
     state = entries["model_state_dict"]
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise UserError(
-            f"{name} is no training checkpoint: its model_state_dict does not hold tensors by name"
+            f"{name} is not a training checkpoint: its model_state_dict holds no tensors by name"
         )
     kept = entries.pop("sha256", None)
     if kept is not None and kept != digest(entries):

@@ -115,7 +115,7 @@ def _load_optimizer(optimizer: Optimizer, entries: Mapping[str, Any], name: str)
     ]
     if kept:
         warnings.warn(
-            f"the optimizer goes on with the settings in checkpoint {name}: {', '.join(kept)}",
+            f"the optimizer uses the settings saved in checkpoint {name}: {', '.join(kept)}",
             stacklevel=3,
         )
 
@@ -231,7 +231,7 @@ class _EpochLog(Callback):
             self._path,
             line + "\n",
             name=f"the log {self._path}",
-            advice=": make room, or permit writing there",
+            advice=": free some disk space, or allow writing there",
         )
         if self._printed and self._world.is_rank0:
             print(line, flush=True)
@@ -255,7 +255,7 @@ def _strategy(distribute_flag: bool, task_flag: str) -> str:
         )
     if strategy != "none" and world.backend is None:
         raise UserError(
-            f"gradients are to be averaged by {strategy!r}, but no process group is open: call "
+            f"{strategy!r} must average the gradients, but no process group is open: call "
             "torch.distributed.init_process_group first"
         )
     return strategy

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from common.distributed.spawn import rank_commands, run_local_ranks
 from common.utils.paths import IN_CHECKOUT, REPORTS, part_command
+from common.utils.progress import duration
 from common.utils.system import free_port
 
 WAYS = (
@@ -28,6 +29,7 @@ WAYS = (
 )
 SETTINGS = ("--dataset", "digits", "--batch-size", "64", "--epochs", "2")
 _LIMIT_SECONDS = 300
+_HEADINGS = ("way", "ranks", "step, s", "exposed comm., s", "accuracy", "equal weights")
 
 console = Console(highlight=False)
 
@@ -48,14 +50,13 @@ def main() -> int:
         )
         summary = run_way([*part_command(part), *settings], ranks)
         if summary is None:
-            console.print(f"{part} with {sync} failed; its message stands above")
+            console.print(f"{part} with {sync} failed: see its message above")
             return 1
         results.append(summary)
     show(results)
     console.print(
-        f"\n{time.perf_counter() - began:.0f} s in all. The same four commands with --dataset "
-        "cifar10 train on "
-        "CIFAR-10; README.md says how to start them on real nodes.",
+        f"\nThe demo took {duration(time.perf_counter() - began)}. With --dataset cifar10 the same "
+        "four commands train on CIFAR-10; README.md shows how to start them on real nodes.",
         soft_wrap=True,
     )
     return 0
@@ -70,7 +71,7 @@ def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
             limit_seconds=_LIMIT_SECONDS,
         )
         if exits.timed_out:
-            console.print(f"not done within {_LIMIT_SECONDS} s")
+            console.print(f"stopped after {_LIMIT_SECONDS} s, the limit of a run")
         elif exits.failed:
             errors.seek(0)
             console.print(errors.read().decode(errors="replace"), markup=False)
@@ -83,18 +84,20 @@ def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
 def show(results: list[dict[str, Any]]) -> None:
     """Print a table of the ways, and the paths of their reports."""
     table = Table(title="VGG-11 in four ways, on scikit-learn's digits", box=SIMPLE_HEAD, padding=0)
-    for heading in ("way", "nodes", "s a step", "of it sync", "accuracy", "equal weights"):
-        table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)
+    for heading in _HEADINGS:
+        table.add_column(
+            heading, justify="left" if heading == _HEADINGS[0] else "right", no_wrap=True
+        )
     for result in results:
-        equal = "one node"
+        equal = "only one"
         if result["nodes"] > 1:
             equal = "yes" if result["ranks_hold_equal_weights"] else "NO"
         table.add_row(
             f"{result['part']}: {result['sync']}",
             str(result["nodes"]),
             f"{result['step_seconds']:.3f}",
-            f"{result['section_seconds']['sync']:.3f} ({result['sync_share']:.0%})",
-            f"{result['test_accuracy']:.1%}",
+            f"{result['section_seconds']['sync']:.3f}" if result["nodes"] > 1 else "none",
+            f"{100 * result['test_accuracy']:.1f} %",
             equal,
         )
     console.print()

@@ -4,19 +4,16 @@ One process of a machine downloads them; the others wait for it.
 """
 
 import http.client
-import socket
 import tarfile
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from torchvision.datasets import CIFAR10, CIFAR100
-from torchvision.datasets.utils import check_integrity, download_and_extract_archive
+from torchvision.datasets.utils import check_integrity, extract_archive
 
 from common.data.dataset import Dataset, ImageSet
+from common.data.download import fetch, lock_for_download
 from common.errors import UserError, reason_of
-
-_STALL_SECONDS = 60.0
 
 # The assignment's own: mean (125.3, 123.0, 113.9) and std (63.0, 62.1, 66.7) of 255.
 _CIFAR10_STATISTICS = (
@@ -63,11 +60,11 @@ def _download_where_missing(
     url = _url(kind, mirror)
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
-        with FileLock(data_dir / f".{name}.lock"):
+        with lock_for_download(data_dir / f".{name}.lock", name):
             if _problems(kind, data_dir):
                 _download(kind, data_dir, url)
             if lacking := _problems(kind, data_dir):
-                raise OSError(f"the archive that lies there lacks {lacking}")
+                raise OSError(f"the archive in that folder lacks {lacking}")
     except (
         OSError,
         RuntimeError,
@@ -78,8 +75,9 @@ def _download_where_missing(
     ) as error:
         raise UserError(
             f"{name} is not in {data_dir} ({problems}) and could not be downloaded from {url} "
-            f"({reason_of(error)}). Give --data-dir FOLDER, one that holds {kind.base_folder}/, "
-            "--mirror URL of another host, or --dataset digits, which needs no download"
+            f"({reason_of(error)}). Give --data-dir FOLDER (a folder that holds "
+            f"{kind.base_folder}/), --mirror URL (another host), or --dataset digits, which needs "
+            "no download"
         ) from error
 
 
@@ -91,9 +89,9 @@ def _problems(kind: type[CIFAR10], data_dir: Path) -> str:
     missing = [file for file in bad if not (folder / file).exists()]
     damaged = [file for file in bad if file not in missing]
     problems = [f"missing: {', '.join(missing)}"] if missing else []
-    problems += [f"damaged, their MD5 is wrong: {', '.join(damaged)}"] if damaged else []
+    problems += [f"damaged, the MD5 is wrong: {', '.join(damaged)}"] if damaged else []
     if not bad and not check_integrity(str(folder / kind.meta["filename"]), kind.meta["md5"]):
-        return "its list of classes is missing or damaged"
+        return "the list of classes is missing or damaged"
     return "; ".join(problems)
 
 
@@ -104,11 +102,11 @@ def _url(kind: type[CIFAR10], mirror: str | None) -> str:
 
 
 def _download(kind: type[CIFAR10], data_dir: Path, url: str) -> None:
-    """Download and unpack; give up on a host that sends nothing for ``_STALL_SECONDS``."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_STALL_SECONDS)  # urllib by itself would wait for ever
-    try:
-        # Not kind(download=True), which does nothing if only the list of classes is missing.
-        download_and_extract_archive(url, str(data_dir), filename=kind.filename, md5=kind.tgz_md5)
-    finally:
-        socket.setdefaulttimeout(before)
+    """Download the archive unless it is there and whole, and unpack it."""
+    # Not kind(download=True), which does nothing if only the list of classes is missing.
+    archive = data_dir / kind.filename
+    if not check_integrity(str(archive), kind.tgz_md5):
+        fetch(url, archive)
+        if not check_integrity(str(archive), kind.tgz_md5):
+            raise OSError("the archive that arrived is incomplete, or is another one")
+    extract_archive(str(archive), str(data_dir))

@@ -20,8 +20,7 @@ def load_folder(data_dir: Path, mirror: str | None) -> Dataset:
     classes = _classes(data_dir / "train")
     if unknown := sorted(set(_classes(data_dir / "test")) - set(classes)):
         raise UserError(
-            f"{data_dir / 'test'} has classes that {data_dir / 'train'} has not: "
-            f"{', '.join(unknown)}"
+            f"{data_dir / 'test'} has classes that {data_dir / 'train'} lacks: {', '.join(unknown)}"
         )
     train, test = (_read(data_dir / split, classes) for split in ("train", "test"))
     mean, std = pixel_statistics(train.images)

@@ -96,12 +96,12 @@ class GlobalBatchSampler:
             parts += f" x {accumulation_steps} accumulation steps" if accumulation_steps > 1 else ""
             raise UserError(
                 f"--batch-size: got {batch_size} for {parts}; "
-                f"BatchNorm needs two samples a rank, so give {least} or more"
+                f"BatchNorm needs 2 samples per rank, so give {least} or more"
             )
         if samples < least:
             raise UserError(
                 f"the training set has {samples} images, too few for {shards} ranks: "
-                "BatchNorm needs two samples a rank"
+                f"BatchNorm needs 2 per rank, so {least} or more"
             )
         self.samples, self.seed, self.epoch = samples, seed, 1
         self._bounds = global_batch_bounds(samples, batch_size, count)

@@ -27,7 +27,7 @@ def stop_on_signals(engine: TrainingEngine, checkpoints: CheckpointManager) -> I
             signal.signal(number, handler)
     if engine.stopping:
         why = received[0] if received else "a signal to another rank"
-        raise Stopped(
-            f"{why}: stopped after step {engine.step}, saved as {checkpoints.newest}; "
-            "--resume auto goes on"
-        )
+        saved = f"saved as {checkpoints.newest}; resume with --resume auto"
+        if checkpoints.newest is None:
+            saved = "nothing was saved, since this run writes no checkpoints"
+        raise Stopped(f"{why}: stopped after step {engine.step}, {saved}")

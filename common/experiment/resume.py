@@ -80,8 +80,8 @@ def _new_name(config: Config, parent: Path) -> str:
         return new_run_name(parent)
     if (parent / config.run_name / "config.json").exists() and config.resume is None:
         raise UserError(
-            f"--run-name: {parent / config.run_name} holds a run already: add --resume auto to go "
-            "on with it, or give another name"
+            f"--run-name: {parent / config.run_name} holds a run already: add --resume auto to "
+            "resume it, or give another name"
         )
     return config.run_name
 
@@ -119,13 +119,13 @@ def find_checkpoint(config: Config, job: Job, world: World) -> ResumePoint | Non
         source = max(range(world.size), key=lambda rank: (found[rank][1], -rank))
         path, step = found[source]
         if world.is_rank0:
-            where = f" of rank {source}'s node" if source else ""
+            where = f" on rank {source}'s node" if source else ""
             own = job.resuming or config.run_name is not None
             say(
-                f"going on from {path}{where}, step {step}"
+                f"resuming from {path}{where}, step {step}"
                 if path
-                else f"no checkpoint in {job.folder.path if own else job.folder.path.parent}; "
-                "starting anew"
+                else f"no checkpoint in {job.folder.path if own else job.folder.path.parent}: "
+                "starting from step 0"
             )
         if not path:
             return None

@@ -1,5 +1,6 @@
 """One run from beginning to end. Read ``run`` downward; setup.py builds what it uses."""
 
+import time
 from typing import TYPE_CHECKING
 
 from common.distributed.collectives import check_same_on_all_ranks, gather_objects
@@ -11,6 +12,7 @@ from common.experiment.setup import (
     build_checkpoint_manager,
     build_engine,
     build_network,
+    build_progress,
     build_validator,
     choose_threads_and_algorithms,
     load_compute_profile,
@@ -26,7 +28,7 @@ from common.experiment.training_plan import make_plan, refuse_other_training
 from common.experiment.validation import predict_test_set
 from common.reporting.header import log_header
 from common.reporting.rank_stats import gather_measurements
-from common.reporting.summary import report
+from common.reporting.summary import report, report_end_of_rank
 from common.training import train_model
 from common.training_engine import Callback
 from common.training_engine.evaluation_loop import unwrap
@@ -44,6 +46,7 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
 
     Raises UserError, GroupError, Stopped after a signal, RuntimeError if a collective breaks.
     """
+    began = time.perf_counter()
     if config.debug:
         set_debug()
     tune_malloc()
@@ -64,7 +67,7 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
         train_loader, plan = make_plan(config, launch, world, dataset, contents, continued)
         if checkpoint is not None:
             refuse_other_training(checkpoint.path, checkpoint.entries, plan)
-        setup = Setup(config, launch, world, job, dataset, plan, checkpoint, profile)
+        setup = Setup(config, launch, world, job, dataset, plan, checkpoint, profile, began)
         write_settings(setup)
 
         model = build_network(setup)
@@ -73,10 +76,11 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
         extra = price_of_determinism(setup, model, train_loader)
         engine = build_engine(setup, model)
 
-        validator = build_validator(setup)
+        progress = build_progress(setup)
+        validator = build_validator(setup, progress)
         checkpoints = build_checkpoint_manager(setup, validator)
         with (
-            open_logger(setup) as logger,
+            open_logger(setup, progress) as logger,
             open_profiler(setup) as profiler,
             stop_on_signals(engine, checkpoints),
         ):
@@ -102,8 +106,10 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
             )
 
         gather_measurements(setup, engine, logger.own_steps)
-        predictions = [] if config.only_times else predict_test_set(engine, dataset)
+        predictions = [] if config.only_times else predict_test_set(engine, dataset, progress)
         ranks_equal = len(set(gather_objects(world, digest(unwrap(model).state_dict())))) == 1
     if world.is_rank0:  # the group is closed: no rank waits while rank 0 draws
         newest = checkpoints.newest or (checkpoint.path if checkpoint else None)
         report(setup, engine, logger, predictions, newest, ranks_equal=ranks_equal, extra=extra)
+    else:
+        report_end_of_rank(setup, steps=len(logger.own_steps))

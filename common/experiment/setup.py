@@ -22,7 +22,7 @@ from common.emulation.compute_profile import Profile, load_profile
 from common.emulation.emulated_model import Emulation
 from common.experiment.resume import Job, ResumePoint
 from common.experiment.training_plan import TrainingPlan
-from common.experiment.validation import evaluation_loader
+from common.experiment.validation import CountedLoader, evaluation_loader
 from common.models import PRETRAINED, build_model
 from common.profiling.comm_trace import Timeline
 from common.profiling.torch_profiler import step_profiler
@@ -54,6 +54,7 @@ class Setup:
 
     checkpoint : what the run resumes from; None: a fresh start.
     profile : durations of emulated compute; None: compute is real.
+    began : ``time.perf_counter()`` when ``run`` was called.
     """
 
     config: Config
@@ -64,6 +65,7 @@ class Setup:
     plan: TrainingPlan
     checkpoint: ResumePoint | None
     profile: Profile | None
+    began: float
 
     @property
     def folder(self) -> RunFolder:
@@ -229,7 +231,7 @@ def price_of_determinism(setup: Setup, model: nn.Module, loader: TrainLoader) ->
     times = determinism.cost(model, images, labels, amp_dtype=setup.amp[0])
     if setup.world.is_rank0:
         say(
-            f"deterministic: forward and backward take {times:.2f} times as long as with the "
+            f"--deterministic: forward and backward take {times:.2f} times as long as with the "
             "fastest algorithms"
         )
     return {"deterministic_cost": times}
@@ -259,11 +261,12 @@ def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
     return engine
 
 
-def build_validator(setup: Setup) -> Validator:
+def build_validator(setup: Setup, progress: Progress) -> Validator:
     """Return the callback that validates each epoch and stops at --target-accuracy."""
-    config = setup.config
+    config, world = setup.config, setup.world
+    loader = CountedLoader(evaluation_loader(setup.dataset, world), progress, world)
     return Validator(
-        evaluation_loader(setup.dataset, setup.world) if config.validates else None,
+        loader if config.validates else None,
         nn.CrossEntropyLoss(),
         EarlyStop(config.target_accuracy, config.patience),
         setup.entries.get("progress"),
@@ -287,8 +290,21 @@ def build_checkpoint_manager(setup: Setup, validator: Validator) -> CheckpointMa
     )
 
 
+def build_progress(setup: Setup) -> Progress:
+    """Return what shows the steps and the evaluated images; rank 0 alone prints."""
+    config = setup.config
+    return Progress(
+        setup.plan.total_steps,
+        done_steps=setup.entries.get("step", 0),
+        log_every=config.log_every,
+        global_batch_size=setup.plan.batch_size,
+        visible=setup.world.is_rank0,
+        emulated=config.emulated,
+    )
+
+
 @contextmanager
-def open_logger(setup: Setup) -> Iterator[RunLogger]:
+def open_logger(setup: Setup, progress: Progress) -> Iterator[RunLogger]:
     """Yield the callback that reports the training: progress, metrics, dashboards. Collective."""
     config, world, folder = setup.config, setup.world, setup.folder
 
@@ -304,14 +320,6 @@ def open_logger(setup: Setup) -> Iterator[RunLogger]:
     trackers = run_on_all_ranks(world, build)
     done_steps = setup.entries.get("step", 0)
     history = folder.earlier_steps(done_steps) if setup.job.resuming else []
-    progress = Progress(
-        setup.plan.total_steps,
-        done_steps=done_steps,
-        log_every=config.log_every,
-        global_batch_size=setup.plan.batch_size,
-        visible=world.is_rank0,
-        emulated=config.emulated,
-    )
     with progress.bar or nullcontext():
         yield RunLogger(world, folder, progress, trackers, history)
     trackers.close()  # not after an error: it may take minutes before the other ranks are told
@@ -326,6 +334,5 @@ def open_profiler(setup: Setup) -> Iterator[Callback]:
         yield AfterEachStep(after_step)
     if trace is not None and not trace.exists() and setup.world.is_rank0:
         say(
-            "warning: --profile: the training was too short for a trace; give it three steps or "
-            "more"
+            "warning: --profile: the training was too short for a trace: train for at least 3 steps"
         )

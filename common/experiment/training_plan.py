@@ -97,23 +97,24 @@ def refuse_other_training(path: str, entries: Mapping[str, Any], plan: TrainingP
     saved = entries.get("plan")
     if saved is None:
         raise UserError(
-            f"checkpoint {path} was written by train_model alone and does not tell its schedule: "
-            "go on with prepare_model_for_training(continue_flag=True) and train_model"
+            f"checkpoint {path} was written by train_model outside a run, so it does not hold the "
+            "run's schedule: resume it with prepare_model_for_training(continue_flag=True) and "
+            "train_model"
         )
     here = asdict(plan)
     contents = here.pop("dataset_sha256")
     differing = [
-        f"{name} {saved.get(name)} there, {value} here"
+        f"{name} is {saved.get(name)} in the checkpoint, {value} now"
         for name, value in here.items()
         if saved.get(name) != value
     ]
     if differing:
         raise UserError(
             f"checkpoint {path} belongs to another training: {'; '.join(differing)}. Give the "
-            "same flags, and stop early with --stop-after-epoch, not by a shorter training"
+            "same flags. To stop earlier, use --stop-after-epoch instead of fewer epochs or steps"
         )
     if saved.get("dataset_sha256", contents) != contents:
         raise UserError(
             f"the images or labels of {plan.dataset} have changed since checkpoint {path} was "
-            "written: bring back the same ones, or start anew without --resume"
+            "written: restore the same files, or start a new run without --resume"
         )

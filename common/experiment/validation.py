@@ -1,12 +1,15 @@
 """Evaluate the test set after each epoch and at the end, shared among the ranks, unpadded."""
 
+from collections.abc import Iterator
+
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from common.data.dataset import Dataset
 from common.data.loaders import EvaluationLoader
 from common.distributed.collectives import gather_objects
 from common.distributed.process_group import World
+from common.reporting.console import Progress, say
 from common.training_engine import Predictions, TrainingEngine, predict
 
 
@@ -22,17 +25,36 @@ def evaluation_loader(dataset: Dataset, world: World) -> EvaluationLoader:
     )
 
 
-def predict_test_set(engine: TrainingEngine, dataset: Dataset) -> list[Predictions]:
+class CountedLoader:
+    """An evaluation loader that shows on rank 0 how many of its images are done."""
+
+    def __init__(self, loader: EvaluationLoader, progress: Progress, world: World) -> None:
+        self._loader, self._progress = loader, progress
+        self._title = "evaluation" + (" on rank 0" if world.size > 1 else "")
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self._progress.counted(self._loader, title=self._title, images=len(self._loader.ids))
+
+
+def predict_test_set(
+    engine: TrainingEngine, dataset: Dataset, progress: Progress
+) -> list[Predictions]:
     """Return the predictions for the whole test set, in order, on every rank. Collective.
 
     The first entry uses the weights, the second their moving average, if there is one.
     """
     loader = evaluation_loader(dataset, engine.world)
-    return [_predict_all(model, loader, engine) for model in engine.evaluated_models]
+    if engine.world.is_rank0:
+        ranks = f" on {engine.world.size} ranks" if engine.world.size > 1 else ""
+        say(f"evaluating {len(dataset.test):,} test images{ranks}")
+    shown = CountedLoader(loader, progress, engine.world)
+    return [_predict_all(model, loader, shown, engine) for model in engine.evaluated_models]
 
 
-def _predict_all(model: nn.Module, loader: EvaluationLoader, engine: TrainingEngine) -> Predictions:
-    own = predict(model, engine.device, nn.CrossEntropyLoss(), loader, amp_dtype=engine.amp_dtype)
+def _predict_all(
+    model: nn.Module, loader: EvaluationLoader, shown: CountedLoader, engine: TrainingEngine
+) -> Predictions:
+    own = predict(model, engine.device, nn.CrossEntropyLoss(), shown, amp_dtype=engine.amp_dtype)
     parts = gather_objects(engine.world, (loader.ids.numpy(), own))
     order = np.argsort(np.concatenate([ids for ids, _ in parts]))
     return Predictions(

@@ -110,9 +110,9 @@ def _read(source: str | None, where: str) -> Any:
         IsADirectoryError,
     ) as error:
         raise UserError(
-            f"the pretrained weights could not be had from {where} ({reason_of(error)}): give "
-            "--pretrained-weights FILE, a copy of that file from another machine. Training does "
-            "not begin with random weights"
+            f"the pretrained weights could not be loaded from {where} ({reason_of(error)}). Copy "
+            "that file from another machine and give --pretrained-weights FILE. Training does not "
+            "start from random weights"
         ) from error
     except Exception as error:  # a damaged file can raise anything
         if "://" in where:

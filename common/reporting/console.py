@@ -4,29 +4,28 @@ Only rank 0 prints: ``say`` at any time, ``Progress`` around the training, ``car
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from torch import Tensor
 
 from common.training_engine import StepRecord
-
-_console = Console(highlight=False, soft_wrap=True)
+from common.utils.progress import Clock, Counter, console, duration, progress_bar
 
 
 def say(text: str) -> None:
     """Print a line, above the progress bar if there is one."""
-    _console.print(text, markup=False)
+    console.print(text, markup=False)
 
 
 class Progress:
     """Shows loss, samples per second and time left of ``total_steps`` steps.
 
-    Enter the attribute ``bar`` around the training; it is None where plain lines are printed.
+    Enter the attribute ``bar`` around the training; it is None where plain lines are printed: for
+    the first step, every ``log_every`` steps, every ten seconds, and for the last step.
 
     Parameters
     ----------
@@ -47,23 +46,21 @@ class Progress:
         log_every: int = 1,
         emulated: bool = False,
     ) -> None:
-        self._log_every, self._emulated = log_every, emulated
+        self._log_every, self._emulated, self._visible = log_every, emulated, visible
         self._total, self._done_before = total_steps, done_steps
         self._batch, self._began = global_batch_size, time.perf_counter()
+        self._clock, self._last, self._shown = Clock(), "", False
         self.bar: Bar | None = None
-        if visible and _console.is_terminal:
-            self.bar = Bar(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=_console,
-            )
+        if visible and console.is_terminal:
+            self.bar = progress_bar(transient=False)
             self._task = self.bar.add_task(
                 "training", total=total_steps, completed=done_steps, numbers=""
             )
+
+    def begin(self) -> None:
+        """Start the clock, right before the first step."""
+        self._began = time.perf_counter()
+        self._clock.restart()
 
     def show(self, records: list[StepRecord]) -> None:
         """Show that these steps, one or more, are done; on rank 0 alone."""
@@ -73,18 +70,49 @@ class Progress:
         losses = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
         learned = "EMULATED" if self._emulated else losses
         numbers = f"{learned}  {steps * self._batch / elapsed:,.0f} samples/s"
+        if last.step < self._total:
+            numbers += f"  {duration((self._total - last.step) * elapsed / steps)} left"
         if self.bar is not None:
             self.bar.update(
-                self._task, completed=last.step, description=f"epoch {last.epoch}", numbers=numbers
+                self._task,
+                completed=last.step,
+                description=f"epoch {last.epoch}",
+                numbers=numbers,
+                refresh=True,
             )
-        elif any(one.step % self._log_every == 0 or one.step == self._total for one in records):
-            left = _duration((self._total - last.step) * elapsed / steps)
-            say(f"epoch {last.epoch}  step {last.step}/{self._total}  {numbers}  {left} left")
+            return
+        self._last = f"epoch {last.epoch}  step {last.step}/{self._total}  {numbers}"
+        first = records[0].step == self._done_before + 1
+        by_number = any(
+            one.step % self._log_every == 0 or one.step == self._total for one in records
+        )
+        self._shown = by_number or first or self._clock.due()
+        if self._shown:
+            self._clock.restart()
+            say(self._last)
+
+    def finish(self) -> None:
+        """Show the last step, unless it has been shown."""
+        if self._last and not self._shown:
+            say(self._last)
+        self._shown = True
+
+    def counted(
+        self, loader: Iterable[tuple[Tensor, Tensor]], *, title: str, images: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the loader's batches of images and labels, and show how many images are done."""
+        bar = self.bar if self.bar is not None and self.bar.live.is_started else None
+        done = 0
+        with Counter(title, total=images, unit="images", visible=self._visible, bar=bar) as counter:
+            for batch, labels in loader:
+                yield batch, labels
+                done += len(labels)
+                counter.show(done)
 
 
 def card(title: str, rows: Mapping[str, Any]) -> None:
     """Print the run's result as one card."""
-    if not _console.is_terminal:
+    if not console.is_terminal:
         wide = max(map(len, rows))
         lines = [f"{name:<{wide}}  {value}" for name, value in rows.items()]
         say("\n".join([f"--- {title} ---", *lines]))
@@ -92,10 +120,4 @@ def card(title: str, rows: Mapping[str, Any]) -> None:
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", str(value).replace("[", r"\["))
-    _console.print(Panel(table, title=title, expand=False))
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    console.print(Panel(table, title=title, expand=False))

@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from common.cost_model.calibration_file import count
 from common.reporting.console import say
 from common.training import get_model_parameters
 
 if TYPE_CHECKING:
     from common.experiment.setup import Setup
+    from common.experiment.training_plan import TrainingPlan
 
 
 def log_header(setup: "Setup", model: nn.Module) -> None:
@@ -20,36 +22,45 @@ def log_header(setup: "Setup", model: nn.Module) -> None:
     for line in run_warnings(setup):
         say(f"notice: {line}")
     amp_dtype, _ = setup.amp
-    sync = "gradients stay here" if world.size == 1 else f"sync {config.sync}"
+    sync = "no gradient exchange" if world.size == 1 else f"sync {config.sync}"
     say(
         f"{config.recipe or config.part}: {config.model} ({get_model_parameters(model):,} "
         f"parameters) on {config.dataset} ({plan.training_images:,} training images), {sync}, "
         f"{world.backend or 'one process'} on {world.device.type}, "
         f"{'fp32' if amp_dtype is None else str(amp_dtype).removeprefix('torch.')}, "
-        f"{torch.get_num_threads()} threads a rank"
+        f"{count(torch.get_num_threads(), 'thread')}{' per rank' if world.size > 1 else ''}"
     )
-    parts = f"{plan.batch_size / (plan.shards * plan.accumulation_steps):g} a rank"
-    if plan.accumulation_steps > 1:
-        parts += f" x {plan.accumulation_steps} accumulated"
-    ranks = f"{plan.shards} rank{'s' if plan.shards > 1 else ''}"
-    if plan.shards != world.size:
-        ranks = f"{plan.shards} shards on {world.size} rank{'s' if world.size > 1 else ''}"
     say(
-        f"batch: {parts} x {ranks} = {plan.batch_size} global; {plan.total_steps} steps, "
-        f"{plan.steps_per_epoch} an epoch; {config.opt}, {plan.schedule}, rate "
+        f"batch: {_batch_text(plan, world.size)}; {count(plan.total_steps, 'step')}, "
+        f"{plan.steps_per_epoch} per epoch; {config.opt}, {plan.schedule} schedule, learning rate "
         f"{setup.learning_rate:g}"
     )
     if profile is not None:
         say(
-            f"EMULATED: layers and update sleep as long as {profile.name} says ({profile.machine}, "
-            f"{profile.made}); nothing is learned, and there are no losses or accuracies"
+            f"EMULATED: layers and update sleep for the times in profile {profile.name} "
+            f"({profile.machine}, {profile.made}). The model learns nothing, so there are no "
+            "losses or accuracies"
         )
         setup.folder.write_json("profile.json", profile.as_json())
     say(f"writing to {setup.folder.path}")
 
 
+def _batch_text(plan: "TrainingPlan", ranks: int) -> str:
+    """Return how the global batch is shared, e.g. "10 or 11 per rank x 3 ranks = 32 global"."""
+    least, rest = divmod(plan.batch_size, plan.shards * plan.accumulation_steps)
+    each = f"{least} or {least + 1}" if rest else str(least)
+    holder = "rank" if plan.shards == ranks else "shard"
+    parts = [f"{each} per {holder}"]
+    if plan.accumulation_steps > 1:
+        parts.append(f"{plan.accumulation_steps} micro-batches")
+    on_ranks = "" if plan.shards == ranks else f" on {count(ranks, 'rank')}"
+    return (
+        " x ".join([*parts, count(plan.shards, holder)]) + f"{on_ranks} = {plan.batch_size} global"
+    )
+
+
 def run_warnings(setup: "Setup") -> list[str]:
-    """Return, a sentence each, what the run does in another way than the user might expect."""
+    """Return a sentence for each way in which the run differs from what the user may expect."""
     config, launch, world, shards = setup.config, setup.launch, setup.world, setup.plan.shards
     _, amp_notice = setup.amp
     earlier = setup.entries.get("world_size", world.size)
@@ -57,28 +68,29 @@ def run_warnings(setup: "Setup") -> list[str]:
         (bool(amp_notice), amp_notice),
         (
             world.size > shards,
-            f"{world.size - shards} of {world.size} ranks have no shard and compute nothing: begin "
-            "a job with --shards, the most ranks that it may have",
+            f"{world.size - shards} of {world.size} ranks have no shard and compute nothing. Give "
+            "--shards the largest number of ranks when you start a new job",
         ),
         (
             earlier != world.size,
-            f"the job has {world.size} rank{'s' if world.size > 1 else ''} now, {earlier} before; "
-            f"its {shards} shards and its batch stay the same",
+            f"the job now has {count(world.size, 'rank')} (before: {earlier}). Its "
+            f"{count(shards, 'shard')} and its global batch stay the same",
         ),
         (
             config.deterministic and world.device.type == "cpu",
-            "a CPU run repeats bit for bit as it is, with the same threads",
+            "--deterministic changes nothing on a CPU: a run repeats bit for bit if the number of "
+            "threads is the same",
         ),
         (
             config.sync_batchnorm and world.device.type == "cuda" and shards != world.size,
-            "SyncBatchNorm is off: the job has another number of shards than ranks",
+            "SyncBatchNorm is off: it needs as many ranks as shards",
         ),
         (
             launch.restarts > 0 and launch.stale_addresses and world.backend == "gloo",
-            "torchrun may start these workers again, but under Gloo they would then read the old "
-            "ranks' addresses: end this, and start torchrun with "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before the command, and --rdzv-backend c10d "
-            "(on one machine --standalone)",
+            "torchrun may restart these workers, but with Gloo the restarted workers would read "
+            "the old ranks' addresses. Stop this run and start it with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d ... (on one "
+            "machine: --standalone)",
         ),
     )
     return [sentence for applies, sentence in sentences if applies]

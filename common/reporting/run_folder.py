@@ -112,7 +112,10 @@ def _json_lines(entries: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _append(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
-    advice = ": make room, or permit writing there; --resume goes on from the newest checkpoint"
+    advice = (
+        ": free some disk space, or allow writing there; if the run has written a checkpoint, "
+        "--resume auto continues from it"
+    )
     append_text(path, _json_lines(entries), name=str(path), advice=advice)
 
 

@@ -8,7 +8,7 @@ from common.distributed.process_group import World
 from common.reporting.console import Progress, say
 from common.reporting.run_folder import RunFolder
 from common.reporting.trackers import Trackers
-from common.training_engine import Callback, EpochEnd, EpochReport, StepRecord
+from common.training_engine import Callback, EpochEnd, EpochReport, StepRecord, TrainingEngine
 
 
 class RunLogger(Callback):
@@ -32,6 +32,10 @@ class RunLogger(Callback):
         self.own_steps: list[StepRecord] = []
         self.epochs: list[EpochReport] = []
         self._began, self.total_seconds = time.perf_counter(), 0.0
+
+    def on_train_begin(self, engine: TrainingEngine, first_epoch: int) -> None:
+        """Start the clock of the progress."""
+        self._progress.begin()
 
     def on_steps(self, records: list[StepRecord]) -> None:
         """Record the steps; write and show them on rank 0."""
@@ -76,7 +80,8 @@ class RunLogger(Callback):
         self._track(numbers, step=self.own_steps[-1].step)
 
     def on_train_end(self) -> None:
-        """Stop the clock."""
+        """Stop the clock, and show the last step."""
+        self._progress.finish()
         self.total_seconds = time.perf_counter() - self._began
 
     def _track(self, numbers: Mapping[str, float], *, step: int) -> None:

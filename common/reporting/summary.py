@@ -1,12 +1,15 @@
 """The end of a run, on rank 0: evaluation report, figures, ``summary.json`` and the card."""
 
+import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.cost_model.calibration_file import count
 from common.evaluation import generate_eval_report
 from common.profiling.step_timer import SECTIONS
-from common.reporting.console import card
+from common.reporting.console import card, say
 from common.reporting.rank_stats import median_seconds, timed
 from common.reporting.run_logger import RunLogger
 from common.training_engine import Predictions, StepRecord, TrainingEngine
@@ -52,6 +55,7 @@ def report(
     seconds = median_seconds(steps, engine.sync.period)
     summary = _summary(setup, history, seconds, results) | {
         "total_seconds": run_logger.total_seconds,
+        "wall_seconds": time.perf_counter() - setup.began,
         "ranks_hold_equal_weights": ranks_equal,
         "checkpoint": str(checkpoint) if checkpoint else None,
         "resumed_from": setup.checkpoint.path if setup.checkpoint is not None else None,
@@ -63,6 +67,22 @@ def report(
     title = setup.config.recipe or f"{setup.config.part}: {setup.config.sync}"
     rows = _card_rows(setup, run_logger, summary, timed_steps=len(steps))
     card(f"{title}, EMULATED" if setup.config.emulated else title, rows)
+
+
+def report_end_of_rank(setup: "Setup", *, steps: int) -> None:
+    """Print that this rank, not rank 0, has finished; call it after the last collective.
+
+    Ranks that torchrun has started share their node's terminal: there the first one prints.
+    """
+    world = setup.world
+    if setup.launch.local_rank is not None and world.local_rank > 0:
+        return
+    log = setup.folder.log(world.rank)
+    own = f"; this rank's log: {log}" if log.exists() and log != Path(os.devnull) else ""
+    say(
+        f"rank {world.rank} of {world.size}: finished after {count(steps, 'step')} in "
+        f"{time.perf_counter() - setup.began:.1f} s. Rank 0 writes the report{own}"
+    )
 
 
 def _draw(setup: "Setup", history: Sequence[StepRecord], result: Mapping[str, Any]) -> None:
@@ -134,25 +154,33 @@ def _card_rows(
     """Return the rows of the card by name."""
     step_row, sync_row = "none: nothing was left to train", "-"
     if summary["step_seconds"]:
-        step_row = f"{summary['step_seconds']:.3f} (median of {timed_steps})"
-        sync = f"{summary['section_seconds']['sync']:.3f} s, {summary['sync_share']:.0%}"
-        sync_row = f"{sync}, {summary['wait_seconds']:.3f} s of it waiting"
+        step_row = f"{summary['step_seconds']:.3f} s (median of {count(timed_steps, 'step')})"
+        sync_row = (
+            f"{summary['section_seconds']['sync']:.3f} s ({100 * summary['sync_share']:.0f} % of a "
+            f"step), of which {summary['wait_seconds']:.3f} s waiting for slower ranks"
+        )
+    if setup.world.size == 1:
+        sync_row = "none: one rank"
+    validation = ", with validation" if setup.config.validates else ""
     rows: dict[str, Any] = {
-        "nodes": setup.world.size,
-        "seconds a step": step_row,
-        "of it sync": sync_row,
-        "total time": f"{run_logger.total_seconds:.1f} s, {_throughput(run_logger)}",
+        "ranks": setup.world.size,
+        "step time": step_row,
+        "exposed communication": sync_row,
+        "training time": f"{run_logger.total_seconds:.1f} s{validation}; {_throughput(run_logger)}",
+        "wall time": f"{summary['wall_seconds']:.1f} s, with start-up and evaluation",
     }
     if summary["test_accuracy"] is not None:
         images = len(setup.dataset.test)
-        rows["test accuracy"] = f"{summary['test_accuracy']:.2%} of {images:,} images"
+        rows["test accuracy"] = f"{100 * summary['test_accuracy']:.2f} % of {images:,} images"
         rows["test loss"] = f"{summary['test_loss']:.3f}"
     if summary["ema_test_accuracy"] is not None:
-        rows["EMA accuracy"] = f"{summary['ema_test_accuracy']:.2%}, of the averaged weights"
-    rows["equal weights"] = "one rank"
+        rows["EMA accuracy"] = f"{100 * summary['ema_test_accuracy']:.2f} %, averaged weights"
+    rows["equal weights"] = "only one rank"
     if setup.world.size > 1:
         equal = summary["ranks_hold_equal_weights"]
-        rows["equal weights"] = "yes, on all ranks" if equal else "NO: the ranks differ"
+        rows["equal weights"] = (
+            "yes, on all ranks" if equal else "NO: the ranks hold different weights"
+        )
     tested, folder = summary["test_accuracy"] is not None, setup.folder
     return rows | ({"report": folder.report} if tested else {"folder": folder.path})
 
@@ -162,5 +190,5 @@ def _throughput(run_logger: RunLogger) -> str:
     seconds = sum(report.seconds for report in run_logger.epochs)
     samples = sum(report.samples_per_second * report.seconds for report in run_logger.epochs)
     if not seconds:
-        return "no epoch was left to train"
-    return f"{samples / seconds:,.0f} samples/s in training"
+        return "no epoch was completed"
+    return f"{samples / seconds:,.0f} samples/s"

@@ -24,7 +24,7 @@ def choose_amp(
         return None, ""
     if not cpu_has_fast_bf16():
         return None, (
-            "this CPU has no instructions for bf16 (AVX512-BF16 or AMX): AMP is off, training "
+            "this CPU has no bf16 instructions (AVX512-BF16 or AMX), so AMP is off and training "
             "runs in fp32"
         )
     notice = "" if dtype == "bf16" else "on a CPU AMP uses bf16, which needs no GradScaler"

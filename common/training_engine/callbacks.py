@@ -95,7 +95,8 @@ class EarlyStop:
         return self.in_a_row >= self._patience
 
     def __str__(self) -> str:
-        return f"Target accuracy reached: {self._target:g} in {self._patience} epochs in a row"
+        in_a_row = f" in {self._patience} epochs in a row" if self._patience > 1 else ""
+        return f"Target accuracy reached: {self._target:g}{in_a_row}"
 
 
 class Validator(Callback):

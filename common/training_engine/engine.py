@@ -151,8 +151,7 @@ class TrainingEngine:
             wrapped = isinstance(model, DistributedDataParallel)
             return model if wrapped else batchnorm.synchronise_batchnorm(model)
         self.notice(
-            "BatchNorm uses each rank's own batch: SyncBatchNorm needs GPUs, torch has none "
-            "for Gloo on CPUs"
+            "each rank's BatchNorm uses only its own batch: SyncBatchNorm runs on GPUs only"
         )
         return model
 
@@ -184,7 +183,7 @@ class TrainingEngine:
         check_same_on_all_ranks(self.world, parameters, what="the model's parameters")
         if not any(p.requires_grad for p in self.model.parameters()):
             raise UserError(
-                "no parameter of the model trains: set requires_grad on those that shall"
+                "no parameter of the model trains: set requires_grad=True on those that should"
             )
         self.model = self.sync.prepare(self.model, optimizer)
         if self._ema_decay is not None and self.ema is None:
@@ -327,11 +326,11 @@ class TrainingEngine:
 def _check_strategy(sync: GradientSync, *, scales: bool, use_ema: bool) -> None:
     if scales and not sync.exact:
         raise UserError(
-            f"{type(sync).__name__} does not keep every step's exact gradient, which fp16's loss "
-            "scaling needs: got both, give --amp-dtype bf16 (torch.bfloat16) or an exact strategy"
+            f"{type(sync).__name__} does not keep every step's exact gradient, but fp16's loss "
+            "scaling needs it: give --amp-dtype bf16 (torch.bfloat16), or an exact strategy"
         )
     if use_ema and not sync.equal_gradients:
         raise UserError(
-            f"{type(sync).__name__} lets the ranks' weights differ between averages, so that each "
-            "would keep a moving average of its own: leave out --ema, or take another strategy"
+            f"{type(sync).__name__} lets the ranks' weights differ between averages, so each rank "
+            "would keep a different moving average: leave out --ema, or choose another strategy"
         )

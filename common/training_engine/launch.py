@@ -204,7 +204,7 @@ def _result(outcomes: dict[int, dict[str, Any]], exits: RankExits) -> Any:
     own_errors = [rank for rank, error in in_training.items() if not error["consequence"]]
     if not own_errors and silent:
         status = exits.statuses[silent[0]]
-        text = f"its process ended with status {status} and left no word (killed, or out of memory)"
+        text = f"its process ended with status {status} and no message (killed, or out of memory?)"
         raise WorkerError(silent[0], text)
     first = min(own_errors or in_training, key=lambda rank: in_training[rank]["time"])
     raise WorkerError(first, in_training[first]["traceback"])

@@ -303,8 +303,8 @@ class MetricsBuffer:
             for rank, loss in enumerate(losses)
             if not math.isfinite(loss)
         ]
-        what = ", ".join(culprits) if culprits else "gradients overflowed, the loss was finite"
+        what = ", ".join(culprits) if culprits else "the gradients overflowed, the loss is finite"
         raise GroupError(
-            f"not finite in epoch {self._epoch}, step {step.step}: {what}. All ranks stop; earlier "
-            "checkpoints are kept. Lower --learning-rate, warm up longer, or look for broken inputs"
+            f"not finite in epoch {self._epoch}, step {step.step}: {what}. All ranks stop. "
+            "Lower --learning-rate, warm up longer, or look for broken inputs"
         )

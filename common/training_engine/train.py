@@ -84,7 +84,7 @@ def train(
         )
         total = time.perf_counter() - began
         rate = f"{samples / total:,.0f} samples/s over all ranks"
-        after_epoch.print_on_rank0(f"Total time {total:.1f} s, {rate}, validation included")
+        after_epoch.print_on_rank0(f"Training time {total:.1f} s with validation; {rate}")
     finally:
         engine.close()
     return history

@@ -16,6 +16,7 @@ from common.errors import UserError
 from common.models import MODELS
 from common.training_engine import launch_distributed_training
 from common.utils.atomic_files import write_atomically
+from common.utils.progress import console
 from common.utils.system import usable_cores
 from lab.calibrate.fits import fit_calibration
 from lab.calibrate.rank_measurements import Measures, measure_rank
@@ -45,6 +46,11 @@ def measures_for(model: str, image: tuple[int, int], *, quick: bool) -> Measures
     return replace(full, sizes=_SIZES[::2], rounds=3, step_rounds=2, samples=(24, 72, 140), steps=1)
 
 
+def default_ranks() -> int:
+    """Return how many ranks measure on this machine: one per core, 2 to 8."""
+    return min(_MOST_RANKS, max(2, usable_cores()))
+
+
 def calibrate(
     *,
     ranks: int | None = None,
@@ -59,12 +65,16 @@ def calibrate(
     ranks : by default one per core, 2 to 8. path : instead of ``calibration_path()``. Raises
     UserError on wrong values, WorkerError if a rank fails. Leaves no process behind.
     """
-    ranks = ranks if ranks is not None else min(_MOST_RANKS, max(2, usable_cores()))
+    ranks = default_ranks() if ranks is None else ranks
     if ranks < 2:
         raise UserError(f"--ranks: got {ranks}, give 2 or more: one rank sends no messages")
     if model not in MODELS:
         raise UserError(f"--model: got {model!r}, choose one of {', '.join(MODELS)}")
     measures = measures or measures_for(model, image, quick=quick)
+    console.print(
+        f"calibrating with {ranks} ranks on this machine: {measures.number} measurements, usually "
+        f"{'half a minute' if quick else 'one to two minutes'} if the machine is otherwise idle"
+    )
     found = launch_distributed_training(
         measure_rank, ranks, "gloo", measures=measures, ranks_here=ranks
     )

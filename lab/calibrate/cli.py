@@ -15,34 +15,41 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         commands,
         "calibrate",
         run=_calibrate,
-        help="measure latency, bandwidth, summation and compute time for predictions, of this "
-        "machine, or with --master-ip --num-nodes --rank of several, started on each",
+        help="measure latency, bandwidth, summation and compute time for predictions: on this "
+        "machine, or on several nodes with --master-ip, --num-nodes and --rank on each",
     )
     parser.add_argument(
-        "--ranks", type=int, help="processes on this machine (default: one a core, 2 to 8)"
+        "--ranks", type=int, help="processes on this machine (default: one per core, 2 to 8)"
     )
     parser.add_argument(
-        "--model", default="vgg11", choices=list(MODELS), help="whose steps are timed"
+        "--model", default="vgg11", choices=list(MODELS), help="the model whose steps are timed"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="a third of the time, with wider intervals"
+        "--quick", action="store_true", help="take a third of the time, with wider intervals"
     )
     parser.add_argument(
         "--output",
         type=Path,
-        help="the file (default: reports/calibration.json, and what each layer takes in "
+        help="the file to write (default: reports/calibration.json, and each layer's time in "
         "reports/profiles/measured-MODEL.json)",
     )
     parser.add_argument(
         "--profile",
-        help="measure what each layer takes, for --compute, and nothing else: "
-        "reports/profiles/PROFILE.json, or a file that ends in .json",
+        help="measure only the time of each layer, for --compute, and write "
+        "reports/profiles/PROFILE.json, or the file of that name if it ends in .json",
     )
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="of --profile")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        choices=["cpu", "cuda"],
+        help="the device that --profile measures",
+    )
     parser.add_argument("-M", "--master-ip", help="address of rank 0's node")
-    parser.add_argument("--master-port", type=int, default=DEFAULT_MASTER_PORT, help="port there")
+    parser.add_argument(
+        "--master-port", type=int, default=DEFAULT_MASTER_PORT, help="port of rank 0"
+    )
     parser.add_argument("-N", "--num-nodes", type=int, help="number of nodes")
-    parser.add_argument("-R", "--rank", type=int, help="this node's place")
+    parser.add_argument("-R", "--rank", type=int, help="rank of this node, from 0")
     parser.add_argument(
         "--timeout", type=float, default=60.0, help="seconds to wait for another rank"
     )
@@ -62,8 +69,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         return _profile_layers(args, args.profile)
     if args.device != "cpu":
         raise UserError(
-            f"--device {args.device}: name its profile, e.g. --profile my-gpu; no messages are "
-            "measured there"
+            f"--device {args.device} measures layers only: give the profile a name, e.g. --profile "
+            "my-gpu"
         )
     path = args.output or calibration_path()
     node = (args.master_ip, args.num_nodes, args.rank)
@@ -75,8 +82,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         return 0 if args.output else _profile_layers(args, MEASURED)
     if None in node:
         raise UserError(
-            "--master-ip, --num-nodes and --rank go together: give all three, or none for this "
-            "machine alone"
+            "--master-ip, --num-nodes and --rank go together: give all three, or none of them to "
+            "measure this machine alone"
         )
     if not 0 <= args.rank < args.num_nodes:
         raise UserError(
@@ -96,13 +103,13 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _profile_layers(args: argparse.Namespace, name: str) -> int:
-    """Measure how long each layer takes on this machine, and write the profile of that name."""
+    """Measure the time of each layer on this machine, and write the profile of that name."""
     from common.emulation.compute_profile import profile_path
     from lab.calibrate.layer_profile import describe_profile, measure_profile, save_profile
 
     path = profile_path(name, model=args.model)
     if name == "real":
-        raise UserError("--profile: 'real' means to compute; give another name")
+        raise UserError("--profile: 'real' stands for real compute; give another name")
     profile = measure_profile(
         Path(name).stem, model=args.model, device=args.device, rounds=2 if args.quick else 5
     )

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from common.cost_model.calibration_file import noise_warning
+from common.cost_model.calibration_file import count, noise_warning
 from common.emulation.compute_profile import Layer, Profile, SectionTime
 from common.errors import UserError
 from common.profiling.layer_timer import Call, LayerTimer
 from common.utils.atomic_files import write_atomically
 from common.utils.environment import environment
+from common.utils.progress import Counter, console
 from common.utils.system import tune_malloc, usable_cores
 from lab.calibrate.fits import fit_line, mean_share, quiet
 from lab.calibrate.trainer import Trainer
@@ -54,13 +55,19 @@ def measure_profile(
     torch.set_num_threads(usable_cores())
     try:
         trainer = Trainer(model, image, most_samples=max(samples), device=device)
-        with LayerTimer(trainer.model, trainer.criterion, device=device) as timer:
-            steps = [
-                step
-                for _ in range(rounds)
-                for count in samples
-                for step in _timed_steps(trainer, timer, count)
-            ]
+        steps: list[dict[str, Any]] = []
+        turns = [batch for _ in range(rounds) for batch in samples]
+        console.print(
+            f"measuring each layer of {model} with {len(turns)} batches, usually about "
+            f"{3 * rounds} s if the machine is otherwise idle"
+        )
+        with (
+            LayerTimer(trainer.model, trainer.criterion, device=device) as timer,
+            Counter("layers", total=len(turns), unit="measurements") as counter,
+        ):
+            for done, batch in enumerate(turns):
+                counter.show(done, share=sum(turns[:done]) / sum(turns))
+                steps += _timed_steps(trainer, timer, batch)
         return _fit_profile(name, model, image, device, steps)
     finally:
         torch.set_num_threads(threads)
@@ -77,9 +84,10 @@ def describe_profile(profile: Profile) -> list[str]:
     samples, measured, _ = profile.steps[-1]
     return [
         f"profile {profile.name}: {profile.model} on {profile.machine} ({profile.device}, "
-        f"{profile.threads} threads), {len(profile.layers)} layers; {samples:g} samples take "
-        f"{measured:.3f} s of forward and backward and {profile.update_seconds:.3f} s of "
-        f"update; the lines are off by {worst:.0%} at most",
+        f"{count(profile.threads, 'thread')}), {count(len(profile.layers), 'layer')}",
+        f"  {samples:g} samples: {measured:.3f} s of forward and backward, "
+        f"{profile.update_seconds:.3f} s of update",
+        f"  largest error of the profile at a measured batch size: {100 * worst:.0f} %",
         *noise_warning(profile.others_share, "measure"),
     ]
 

@@ -30,11 +30,13 @@ from common.profiling.link_measurements import (
 )
 from common.sync.message_cost import KINDS
 from common.utils.environment import environment
+from common.utils.progress import Counter
 from common.utils.system import tune_malloc, usable_cores
 from lab.calibrate.trainer import WARM_UP_STEPS, Trainer, cpu_seconds, spent
 
 _LIMIT_SECONDS = 600.0
 _WARM_UP_ROUNDS = 1
+_STEP_ROUND = 20  # message rounds that take about as long as a round of VGG-11's training steps
 _OVERLAP_BYTES = 8_000_000
 _PROBE_SAMPLES, _LONGEST_BACKWARD_SECONDS = 4, 6.0
 
@@ -61,6 +63,20 @@ class Measures:
     samples: tuple[int, ...]
     steps: int
 
+    @property
+    def number(self) -> int:
+        """The number of measurements, for the progress."""
+        return _WARM_UP_ROUNDS + self.rounds + self.step_rounds
+
+    def share(self, done: int) -> float:
+        """Return the approximate share of the time that the first ``done`` measurements take."""
+        rounds = _WARM_UP_ROUNDS + self.rounds
+        parts = [
+            min(number, rounds) + _STEP_ROUND * max(0, number - rounds)
+            for number in (done, self.number)
+        ]
+        return parts[0] / parts[1]
+
 
 @contextmanager
 def end_process_after(seconds: float) -> Iterator[None]:
@@ -85,18 +101,24 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
     cores = usable_cores()
     threads = max(1, cores // ranks_here)
     torch.set_num_threads(threads)
-    with torch.no_grad():
-        found: dict[str, Any] = {"turns": time_messages(rank, size, measures)}
-    trainer = Trainer(measures.model, measures.image, most_samples=max(measures.samples))
-    samples = _affordable(trainer, measures.samples, ranks_here)
-    mine = tuple(max(2, count // ranks_here) for count in samples)
-    found |= {"ready": trainer.time_gradients(mine[-1]), "together": [], "overlap": [], "alone": []}
-    for _ in range(measures.step_rounds):
-        found["together"] += trainer.time_steps(mine, steps=measures.steps, after_step=barrier)
-        found["overlap"].append(_overlap(trainer, mine[-1]))
-        if ranks_here > 1:
-            found["alone"] += _alone(trainer, rank, cores, samples, steps=measures.steps)
-            torch.set_num_threads(threads)
+    with Counter(
+        "calibration", total=measures.number, unit="measurements", visible=rank == 0
+    ) as counter:
+        with torch.no_grad():
+            found: dict[str, Any] = {"turns": time_messages(rank, size, measures, counter)}
+        trainer = Trainer(measures.model, measures.image, most_samples=max(measures.samples))
+        samples = _affordable(trainer, measures.samples, ranks_here)
+        mine = tuple(max(2, count // ranks_here) for count in samples)
+        found |= {"ready": trainer.time_gradients(mine[-1])}
+        found |= {"together": [], "overlap": [], "alone": []}
+        for done in range(measures.number - measures.step_rounds, measures.number):
+            steps_next = f"next: training steps of {measures.model}"
+            counter.show(done, note=steps_next, share=measures.share(done))
+            found["together"] += trainer.time_steps(mine, steps=measures.steps, after_step=barrier)
+            found["overlap"].append(_overlap(trainer, mine[-1]))
+            if ranks_here > 1:
+                found["alone"] += _alone(trainer, rank, cores, samples, steps=measures.steps)
+                torch.set_num_threads(threads)
     found |= {"threads": threads, "environment": environment()}
     return {
         "ranks": gather_objects(current_world(), found),
@@ -106,7 +128,9 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
     }
 
 
-def time_messages(rank: int, size: int, measures: Measures) -> list[dict[str, Any]]:
+def time_messages(
+    rank: int, size: int, measures: Measures, counter: Counter
+) -> list[dict[str, Any]]:
     """Return "messages", "memory" and "cpu" for each round. Collective.
 
     "messages" has rows [bytes, seconds, seconds without the message] for each kind, from a common
@@ -119,7 +143,8 @@ def time_messages(rank: int, size: int, measures: Measures) -> list[dict[str, An
     arena = torch.zeros(floats).fill_(0.0)  # filled: the kernel maps its pages now
     calls = {kind: message_call(kind, rank, size) for kind in KINDS}
     rounds = []
-    for _ in range(_WARM_UP_ROUNDS + measures.rounds):
+    for done in range(_WARM_UP_ROUNDS + measures.rounds):
+        counter.show(done, note="next: messages", share=measures.share(done))
         began = cpu_seconds()
         found: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
         for nbytes, repeats in measures.sizes:

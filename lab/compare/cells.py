@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from common.cost_model.calibration_file import count
 from common.errors import UserError
 from common.sync import BUILT_IN, is_exact
 from common.utils.paths import part_command
@@ -44,8 +45,7 @@ class Run:
     def title(self) -> str:
         """For a person, e.g. "ring on 2 nodes at 1gbit, repeat 1"."""
         at = "" if self.cell["rate"] is None else f" at {self.cell['rate']}"
-        plural = "s" if self.nodes > 1 else ""
-        return f"{self.cell['sync']} on {self.nodes} node{plural}{at}, repeat {self.repeat + 1}"
+        return f"{self.cell['sync']} on {count(self.nodes, 'node')}{at}, repeat {self.repeat + 1}"
 
     @property
     def path(self) -> Path:
@@ -77,7 +77,7 @@ def plan_cells(settings: Settings) -> list[dict[str, Any]]:
     ]
     if not cells:
         raise UserError(
-            "--sync none is one node's; there is nothing to compare on "
+            "--sync none runs on one node only, so there is nothing to compare on "
             f"{' and '.join(map(str, settings.nodes))} nodes: add a strategy, or 1 to --nodes"
         )
     return cells

@@ -73,7 +73,7 @@ class Executors:
         except (GroupError, TimeoutError) as error:
             self._close(rate)  # ends what still runs; the next run gets a new cluster
             late = isinstance(error, TimeoutError)
-            return f"not done within {limit_seconds:g} s: {error}" if late else str(error)
+            return f"stopped after {limit_seconds:g} s, the limit: {error}" if late else str(error)
         failed = {end.node: end.status for end in ends if end.status != 0}
         paths = {node: cluster.log(node, logs) for node in failed}
         return describe_failure(failed, paths) if failed else None
@@ -96,6 +96,6 @@ def _run_over_loopback(
             limit_seconds=limit_seconds,
         )
     if exits.timed_out:
-        return f"not done within {limit_seconds:g} s"
+        return f"stopped after {limit_seconds:g} s, the limit of a run"
     failed = {rank: exits.statuses[rank] for rank in exits.failed}
     return describe_failure(failed, paths) if failed else None

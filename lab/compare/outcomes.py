@@ -32,13 +32,13 @@ def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
         return parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path} cannot be read ({error}): the run has not ended, or its folder was not "
-            "copied whole"
+            f"{path} cannot be read ({error}): the run has not finished, or its folder was not "
+            "copied completely"
         ) from error
 
 
 def read_repeat(folder: Path, *, seed: int) -> dict[str, Any]:
-    """Return what a finished run left in ``folder``, as a repeat. UserError if it has not ended."""
+    """Return what a finished run left in ``folder``, as a repeat. UserError if it is not whole."""
     summary, ranks = read_json(folder / "summary.json"), read_json(folder / "ranks.json")
     return {
         "folder": str(folder),
@@ -55,7 +55,7 @@ def read_repeat(folder: Path, *, seed: int) -> dict[str, Any]:
 
 
 def read_run(run: Run) -> dict[str, Any]:
-    """Return what a run of a comparison left, as a repeat. UserError if it has not ended."""
+    """Return what a run of a comparison left, as a repeat. UserError if it has not finished."""
     outcome = read_repeat(run.path, seed=run.seed)
     if run.settings.until_accuracy is not None:
         outcome |= time_to_accuracy(run.path, run.settings.until_accuracy)
@@ -100,7 +100,7 @@ def describe_times(outcome: Mapping[str, Any]) -> str:
         statistics.fmean(rank["seconds"][name] for rank in outcome["ranks"])
         for name in ("step", "sync")
     )
-    return f"{step:.3f} s a step, {sync:.3f} of it sync"
+    return f"{step:.3f} s per step, exposed communication {sync:.3f} s"
 
 
 def describe_failure(statuses: Mapping[int, int], logs: Mapping[int, Path]) -> str:

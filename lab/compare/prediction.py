@@ -6,30 +6,41 @@ plan's runs are on other machines. forecast.py has the arithmetic of both.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from common.cost_model.calibration_file import Calibration, describe
+from common.cost_model.calibration_file import (
+    QUIET_SHARE,
+    Calibration,
+    calibration_path,
+    count,
+    describe,
+    load_calibration,
+)
 from common.cost_model.compute_model import StepCompute
 from common.cost_model.event_model import Network
 from common.emulation.compute_profile import load_profile
-from common.errors import GroupError
+from common.errors import GroupError, UserError
 from common.sync.message_cost import GradientSize
+from common.utils.environment import environment
 from common.utils.grouping import grouped
-from lab.calibrate.calibration import calibrate
+from common.utils.progress import duration
+from lab.calibrate.calibration import calibrate, default_ranks, save_calibration
 from lab.calibrate.link_probe import network_from
 from lab.compare.cells import cell_suffix, profile_file
 from lab.compare.executors import Executors
 from lab.compare.forecast import Link, emulated_compute_at, forecast_on_links, kinds_of
-from lab.compare.outcomes import read_json
+from lab.compare.outcomes import MACHINE_FACTS, read_json
 from lab.compare.settings import Settings
 from lab.predict.tables import compute_of
 from lab.units import parse_rate
 
 _LIMIT_SECONDS = 300.0
+_NEW_ENOUGH = timedelta(days=1)
 
 console = Console(highlight=False)
 
@@ -37,9 +48,10 @@ console = Console(highlight=False)
 def predict_comparison(
     results: dict[str, Any], settings: Settings, folder: Path, executors: Executors
 ) -> None:
-    """Measure now and set the ``prediction`` of ``results``.
+    """Measure, or use today's calibration, and set the ``prediction`` of ``results``.
 
-    It uses no earlier measurement, since a machine's speed varies from day to day.
+    A machine's speed varies from day to day, so an older calibration is not used, nor a quick or a
+    disturbed one (``reason_to_calibrate``). Messages of emulated nodes are always measured now.
 
     Raises GroupError if the messages of emulated nodes cannot be measured.
     """
@@ -47,15 +59,17 @@ def predict_comparison(
     if calibration is not None and not settings.rates:
         results["prediction"] = _predict_over_loopback(results, settings, folder, calibration)
         return
-    console.print(
-        "measuring messages on the nodes, for the predictions (--no-predict leaves them out)",
-        soft_wrap=True,
-    )
     compute_at, gradients, source = _compute(settings, folder, calibration, own_machines=False)
     strategies = grouped(
         ((cell["nodes"], cell["rate"]), cell["sync"])
         for cell in results["cells"]
         if cell["nodes"] > 1
+    )
+    console.print(
+        f"measuring messages between the nodes for the predictions: "
+        f"{count(len(strategies), 'measurement')}, up to a minute each (--no-predict leaves them "
+        "out)",
+        soft_wrap=True,
     )
     networks: dict[Link, Network] = {}
     for (nodes, rate), names in strategies.items():
@@ -157,17 +171,68 @@ def _compute(
 
 
 def _calibrate(results: dict[str, Any], settings: Settings, folder: Path) -> Calibration:
-    """Calibrate this machine, and print what was found."""
-    console.print(
-        "calibrating this machine first, for the predictions (--no-predict leaves them out)",
-        soft_wrap=True,
-    )
-    calibration = calibrate(model=settings.model, path=folder / "calibration.json")
+    """Return today's calibration of this machine or a new one, print it, and keep a copy."""
+    earlier, reason = _todays_calibration(settings.model)
+    if earlier is not None:
+        console.print(
+            f"predictions use {calibration_path()}, measured {_age(earlier)} ago (`lab calibrate` "
+            "measures again, --no-predict leaves the predictions out)",
+            soft_wrap=True,
+        )
+        calibration = save_calibration(earlier, folder / "calibration.json")
+    else:
+        console.print(
+            f"calibrating this machine first, for the predictions ({reason}; --no-predict leaves "
+            "them out)",
+            soft_wrap=True,
+        )
+        calibration = calibrate(model=settings.model, path=folder / "calibration.json")
     for line in describe(calibration):
         console.print(line, markup=False, soft_wrap=True)
         if line.startswith("warning: "):
-            results["warnings"].append(f"of the calibration: {line.removeprefix('warning: ')}")
+            results["warnings"].append(f"calibration: {line.removeprefix('warning: ')}")
     return calibration
+
+
+def _todays_calibration(model: str) -> tuple[Calibration | None, str]:
+    """Return the user's calibration if it fits, else None and why a new one is needed."""
+    path = calibration_path()
+    if not path.exists():
+        return None, "`lab calibrate` has not measured it yet"
+    try:
+        calibration = load_calibration(path)
+    except UserError:
+        return None, f"{path} cannot be used"
+    reason = reason_to_calibrate(calibration, model=model, here=environment(), now=datetime.now())
+    return (None, f"{path} {reason}") if reason else (calibration, "")
+
+
+def reason_to_calibrate(
+    calibration: Calibration, *, model: str, here: Mapping[str, Any], now: datetime
+) -> str:
+    """Return why ``calibration`` does not describe this machine today; "" if it does.
+
+    here : what ``common.utils.environment.environment`` returns.
+    """
+    age = now - datetime.fromisoformat(calibration.made)
+    there = calibration.machine
+    other = [name for name in MACHINE_FACTS if there.get(name) != here.get(name)]
+    reasons = {
+        "is quick, so its intervals are wide": calibration.quick,
+        "was measured on several nodes": not calibration.over_loopback,
+        f"was measured with {count(calibration.ranks, 'rank')}": (
+            calibration.ranks != default_ranks()
+        ),
+        f"timed {calibration.model}, not {model}": calibration.model != model,
+        f"was measured with another {', '.join(other)}": bool(other),
+        "is older than a day": not timedelta(0) <= age <= _NEW_ENOUGH,
+        "was disturbed by other processes": calibration.others_share > QUIET_SHARE,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _age(calibration: Calibration) -> str:
+    return duration((datetime.now() - datetime.fromisoformat(calibration.made)).total_seconds())
 
 
 def _measure_network(

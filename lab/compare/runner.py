@@ -7,6 +7,7 @@ processes.
 
 import json
 import shutil
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -16,10 +17,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from common.cost_model.calibration_file import count
 from common.emulation.compute_profile import load_profile
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
 from common.utils.paths import new_folder
+from common.utils.progress import duration
 from lab.compare.cells import Run, in_turns, node_command, plan_cells, profile_file
 from lab.compare.executors import Executors
 from lab.compare.outcomes import describe_times, failed_run, read_run
@@ -27,6 +30,8 @@ from lab.compare.results import FORMAT, read_results, summarise, take_timeline, 
 from lab.compare.settings import Settings
 
 _LIMIT_SECONDS = 3600
+_START_UP_SECONDS = 10.0  # of a run: imports, data, process group, model
+_LONG_SECONDS = 30.0
 _SAME_MACHINE = ("python", "torch", "cpu", "usable_cores", "git_commit")
 
 console = Console(highlight=False)
@@ -107,9 +112,9 @@ def _mark_oversubscribed(cells: Sequence[dict[str, Any]], cores: int) -> list[st
         cell["oversubscribed"] = cell["nodes"] > cores
     crowded = sorted({cell["nodes"] for cell in cells if cell["oversubscribed"]})
     warning = (
-        f"{' and '.join(map(str, crowded))} ranks share {cores} cores: their forward and backward "
-        "take turns, so step times tell of the machine, not of as many nodes, and waiting for "
-        "slower ranks grows"
+        f"{' and '.join(map(str, crowded))} ranks share {count(cores, 'core')}, so their forward "
+        "and backward passes take turns: step times do not show what as many nodes would take, and "
+        "the ranks wait longer for each other"
     )
     return [warning] if crowded else []
 
@@ -135,13 +140,13 @@ def _find_unfinished(
         before = results["plan"]["code"] if planned else results["environment"]
         differing = [name for name in now if before.get(name) != now[name]]
         if not differing:
-            console.print(f"going on with {path.parent}", soft_wrap=True)
+            console.print(f"resuming {path.parent}", soft_wrap=True)
             for cell in results["cells"]:
                 cell["repeats"] = [one for one in cell["repeats"] if one["status"] == "done"]
             return path.parent, results
         console.print(
-            f"notice: {path.parent} has the same settings, but was begun with another "
-            f"{', '.join(differing)}; it is left as it is, and a new one begins",
+            f"notice: {path.parent} has the same settings, but was started with another "
+            f"{', '.join(differing)}, so a new comparison starts; the old folder stays unchanged",
             soft_wrap=True,
         )
     return None
@@ -171,6 +176,46 @@ def run_comparison(
     write_results(folder / "results.json", results)
 
 
+class TimeLeft:
+    """Estimates the time of the runs ``to_do``: predicted first, then scaled by the finished ones.
+
+    A run takes its start-up and its steps as predicted; without a prediction the time is unknown
+    until the first run has ended.
+    """
+
+    def __init__(self, to_do: Sequence[Run], prediction: Mapping[str, Any] | None) -> None:
+        cells = (prediction or {}).get("cells", {})
+        known = [cells.get(run.cell["id"], {}).get("step_seconds") for run in to_do]
+        predicted = [step for step in known if step is not None]
+        timed = bool(to_do) and to_do[0].settings.until_accuracy is None
+        self._seconds: list[float] = []
+        if predicted and timed:
+            usual = statistics.median(predicted)  # for a strategy that cannot be predicted
+            self._seconds = [
+                _START_UP_SECONDS + run.settings.total_steps * (usual if step is None else step)
+                for run, step in zip(to_do, known, strict=True)
+            ]
+        self._runs = len(to_do)
+
+    def announcement(self) -> str:
+        """Return how long all runs take, for a person."""
+        if not self._seconds:
+            return "for a time that shows after the first run"
+        return f"about {duration(sum(self._seconds))}"
+
+    def after(self, done: int, elapsed: float) -> str:
+        """Return the time left when ``done`` runs have taken ``elapsed`` seconds; "" if unknown."""
+        weights = self._seconds or [1.0] * self._runs
+        if not done and not self._seconds:
+            return ""
+        pace = elapsed / sum(weights[:done]) if done else 1.0
+        return f"about {duration(pace * sum(weights[done:]))} left"
+
+    def is_long(self, index: int) -> bool:
+        """Return whether a run may take so long that its start should be shown."""
+        return not self._seconds or self._seconds[index] > _LONG_SECONDS
+
+
 def _run_missing(
     settings: Settings, folder: Path, results: dict[str, Any], executors: Executors
 ) -> None:
@@ -178,28 +223,35 @@ def _run_missing(
     to_do = [
         run for run in runs if run.repeat not in [one["repeat"] for one in run.cell["repeats"]]
     ]
+    time_left = TimeLeft(to_do, results["prediction"])
     console.print(
-        f"{len(to_do)} of {len(runs)} runs to do, one after the other, in {folder}", soft_wrap=True
+        f"{len(to_do)} of {count(len(runs), 'run')} to do, one after the other, "
+        f"{time_left.announcement()}, in {folder}",
+        soft_wrap=True,
     )
     for warning in results["warnings"]:
         console.print(f"warning: {warning}", soft_wrap=True)
     with _progress_bar() as bar:
-        task, began = bar.add_task("", total=len(to_do), left=""), time.monotonic()
+        began = time.monotonic()
+        task = bar.add_task("", total=len(to_do), left=time_left.after(0, 0.0))
         for number, run in enumerate(to_do, start=1):
             bar.update(task, description=run.title)
-            run_began = time.monotonic()
-            outcome = _run(run, executors)
+            run_began, started = time.monotonic(), datetime.now().isoformat(timespec="seconds")
+            if not console.is_terminal and time_left.is_long(number - 1):
+                console.print(f"[{number}/{len(to_do)}] {run.title}: running", markup=False)
+            outcome = _run(run, executors) | {"started": started}
             run.cell["repeats"].append(outcome)
             run.cell["repeats"].sort(key=lambda one: one["repeat"])
             summarise(run.cell, repeats=len(settings.seeds_to_run))
             take_timeline(results, run.cell, outcome, folder)
             write_results(folder / "results.json", results)
             now = time.monotonic()
-            left = f"{_duration((now - began) / number * (len(to_do) - number))} left"
+            left = time_left.after(number, now - began)
             failed = outcome["status"] == "failed"
             words = f"FAILED: {outcome['message']}" if failed else describe_times(outcome)
             console.print(
-                f"[{number}/{len(to_do)}] {run.title}: {words} ({now - run_began:.0f} s; {left})",
+                f"[{number}/{len(to_do)}] {run.title}: {words} (took {duration(now - run_began)}; "
+                f"{left})",
                 markup=False,
                 soft_wrap=True,
             )
@@ -235,8 +287,3 @@ def _progress_bar() -> Progress:
         console=console,
         disable=not console.is_terminal,
     )
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"

@@ -80,12 +80,12 @@ class Settings:
             ),
             (
                 len({parse_rate(rate) for rate in self.rates}) == len(self.rates),
-                f"--rate: got {' '.join(self.rates)}, the same twice: give each rate once",
+                f"--rate: got {' '.join(self.rates)}, one rate twice: give each rate once",
             ),
             (
                 not self.emulated or self.until_accuracy is None,
-                f"--compute {self.compute} learns nothing, so there is no accuracy to reach: "
-                "leave out --until-accuracy, or --compute",
+                f"--compute {self.compute}: an emulated model learns nothing, so it reaches no "
+                "accuracy. Leave out --until-accuracy, or --compute",
             ),
         )
         for holds, message in rules:

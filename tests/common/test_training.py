@@ -154,7 +154,7 @@ def test_distribute_flag_and_task_flag_without_a_group(tmp_path: Path) -> None:
     )
     for flag, words in (
         ("PartTwo", "no process group is open"),
-        ("ring", "gradients are to be averaged by 'ring', but no process group is open"),
+        ("ring", "'ring' must average the gradients, but no process group is open"),
         ("PartFour", "task_flag: got 'PartFour', give a strategy's name"),
     ):
         with pytest.raises(UserError, match=words):

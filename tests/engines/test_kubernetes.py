@@ -242,7 +242,7 @@ def test_a_pod_that_goes_saves_first_and_its_replacement_goes_on_to_the_same_wei
     pods.terminate(1)
     wait_until(lambda: pods.first_process(1) is None, "the end of the pod that was told to")
     [saved] = re.findall(
-        r"stopped \(rank 1\): SIGTERM: stopped after step (\d+), saved as \S+; --resume auto",
+        r"stopped \(rank 1\): SIGTERM: stopped after step (\d+), saved as \S+; resume with --",
         cluster.output(1),
     )
     assert pods.first_process(0) is not None, (
@@ -258,7 +258,7 @@ def test_a_pod_that_goes_saves_first_and_its_replacement_goes_on_to_the_same_wei
 
     run, by_hand = only_run(volume / "reports"), only_run(tmp_path / "by-hand")
     assert run.name == job["metadata"]["name"], "both wrote to the folder of the job's name"
-    assert re.findall(r"going on from \S+, step (\d+)", cluster.output(0)) == [saved]
+    assert re.findall(r"resuming from \S+, step (\d+)", cluster.output(0)) == [saved]
     lines = (run / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1)), (
         "no step twice, none left out"

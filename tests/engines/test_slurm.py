@@ -240,14 +240,14 @@ def test_torchrun_restarts_a_killed_worker_and_sigterm_saves_for_the_next_start(
     job = jobs.submit("--nodes=2 --nodelist=node[2-3]", TORCHRUN, DDP)
     jobs.slurm.wait_for(job, f"step 2/{STEPS}")
     os.kill(jobs.worker(3), signal.SIGKILL)
-    jobs.slurm.wait_for(job, "going on from")
+    jobs.slurm.wait_for(job, "resuming from")
     assert jobs.slurm.job(job)["Restarts"] == "0", "torchrun's restart, not Slurm's"
     jobs.slurm.wait_for(job, f"step 5/{STEPS}")
     jobs.slurm.run("scancel", "--batch", "--signal=TERM", job)
     jobs.go_on(job)
     output = jobs.finish(job)
     assert "stopped after saving; requeued, 1 of at most 20 times" in output
-    assert output.count("going on from") == 2
+    assert output.count("resuming from") == 2
     assert jobs.slurm.job(job)["Restarts"] == "1"
     assert_same_training(jobs.run(job), alone(DDP, 2))
 
@@ -262,7 +262,7 @@ def test_a_lost_batch_node_leads_to_a_start_on_others(
     finally:
         jobs.slurm.power_on(node)
     assert jobs.slurm.job(job)["BatchHost"] != f"node{node}"
-    assert output.count("going on from") == 1
+    assert output.count("resuming from") == 1
     assert_same_training(jobs.run(job), alone(ALL_REDUCE, 2))
 
 
@@ -497,7 +497,7 @@ def test_both_scripts_train_on_four_nodes(
         (assignment, alone(ALL_REDUCE, 4, *SHORT, *images)),
     ):
         output = jobs.finish(job)
-        assert "batch: 4 a rank x 4 ranks = 16 global" in output
+        assert "batch: 4 per rank x 4 ranks = 16 global" in output
         assert output.count("step 3/3") == 1, "rank 0's lines alone"
         assert_same_training(jobs.run(job), reference)
     staged = jobs.slurm.own / f"slurm-{assignment}-data"

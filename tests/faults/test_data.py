@@ -61,7 +61,8 @@ def test_images_removed_or_altered_between_runs_are_noticed(stage: Stage) -> Non
     )
     image.unlink()
     assert_told(
-        run("--resume", "auto"), r"belongs to another training: training_images 24 there, 23 here\."
+        run("--resume", "auto"),
+        r"belongs to another training: training_images is 24 in the checkpoint, 23 now\.",
     )
     image.write_bytes(whole)
     assert run("--resume", "auto").status == 0

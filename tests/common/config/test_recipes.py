@@ -866,7 +866,7 @@ def test_resnet50_under_torchrun(tmp_path: Path, images: Path, recipe: str) -> N
         ended, tmp_path, recipe, ranks=2, model="resnet50", ema=recipe.endswith("fast")
     )
     assert summary["global_batch_size"] == 4
-    assert "batch: 2 a rank x 2 ranks = 4 global" in ended.out
+    assert "batch: 2 per rank x 2 ranks = 4 global" in ended.out
 
 
 @pytest.mark.slow
@@ -877,7 +877,7 @@ def test_transfer_learning_with_a_dist_url(
     """Two ranks start with --dist-url and --rank; only rank 0 has the weights file.
 
     Without --unfreeze, only the last layer trains; the others keep the file's weights and
-    statistics. The global batch is 4 a rank x 2 accumulated x 2 ranks = 16.
+    statistics. The global batch is 4 per rank x 2 micro-batches x 2 ranks = 16.
     """
     words = [
         *quick("resnet18-transfer-cifar10", images, tmp_path),
@@ -916,9 +916,9 @@ def test_transfer_learning_with_a_dist_url(
     )
     assert f"pretrained weights from {weights}" in ended[0].out
     assert summary["global_batch_size"] == 16
-    assert "4 a rank x 2 accumulated x 2 ranks = 16 global; 2 steps, 2 an epoch" in ended[0].out, (
-        "24 images: 16 and 8"
-    )
+    assert (
+        "4 per rank x 2 micro-batches x 2 ranks = 16 global; 2 steps, 2 per epoch" in ended[0].out
+    ), "24 images: 16 and 8"
     assert sum(step["local_samples"] for step in lines(folder / "metrics.jsonl")) == 12, (
         "half of the 24 are rank 0's"
     )
@@ -1038,10 +1038,10 @@ def test_without_pretrained_weights_nothing_is_trained(tmp_path: Path, images: P
         assert "Traceback" not in one.err
         assert f"error (rank {rank}): " in one.err
     assert (
-        "the pretrained weights could not be had from "
+        "the pretrained weights could not be loaded from "
         "https://download.pytorch.org/models/resnet18-f37072fd.pth" in (ended[0].err)
     )
-    assert "give --pretrained-weights FILE" in ended[0].err
+    assert "and give --pretrained-weights FILE" in ended[0].err
     folder = only_run_folder(tmp_path / "out", "resnet18-transfer-cifar10")
     assert not (folder / "metrics.jsonl").exists()
     assert not list(folder.rglob("*.pt"))
@@ -1098,7 +1098,7 @@ def test_checkpoint_holds_the_latest_state_and_resume_auto_goes_on_from_it(
         cwd=tmp_path,
     )
     assert second.status == 0, second.err
-    assert "going on from model_checkpoint.pth, step 3" in second.out
+    assert "resuming from model_checkpoint.pth, step 3" in second.out
     assert "pretrained weights from" not in second.out
     undisturbed = only_run_folder(tmp_path / "straight", "resnet18-transfer-cifar10")
     whole = load_checkpoint(undisturbed / "checkpoints" / "Epoch_2.pt")

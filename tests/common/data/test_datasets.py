@@ -542,7 +542,7 @@ class _Children:
 class _Server:
     """A mirror on loopback: it counts requests and can delay, cut or spoil its answers."""
 
-    def __init__(self, content, *, status=200, cut=None, linger=0.0, garbage=None):
+    def __init__(self, content, *, status=200, cut=None, linger=0.0, garbage=None, length=True):
         self.downloads, self.paths, self.began = 0, [], threading.Event()
         self.go_on = threading.Event()
         lock, outer = threading.Lock(), self
@@ -557,10 +557,9 @@ class _Server:
                     self.wfile.write(garbage)
                     return
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
+                if length:
+                    self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                if self.headers.get("Method") == "HEAD":  # torchvision's probe for redirections
-                    return
                 with lock:
                     outer.downloads += 1
                 with contextlib.suppress(OSError):
@@ -605,6 +604,26 @@ def fake(_archive, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "*")
     _use_small_archive(_archive.md5, monkeypatch.setattr)
     return _archive
+
+
+@pytest.mark.parametrize("length", [True, False])
+def test_download_shows_what_has_arrived(tmp_path, capsys, monkeypatch, length):
+    """Off a terminal the size stands in the first line; a line follows whenever one is due."""
+    from common.data import download
+    from common.utils import progress
+
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    content = bytes(3_000_000)
+    with _Server(content, length=length) as server:
+        download.fetch(f"{server.url}/file.bin", tmp_path / "file.bin")
+    assert (tmp_path / "file.bin").read_bytes() == content
+    first, *lines = capsys.readouterr().out.splitlines()
+    size = " (3 MB)" if length else ""
+    assert first == f"downloading {server.url}/file.bin{size} to {tmp_path}"
+    of = " of 3" if length else ""
+    assert lines[-1].startswith(f"download of file.bin: 3{of} MB")
+    assert any(line.startswith(f"download of file.bin: 1{of} MB") for line in lines)
 
 
 def test_several_processes_download_once(fake, tmp_path):

@@ -142,7 +142,7 @@ def going_on(text: str) -> list[int]:
     """Return the steps from which the run resumed, according to its output."""
     return [
         int(step)
-        for step in re.findall(r"going on from \S+(?: of rank \d+'s node)?, step (\d+)", text)
+        for step in re.findall(r"resuming from \S+(?: on rank \d+'s node)?, step (\d+)", text)
     ]
 
 
@@ -265,7 +265,10 @@ def test_a_node_leaves_another_joins_and_the_weights_stay_those_of_an_undisturbe
     assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
     output = ended[0].out + ended[1].out
     assert "3 shards on 2 ranks" in output[output.index("3 shards on 1 rank ") :]
-    assert "the job has 1 rank now, 2 before; its 3 shards and its batch stay the same" in output
+    assert (
+        "the job now has 1 rank (before: 2). Its 3 shards and its global batch stay the same"
+        in output
+    )
     assert len(going_on(output)) >= 2
     last = last_checkpoint(tmp_path / "0", tmp_path / "2")
     assert last["step"] == STEPS

@@ -91,7 +91,9 @@ def test_one_rank_resumes_bit_for_bit(tmp_path: Path, images: Path) -> None:
         cwd=tmp_path,
     )
     assert other_length.status == 1
-    assert "belongs to another training: total_steps 6 there, 5 here" in other_length.err
+    assert (
+        "belongs to another training: total_steps is 6 in the checkpoint, 5 now" in other_length.err
+    )
     assert "Traceback" not in other_length.err
 
     finished = only_run_folder(tmp_path / "resumed", "PartOne-none") / "checkpoints" / "Epoch_2.pt"

@@ -47,7 +47,7 @@ FILES = {
 def test_part_one_without_a_flag_for_the_group(tmp_path: Path) -> None:
     [ended] = run_part("PartOne", *QUICK, *TINY, "--output-dir", "out", cwd=tmp_path)
     assert ended.status == 0, ended.err
-    assert "batch: 32 a rank x 1 rank = 32 global" in ended.out
+    assert "batch: 32 per rank x 1 rank = 32 global" in ended.out
     folder = only_run_folder(tmp_path / "out", "PartOne-none")
     assert {path.name for path in folder.iterdir()} == FILES
     assert (
@@ -107,8 +107,13 @@ def test_three_ranks_share_batch_and_test_set(
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["ranks_hold_equal_weights"] is True
     assert summary["nodes"] == 3
-    assert "= 31 global" in ended[0].out
-    assert ended[1].out == "", "rank 0 speaks"
+    assert "batch: 10 or 11 per rank x 3 ranks = 31 global; 3 steps, " in ended[0].out
+    assert "evaluating 360 test images on 3 ranks" in ended[0].out
+    assert summary["wall_seconds"] > summary["total_seconds"] > 0
+    for rank in (1, 2):  # rank 0 speaks; the others report their end
+        log = folder / f"logs_rank{rank}.txt"
+        end = rf"rank {rank} of 3: finished after 3 steps in [\d.]+ s\. Rank 0 writes the report; "
+        assert re.fullmatch(rf"{end}this rank's log: {re.escape(str(log))}\n", ended[rank].out)
     report = json.loads((folder / "report.json").read_text())
     assert report["samples"] == 360
 
@@ -236,7 +241,7 @@ def test_a_folder_of_images_of_ones_own(tmp_path: Path) -> None:
         ranks=2,
     )
     assert [one.status for one in ended] == [0, 0], ended
-    assert "batch: 4 a rank x 2 ranks = 8 global" in ended[0].out
+    assert "batch: 4 per rank x 2 ranks = 8 global" in ended[0].out
     report = json.loads((only_run_folder(tmp_path, "PartThree-ddp") / "report.json").read_text())
     assert report["class_names"] == ["cat", "dog"]
 

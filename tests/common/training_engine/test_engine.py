@@ -1095,7 +1095,7 @@ def test_the_group_opens_once_and_closes_harmlessly() -> None:
     ("fast", "dtype", "words"),
     [
         (True, torch.bfloat16, "AMP uses bf16"),
-        (False, torch.float32, "AMP is off, training runs in fp32"),
+        (False, torch.float32, "AMP is off and training runs in fp32"),
     ],
 )
 def test_amp_on_a_cpu_is_bf16_where_that_is_fast(

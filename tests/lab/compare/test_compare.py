@@ -1,8 +1,10 @@
 """What ``lab compare`` starts, in which order, what it keeps, and what a stop leaves behind."""
 
+import dataclasses
 import json
 import signal
 import sys
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -10,11 +12,13 @@ import psutil
 import pytest
 
 from common.config.parser import parse_arguments
+from common.cost_model.calibration_file import load_calibration, reference_path
 from common.errors import UserError
 from common.models import build_model
 from common.sync import BUILT_IN, BY_HAND, STRATEGIES, build_sync
 from common.sync.message_cost import GradientSize
 from common.utils.paths import REPOSITORY
+from lab.calibrate.calibration import default_ranks
 from lab.cluster import Cluster
 from lab.cluster.tools import namespaces_refused
 from lab.compare import cells as cells_module
@@ -23,6 +27,7 @@ from lab.compare.cells import Run, node_command, part_of, plan_cells
 from lab.compare.cli import strategies
 from lab.compare.executors import Executors
 from lab.compare.outcomes import time_to_accuracy
+from lab.compare.prediction import reason_to_calibrate
 from lab.compare.results import read_results
 from lab.compare.runner import open_comparison, run_comparison
 from lab.compare.settings import Settings
@@ -48,6 +53,60 @@ def fake_parts(monkeypatch):
     monkeypatch.setattr(runner_module, "node_command", command)
     monkeypatch.setattr(cells_module, "part_of", lambda sync: "Part")
     return started
+
+
+def test_the_time_left_is_predicted_and_then_corrected_by_the_finished_runs():
+    """Ten steps of 3 s and of 1 s, with 10 s of start-up; the runs then take twice as long."""
+    settings = Settings(nodes=(2,), sync=SYNCS, steps=8, warmup=1, repeats=1)
+    runs = [Run(Path(), settings, cell, 0) for cell in plan_cells(settings)]
+    assert settings.total_steps == 10
+    cells = {
+        run.cell["id"]: {"step_seconds": seconds}
+        for run, seconds in zip(runs, (3.0, 1.0), strict=True)
+    }
+    time_left = runner_module.TimeLeft(runs, {"cells": cells})
+    assert time_left.announcement() == "about 1 min 00 s"
+    assert time_left.after(0, 0.0) == "about 1 min 00 s left"
+    assert time_left.after(1, 80.0) == "about 40 s left"
+    assert [time_left.is_long(index) for index in (0, 1)] == [True, False]
+
+    unknown = runner_module.TimeLeft(runs, None)
+    assert "after the first run" in unknown.announcement()
+    assert unknown.after(0, 0.0) == ""
+    assert unknown.after(1, 80.0) == "about 1 min 20 s left"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"made": "2026-01-01T10:00:00"}, "is older than a day"),
+        ({"made": "2026-01-05T10:00:00"}, "is older than a day"),
+        ({"quick": True}, "is quick"),
+        ({"model": "resnet18"}, "timed resnet18, not vgg11"),
+        ({"others_share": 0.3}, "was disturbed by other processes"),
+        ({"ranks_here": 1}, "was measured on several nodes"),
+        ({"machine": {"cpu": "A", "torch": "0.1", "usable_cores": 2, "gpus": []}}, "another torch"),
+        ({"machine": {"cpu": "B", "torch": "2.0", "usable_cores": 2, "gpus": []}}, "another cpu"),
+    ],
+)
+def test_a_comparison_uses_only_a_whole_calibration_of_this_machine_and_day(change, reason):
+    here = {"cpu": "A", "torch": "2.0", "usable_cores": 2, "gpus": [], "threads": 1}
+    fitting = {
+        "made": "2026-01-03T09:00:00",
+        "quick": False,
+        "model": "vgg11",
+        "ranks": default_ranks(),
+        "ranks_here": default_ranks(),
+        "others_share": 0.0,
+        "machine": here | {"threads": 2},
+    }
+    calibration = dataclasses.replace(load_calibration(reference_path()), **fitting | change)
+    found = reason_to_calibrate(
+        calibration, model="vgg11", here=here, now=datetime(2026, 1, 3, 20, 0)
+    )
+    assert reason in found
+    assert bool(reason) == bool(found)
 
 
 def compare(settings, *, reports):
@@ -164,11 +223,11 @@ def test_each_rate_has_cells_of_its_own_and_one_node_has_none():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rates": ("200mbit", "0.2gbit")}, "--rate: got 200mbit 0.2gbit, the same twice"),
+        ({"rates": ("200mbit", "0.2gbit")}, "--rate: got 200mbit 0.2gbit, one rate twice"),
         ({"rates": ("fast",)}, "--rate: got 'fast', give a number with a unit"),
         (
             {"compute": "measured", "until_accuracy": 0.5},
-            "--compute measured learns nothing.*leave out --until-accuracy",
+            "--compute measured: an emulated model learns nothing.*Leave out --until-accuracy",
         ),
     ],
 )
@@ -288,7 +347,7 @@ def test_other_settings_and_foreign_results_are_left_alone(fake_parts, tmp_path,
     (first / "results.json").write_text(json.dumps(changed))
     fourth, _ = compare(asks(repeats=1, flags=("--fail", "ring")), reports=tmp_path)
     assert fourth != first
-    assert "was begun with another torch" in " ".join(capsys.readouterr().out.split())
+    assert "was started with another torch" in " ".join(capsys.readouterr().out.split())
 
 
 def test_time_to_accuracy_is_training_time_up_to_the_first_epoch_that_reaches_it(tmp_path):
@@ -433,6 +492,6 @@ def test_stopped_in_the_middle_nothing_is_left_and_it_goes_on(how, tmp_path):
     marker.touch()
     again = Started(command, cwd=tmp_path, env=environment, forked=True).end()
     assert again.status == 0, again
-    assert "going on with" in again.out
+    assert "resuming " in again.out
     assert len(_workers(marker)) == before + 3, "only the three nodes that were missing"
     assert read_results(results)["finished"]

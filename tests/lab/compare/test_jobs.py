@@ -259,7 +259,7 @@ def test_a_run_writes_its_own_folders_alone_and_is_not_done_twice(tmp_path):
     statuses, outputs = run(folder, 2, nodes=3)
     assert statuses == [0, 0, 0]
     assert outputs == [
-        "run 2 (ring on 2 nodes, repeat 1): 0.830 s a step, 0.100 of it sync\n",
+        "run 2 (ring on 2 nodes, repeat 1): 0.830 s per step, exposed communication 0.100 s\n",
         "",
         "",
     ]

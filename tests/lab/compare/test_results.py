@@ -226,7 +226,7 @@ def test_a_folder_that_holds_no_ended_run_is_named(tmp_path):
     with pytest.raises(UserError, match="given twice"):
         collect([run, run], scaling="strong")
     (run / "ranks.json").unlink()
-    with pytest.raises(UserError, match=r"ranks\.json cannot be read .* has not ended"):
+    with pytest.raises(UserError, match=r"ranks\.json cannot be read .* has not finished"):
         collect([run], scaling="strong")
     shutil.rmtree(run)
     with pytest.raises(UserError, match="no folder of a run"):

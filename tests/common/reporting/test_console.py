@@ -1,0 +1,80 @@
+"""Progress off a terminal: which steps and images get a line, and that no long time is silent."""
+
+import pytest
+import torch
+
+from common.reporting.console import Progress
+from common.training_engine import StepRecord
+from common.utils import progress as progress_module
+
+
+class Clock:
+    """Seconds that the test sets, in place of ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    fake = Clock()
+    monkeypatch.setattr(progress_module, "time", fake)
+    return fake
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(1, step, 8, 2.0, 0.5, 2.0, 0.1, {"data": 0.1})
+
+
+def steps_shown(text: str) -> list[int]:
+    return [int(line.split("step ")[1].split("/")[0]) for line in text.splitlines()]
+
+
+def progress(total: int, *, done: int = 0) -> Progress:
+    shown = Progress(total, done_steps=done, global_batch_size=8, visible=True, log_every=100)
+    shown.begin()
+    return shown
+
+
+def test_slow_steps_are_shown_by_time_and_the_first_and_last_always(clock: Clock, capsys) -> None:
+    """Steps of 4 s: the first one, then one every 10 s or more, then the last one."""
+    shown = progress(30)
+    for step in range(1, 10):
+        clock.now += 4.0
+        shown.show([record(step)])
+    shown.finish()  # stopped early: step 9 is the last one
+    assert steps_shown(capsys.readouterr().out) == [1, 4, 7, 9]
+
+
+def test_fast_steps_are_shown_by_number(clock: Clock, capsys) -> None:
+    """Records arrive in groups; a resumed run shows its own first step."""
+    shown = progress(420, done=150)
+    for first in range(151, 421, 10):
+        shown.show([record(step) for step in range(first, first + 10)])
+    shown.finish()
+    out = capsys.readouterr().out
+    assert steps_shown(out) == [160, 200, 300, 400, 420]
+    assert "left" not in out.splitlines()[-1]
+    assert out.startswith("epoch 1  step 160/420  loss 2.000  accuracy 0.500  ")
+
+
+@pytest.mark.parametrize("visible", [True, False])
+def test_a_long_evaluation_counts_its_images(clock: Clock, capsys, visible: bool) -> None:
+    """Batches of 3 s: a line after every 10 s, with the time left; only rank 0 prints."""
+    shown = Progress(1, done_steps=0, global_batch_size=8, visible=visible)
+
+    def batches():
+        for _ in range(8):
+            clock.now += 3.0
+            yield torch.zeros(250, 1), torch.zeros(250)
+
+    counted = shown.counted(batches(), title="evaluation", images=2000)
+    assert sum(len(labels) for _, labels in counted) == 2000
+    lines = [
+        "evaluation: 1,000 of 2,000 images, about 12 s left",
+        "evaluation: 2,000 of 2,000 images",
+    ]
+    assert capsys.readouterr().out.splitlines() == (lines if visible else [])
