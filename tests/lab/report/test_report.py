@@ -16,7 +16,7 @@ from lab.plot_style import spread
 from lab.report import write_report
 from lab.report.tables import csv_text, markdown
 from lab.report.timeline import draw_beside, lanes, mean_overlap, overlap, sync_parts, trace, union
-from lab.report.view import blocks, rate_text
+from lab.report.view import bandwidth_text, blocks, duration_text, rate_text
 from tests.helpers.report_samples import BYTES, cell, results, timeline
 
 FIGURES = ("step_time", "scaling", "bytes", "loss", "memory", "prediction")
@@ -426,3 +426,27 @@ def test_labels_are_spread() -> None:
     assert math.isclose(sum(places[:3]) / 3, 1.51 / 3)  # moved as little as needed
     assert spread([0.98, 0.99], 0.1) == pytest.approx([0.9, 1.0])
     assert spread([], 0.1) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_byte", "expected"),
+    [(8.07e-10, "1.24 GB/s"), (8e-8, "12.5 MB/s"), (1.0005e-6, "1 MB/s"), (0.0, "unlimited")],
+)
+def test_bandwidths_are_units_that_people_read(seconds_per_byte: float, expected: str) -> None:
+    assert bandwidth_text(seconds_per_byte) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (1.23e-5, "12.3 µs"),
+        (0.5634, "563 ms"),
+        (0.9999, "1 s"),
+        (9e-10, "0.9 ns"),
+        (7200, "2 h"),
+        (1234, "1,230 s"),
+        (0, "0 s"),
+    ],
+)
+def test_durations_are_units_that_people_read(seconds: float, expected: str) -> None:
+    assert duration_text(seconds) == expected
