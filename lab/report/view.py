@@ -151,6 +151,13 @@ class ComparisonGroup:
     scaling: str
     emulated: bool
     settings: Mapping[str, Any]
+    predicted_at: str = ""  # when the prediction was made, in ISO format
+
+    @property
+    def first_start(self) -> str:
+        """When the first run started, in ISO format; empty if no run recorded it."""
+        repeats = [repeat for row in self.rows for repeat in row.repeats]
+        return min((repeat["started"] for repeat in repeats if repeat.get("started")), default="")
 
     @property
     def measured(self) -> list[CellRow]:
@@ -219,6 +226,7 @@ def blocks(results: Mapping[str, Any]) -> list[ComparisonGroup]:
                 emulated=bool(results.get("emulated"))
                 and (settings.get("compute") != "real" or rate is not None),
                 settings=settings,
+                predicted_at=(results.get("prediction") or {}).get("made") or "",
             )
         )
     return found
@@ -250,6 +258,7 @@ def _group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
     differing = {str(difference).split(":")[0] for difference in results.get("differences") or []}
     common = results.get("settings") or {}
     return {
+        "gpus": (results.get("environment") or {}).get("gpus"),
         **{name: value for name, value in common.items() if name not in differing},
         **((results.get("groups") or {}).get(str(group)) or {}),
     }
