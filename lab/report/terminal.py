@@ -22,6 +22,8 @@ _RED = "bold red"
 
 def print_answer(console: Console, results: Mapping[str, Any]) -> None:
     """Print the answer, the table and the most important findings of each block of ``results``."""
+    if not console.is_terminal:
+        console = Console(file=console.file, highlight=False, width=_WIDTH)
     found = blocks(results)
     for block in found:
         console.print()
@@ -33,18 +35,15 @@ def print_answer(console: Console, results: Mapping[str, Any]) -> None:
 def _print_block(console: Console, block: ComparisonGroup, results: Mapping[str, Any]) -> None:
     all_findings = findings(block, results.get("timelines"))
     answer = verdict(block, all_findings)
-    console.print(
-        Text(answer.text, style=_RED if answer.wrong else "bold"), soft_wrap=not console.is_terminal
-    )
+    console.print(Text(answer.text, style=_RED if answer.wrong else "bold"), soft_wrap=True)
     if block.emulated:
-        console.print(Text(what_is_emulated(block.settings)), soft_wrap=not console.is_terminal)
-    width = None if console.is_terminal else _WIDTH
-    console.print(_table(block), width=width)
+        console.print(Text(what_is_emulated(block.settings)), soft_wrap=True)
+    console.print(_table(block))
     for finding in _most_important(all_findings, answer):
         mark = "WRONG: " if finding.wrong else "- "
         console.print(
             Text(f"{mark}{finding.text}", style=_RED if finding.wrong else ""),
-            soft_wrap=not console.is_terminal,
+            soft_wrap=True,
         )
 
 
@@ -60,13 +59,13 @@ def _most_important(found: Sequence[Finding], answer: Verdict) -> list[Finding]:
 
 
 def _table(block: ComparisonGroup) -> Table:
-    """Return the cells with the six columns that matter most."""
+    """Return the cells with the six columns that matter most, at most 80 characters wide."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    headings = ("strategy", "nodes", "step, s [95 %]", "exposed comm., s", "speed-up")
+    headings = ("strategy", "nodes", "step, s\n[95 %]", "exposed\ncomm., s", "speed\nup")
     for heading in headings:
         left = heading == "strategy"
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
-    table.add_column("claims exact", no_wrap=True)
+    table.add_column("claims\nexact", no_wrap=True)
     doubtful = {nodes: check(block, nodes).doubtful for nodes in block.nodes_beyond_one}
     for row in block.rows:
         wrong = row.sync in doubtful.get(row.nodes, ())
@@ -79,7 +78,7 @@ def _table(block: ComparisonGroup) -> Table:
             tables.step_text(row),
             _exposed(row),
             tables.speedup_text(row),
-            Text("yes, but WRONG", style=_RED) if wrong else tables.claim(row),
+            Text("yes: WRONG", style=_RED) if wrong else tables.claim(row),
         )
     return table
 

@@ -82,7 +82,7 @@ def _speed(block: ComparisonGroup, rows: Sequence[CellRow]) -> str:
     medians = (seconds_text(row.step, best.step) for row in (tied[0], max(tied, key=_step)))
     names = strategies([named(row) for row in tied], of=len(rows))
     rest = f", {times}" if last not in tied else ""
-    return f"{names} are equally fast within the 95 % intervals ({' to '.join(medians)} s a step){rest}"
+    return f"{names} are equally fast within the 95 % intervals ({' to '.join(medians)} s){rest}"
 
 
 def _best_exact(rows: Sequence[CellRow]) -> str:
