@@ -3,7 +3,7 @@
 ``write_report`` writes the files, ``terminal.print_answer`` prints the answer. Reading order:
 ``view`` (the cells and what follows from them), ``losses``, ``equality`` (do the strategies compute
 the same), ``findings`` (sentences; one file for each kind, ``*_findings``), ``verdict`` (the
-answer), ``tables``, ``figures``, ``curves``, ``timeline``, ``figure_pages`` (all figures), ``html``.
+answer), ``tables``, ``figures``, ``curves``, ``timeline``, ``figure_pages``, ``html``.
 """
 
 from collections.abc import Mapping

@@ -16,8 +16,9 @@ differences between right strategies, relative to the loss:
     CIFAR-10, 4 ranks, 5 strategies    0        1.1e-7   8.1e-6   2.0e-4   5.1e-3
     CIFAR-10, 2 ranks, 5 strategies    0        0        0        0        0
 
-and for wrong ones, digits, 2 ranks: divided by 4 instead of 2 0.8 % at step 2, not divided 1.5 %,
-one rank that keeps its own gradients 0.07 %. (Two addends have one order; so do few bf16 numbers.)
+Zeros: a sum over 2 ranks has one order, and fp32 adds a few bf16 gradients without rounding. Wrong
+strategies, digits, 2 ranks, step 2: a sum divided by 4 differs by 0.8 %, one that is not divided by
+1.5 %, a rank that keeps its own gradients by 0.07 %.
 """
 
 import math

@@ -60,7 +60,7 @@ def _most_important(found: Sequence[Finding], answer: Verdict) -> list[Finding]:
 
 def _table(block: ComparisonGroup) -> Table:
     """Return the cells with the six columns that matter most, at most 80 characters wide."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=0)
     headings = ("strategy", "nodes", "step, s\n[95 %]", "exposed\ncomm., s", "speed\nup")
     for heading in headings:
         left = heading == "strategy"
