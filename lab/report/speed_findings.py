@@ -226,14 +226,10 @@ def root_share(block: ComparisonGroup) -> Iterator[Finding]:
             if (sent := row.median("root_bytes_sent")) is not None and row.total_bytes
         }
         uncounted = [row.sync for row in rows if row.median("root_bytes_sent") is None]
-        missing = (
-            f" The bytes of {listed(uncounted)} were not counted: add --timeline to the runs."
-            if uncounted
-            else ""
-        )
+        missing = f"the bytes of {listed(uncounted)} were not counted: add --timeline to the runs."
         if not shares:
-            if missing:
-                yield Finding("Bytes", f"{on_nodes(nodes)} nothing is known:{missing}", "", True)
+            if uncounted:
+                yield Finding("Bytes", f"{on_nodes(nodes)} {missing}", caution=True)
             continue
         heavy = [sync for sync, share in shares.items() if share > _EQUAL_SHARE / nodes]
         most = max(shares, key=shares.__getitem__)
@@ -251,7 +247,8 @@ def root_share(block: ComparisonGroup) -> Iterator[Finding]:
             )
         yield Finding(
             "Bytes",
-            f"{on_nodes(nodes)} {text}; an equal share would be {percent(1 / nodes, 1)}.{missing}",
+            f"{on_nodes(nodes)} {text}; an equal share would be {percent(1 / nodes, 1)}."
+            + (f" {missing[0].upper()}{missing[1:]}" if uncounted else ""),
             "; ".join(f"{sync} {percent(share, 1)}" for sync, share in shares.items()),
         )
 
