@@ -269,13 +269,13 @@ def what_is_emulated(settings: Mapping[str, Any]) -> str:
     profile = str(settings.get("compute")).rpartition("/")[2].removesuffix(".json")
     rates = [rate_text(rate) for rate in settings.get("rates") or [] if rate is not None]
     parts = {
-        f"layers and update slept as long as they take by profile {profile}, and nothing was "
+        f"layers and updates sleep for the times of profile {profile}, so nothing is "
         "learned": settings.get("compute") not in (None, "real"),
-        "the nodes were namespaces of one machine, their links limited to "
+        "the nodes are network namespaces of one machine, with links of "
         f"{' and '.join(rates)}": bool(rates),
     }
-    said = "; ".join(part for part, holds in parts.items() if holds)
-    return f"EMULATED: {said or 'network or compute were imitated on one machine'}."
+    what = "; ".join(part for part, holds in parts.items() if holds)
+    return f"EMULATED: {what or 'network or compute were imitated on one machine'}."
 
 
 def rate_text(rate: Any) -> str:
