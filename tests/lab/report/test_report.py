@@ -164,8 +164,8 @@ def test_unfinished_cells_are_shown_as_such(report: tuple[Path, dict[str, Any], 
     _, data, page = report
     assert "4 of 7 cells are done" in page.text
     assert "ring on 4 nodes failed and is left out of every comparison." in page.text
-    assert "ddp_powersgd-n4 has not been run yet." in page.text
-    assert "gather_scatter-n2 is only partly done" in page.text
+    assert "ddp_powersgd on 4 nodes has not run yet." in page.text
+    assert "gather_scatter on 2 nodes is only partly done" in page.text
     assert next(row for row in page.rows if row[:2] == ["ring", "4"])[3] == "–"
     assert sum(entry["status"] == "done" for entry in data["cells"]) == 4
 
