@@ -16,6 +16,7 @@ from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison, run_comparison
 from lab.compare.settings import Settings
 from lab.report import write_report
+from lab.report.terminal import print_answer
 
 console = Console(highlight=False)
 
@@ -88,5 +89,5 @@ def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
 
 def _write_and_print(folder: Path, results: dict[str, Any]) -> None:
     write_report(folder, results)
-    console.print((folder / "table.md").read_text(encoding="utf-8"), markup=False, soft_wrap=True)
-    console.print(f"report: {folder / 'report.html'}", soft_wrap=True)
+    print_answer(console, results)
+    console.print(f"\nreport: {folder / 'report.html'}", markup=False, soft_wrap=True)

@@ -15,7 +15,26 @@ from typing import Any
 
 from common.errors import UserError
 from common.sync import STRATEGIES
+from lab.predict.readable import bandwidth_text, duration_text
 from lab.units import parse_rate
+
+__all__ = [
+    "NOTHING",
+    "CellRow",
+    "ComparisonGroup",
+    "Interval",
+    "bandwidth_text",
+    "blocks",
+    "duration_text",
+    "interval_text",
+    "nodes_text",
+    "order",
+    "percent",
+    "rate_text",
+    "safe_name",
+    "seconds_text",
+    "what_is_emulated",
+]
 
 NOTHING = "–"
 Interval = tuple[float, float]
@@ -149,6 +168,13 @@ class ComparisonGroup:
     scaling: str
     emulated: bool
     settings: Mapping[str, Any]
+    predicted_at: str = ""  # when the prediction was made, in ISO format
+
+    @property
+    def first_start(self) -> str:
+        """When the first run started, in ISO format; empty if no run recorded it."""
+        repeats = [repeat for row in self.rows for repeat in row.repeats]
+        return min((repeat["started"] for repeat in repeats if repeat.get("started")), default="")
 
     @property
     def measured(self) -> list[CellRow]:
@@ -217,6 +243,7 @@ def blocks(results: Mapping[str, Any]) -> list[ComparisonGroup]:
                 emulated=bool(results.get("emulated"))
                 and (settings.get("compute") != "real" or rate is not None),
                 settings=settings,
+                predicted_at=(results.get("prediction") or {}).get("made") or "",
             )
         )
     return found
@@ -248,6 +275,7 @@ def _group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
     differing = {str(difference).split(":")[0] for difference in results.get("differences") or []}
     common = results.get("settings") or {}
     return {
+        "gpus": (results.get("environment") or {}).get("gpus"),
         **{name: value for name, value in common.items() if name not in differing},
         **((results.get("groups") or {}).get(str(group)) or {}),
     }
@@ -258,13 +286,13 @@ def what_is_emulated(settings: Mapping[str, Any]) -> str:
     profile = str(settings.get("compute")).rpartition("/")[2].removesuffix(".json")
     rates = [rate_text(rate) for rate in settings.get("rates") or [] if rate is not None]
     parts = {
-        f"layers and update slept as long as they take by profile {profile}, and nothing was "
+        f"layers and updates sleep for the times of profile {profile}, so nothing is "
         "learned": settings.get("compute") not in (None, "real"),
-        "the nodes were namespaces of one machine, their links limited to "
+        "the nodes are network namespaces of one machine, with links of "
         f"{' and '.join(rates)}": bool(rates),
     }
-    said = "; ".join(part for part, holds in parts.items() if holds)
-    return f"EMULATED: {said or 'network or compute were imitated on one machine'}."
+    what = "; ".join(part for part, holds in parts.items() if holds)
+    return f"EMULATED: {what or 'network or compute were imitated on one machine'}."
 
 
 def rate_text(rate: Any) -> str:

@@ -163,9 +163,9 @@ def test_words_cannot_become_markup(report: tuple[Path, dict[str, Any], Page]) -
 def test_unfinished_cells_are_shown_as_such(report: tuple[Path, dict[str, Any], Page]) -> None:
     _, data, page = report
     assert "4 of 7 cells are done" in page.text
-    assert "ring-n4 failed and is not part of any comparison here." in page.text
-    assert "ddp_powersgd-n4 has not been run yet." in page.text
-    assert "gather_scatter-n2 is only partly done" in page.text
+    assert "ring on 4 nodes failed and is left out of every comparison." in page.text
+    assert "ddp_powersgd on 4 nodes has not run yet." in page.text
+    assert "gather_scatter on 2 nodes is only partly done" in page.text
     assert next(row for row in page.rows if row[:2] == ["ring", "4"])[3] == "–"
     assert sum(entry["status"] == "done" for entry in data["cells"]) == 4
 
@@ -290,7 +290,7 @@ def test_any_stage_of_results_makes_a_report(tmp_path: Path, kind: str) -> None:
     assert "EMULATED" in page.text
     expected = {
         "empty": "There are no cells",
-        "pending": "No cell has ended yet",
+        "pending": "No run has ended yet",
         "one repeat": "one repeat, so there is no interval",
         "bare": "without the cell of one node there is nothing to relate the others to",
     }
@@ -316,12 +316,12 @@ def test_emulated_compute_is_told_everywhere_and_shows_no_loss(tmp_path: Path) -
     write_report(tmp_path, data)
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     what = (
-        "EMULATED: layers and update slept as long as they take by profile laptop, and nothing "
-        "was learned; the nodes were namespaces of one machine, their links limited to 200 Mbit/s."
+        "EMULATED: layers and updates sleep for the times of profile laptop, so nothing is "
+        "learned; the nodes are network namespaces of one machine, with links of 200 Mbit/s."
     )
     assert what in " ".join(page.text.split())
     assert what in (tmp_path / "table.md").read_text(encoding="utf-8")
-    assert "losses and accuracies do not exist" in " ".join(page.text.split())
+    assert "There are no losses and no accuracies" in " ".join(page.text.split())
     assert "nothing to show yet: compute was emulated" in " ".join(page.text.split())
     assert "ddp on 2 nodes at 200 Mbit/s" in (tmp_path / "timeline-ddp-n2.svg").read_text(
         encoding="utf-8"
