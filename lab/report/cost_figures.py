@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from lab.plot_style import INK, PAPER, NothingToShowError, color, line_key, title
-from lab.report.row_panels import equal_in_each_panel, hollow, note, row_panels, write_after
+from lab.report.row_panels import equal_in_each_panel, hollow, note, row_panels, write_value
 from lab.report.view import CellRow, ComparisonGroup, nodes_text
 
 MB = 1e6
@@ -121,4 +121,4 @@ def _memory_bar(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
     mean, most = peak
     axis.barh(y, mean, height=0.7, color=color(row.sync))
     axis.plot([most] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
-    write_after(axis, most, y, f"{mean:,.0f}")
+    write_value(axis, y, f"{mean:,.0f}")

@@ -24,14 +24,14 @@ from lab.plot_style import (
     section_style,
     title,
 )
-from lab.report.row_panels import hollow, note, row_panels, write_after
+from lab.report.row_panels import hollow, note, row_panels, write_value
 from lab.report.view import CellRow, ComparisonGroup, percent, seconds_text
 
 _IDEAL, _ONE_NODE, _OUT_OF_SCOPE = (0, (4, 3)), (0, (1, 1.5)), (0, (1, 1.5))
 
 
 def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw each step by section up to its median, with the 95 % interval at the bar's end."""
+    """Draw each step by section up to its median, with its 95 % interval."""
     if not block.measured:
         raise NothingToShowError("Nothing is measured yet.")
     right = axis_end(block)
@@ -89,19 +89,18 @@ def pieces(row: CellRow) -> list[tuple[str, float, float]]:
 
 
 def _stack(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
-    step, left = row.measured_step, 0.0
+    step = row.measured_step
     for name, begin, end in pieces(row):
         # what lies beyond the step's own median is drawn pale: the sections sum up to more
         for low, high, alpha in ((begin, min(end, step), None), (max(begin, step), end, 0.35)):
             if high > low:
                 look = section_style(name) | ({"alpha": alpha} if alpha else {})
                 axis.barh(y, high - low, left=low, height=0.7, **look)
-        left = end
     low, high = row.interval("step") or (step, step)
-    high = min(high, right)
+    low, high = max(low, 0.0), min(high, right)
     axis.plot([step] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
     axis.plot([low, high], [y, y], color=INK, linewidth=1.2)
-    write_after(axis, max(left, high, step), y, seconds_text(step, step))
+    write_value(axis, y, seconds_text(step, step))
 
 
 def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
@@ -153,7 +152,7 @@ def _efficiency_dot(axis: Axes, y: float, row: CellRow, *, right: float) -> None
     low, middle, high = (min(each / row.nodes, right) for each in (ends[0], row.speedup, ends[1]))
     axis.plot([low, high], [y, y], color=color(row.sync), linewidth=1.6)
     axis.plot(middle, y, marker="o", markersize=6, color=color(row.sync))
-    write_after(axis, max(high, middle), y, f"{row.speedup:.2f} times")
+    write_value(axis, y, f"{row.speedup:.2f} times")
 
 
 def draw_prediction(block: ComparisonGroup, *, narrow: bool) -> Figure:
@@ -186,11 +185,11 @@ def draw_prediction(block: ComparisonGroup, *, narrow: bool) -> Figure:
 def _predicted_row(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
     step, predicted = row.measured_step, row.predicted
     low, high = row.interval("step") or (step, step)
-    high = min(high, right)
+    low, high = max(low, 0.0), min(high, right)
     axis.plot([low, high], [y, y], color=color(row.sync), linewidth=1.2)
     axis.plot(step, y, marker="o", markersize=5, color=color(row.sync), zorder=4)
     if predicted is None or row.error is None:
-        write_after(axis, high, y, "not predicted")
+        write_value(axis, y, "not predicted")
         return
     axis.plot(
         [predicted, step],
@@ -201,4 +200,4 @@ def _predicted_row(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
         alpha=0.6,
     )
     hollow(axis, predicted, y, row.sync, marker="D", markersize=6)
-    write_after(axis, max(high, predicted), y, percent(row.error, signed=True))
+    write_value(axis, y, percent(row.error, signed=True))

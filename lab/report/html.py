@@ -148,7 +148,9 @@ def _table(block: ComparisonGroup, name: str, keys: Sequence[str]) -> dict[str, 
     best = {(column.key, row.id) for column in columns for row in best_rows(block, column)}
     return {
         "name": name,
-        "columns": columns,
+        "headings": [
+            (column.heading.replace(", ", ",\u00a0"), column.number) for column in columns
+        ],
         "rows": [
             {
                 "status": row.status,

@@ -48,7 +48,7 @@ def row_panels(
                 note(axis, y, "not run" if row is None else row.status)
         axis.set(title=nodes_text(nodes), xlabel=xlabel, ylim=(len(labels) - 0.4, -0.6))
         if right is not None:
-            axis.set_xlim(0, right * (1.2 if narrow else 1.25))
+            axis.set_xlim(0, right * 1.03)
             axis.xaxis.set_major_locator(MaxNLocator(5))
         axis.set_yticks(range(len(labels)), labels)
         axis.tick_params(axis="y", length=0, labelleft=narrow or index % 3 == 0)
@@ -58,9 +58,16 @@ def row_panels(
     return figure, axes
 
 
-def write_after(axis: Axes, x: float, y: float, text: str) -> None:
-    """Write ``text`` to the right of the marks of a row, of which ``x`` is the end."""
-    axis.annotate(text, (x, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
+def write_value(axis: Axes, y: float, text: str) -> None:
+    """Write a row's value in the column right of the panel, where no mark can be."""
+    axis.annotate(
+        text,
+        (1.02, y),
+        xycoords=("axes fraction", "data"),
+        va="center",
+        fontsize=8,
+        annotation_clip=False,
+    )
 
 
 def note(axis: Axes, y: float, text: str) -> None:

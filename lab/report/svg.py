@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from lab.plot_style import INK, PAPER, plt
 
 _LINK = "{http://www.w3.org/1999/xlink}href"
-_KEPT = ("d", "x", "y", "width", "height", "transform", "clip-path", "patternUnits", "style")
+_KEPT = ("d", "x", "y", "width", "height", "transform", "patternUnits", "fill", "style")
 # The page's style sheet sets these for every figure.
 _SET_BY_PAGE = re.compile(rf"font-family: [^;]+; ?|(?<=; )fill: {INK}$", re.IGNORECASE)
 
@@ -61,7 +61,9 @@ def inline(text: str, name: str) -> str:
 def _markup(element: ElementTree.Element, ids: dict[str, str], *, decimals: int) -> str:
     """Return an element without ids that nothing refers to and without groups that do nothing."""
     tag = element.tag.rpartition("}")[2]
-    if tag == "style":  # applies to the whole page: style.css.jinja has it
+    # A style would apply to the whole page (style.css.jinja has it). Figures need no clipping: they
+    # draw nothing outside their axes.
+    if tag in ("style", "clipPath"):
         return ""
     attributes = {name: element.get(name, "") for name in _KEPT if element.get(name)}
     if tag == "text":
@@ -72,8 +74,8 @@ def _markup(element: ElementTree.Element, ids: dict[str, str], *, decimals: int)
         attributes["id"] = ids[element.get("id", "")]
     if target := element.get(_LINK):
         attributes["href"] = "#" + ids[target[1:]]
-    if clip := attributes.get("clip-path"):
-        attributes["clip-path"] = f"url(#{ids[clip[5:-1]]})"
+    if style := attributes.get("style"):
+        attributes["style"] = re.sub(r"(?<=url\(#)[^)]+", lambda found: ids[found[0]], style)
     decimals = 2 if tag == "defs" else decimals  # markers and hatches are a few points wide
     for name in attributes.keys() & {"d", "x", "y", "width", "height", "transform"}:
         attributes[name] = _rounded(attributes[name], decimals)
