@@ -90,8 +90,8 @@ def draw_memory(block: ComparisonGroup, *, narrow: bool) -> Figure:
         raise NothingToShowError("No cell has recorded its memory yet.")
     if same := equal_in_each_panel(rows, _peak_memory):
         raise NothingToShowError(
-            "No figure, because the strategies need the same (within 1 %): "
-            + "; ".join(f"{value:,.0f} MB a rank on {nodes_text(nodes)}" for nodes, value in same)
+            "No figure, because all ranks of all strategies need the same (within 1 %): "
+            + "; ".join(f"{value:,.0f} MB on {nodes_text(nodes)}" for nodes, value in same)
             + "."
         )
     right = max(value for row in rows for value in _peak_memory(row))

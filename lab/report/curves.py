@@ -116,7 +116,7 @@ def _loss_panel(axis: Axes, block: ComparisonGroup, nodes: int) -> Iterator[Line
                 curves[row.sync],
                 label=row.sync,
                 color=color(row.sync),
-                linewidth=max(1.0, 3.2 - 0.5 * index),
+                linewidth=max(1.0, 3.2 - 0.5 * index) if len(exact) > 1 else 1.8,
             )
     lossy = [row.sync for row in rows if not row.exact and row.sync in curves]
     for sync, dashes in zip(lossy, cycle(DASHES), strict=False):

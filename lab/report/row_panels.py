@@ -30,10 +30,11 @@ def row_panels(
     """
     one = block.find("none", 1) if baseline and block.nodes != [1] else None
     labels = (["none (1 node)"] if one else []) + block.syncs
+    columns = 1 if narrow else 2 if len(block.nodes) in (2, 4) else 3
     figure, axes = grid(
         len(block.nodes),
         narrow=narrow,
-        columns=1 if narrow else 3,
+        columns=columns,
         height=len(labels) * _ROW + 0.75,
         extra=extra,
         sharex=not narrow,
@@ -51,7 +52,8 @@ def row_panels(
             axis.set_xlim(0, right * 1.03)
             axis.xaxis.set_major_locator(MaxNLocator(5))
         axis.set_yticks(range(len(labels)), labels)
-        axis.tick_params(axis="y", length=0, labelleft=narrow or index % 3 == 0)
+        axis.tick_params(axis="y", length=0, labelleft=index % columns == 0)
+        axis.tick_params(labelbottom=True)
         if one:
             axis.axhline(0.5, color=INK, linewidth=0.6, alpha=0.35)
         axis.grid(axis="x")
@@ -73,9 +75,11 @@ def write_value(axis: Axes, y: float, text: str) -> None:
 def note(axis: Axes, y: float, text: str) -> None:
     """Write into a row why it has no numbers."""
     axis.annotate(
-        f"  {text}",
+        text,
         (0, y),
+        xytext=(6, 0),
         xycoords=("axes fraction", "data"),
+        textcoords="offset points",
         va="center",
         fontsize=8,
         style="italic",
@@ -103,7 +107,7 @@ def equal_in_each_panel(
     for nodes in sorted({row.nodes for row in rows}):
         panel = [row for row in rows if row.nodes == nodes]
         numbers = [value for row in panel for value in values(row)]
-        if len(panel) < 2 or max(numbers) - min(numbers) > _EQUAL * max(numbers):
+        if max(numbers) - min(numbers) > _EQUAL * max(numbers):
             return []
         found.append((nodes, max(numbers)))
     return found
