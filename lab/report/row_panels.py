@@ -1,6 +1,7 @@
 """Panels of rows: a panel for each number of nodes, a row for each strategy."""
 
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -102,12 +103,12 @@ def hollow(axis: Axes, x: float, y: float, sync: str, *, marker: str, markersize
 def equal_in_each_panel(
     rows: Sequence[CellRow], values: Callable[[CellRow], Sequence[float]]
 ) -> list[tuple[int, float]]:
-    """Return each number of nodes and its value if all its rows agree, else an empty list."""
+    """Return each number of nodes and its mean value if all its rows agree, else an empty list."""
     found = []
     for nodes in sorted({row.nodes for row in rows}):
         panel = [row for row in rows if row.nodes == nodes]
         numbers = [value for row in panel for value in values(row)]
         if max(numbers) - min(numbers) > _EQUAL * max(numbers):
             return []
-        found.append((nodes, max(numbers)))
+        found.append((nodes, fmean(numbers)))
     return found

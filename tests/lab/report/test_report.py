@@ -306,9 +306,9 @@ def test_any_stage_of_results_makes_a_report(tmp_path: Path, kind: str) -> None:
     }
     assert expected[kind] in page.text
     if kind == "one repeat":
-        drawn = sorted(path.stem for path in tmp_path.glob("*.svg"))
-        # one strategy alone: nothing to compare, but everything to see
-        assert drawn == sorted([*FIGURES, "timeline-ring-n2"])
+        drawn = {path.stem for path in tmp_path.glob("*.svg")}
+        # one strategy alone: its ranks send the same and need the same memory
+        assert drawn == {*FIGURES, "timeline-ring-n2"} - {"bytes", "memory"}
         assert all(
             "EMULATED" in path.read_text(encoding="utf-8") for path in tmp_path.glob("*.svg")
         )
