@@ -1,15 +1,11 @@
-"""Colours, sizes and file formats of all figures; a strategy has the same colour everywhere.
+"""Colours, sizes and axes of all figures; a strategy has the same colour everywhere.
 
-Figures draw lines and text in ``INK`` on ``PAPER``. Files keep these two colours. ``inline``
-replaces them by the page's own colours, so that figures in the HTML follow light and dark mode.
+Figures draw lines and text in ``INK`` on ``PAPER`` (common/reporting/figure_style.py).
 """
 
-import io
-import re
 import textwrap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -23,82 +19,57 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from scipy.optimize import isotonic_regression
 
-INK, PAPER = "#1b1f23", "#fffffe"
+from common.reporting.figure_style import INK, PAPER, RC
+
 WIDE, NARROW = 9.0, 4.5  # inches: a page's column, and a phone
 
-# Each has a contrast of about 3 to a light and to a dark page; no figure relies on colour alone.
+# Every colour below has a contrast of at least 3 to a light and to a dark page, and one meaning:
+# strategies have no blue, orange, green or slate, and sections nothing else. Related strategies
+# share a hue. No figure relies on colour alone.
 COLORS = {
-    "none": "#808285",
-    "gather_scatter": "#c4560a",
-    "gather_scatter_flat": "#df8b1f",
-    "reduce_broadcast": "#9c7a1e",
-    "all_reduce": "#1f6fb8",
-    "all_reduce_flat": "#4aa3df",
-    "tree": "#2c8c4a",
-    "ring": "#11998a",
-    "halving_doubling": "#7d9b2c",
-    "overlapped": "#b0529c",
-    "ddp": "#8467c9",
-    "ddp_fp16": "#e0568c",
-    "ddp_powersgd": "#c4374a",
-    "topk": "#6a7fd6",
-    "local_sgd": "#a8714f",
+    "none": "#8f8a7c",
+    "gather_scatter": "#8148d6",
+    "gather_scatter_flat": "#a07cf0",
+    "reduce_broadcast": "#8d63a8",
+    "all_reduce": "#c0358f",
+    "all_reduce_flat": "#de67b2",
+    "tree": "#0b7a86",
+    "ring": "#17a0b0",
+    "halving_doubling": "#4f8f8f",
+    "overlapped": "#7d7411",
+    "ddp": "#9b9221",
+    "ddp_fp16": "#a0506e",
+    "ddp_powersgd": "#d9486f",
+    "topk": "#84604f",
+    "local_sgd": "#b08a72",
 }
 MARKERS = dict(zip(COLORS, "os^vDdPXhp*<>8H", strict=True))
 DASHES = [(0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (1, 1)), (0, (8, 3))]
 
 # Neighbours also differ in lightness, and waiting is hatched, so that a grey print is readable.
 SECTIONS = {
-    "data": "#8d9299",
-    "forward": "#6db0e3",
-    "backward": "#1f64a8",
-    "wait": "#eda244",
-    "wire": "#c2410c",
-    "sync": "#c2410c",
-    "update": "#3f9e6e",
+    "data": "#66707c",
+    "forward": "#4f97da",
+    "backward": "#1b66b3",
+    "wait": "#cf7f12",
+    "wire": "#b83a0b",
+    "sync": "#b83a0b",
+    "update": "#27986a",
 }
 SECTION_LABELS = {
     "data": "data",
     "forward": "forward",
     "backward": "backward",
     "wait": "sync: waiting for slower ranks",
-    "wire": "sync: wire",
-    "sync": "sync (not split)",
+    "wire": "sync: on the wire",
+    "sync": "sync (wait and wire not recorded apart)",
     "update": "update",
-}
-
-_RC: dict[Any, Any] = {  # Any: matplotlib types the keys as the settings of its own version
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.titlesize": 9.5,
-    "axes.labelsize": 9,
-    "figure.titlesize": 11,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "legend.fontsize": 8.5,
-    "legend.frameon": False,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.facecolor": PAPER,
-    "figure.facecolor": PAPER,
-    "savefig.facecolor": PAPER,
-    "grid.color": INK,
-    "grid.alpha": 0.13,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.7,
-    "hatch.linewidth": 0.7,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "report",  # the same figure gives the same ids
-    "figure.dpi": 100,
+    "rest": "not attributed",
 }
 
 
 class NothingToShowError(Exception):
-    """The results hold nothing that this figure could show; the message says what is missing."""
+    """A figure would show nothing, or the same everywhere; the message is a sentence to print."""
 
 
 def color(sync: str) -> str:
@@ -186,14 +157,21 @@ def spread(positions: Sequence[float], gap: float) -> list[float]:
     return list(np.clip(moved, 0, max(1 - steps[-1], 0)) + steps)
 
 
+def section_style(name: str) -> dict[str, Any]:
+    """Return how a section is filled; ``rest`` is the time of a step outside all sections."""
+    if name == "rest":
+        return {"facecolor": (INK, 0.16), "edgecolor": INK, "linewidth": 0.4}
+    return {
+        "facecolor": SECTIONS[name],
+        "edgecolor": PAPER,
+        "linewidth": 0.5,
+        "hatch": "////" if name == "wait" else None,
+    }
+
+
 def section_patch(name: str) -> Patch:
     """Return the legend entry of a section."""
-    return Patch(
-        facecolor=SECTIONS[name],
-        edgecolor=PAPER,
-        hatch="////" if name == "wait" else None,
-        label=SECTION_LABELS[name],
-    )
+    return Patch(**section_style(name), label=SECTION_LABELS[name])
 
 
 def title(figure: Figure, text: str, *, emulated: bool) -> None:
@@ -211,39 +189,4 @@ def title(figure: Figure, text: str, *, emulated: bool) -> None:
 
 def style() -> AbstractContextManager[None]:
     """Return the context in which every figure is drawn and saved."""
-    return plt.rc_context(_RC)
-
-
-def save(figure: Figure, path: Path) -> str:
-    """Write ``path``.png and ``path``.svg, and return the SVG for an HTML page."""
-    figure.savefig(path.with_name(path.name + ".png"), dpi=150)
-    figure.set_layout_engine("none")  # savefig has laid it out: keep that layout
-    text = svg(figure)
-    path.with_name(path.name + ".svg").write_text(text, encoding="utf-8")
-    return inline(text, path.name)
-
-
-def svg(figure: Figure) -> str:
-    """Return the figure as SVG, without metadata, and close it."""
-    buffer = io.StringIO()
-    figure.savefig(
-        buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    )
-    plt.close(figure)
-    return buffer.getvalue().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
-
-
-def inline(text: str, name: str) -> str:
-    """Return an SVG file as a part of a page: unique ids, the page's colours, any width.
-
-    Screen readers skip the SVG: the element around it carries the description.
-    """
-    body = re.sub(
-        r'\A.*?<svg[^>]*?(viewBox="[^"]+")[^>]*>',
-        r'<svg \1 aria-hidden="true" focusable="false">',
-        text,
-        flags=re.DOTALL,
-    )
-    body = re.sub(r'\sid="([^"]+)"', rf' id="{name}-\1"', body)
-    body = re.sub(r'(?:xlink:)?(href="#|url\(#)', rf"\g<1>{name}-", body)
-    return body.replace(INK, "currentColor").replace(PAPER, "var(--paper)")
+    return plt.rc_context(RC)

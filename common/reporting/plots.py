@@ -4,36 +4,48 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure  # without pyplot, which would look for a screen
+from matplotlib.ticker import MaxNLocator
+
+from common.reporting.figure_style import ACCENT, INK, PAPER, RC
+
+_DPI = 240  # a loss curve of 2016 and a matrix of ten classes of 1600 pixels across
+_SHARES = LinearSegmentedColormap.from_list("shares", [PAPER, "#9cc3e6", ACCENT, "#06315c"])
 
 
 def draw_loss(path: Path, *, steps: Sequence[int], losses: Sequence[float], title: str) -> None:
     """Draw the training loss of each step (faint) and its mean over the steps around it."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
     window = max(1, min(len(losses) // 10, 50))
-    axes.plot(
-        steps,
-        losses,
-        color="tab:blue",
-        alpha=0.3 if window > 1 else 1.0,
-        linewidth=1,
-        label="each step (global batch)",
-    )
-    if window > 1:
-        smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
+    with matplotlib.rc_context(RC):
+        figure = Figure(figsize=(8.4, 4.8), layout="constrained")
+        axes = figure.subplots()
         axes.plot(
-            steps[window // 2 :][: len(smooth)],
-            smooth,
-            color="tab:blue",
-            linewidth=2,
-            label=f"mean of {window} steps around",
+            steps,
+            losses,
+            color=ACCENT,
+            alpha=0.35 if window > 1 else 1.0,
+            linewidth=1,
+            marker="o" if len(steps) == 1 else None,  # a line of one point is invisible
+            label="each step (global batch)",
         )
-    axes.set(xlabel="step", ylabel="training loss", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+        if window > 1:
+            smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
+            axes.plot(
+                steps[window // 2 :][: len(smooth)],
+                smooth,
+                color=ACCENT,
+                linewidth=2,
+                label=f"mean over {window} neighbouring steps",
+            )
+        axes.set(xlabel="step", ylabel="training loss")
+        axes.set_title(title, loc="left", fontweight="bold")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid()
+        axes.legend()
+        figure.savefig(path, dpi=_DPI)
 
 
 def draw_confusion_matrix(
@@ -41,32 +53,37 @@ def draw_confusion_matrix(
 ) -> None:
     """Draw which share of each true class (row) was predicted as each class (column).
 
-    With up to 20 classes, the cells show the numbers.
+    With up to 20 classes, the cells show the numbers; a zero is left empty.
     """
-    counts = np.asarray(matrix, dtype=float)
+    counts = np.asarray(matrix, dtype=int)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     count = len(class_names)
     few = count <= 20
     side = max(5.0, 0.55 * count) if few else min(20.0, 0.16 * count + 2)
-    figure = Figure(figsize=(side + 1.2, side), layout="constrained")
-    axes = figure.subplots()
-    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(image, ax=axes, label="share of the true class", fraction=0.046)
-    size = 10 if few else 5
+    size = 9 if few else 6
     slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
     style: dict[str, Any] = slanted if few else {"rotation": 90}
-    axes.set_xticks(range(count), class_names, fontsize=size, **style)
-    axes.set_yticks(range(count), class_names, fontsize=size)
-    axes.set(xlabel="predicted class", ylabel="true class", title=title)
-    if few:
-        for (row, column), value in np.ndenumerate(counts.astype(int)):
-            axes.text(
-                column,
-                row,
-                value,
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="white" if shares[row, column] > 0.5 else "black",
-            )
-    figure.savefig(path, dpi=120)
+    with matplotlib.rc_context(RC):
+        figure = Figure(figsize=(side + 1.2, side), layout="constrained")
+        axes = figure.subplots()
+        image = axes.imshow(shares, cmap=_SHARES, vmin=0, vmax=1)
+        figure.colorbar(image, ax=axes, label="share of the true class", fraction=0.046)
+        axes.set_xticks(range(count), class_names, fontsize=size, **style)
+        axes.set_yticks(range(count), class_names, fontsize=size)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        for axis, label in ((axes.xaxis, "predicted class"), (axes.yaxis, "true class")):
+            axis.set_label_text(label, fontsize=size if few else 18)
+        axes.set_title(title, loc="left", fontweight="bold", fontsize=size if few else 18)
+        if few:
+            for row, column in np.argwhere(counts):
+                axes.text(
+                    column,
+                    row,
+                    f"{counts[row, column]}",
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color=PAPER if shares[row, column] > 0.4 else INK,
+                )
+        figure.savefig(path, dpi=_DPI if few else 150)

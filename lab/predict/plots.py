@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from common.errors import UserError
 from lab.plot_style import color, grid, label_beside, marker, plt, style
@@ -16,6 +16,7 @@ from lab.predict.tables import PredictedStep
 
 _ONE_LINE = 0.03  # lines that differ by no more than this share are drawn as one
 _LETTER = 0.045  # of an axis' height, between two labels beside it
+_TICKS = 9  # numbers of nodes that fit below the axis
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -33,7 +34,7 @@ def draw_scaling(
     """
     if path.suffix.lower() not in _SUFFIXES:
         raise UserError(
-            f"--figure: got {str(path)!r}, give a file that ends in {', '.join(_SUFFIXES)}"
+            f"--figure: got {str(path)!r}; give a file that ends in {', '.join(_SUFFIXES)}"
         )
     step_curves: dict[str, dict[int, float]] = {}
     efficiency_curves: dict[str, dict[int, float]] = {}
@@ -47,7 +48,9 @@ def draw_scaling(
         )
         _panel(steps, step_curves, "seconds a step")
         _panel(efficiencies, efficiency_curves, "efficiency")
-        efficiencies.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
+        efficiencies.yaxis.set_major_formatter(
+            FuncFormatter(lambda value, _: f"{100 * value:,g} %")
+        )
         efficiencies.set_xlabel("nodes")
         figure.suptitle(
             f"{scaling.capitalize()} scaling, predicted", x=0.005, ha="left", fontweight="bold"
@@ -55,11 +58,11 @@ def draw_scaling(
         notes = "\n".join(line for each in summary for line in textwrap.wrap(each, 130))
         figure.supxlabel(notes, x=0.005, ha="left", fontsize=7)
         try:
-            figure.savefig(path, dpi=100)
+            figure.savefig(path, dpi=150)
         except OSError as error:
             raise UserError(
                 f"--figure: {path} cannot be written ({error.strerror}): give a file in a folder "
-                "that is there"
+                "that exists"
             ) from error
         finally:
             plt.close(figure)
@@ -82,9 +85,17 @@ def _panel(axis: Axes, curves: Mapping[str, Mapping[int, float]], label: str) ->
             linewidth=1.4,
         )
         ends.append((", ".join(names), most, values[-1], color(first)))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda nodes, _: f"{nodes:,.0f}"))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,g}"))
-    axis.xaxis.set_minor_locator(NullLocator())
+    counts = sorted({nodes for curve in curves.values() for nodes in curve})
+    axis.xaxis.set(
+        major_locator=FixedLocator(counts[:: -(-len(counts) // _TICKS)]),
+        minor_locator=NullLocator(),
+        major_formatter=FuncFormatter(lambda nodes, _: f"{nodes:,.0f}"),
+    )
+    axis.yaxis.set(
+        major_locator=LogLocator(subs=(1, 2, 5)),
+        minor_locator=NullLocator(),
+        major_formatter=FuncFormatter(lambda number, _: f"{number:,g}"),
+    )
     axis.grid(axis="y")
     label_beside(axis, ends, gap=_LETTER)
 

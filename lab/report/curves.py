@@ -1,139 +1,24 @@
-"""The figures of lines and points: speed-up, loss, predicted against measured step times.
+"""The figure of lines: the loss over the steps.
 
-As in ``lab.report.figures``, each ``draw_*`` returns the figure of a block, or raises
-NothingToShowError if it would be empty.
+As in ``lab.report.figures``, ``draw_loss`` returns the figure of a block, or raises
+NothingToShowError with a sentence for the page if there is nothing to compare.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import cycle
 from statistics import mode
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
-from lab.plot_style import (
-    DASHES,
-    INK,
-    PAPER,
-    NothingToShowError,
-    color,
-    grid,
-    label_beside,
-    line_key,
-    marker,
-    title,
-)
+from lab.plot_style import DASHES, INK, NothingToShowError, color, grid, title
 from lab.report.losses import by_seed, largest_difference
-from lab.report.view import CellRow, ComparisonGroup, nodes_text, percent
+from lab.report.view import CellRow, ComparisonGroup, nodes_text
 
-_LOG = 6  # axes whose ends lie further apart than this factor are logarithmic
 _ONE_LINE = 0.01  # of the axis: losses closer than this look like one line
-
-PredictionPoint = tuple[CellRow, float, float]
-"""A cell, its predicted and its measured step time in seconds."""
-
-
-def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw the speed-up over nodes, with a panel per strategy.
-
-    A panel shows the other strategies faintly, the ideal speed-up dashed, and the efficiency in %.
-    """
-    if block.baseline is None:
-        raise NothingToShowError(
-            "without the cell of one node there is nothing to relate the others to"
-        )
-    curves = {sync: points for sync in block.syncs if (points := _speedups(block, sync))}
-    if not curves:
-        raise NothingToShowError("no cell on more than one node has ended yet")
-    fewest_spare = min((5, 4, 3), key=lambda width: (-len(curves) % width, -width))
-    figure, axes = grid(
-        len(curves),
-        narrow=narrow,
-        columns=2 if narrow else fewest_spare,
-        height=1.75,
-        extra=0.45,
-        sharex=True,
-        sharey=True,
-    )
-    counts = [1, *block.nodes]
-    top = max([*counts, *(speedup for points in curves.values() for _, speedup in points)])
-    many = counts[-1] > 8
-    for axis, sync in zip(axes, curves, strict=True):
-        _scaling_panel(axis, sync, curves, counts)
-        axis.set(
-            xscale="log" if many else "linear",
-            xlim=(0.85, counts[-1] * 1.5) if many else (0.8, counts[-1] * 1.12 + 0.15),
-            ylim=(0, top * 1.12),
-        )
-        axis.xaxis.set(
-            major_locator=FixedLocator(counts),
-            minor_locator=NullLocator(),
-            major_formatter=FuncFormatter(lambda value, _: f"{value:g}"),
-        )
-        axis.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-        axis.tick_params(labelbottom=True)
-    label, heading = (
-        ("speed-up, times", "Speed-up over nodes")
-        if block.scaling == "strong"
-        else ("throughput, times one node's", "Throughput over nodes (weak scaling)")
-    )
-    figure.supxlabel("nodes", fontsize=9)
-    figure.supylabel(label, fontsize=9)
-    title(figure, f"{heading}, efficiency in %", emulated=block.emulated)
-    return figure
-
-
-def _speedups(block: ComparisonGroup, sync: str) -> list[tuple[CellRow, float]]:
-    rows = [row for row in block.measured if row.sync == sync and row.nodes > 1]
-    return [(row, row.speedup) for row in rows if row.speedup]
-
-
-def _scaling_panel(
-    axis: Axes,
-    sync: str,
-    curves: Mapping[str, Sequence[tuple[CellRow, float]]],
-    counts: Sequence[int],
-) -> None:
-    axis.plot(counts, counts, color=INK, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
-    styles: dict[str, dict[str, Any]] = {
-        name: {"color": INK, "linewidth": 0.8, "alpha": 0.15} for name in curves if name != sync
-    }
-    styles[sync] = {"color": color(sync), "linewidth": 1.8, "marker": marker(sync), "markersize": 5}
-    for name, options in styles.items():
-        axis.plot(
-            [1, *(row.nodes for row, _ in curves[name])],
-            [1, *(speedup for _, speedup in curves[name])],
-            **options,
-        )
-    for row, speedup in curves[sync]:
-        low, high = row.speedup_interval or (speedup, speedup)
-        high = min(high, 2 * counts[-1])
-        if row.speedup_interval:
-            axis.plot([row.nodes] * 2, [low, high], color=color(sync), linewidth=1.2)
-        above = speedup < 0.6 * row.nodes  # the free side of the ideal line
-        long = high - low > 0.2 * counts[-1]  # a label at its end would be far from the point
-        inner = row.nodes < counts[-1]
-        beside = "left" if inner else "right"
-        if not long and (above or not inner):
-            beside = "center"
-        end = high if above else low
-        rise = 12 if long else 5
-        axis.annotate(
-            percent(speedup / row.nodes),
-            (row.nodes, speedup if long else end),
-            xytext=({"left": 4, "center": 0, "right": -5}[beside], rise if above else -4),
-            textcoords="offset points",
-            ha=beside,
-            va="bottom" if above else "top",
-            fontsize=8,
-            bbox={"facecolor": PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.6},
-        )
-    axis.set_title(sync, fontsize=9)
-    axis.grid(axis="y")
 
 
 def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
@@ -141,10 +26,12 @@ def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
     panels = [nodes for nodes in block.nodes if any(by_seed(row) for row in block.at(nodes))]
     if not panels:
         raise NothingToShowError(
-            "compute was emulated"
+            "No figure, because compute was emulated: nothing was learned."
             if block.emulated and block.settings.get("compute") not in (None, "real")
-            else "no cell with losses has ended yet"
+            else "No cell has recorded its losses yet."
         )
+    if all(_coincide(block.at(nodes)) for nodes in panels):
+        raise NothingToShowError(_equal_losses(block, panels))
     figure, axes = grid(
         len(panels),
         narrow=narrow,
@@ -175,6 +62,28 @@ def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
     return figure
 
 
+def _coincide(rows: list[CellRow]) -> bool:
+    """Return whether several rows have losses, and nobody could see a difference between them."""
+    values = [loss for row in rows for curve in by_seed(row).values() for loss in curve.values()]
+    most = largest_difference(rows)
+    return most is not None and most.value <= _ONE_LINE * (max(values) - min(values))
+
+
+def _equal_losses(block: ComparisonGroup, panels: list[int]) -> str:
+    """Return the sentence that replaces the figure if the strategies have the same losses."""
+    parts = []
+    for nodes in panels:
+        rows = [row for row in block.at(nodes) if by_seed(row)]
+        curve = min(by_seed(rows[0]).items())[1]
+        most = largest_difference(rows)
+        parts.append(
+            f"on {nodes_text(nodes)} the loss goes from {curve[min(curve)]:.3f} to "
+            f"{curve[max(curve)]:.3f} in {len(curve)} steps, and the {len(rows)} strategies "
+            f"differ by at most {most.value if most else 0:.2g}"
+        )
+    return f"No figure, because the lines would lie on top of each other: {'; '.join(parts)}."
+
+
 def _loss_panel(axis: Axes, block: ComparisonGroup, nodes: int) -> Iterator[Line2D]:
     rows = block.at(nodes)
     # the seed that most rows have; of several, the smallest
@@ -191,13 +100,14 @@ def _loss_panel(axis: Axes, block: ComparisonGroup, nodes: int) -> Iterator[Line
             linestyle=(0, (1, 1.5)),
         )
     exact = [row for row in rows if row.exact and row.sync in curves]
-    difference = largest_difference(exact)
-    values = [value for curve in curves.values() for value in curve.values()]
-    visible = _ONE_LINE * (max(values) - min(values))
-    if difference and len(exact) > 2 and difference.value <= visible:
+    if _coincide(exact):
         longest = max((curves[row.sync] for row in exact), key=len)
         yield _line(
-            axis, longest, label="exact strategies, on one another", color=INK, linewidth=1.8
+            axis,
+            longest,
+            label=f"the {len(exact)} strategies that claim to be exact",
+            color=INK,
+            linewidth=1.8,
         )
     else:
         for index, row in enumerate(exact):
@@ -206,7 +116,7 @@ def _loss_panel(axis: Axes, block: ComparisonGroup, nodes: int) -> Iterator[Line
                 curves[row.sync],
                 label=row.sync,
                 color=color(row.sync),
-                linewidth=max(1.0, 3.2 - 0.5 * index),
+                linewidth=max(1.0, 3.2 - 0.5 * index) if len(exact) > 1 else 1.8,
             )
     lossy = [row.sync for row in rows if not row.exact and row.sync in curves]
     for sync, dashes in zip(lossy, cycle(DASHES), strict=False):
@@ -224,81 +134,3 @@ def _line(axis: Axes, curve: Mapping[int, float], **options: Any) -> Line2D:
     steps = sorted(curve)
     dot = "." if len(steps) == 1 else None  # a line of one point is invisible
     return axis.plot(steps, [curve[step] for step in steps], marker=dot, **options)[0]
-
-
-def draw_prediction(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw measured over predicted step times, with the diagonal and a band of 20 %.
-
-    The markers of cells in scope are filled, the others hollow.
-    """
-    points = [(row, row.predicted, row.measured_step) for row in block.measured if row.predicted]
-    if not points:
-        raise NothingToShowError("no cell has both a prediction and a measurement")
-    panels = sorted({row.nodes for row, _, _ in points} & set(block.nodes)) or [1]
-    figure, axes = grid(
-        len(panels),
-        narrow=narrow,
-        columns=1 if narrow else 2,
-        height=3.4 if narrow else 3.6,
-        extra=0.55,
-    )
-    for axis, nodes in zip(axes, panels, strict=True):
-        _prediction_panel(axis, [point for point in points if point[0].nodes == nodes])
-        axis.set(
-            xlabel="predicted, seconds a step",
-            ylabel="measured, seconds a step",
-            title=nodes_text(nodes),
-        )
-    figure.legend(
-        handles=[
-            line_key("measured = predicted; band: within 20 %", linewidth=1),
-            line_key("in scope", marker="o", linestyle=""),
-            line_key("out of scope", marker="o", linestyle="", markerfacecolor=PAPER),
-        ],
-        loc="outside lower center",
-        ncols=1 if narrow else 3,
-    )
-    title(figure, "Predicted against measured", emulated=block.emulated)
-    return figure
-
-
-def _prediction_panel(axis: Axes, points: Sequence[PredictionPoint]) -> None:
-    values = [value for _, *both in points for value in both]
-    low, high = min(values) / 1.15, max(values) * 1.15
-    log = high / low > _LOG
-    if log:
-        axis.set(xscale="log", yscale="log")
-    for dimension in (axis.xaxis, axis.yaxis):
-        if log:
-            dimension.set(
-                major_locator=LogLocator(subs=(1, 2, 5)),
-                minor_locator=NullLocator(),
-                major_formatter=FuncFormatter(lambda value, _: f"{value:g}"),
-            )
-        else:
-            dimension.set_major_locator(MaxNLocator(5))
-    ends = np.array([low, high])
-    axis.plot(ends, ends, color=INK, linewidth=1)
-    axis.fill_between(ends, ends / 1.2, ends / 0.8, color=INK, alpha=0.1, linewidth=0)
-    for row, predicted, measured in points:
-        axis.plot(
-            predicted,
-            measured,
-            marker=marker(row.sync),
-            markersize=7,
-            linestyle="",
-            color=color(row.sync),
-            markerfacecolor=color(row.sync) if row.in_scope else PAPER,
-            markeredgewidth=1.5,
-            zorder=3,
-        )
-    axis.set(xlim=(low, high), ylim=(low, high))
-    label_beside(
-        axis,
-        [
-            (row.sync + (" (1 node)" if row.nodes == 1 else ""), x, y, color(row.sync))
-            for row, x, y in points
-        ],
-        gap=0.056,
-    )
-    axis.grid()

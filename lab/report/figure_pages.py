@@ -8,11 +8,14 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from lab.plot_style import NothingToShowError, inline, save, style, svg
-from lab.report import curves, figures
+from lab.plot_style import NothingToShowError, style
+from lab.report import cost_figures, curves, figures
 from lab.report.losses import largest_difference
-from lab.report.timeline import draw_timeline, mean_overlap, overlap, share_text
+from lab.report.svg import inline, save, svg
+from lab.report.timeline import mean_overlap, overlap, share_text
+from lab.report.timeline_figure import draw_timeline
 from lab.report.view import (
+    CellRow,
     ComparisonGroup,
     nodes_text,
     percent,
@@ -37,90 +40,93 @@ class Drawing:
 
 def step_time_caption(block: ComparisonGroup) -> str:
     text = (
-        "Medians over the repeats of the mean over the ranks, one section after the other. Sync is "
-        "what is exposed: waiting for the slowest rank's last gradient (hatched), then the wire. "
-        "The tick is the median of the whole step; "
+        "Each bar is the median step: the median of each section, one after the other, and in grey "
+        "the time that belongs to no section. Sync is the communication that is exposed: first "
+        "waiting for the slowest rank's last gradient (hatched), then sending. "
     )
+    if any(_overshoot(row) for row in block.measured):
+        text += (
+            "Where the sections' medians sum up to more than the median step, the excess is pale. "
+        )
+    text += "The tick is the median of the whole step"
     single = [row for row in block.measured if not row.interval("step")]
     if len(single) == len(block.measured):
-        return text + "one repeat, so there is no interval."
+        return f"{text}; there is one repeat, so there is no interval."
     text += (
-        "the whisker the 95 % interval over repeats"
+        "; the line across it is the 95 % interval over the repeats"
         f"{', where there is more than one' if single else ''}."
     )
     if max(figures.whisker_ends(block)) > figures.axis_end(block):
-        text += " Some whiskers are longer than the figure."
+        text += " Some intervals are longer than the figure."
     return text
+
+
+def _overshoot(row: CellRow) -> bool:
+    drawn = figures.pieces(row)
+    return bool(drawn) and drawn[-1][2] > 1.001 * row.measured_step
 
 
 def scaling_caption(block: ComparisonGroup) -> str:
     what = (
-        "one node's step time over this one's, at the same global batch"
+        "one node's step time divided by this cell's, at the same global batch"
         if block.scaling == "strong"
-        else "samples a second over one node's, at the same batch a node"
+        else "samples per second divided by one node's, at the same batch per node"
     )
     one = block.baseline
     shown = f" (one node: {seconds_text(one.step, one.step)} s a step)" if one else ""
     return (
-        f"Each panel is a strategy: {what}{shown}. The dashed line is ideal, the faint ones "
-        "are the others; the percentages are the efficiency, that is the share of the ideal. "
-        "Whiskers reach to the far ends of both 95 % intervals."
+        f"The number is the speed-up: {what}{shown}. The point is the efficiency, the speed-up "
+        "divided by the number of nodes. A cell left of the dotted line is slower than one node. "
+        "The lines combine the 95 % intervals of both step times."
     )
 
 
 _BYTES_CAPTION = (
-    "Payload counted where the strategies send, a step (periodic strategies: mean over their "
-    "period), without the headers of TCP and IP. The square is rank 0, the circle the mean of "
-    "the others; a square within its circle sends as much as they do."
+    "Bytes of gradients that each strategy sends in a step, without TCP/IP headers (strategies "
+    "that send only every few steps: the mean). The square is rank 0, the circle the mean of the "
+    "other ranks; a square inside its circle means that rank 0 sends as much as the others."
 )
 
 
 def loss_caption(block: ComparisonGroup) -> str:
-    found = {
-        nodes: largest_difference([row for row in block.at(nodes) if row.exact])
-        for nodes in block.nodes_beyond_one
-    }
     parts = [
-        f"{most.value:.2g} on {nodes} nodes (step {most.step}, {most.one} against {most.other})"
+        f"{most.value:.2g} on {nodes_text(nodes)} (step {most.step}, {most.one} and {most.other})"
         if most.value
-        else f"none on {nodes} nodes"
-        for nodes, most in found.items()
-        if most
+        else f"none on {nodes_text(nodes)}"
+        for nodes in block.nodes
+        if (most := largest_difference([row for row in block.at(nodes) if row.exact]))
     ]
-    largest = " Largest difference between exact strategies at the same step and seed: "
+    largest = " Largest difference between them at the same step and seed: "
     return (
-        "Training loss over the global batch, of one seed. Exact strategies must lie on one "
-        "another, and are drawn as one line where the eye could not tell them apart; those "
-        f"that are not exact are dashed.{largest + '; '.join(parts) + '.' if parts else ''}"
+        "Training loss over the global batch, of one seed. Strategies that claim to be exact "
+        "must have the same loss; they are drawn as one line where nobody could see a difference. "
+        f"The others are dashed.{largest + '; '.join(parts) + '.' if parts else ''}"
     )
 
 
 _MEMORY_CAPTION = (
-    "Resident memory of a process at its peak, of all that it holds: interpreter, libraries, "
-    "data, model. Bars are the mean over the ranks, ticks the rank that took most."
+    "Largest resident memory of a process: interpreter, libraries, data and model together. "
+    "The bar is the mean over the ranks, the tick the rank that needed most."
 )
 
-
-def prediction_caption(block: ComparisonGroup) -> str:
-    one = block.baseline
-    alone = ""
-    if one and one.predicted and block.nodes != [1]:
-        predicted, measured = (seconds_text(value, one.step) for value in (one.predicted, one.step))
-        alone = f" One node, not drawn: predicted {predicted} s, measured {measured} s."
-    return (
-        "Each point is a cell; on the line the prediction was right, in the band within 20 % "
-        "of the measured. Filled: in the scope of the model; hollow: out of it, shown all the same."
-        f"{alone}"
-    )
+_PREDICTION_CAPTION = (
+    "The percentage is the error: predicted divided by measured, minus one. Dotted: outside the "
+    "scope that the model claims."
+)
 
 
 FIGURES = (
     ("step_time", "Time of a step", figures.draw_step_time, step_time_caption),
-    ("scaling", "Speed-up and efficiency", curves.draw_scaling, scaling_caption),
-    ("bytes", "Bytes sent", figures.draw_bytes, _BYTES_CAPTION),
+    ("scaling", "Speed-up and efficiency", figures.draw_scaling, scaling_caption),
+    ("bytes", "Bytes sent", cost_figures.draw_bytes, _BYTES_CAPTION),
     ("loss", "Loss over steps", curves.draw_loss, loss_caption),
-    ("memory", "Peak memory", figures.draw_memory, _MEMORY_CAPTION),
-    ("prediction", "Predicted against measured", curves.draw_prediction, prediction_caption),
+    ("memory", "Peak memory", cost_figures.draw_memory, _MEMORY_CAPTION),
+    (
+        "prediction",
+        "Predicted and measured step time",
+        figures.draw_prediction,
+        _PREDICTION_CAPTION,
+    ),
 )
 
 
@@ -157,19 +163,17 @@ def draw_timelines(folder: Path, results: Mapping[str, Any]) -> Iterator[Drawing
         timeline, cell = timelines[key], cells.get(key, {})
         sync = (cell or timeline).get("sync", key)
         at = f" at {rate_text(cell['rate'])}" if cell.get("rate") is not None else ""
-        label = f"{sync} on {nodes_text(len(timeline.get('ranks') or []))}{at}"
+        label = f"{sync}, {nodes_text(len(timeline.get('ranks') or []))}{at}"
         words = timeline_caption(timeline)
-        drawn = _drawn(
-            folder,
-            Drawing(
-                f"timeline-{safe_name(key)}",
-                f"{key}: {share_text(mean_overlap(timeline))}",
-                words,
-                f"One step of {label} as lanes. {words}",
-            ),
-            partial(draw_timeline, timeline, label=label, emulated=emulated),
+        described = Drawing(
+            f"timeline-{safe_name(key)}",
+            f"{label}: {share_text(mean_overlap(timeline))}",
+            words,
+            f"One step of {label}, a row for each rank. {words}",
         )
-        yield replace(drawn, title=f"{key}: {label}") if drawn.missing else drawn
+        draw = partial(draw_timeline, timeline, label=label, emulated=emulated)
+        drawn = _drawn(folder, described, draw)
+        yield replace(drawn, title=label) if drawn.missing else drawn
 
 
 def timeline_caption(timeline: Mapping[str, Any]) -> str:
@@ -181,8 +185,8 @@ def timeline_caption(timeline: Mapping[str, Any]) -> str:
         if (share := overlap(rank)) is not None
     )
     more = "; …" if texts and len(ranks) > 8 else ""
+    shares = f"{texts or 'no messages'}{more}"
     return (
-        f"Step {timeline.get('step')}, recorded with extra instruments and left out of the "
-        "medians. Share of the messages' time that lies under backward: "
-        f"{texts or 'no messages'}{more}."
+        f"Step {timeline.get('step')}, recorded with extra timers and not counted in the medians. "
+        f"Share of the message time before the rank's last gradient: {shares}."
     )

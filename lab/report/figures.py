@@ -1,16 +1,17 @@
-"""The figures of rows: step time by section, bytes sent, peak memory.
+"""The figures of time: step time by section, efficiency, predicted step time.
 
 They have a panel for each number of nodes and a row for each strategy. Each ``draw_*`` returns the
-figure of a block for a wide or a narrow page, or raises NothingToShowError if it would be empty.
-``lab.report.curves`` has the figures of lines and points.
+figure of a block for a wide or a narrow page. It raises NothingToShowError with a sentence for the
+page if the figure would be empty, or if all its values are equal.
+``lab.report.cost_figures`` has bytes and memory, ``lab.report.curves`` the loss.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import PercentFormatter
 
 from lab.plot_style import (
     INK,
@@ -18,23 +19,24 @@ from lab.plot_style import (
     SECTIONS,
     NothingToShowError,
     color,
-    grid,
     line_key,
     section_patch,
+    section_style,
     title,
 )
-from lab.report.view import CellRow, ComparisonGroup, nodes_text, seconds_text
+from lab.report.row_panels import hollow, note, row_panels, write_value
+from lab.report.view import CellRow, ComparisonGroup, percent, seconds_text
 
-_ROW = 0.235  # inches per bar with its gap
-MB = 1e6
+_IDEAL, _ONE_NODE, _OUT_OF_SCOPE = (0, (4, 3)), (0, (1, 1.5)), (0, (1, 1.5))
 
 
 def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw each step stacked by section, with its median and 95 % interval at the bar's end."""
+    """Draw each step by section up to its median, with its 95 % interval."""
     if not block.measured:
-        raise NothingToShowError("no cell has ended yet")
+        raise NothingToShowError("Nothing is measured yet.")
     right = axis_end(block)
     split = all(row.median("wait") is not None for row in block.measured)
+    hidden = "sync" if split else ""
     figure, _ = row_panels(
         block,
         narrow=narrow,
@@ -45,7 +47,7 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
     )
     figure.legend(
         handles=[
-            *(section_patch(name) for name in SECTIONS if not split or name != "sync"),
+            *(section_patch(name) for name in (*SECTIONS, "rest") if name != hidden),
             line_key("median, 95 % interval", linewidth=1.2, marker="|", markersize=6),
         ],
         loc="outside lower center",
@@ -68,198 +70,134 @@ def axis_end(block: ComparisonGroup) -> float:
     return min(1.5 * longest, max([longest, *whisker_ends(block)]))
 
 
-def _stack(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
-    left = 0.0
+def pieces(row: CellRow) -> list[tuple[str, float, float]]:
+    """Return name, begin and end in seconds of each section, one after the other.
+
+    The last one, ``rest``, ends at the step's median, and is missing if the sections reach it.
+    """
     split = row.median("wait") is not None and row.median("wire") is not None
     hidden = ("sync",) if split else ("wait", "wire")
-    for name, fill in SECTIONS.items():
+    found, left = [], 0.0
+    for name in SECTIONS:
         seconds = row.median(name)
         if seconds and name not in hidden:
-            axis.barh(
-                y,
-                seconds,
-                left=left,
-                height=0.7,
-                color=fill,
-                edgecolor=PAPER,
-                linewidth=0.5,
-                hatch="////" if name == "wait" else None,
-            )
+            found.append((name, left, left + seconds))
             left += seconds
+    if left < row.measured_step:
+        found.append(("rest", left, row.measured_step))
+    return found
+
+
+def _stack(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
     step = row.measured_step
+    for name, begin, end in pieces(row):
+        # what lies beyond the step's own median is drawn pale: the sections sum up to more
+        for low, high, alpha in ((begin, min(end, step), None), (max(begin, step), end, 0.35)):
+            if high > low:
+                look = section_style(name) | ({"alpha": alpha} if alpha else {})
+                axis.barh(y, high - low, left=low, height=0.7, **look)
     low, high = row.interval("step") or (step, step)
-    high = min(high, right)
+    low, high = max(low, 0.0), min(high, right)
     axis.plot([step] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
     axis.plot([low, high], [y, y], color=INK, linewidth=1.2)
-    axis.text(
-        max(left, high, step) + right * 0.015,
-        y,
-        seconds_text(step, step),
-        va="center",
-        fontsize=8,
-    )
+    write_value(axis, y, seconds_text(step, step))
 
 
-def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw the bytes that the root and each other rank send per step, joined by a line."""
-    values = [
-        value / MB
-        for row in block.measured
-        if row.nodes > 1 and row.median("root_bytes_sent") is not None
-        for value in _sent(row)
-    ]
-    if not values:
-        raise NothingToShowError("no cell on more than one node has ended and counted its bytes")
-    positive = [value for value in values if value > 0]
-    log = bool(positive) and max(positive) / min(positive) > 15
-    floor = min(positive) / 2 if log else 0.0
+def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
+    """Draw each cell's efficiency with its interval; the speed-up stands beside it."""
+    if block.baseline is None:
+        raise NothingToShowError("Without a measured cell of one node there is no speed-up.")
+    efficiencies = [row.efficiency for row in block.measured if row.nodes > 1 and row.efficiency]
+    if not efficiencies:
+        raise NothingToShowError("No cell on more than one node is measured yet.")
+    right = max(1.0, min(2.0, max([*efficiencies, *_efficiency_ends(block)])))
     figure, axes = row_panels(
         block,
         narrow=narrow,
-        draw=partial(_dumbbell, floor=floor),
-        xlabel="MB sent a step" + (" (log scale)" if log else ""),
+        draw=partial(_efficiency_dot, right=right),
+        xlabel="efficiency",
+        right=right,
         baseline=False,
         extra=0.5 if narrow else 0.35,
     )
-    for axis in axes:
-        if log:
-            axis.set(xscale="log", xlim=(floor * 0.8, max(positive) * 1.7))
-            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        else:
-            axis.set_xlim(-0.04 * max(values), max(values) * 1.1 or 1)
+    for axis, nodes in zip(axes, block.nodes, strict=True):
+        axis.xaxis.set_major_formatter(PercentFormatter(1, 0, " %"))
+        axis.axvline(1, color=INK, linewidth=1, linestyle=_IDEAL)
+        axis.axvline(1 / nodes, color=INK, linewidth=1, linestyle=_ONE_NODE)
     figure.legend(
         handles=[
-            line_key("root (rank 0)", linestyle="", marker="s", markersize=5),
-            line_key(
-                "each of the others (mean)",
-                linestyle="",
-                marker="o",
-                markersize=9,
-                markerfacecolor=PAPER,
-            ),
+            line_key("ideal: N nodes are N times as fast", linewidth=1, linestyle=_IDEAL),
+            line_key("as fast as one node", linewidth=1, linestyle=_ONE_NODE),
         ],
         loc="outside lower center",
-        ncols=2,
-        handlelength=1,
+        ncols=1 if narrow else 2,
+        handlelength=2.5,
     )
-    title(figure, "Bytes sent in a step", emulated=block.emulated)
+    weak = " (weak scaling)" if block.scaling == "weak" else ""
+    title(figure, f"Speed-up and efficiency{weak}", emulated=block.emulated)
     return figure
 
 
-def _sent(row: CellRow) -> list[float]:
-    names = ("root_bytes_sent", "others_bytes_sent")
-    return [value for name in names if (value := row.median(name)) is not None]
+def _efficiency_ends(block: ComparisonGroup) -> Iterator[float]:
+    for row in block.measured:
+        if row.nodes > 1 and row.speedup_interval:
+            yield row.speedup_interval[1] / row.nodes
 
 
-def _dumbbell(axis: Axes, y: float, row: CellRow, *, floor: float) -> None:
-    sent = [max(value / MB, floor) for value in _sent(row)]
-    if not sent:
-        _note(axis, y, "bytes not counted")
+def _efficiency_dot(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
+    if row.speedup is None:
+        note(axis, y, "no speed-up")
         return
-    axis.plot(sent, [y] * len(sent), color=color(row.sync), linewidth=2, alpha=0.6, zorder=2)
-    if len(sent) > 1:
-        axis.plot(
-            sent[1],
-            y,
-            marker="o",
-            markersize=9.5,
-            markerfacecolor=PAPER,
-            markeredgecolor=color(row.sync),
-            markeredgewidth=1.4,
-            zorder=3,
-        )
-    # equal values: the square lies within the circle
-    axis.plot(sent[0], y, marker="s", markersize=5, color=color(row.sync), zorder=4)
+    ends = row.speedup_interval or (row.speedup, row.speedup)
+    low, middle, high = (min(each / row.nodes, right) for each in (ends[0], row.speedup, ends[1]))
+    axis.plot([low, high], [y, y], color=color(row.sync), linewidth=1.6)
+    axis.plot(middle, y, marker="o", markersize=6, color=color(row.sync))
+    write_value(axis, y, f"{row.speedup:.2f} times")
 
 
-def draw_memory(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw peak memory: a bar to the mean over the ranks, a tick at the largest."""
-    peaks = [peak[1] for row in block.measured if (peak := _peak_memory(row))]
-    if not peaks:
-        raise NothingToShowError("no cell has ended and recorded its memory")
+def draw_prediction(block: ComparisonGroup, *, narrow: bool) -> Figure:
+    """Draw the predicted and the measured step of each cell, joined by a line, and the error."""
+    rows = [row for row in block.measured if row.predicted]
+    if not rows:
+        raise NothingToShowError("No cell has both a prediction and a measurement.")
+    right = max(axis_end(block), *(row.predicted or 0.0 for row in rows))
     figure, _ = row_panels(
         block,
         narrow=narrow,
-        draw=partial(_memory_bar, right=max(peaks)),
-        xlabel="peak memory of a rank, MB",
-        right=max(peaks),
-        extra=0.25,
+        draw=partial(_predicted_row, right=right),
+        xlabel="seconds a step",
+        right=right,
+        extra=0.55 if narrow else 0.35,
     )
-    title(figure, "Peak memory of a rank", emulated=block.emulated)
+    figure.legend(
+        handles=[
+            line_key("predicted", linestyle="", marker="D", markersize=6, markerfacecolor=PAPER),
+            line_key("measured, 95 % interval", linewidth=1.2, marker="o", markersize=5),
+            line_key("out of the model's scope", linewidth=1.2, linestyle=_OUT_OF_SCOPE),
+        ],
+        loc="outside lower center",
+        ncols=2 if narrow else 3,
+    )
+    title(figure, "Predicted and measured step time", emulated=block.emulated)
     return figure
 
 
-def _peak_memory(row: CellRow) -> tuple[float, float] | None:
-    """Return the mean and the largest peak memory of the ranks in MB, or None if not recorded."""
-    mean = row.median("peak_memory_bytes")
-    return (mean / MB, max([mean, *row.per_rank("peak_memory_bytes")]) / MB) if mean else None
-
-
-def _memory_bar(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
-    peak = _peak_memory(row)
-    if peak is None:
-        _note(axis, y, "not recorded")
+def _predicted_row(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
+    step, predicted = row.measured_step, row.predicted
+    low, high = row.interval("step") or (step, step)
+    low, high = max(low, 0.0), min(high, right)
+    axis.plot([low, high], [y, y], color=color(row.sync), linewidth=1.2)
+    axis.plot(step, y, marker="o", markersize=5, color=color(row.sync), zorder=4)
+    if predicted is None or row.error is None:
+        write_value(axis, y, "not predicted")
         return
-    mean, most = peak
-    axis.barh(y, mean, height=0.7, color=color(row.sync))
-    axis.plot([most] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
-    axis.text(most + right * 0.015, y, f"{mean:,.0f}", va="center", fontsize=8)
-
-
-def _note(axis: Axes, y: float, text: str) -> None:
-    """Write into a row why it has no numbers."""
-    axis.annotate(
-        f"  {text}",
-        (0, y),
-        xycoords=("axes fraction", "data"),
-        va="center",
-        fontsize=8,
-        style="italic",
+    axis.plot(
+        [predicted, step],
+        [y, y],
+        color=color(row.sync),
+        linewidth=2.4,
+        linestyle="-" if row.in_scope else _OUT_OF_SCOPE,
+        alpha=0.6,
     )
-
-
-def row_panels(
-    block: ComparisonGroup,
-    *,
-    narrow: bool,
-    draw: Callable[[Axes, float, CellRow], None],
-    xlabel: str,
-    right: float | None = None,
-    baseline: bool = True,
-    extra: float,
-) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure with a panel per number of nodes and a row per strategy, and its axes.
-
-    ``draw(axes, y, row)`` draws a row. A cell without numbers says why in its row. With
-    ``baseline``, the one-node cell stands first in every panel. ``right`` is the largest x value.
-    """
-    one = block.find("none", 1) if baseline and block.nodes != [1] else None
-    labels = (["none (1 node)"] if one else []) + block.syncs
-    figure, axes = grid(
-        len(block.nodes),
-        narrow=narrow,
-        columns=1 if narrow else 3,
-        height=len(labels) * _ROW + 0.75,
-        extra=extra,
-        sharex=not narrow,
-        sharey=not narrow,
-    )
-    for index, (axis, nodes) in enumerate(zip(axes, block.nodes, strict=True)):
-        rows = [block.find(sync, nodes) for sync in block.syncs]
-        for y, row in enumerate([one, *rows] if one else rows):
-            if row is not None and row.step:
-                draw(axis, y, row)
-            else:
-                _note(axis, y, "not run" if row is None else row.status)
-        axis.set(
-            title=nodes_text(nodes), xlabel=xlabel, ylim=(len(labels) - 0.4, -0.6), axisbelow=True
-        )
-        if right is not None:
-            axis.set_xlim(0, right * (1.2 if narrow else 1.25))
-            axis.xaxis.set_major_locator(MaxNLocator(5))
-        axis.set_yticks(range(len(labels)), labels)
-        axis.tick_params(axis="y", length=0, labelleft=narrow or index % 3 == 0)
-        if one:
-            axis.axhline(0.5, color=INK, linewidth=0.6, alpha=0.35)
-        axis.grid(axis="x")
-    return figure, axes
+    hollow(axis, predicted, y, row.sync, marker="D", markersize=6)
+    write_value(axis, y, percent(row.error, signed=True))

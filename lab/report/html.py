@@ -1,11 +1,12 @@
 """The page ``report.html``: hands results, findings, tables and drawings to the template.
 
-The page is one file without outside resources. jinja2 escapes every text; only the SVG of the
-figures, which this package draws, stays as it is.
+The page is one file without outside resources, and refers to no other file: it can be copied alone.
+jinja2 escapes every text; only the SVG of the figures, which this package draws, stays as it is.
 """
 
+import base64
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +15,30 @@ import jinja2
 from lab.report import tables
 from lab.report.figure_pages import Drawing
 from lab.report.findings import findings
+from lab.report.settings_text import block_settings, pairs, summary
+from lab.report.svg import share_styles
+from lab.report.verdict import verdict
 from lab.report.view import (
     NOTHING,
     CellRow,
     ComparisonGroup,
     percent,
-    rate_text,
     seconds_text,
     what_is_emulated,
 )
 
-_LABELS = {
-    "dataset": "data",
-    "model": "model",
-    "scaling": "scaling",
-    "batch_size": "batch size",
-    "steps": "measured steps",
-    "warmup": "warm-up steps, left out",
-    "repeats": "repeats of each cell",
-    "seeds": "seeds",
-    "nodes": "numbers of nodes",
-    "sync": "strategies",
-    "rates": "link rates",
-    "until_accuracy": "until accuracy",
-    "alpha": "alpha, s a message",
-    "beta": "beta, s a byte",
-    "gamma": "gamma, s a byte summed",
+# The best of these columns is marked: the smallest, or for the second three the largest.
+_SMALLEST: dict[str, Callable[[CellRow], float | None]] = {
+    "step": lambda row: row.step,
+    "sync": lambda row: row.median("sync"),
+    "root": lambda row: row.median("root_bytes_sent"),
+    "others": lambda row: row.median("others_bytes_sent"),
+    "memory": lambda row: row.median("peak_memory_bytes"),
 }
-_SUMMARY = {
-    "model": "{}",
-    "dataset": "on {}",
-    "scaling": "{} scaling",
-    "batch_size": "batch {}",
-    "steps": "{} steps",
-    "repeats": "{} repeats",
+_LARGEST: dict[str, Callable[[CellRow], float | None]] = {
+    "speedup": lambda row: row.speedup,
+    "efficiency": lambda row: row.efficiency,
+    "samples": lambda row: row.samples_per_second,
 }
 
 
@@ -65,100 +56,139 @@ def render(
         lstrip_blocks=True,
     )
     environment.filters["tidy"] = tidy
+    environment.filters["time"] = lambda text: str(text or "").replace("T", " ")
     settings, cells = results.get("settings") or {}, results.get("cells") or []
     prediction, many = results.get("prediction"), len(drawings) > 1
-    return environment.get_template("report.html.jinja").render(
+    warnings, blocks = list(results.get("warnings") or []), [block for block, _ in drawings]
+    sections = [
+        {"id": f"part{index}-" if many else ""} | _section(block, figures, results)
+        for index, (block, figures) in enumerate(drawings, start=1)
+    ]
+    if len(sections) == 1:  # else they belong to no single section
+        sections[0]["limits"] = [*map(_Warning, warnings), *sections[0]["limits"]]
+        warnings = []
+    page = environment.get_template("report.html.jinja").render(
         compare=results.get("kind") != "report",
-        created=str(results.get("created") or ""),
+        created=results.get("created"),
         emulated=what_is_emulated(settings) if results.get("emulated") else "",
         finished=bool(results.get("finished")),
         done=sum(cell.get("status") == "done" for cell in cells),
         total=len(cells),
-        summary=[
-            text.format(settings[name])
-            for name, text in _SUMMARY.items()
-            if settings.get(name) is not None
-        ],
-        warnings=results.get("warnings") or [],
+        summary=summary(settings),
+        warnings=warnings,
         differences=results.get("differences") or [],
-        sections=[
-            {"id": f"part{index}-" if many else ""} | _section(block, figures, results)
-            for index, (block, figures) in enumerate(drawings, start=1)
-        ],
+        sections=sections,
         many=many,
         settings=settings,
-        named_settings=_pairs(settings),
-        environment=_pairs(results.get("environment") or {}),
+        named_settings=pairs(settings),
+        environment=pairs(results.get("environment") or {}),
         timelines=timelines,
         failed=[
-            cell
-            for cell in cells
-            if cell.get("status") == "failed"
-            or (cell.get("status") == "partial" and cell.get("message"))
+            (row.name, row.cell)
+            for row in (row for block in blocks for row in block.rows)
+            if row.status == "failed" or (row.status == "partial" and row.cell.get("message"))
         ],
-        made=str(prediction.get("made") or "") if prediction else None,
-        calibration=_pairs(prediction.get("calibration") or {}) if prediction else [],
+        prediction=prediction,
+        first_run=results.get("first_run_started"),
+        calibration=pairs(prediction.get("calibration") or {}) if prediction else [],
+        downloads={
+            "table.csv": _data_address("text/csv", tables.csv_text(blocks)),
+            "table.md": _data_address("text/markdown", tables.markdown(blocks)),
+        },
     )
+    return share_styles(page)
+
+
+class _Warning:
+    """A warning of the results, which stands among the limits without evidence."""
+
+    evidence = ""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
 
 
 def tidy(text: str) -> str:
     """Keep a number and its unit on one line."""
-    return re.sub(r"(\d\]?) (%|s|MB|nodes?|points|cells)(?=\W|$)", "\\1\u00a0\\2", text)
+    return re.sub(r"(\d\]?) (%|s|ms|MB|nodes?|points|cells|times)(?=\W|$)", "\\1\u00a0\\2", text)
+
+
+def _data_address(kind: str, text: str) -> str:
+    """Return an address that holds ``text`` itself, so that the page needs no second file."""
+    return f"data:{kind};charset=utf-8;base64,{base64.b64encode(text.encode()).decode()}"
 
 
 def _section(
     block: ComparisonGroup, figures: Sequence[Drawing], results: Mapping[str, Any]
 ) -> dict[str, Any]:
     found = findings(block, results.get("timelines"))
+    answer = verdict(block, found)
+    shown = [finding for finding in found if not finding.caution and not finding.wrong]
     return {
         "label": block.label,
+        "verdict": answer,
+        "wrong": [finding for finding in found if finding.wrong],
         "topics": [
-            (topic, [finding for finding in found if finding.topic == topic])
-            for topic in dict.fromkeys(finding.topic for finding in found)
+            (topic, [finding for finding in shown if finding.topic == topic])
+            for topic in dict.fromkeys(finding.topic for finding in shown)
         ],
+        "limits": [finding for finding in found if finding.caution and not finding.wrong],
         "tables": [
             _table(block, "Times", tables.TIMES),
             _table(block, "Scaling, bytes, memory", tables.COSTS),
         ],
         "figures": figures,
-        "settings": _block_settings(block, results),
+        "settings": block_settings(block, results),
         "predicted": [_predicted_row(row) for row in block.rows if row.prediction],
     }
 
 
 def _table(block: ComparisonGroup, name: str, keys: Sequence[str]) -> dict[str, Any]:
     columns = [column for key in keys for column in tables.COLUMNS if column.key == key]
+    best = {(column.key, row.id) for column in columns for row in best_rows(block, column)}
     return {
         "name": name,
-        "columns": columns,
+        "headings": [
+            (column.heading.replace(", ", ",\u00a0"), column.number) for column in columns
+        ],
         "rows": [
             {
                 "status": row.status,
                 "first": row.nodes != (block.rows[index - 1].nodes if index else None),
-                "cells": [(column.text(row), column.number) for column in columns],
+                "cells": [
+                    (column.text(row), column.number, (column.key, row.id) in best)
+                    for column in columns
+                ],
             }
             for index, row in enumerate(block.rows)
         ],
     }
 
 
-def _block_settings(block: ComparisonGroup, results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the block's own settings, rate, batch sizes, seeds and folders."""
-    repeats = [repeat for row in block.rows for repeat in row.cell.get("repeats") or []]
-    folders = [str(repeat["folder"]) for repeat in repeats if repeat.get("folder")]
-    return [
-        *_pairs((results.get("groups") or {}).get(str(block.group)) or {}),
-        ("link rate", rate_text(block.rate)),
-        ("global batch size", _distinct(row.cell.get("batch_size") for row in block.rows)),
-        ("seeds", _distinct(repeat.get("seed") for repeat in repeats)),
-        *([("runs", _distinct(folders))] if results.get("kind") == "report" else []),
-    ]
+def best_rows(block: ComparisonGroup, column: tables.Column) -> list[CellRow]:
+    """Return the rows with the best value of ``column`` on each number of nodes.
+
+    Rows that print the same text are equally good; where all do, none is best.
+    """
+    value = _SMALLEST.get(column.key) or _LARGEST.get(column.key)
+    if value is None:
+        return []
+    best = []
+    for nodes in block.nodes_beyond_one:
+        values = {row.id: number for row in block.at(nodes) if (number := value(row)) is not None}
+        rows = [row for row in block.at(nodes) if row.id in values]
+        if len({column.text(row) for row in rows}) < 2:
+            continue
+        pick = min if column.key in _SMALLEST else max
+        top = column.text(pick(rows, key=lambda row: values[row.id]))
+        best += [row for row in rows if column.text(row) == top]
+    return best
 
 
 def _predicted_row(row: CellRow) -> dict[str, Any]:
     scale = row.step or row.predicted
     return {
-        "id": row.id,
+        "name": row.name,
         "predicted": seconds_text(row.predicted, scale),
         "compute": seconds_text(row.prediction.get("compute_seconds"), scale),
         "sync": seconds_text(row.prediction.get("sync_seconds"), scale),
@@ -169,34 +199,3 @@ def _predicted_row(row: CellRow) -> dict[str, Any]:
         if row.in_scope
         else f"out of scope: {row.prediction.get('why') or 'no reason given'}",
     }
-
-
-def _pairs(content: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return names and values as text; the page shows the command elsewhere."""
-    return [
-        (
-            _LABELS.get(name, str(name).replace("_", " ")),
-            ", ".join(map(rate_text, value)) if name == "rates" and value else _text(value),
-        )
-        for name, value in content.items()
-        if name != "command"
-    ]
-
-
-def _distinct(values: Iterable[Any]) -> str:
-    return _text(list(dict.fromkeys(values)))
-
-
-def _text(value: Any) -> str:
-    """Return a setting as a person writes it."""
-    if value in (None, [], "", [None]):
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, Mapping):
-        return "; ".join(
-            f"{name.replace('_', ' ')} {_text(entry)}" for name, entry in value.items()
-        )
-    return ", ".join(map(_text, value)) if isinstance(value, list | tuple) else str(value)

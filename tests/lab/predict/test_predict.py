@@ -249,7 +249,7 @@ def test_the_figure_has_a_line_for_each_strategy(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("steps.gif", "ends in .png"), ("missing/steps.png", "a folder that is there")],
+    [("steps.gif", "ends in .png"), ("missing/steps.png", "a folder that exists")],
 )
 def test_a_figure_that_cannot_be_drawn_is_named(name, said, tmp_path):
     with pytest.raises(UserError, match=said):

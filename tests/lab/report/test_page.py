@@ -1,0 +1,202 @@
+"""The page opens with the answer, marks what is wrong and best, and draws only what differs."""
+
+import base64
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.plot_style import NothingToShowError, plt
+from lab.report import html, tables
+from lab.report.cost_figures import draw_bytes, draw_memory
+from lab.report.curves import draw_loss
+from lab.report.figures import draw_prediction, draw_scaling, draw_step_time, pieces
+from lab.report.findings import findings
+from lab.report.html import best_rows, render
+from lab.report.sentences import Finding
+from lab.report.svg import inline, share_styles
+from lab.report.view import ComparisonGroup, blocks
+from tests.helpers.report_samples import cell, results
+
+WRONG = Finding("Losses", "ring is not equal to the others from step 2 on.", "0.017", wrong=True)
+
+
+@pytest.fixture(autouse=True)
+def closed_figures() -> Iterator[None]:
+    yield
+    plt.close("all")
+
+
+def page(data: dict[str, Any]) -> str:
+    """Return the page of ``data`` without figures, with normal spaces."""
+    text = render(data, [(block, []) for block in blocks(data)], [])
+    return re.sub(r"\s+", " ", text.replace("\u00a0", " "))
+
+
+def group(*cells: dict[str, Any], **settings: Any) -> ComparisonGroup:
+    (found,) = blocks({"cells": [cell("none", 1), *cells], "settings": settings})
+    return found
+
+
+def column(key: str) -> tables.Column:
+    return next(entry for entry in tables.COLUMNS if entry.key == key)
+
+
+def test_the_answer_comes_first_and_limits_are_folded() -> None:
+    data = results(("gather_scatter", "ddp"), (1, 4))
+    text = page(data)
+    found = findings(blocks(data)[0], data["timelines"])
+    cautions = [finding for finding in found if finding.caution]
+    assert cautions
+    main = text.index("<main>")
+    positions = [text.index(mark) for mark in ('class="verdict"', 'class="cards"', 'id="findings"')]
+    assert sorted(positions) == positions
+    assert main < positions[0]
+    count = len(cautions) + len(data["warnings"])
+    folded = re.search(r'<details class="limits" id="limits">(.*?)</ul> </details>', text)
+    assert folded
+    assert f"<summary>Limits ({count})</summary>" in folded[1]
+    assert all(warning in folded[1] for warning in data["warnings"])
+    assert "✗" not in text
+
+
+def test_what_is_wrong_stands_in_red_before_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html, "findings", lambda *args: [*findings(*args), WRONG])
+    data = results(("ring", "ddp"), (1, 2))
+    text = page(data)
+    begin = text.index("<main>")
+    assert begin < text.index("✗") < text.index(WRONG.text) < text.index('class="cards"')
+    assert re.search(r'<div class="note bad">[^|]*' + WRONG.text, text[begin:])
+    # with several groups, before all of them, and with the group's name
+    data["cells"] += [cell("none", 1, group=1), cell("ring", 2, group=1)]
+    text = page(data | {"differences": ["learning_rate: 0.1 in A, 0.2 in B"]})
+    assert text.index("✗") < text.index(">group 0</a>: " + WRONG.text) < text.index("cannot be")
+
+
+def test_a_prediction_says_when_the_first_run_started() -> None:
+    data = results(("ring",), (1, 2))
+    made = data["prediction"]["made"].replace("T", " ")
+    assert f"predicted at {made}" in page(data)
+    assert "When the first run started was not recorded." in page(data)
+    later = page(data | {"first_run_started": "2026-11-21T15:00:03"})
+    assert "The first run started at 2026-11-21 15:00:03." in later
+    earlier = page(data | {"first_run_started": "2026-11-21T14:00:03"})
+    assert "<strong>before the prediction</strong>" in earlier
+    assert "120 µs" in later  # alpha 1.2e-4 s
+    assert "1.11 GB/s" in later  # beta 9e-10 s a byte
+
+
+def test_the_method_counts_steps_as_they_were() -> None:
+    data = results(("ring",), (1, 2))
+    assert "The first 5 steps are a warm-up and not measured; the next 30 steps are" in page(data)
+    data["settings"] |= {"warmup": 1, "steps": 1}
+    assert "The first 1 step is a warm-up and not measured; the next step is" in page(data)
+    data["settings"] |= {"warmup": None, "steps": None}
+    assert "The warm-up steps are not measured. A rank's number" in page(data)
+
+
+def test_cells_have_plain_names_and_the_page_no_links_to_files() -> None:
+    data = results(("ring", "ddp"), (1, 2))
+    data["cells"][-1] = cell("ddp", 2, status="failed", message="lost")
+    text = page(data)
+    assert "<h3>ddp, 2 nodes: failed</h3>" in text
+    assert '<th scope="row">ring, 2 nodes</th>' in text
+    targets = re.findall(r'(?:href|src)="([^"]+)"', text)
+    assert all(target.startswith(("#", "data:", "https:")) for target in targets)
+    (csv,) = [target for target in targets if target.startswith("data:text/csv")]
+    assert base64.b64decode(csv.partition(",")[2]).decode().startswith("strategy,nodes,")
+
+
+def test_the_best_value_of_each_number_of_nodes_is_marked() -> None:
+    block = group(
+        cell("gather_scatter", 4),
+        cell("ddp", 4),
+        cell("ring", 2),
+        cell("ddp", 2, status="failed"),
+        cell("ring", 8, status="pending"),
+    )
+    assert [row.id for row in best_rows(block, column("step"))] == ["ddp-n4"]
+    assert [row.id for row in best_rows(block, column("speedup"))] == ["ddp-n4"]
+    assert best_rows(block, column("nodes")) == []
+    # 36.92 MB each on 2 nodes: none is best
+    same = group(cell("ring", 2), cell("ddp", 2), cell("gather_scatter", 2))
+    assert best_rows(same, column("root")) == []
+    unequal = group(cell("ring", 4), cell("ddp", 4), cell("gather_scatter", 4))
+    assert [row.sync for row in best_rows(unequal, column("root"))] == ["ring", "ddp"]
+    text = page(results(("gather_scatter", "ddp"), (1, 4)))
+    assert '<strong>0.284 [0.278, 0.290]</strong><span class="unseen"> (best)</span>' in text
+
+
+def test_a_bar_adds_up_to_its_own_median() -> None:
+    entry = cell("ring", 2)  # its sections sum up to the step
+    block = group(entry)
+    names = [name for name, _, _ in pieces(block.rows[1])]
+    assert names[:4] == ["data", "forward", "backward", "wait"]
+    assert "rest" not in names or pieces(block.rows[1])[-1][2] == pytest.approx(0.559)
+    entry["median"]["step"] = 0.7
+    name, begin, end = pieces(group(entry).rows[1])[-1]
+    assert (name, begin, end) == ("rest", pytest.approx(0.559), 0.7)
+    # sections of 0.559 s in a step of 0.5 s: no rest; what exceeds the median is pale
+    entry["median"]["step"] = 0.5
+    assert "rest" not in [name for name, _, _ in pieces(group(entry).rows[1])]
+    bars = draw_step_time(group(entry), narrow=False).axes[0].patches
+    pale = [bar for bar in bars if bar.get_alpha()]
+    assert min(bar.get_x() for bar in pale) == pytest.approx(0.5)
+    assert sum(bar.get_width() for bar in pale) == pytest.approx(0.059)
+
+
+def test_equal_values_become_a_sentence() -> None:
+    equal = group(cell("ring", 2), cell("ddp", 2))
+    with pytest.raises(NothingToShowError, match=r"sends the same: 36\.9 MB a step on 2 nodes"):
+        draw_bytes(equal, narrow=False)
+    with pytest.raises(NothingToShowError, match=r"from 2\.350 to 1\.073 in 30 steps"):
+        draw_loss(equal, narrow=False)
+    with pytest.raises(NothingToShowError, match="533 MB on 2 nodes"):
+        draw_memory(group(cell("ring", 2)), narrow=True)
+    # one number of nodes on which they differ is enough for a figure
+    both = group(cell("ring", 2), cell("ddp", 2), cell("ring", 4), cell("gather_scatter", 4))
+    assert len(draw_bytes(both, narrow=False).axes) == 2
+    wrong = group(cell("ring", 2), cell("ddp", 2, loss_shift=0.3))
+    assert len(draw_loss(wrong, narrow=False).axes[0].lines) == 3  # with one node's
+
+
+def test_numbers_stand_beside_the_panels_not_on_lines() -> None:
+    data = results(("ring", "ddp"), (1, 2, 4))
+    (block,) = blocks(data)
+    for draw in (draw_step_time, draw_scaling, draw_prediction):
+        for narrow in (False, True):
+            for axis in draw(block, narrow=narrow).axes:
+                assert axis.texts
+                assert all(text.xy[0] > 1 for text in axis.texts)  # type: ignore[attr-defined]
+    scaling = draw_scaling(block, narrow=False).axes[0]
+    assert [text.get_text() for text in scaling.texts] == ["1.79 times", "1.95 times"]
+    errors = draw_prediction(block, narrow=False).axes[0].texts
+    assert [text.get_text() for text in errors] == ["+5 %", "+9 %", "+13 %"]
+
+
+def test_a_figure_on_the_page_is_short_and_keeps_its_references(tmp_path: Path) -> None:
+    text = """<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"
+      viewBox="0 0 9 9"><defs><style type="text/css">*{stroke-linecap: butt}</style></defs>
+      <g id="figure_1"><g id="a"><path d="M 1.26 2.000001 \nL 4.5 2.000001 \nL 4.5 7 \nz\n"
+      clip-path="url(#clip)" style="fill: #1b1f23; stroke: url(#h1)"/></g><g id="empty"/>
+      <defs><path id="m1" d="M 0 0.257 \nL 1 1"/><pattern id="h1"><rect fill="#fffffe"/></pattern>
+      </defs><use xlink:href="#m1" x="3.14159" y="2" style="fill: #1b1f23; stroke: url(#h1)"/>
+      <text style="font-size: 9px; font-family: 'DejaVu Sans'; fill: #1b1f23" x="1" y="1"
+      transform="rotate(-0 1 1)">a &lt; b</text></g></svg>"""
+    short = inline(text, "bytes")
+    assert short == (
+        '<svg viewBox="0 0 9 9" aria-hidden="true" focusable="false">'
+        '<path d="M1.3 2H4.5V7z" style="fill: currentColor; stroke: url(#bytes-1)"/>'
+        '<defs><path d="M0 0.26L1 1" id="bytes-2"/>'
+        '<pattern id="bytes-1"><rect fill="var(--paper)"/></pattern></defs>'
+        '<use x="3.1" y="2" style="fill: currentColor; stroke: url(#bytes-1)" href="#bytes-2"/>'
+        '<text x="1" y="1" style="font-size: 9px">a &lt; b</text></svg>'
+    )
+    shared = share_styles(f"<style>\np {{}}\n</style>{short}")
+    assert shared.startswith(
+        "<style>\np {}\n.f0 {fill: currentColor; stroke: url(#bytes-1)}\n.f1 {font-size: 9px}\n"
+    )
+    assert shared.count('class="f0"') == 2
+    assert "style=" not in shared
