@@ -181,21 +181,6 @@ def test_type_errors_are_ignored_rarely_and_with_a_reason() -> None:
     assert [one for one in found if not re.search(r"type: ignore\[[\w, -]+\]  # \w", one[1])] == []
 
 
-def test_every_link_of_a_page_leads_to_a_file() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "reports" / "README.md"]
-    pages += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("*.md")]
-    links = [
-        (name_of(page), link)
-        for page in pages
-        for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-        if "://" not in link
-    ]
-    assert len(links) > 50
-    assert [
-        (page, link) for page, link in links if not (ROOT / page).parent.joinpath(link).exists()
-    ] == []
-
-
 # --- docs/architecture.md and the code ---
 
 

@@ -1,11 +1,9 @@
 """``lab predict``: its numbers, its text, what it refuses, and that it does not need torch."""
 
 import argparse
-import contextlib
 import io
 import json
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,7 +17,6 @@ from common.cost_model.calibration_file import load_calibration, reference_path
 from common.errors import UserError
 from common.sync import STRATEGIES, build_sync
 from common.sync.message_cost import GradientSize
-from lab.cli import main
 from lab.predict.cli import main_predict
 from lab.predict.tables import message_plans, predict_table
 from lab.units import parse_latency, parse_rate
@@ -255,28 +252,6 @@ def test_a_figure_that_cannot_be_drawn_is_named(name, said, tmp_path):
     with pytest.raises(UserError, match=said):
         main_predict(arguments(sync=["ring"], figure=tmp_path / name))
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("page", "commands"), [("scaling.md", 4), ("predicting.md", 1)])
-def test_the_pages_show_what_their_commands_print(page, commands, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    shown = re.findall(r"```\n(lab predict [^\n]+)\n```\n\n```\n(.+?)\n```", text, re.S)
-    assert len(shown) == commands
-    for command, output in shown:
-        assert main(shlex.split(command)[1:]) == 0
-        assert [
-            line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()
-        ] == output.splitlines(), command
-
-
-def test_the_hierarchy_that_the_page_composes_gives_its_numbers():
-    text = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
-    code, output = re.search(r"```python\n(.+?)```\n\n```\n(.+?)```", text, re.S).groups()
-    written = io.StringIO()
-    with contextlib.redirect_stdout(written):
-        exec(code, {})
-    assert written.getvalue() == output
 
 
 def test_the_reference_says_that_it_is_not_this_machine(capsys, monkeypatch, tmp_path):

@@ -1,0 +1,95 @@
+"""The pages as tests read them: their blocks, their commands, and the outputs that they show.
+
+``python -m tests.helpers.documentation`` rewrites what the pages copy from the code: the outputs
+of `lab predict`, and the table of known errors. Read the diff in git.
+"""
+
+import contextlib
+import io
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers.paths import ROOT
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PREDICTED = re.compile(
+    r"^```bash\n(lab predict [^\n]+)\n```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+_KNOWN_ERRORS = re.compile(
+    r"(?<=^\| error \| cause \| what to do \|\n\| --- \| --- \| --- \|\n)(\|.*\n)+", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of the documentation."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The path from the project's folder."""
+        return self.path.relative_to(ROOT).as_posix()
+
+    @property
+    def text(self) -> str:
+        """The whole page."""
+        return self.path.read_text(encoding="utf-8")
+
+    def blocks(self) -> list[tuple[str, str]]:
+        """Return (language, content) of each fenced block."""
+        return _BLOCK.findall(self.text)
+
+    def prose(self) -> str:
+        """Return the page without fenced blocks and HTML comments."""
+        return re.sub(r"<!--.*?-->", "", _BLOCK.sub("", self.text), flags=re.DOTALL)
+
+    def commands(self) -> list[str]:
+        """Return the lines of the bash blocks."""
+        return [
+            line
+            for language, content in self.blocks()
+            if language == "bash"
+            for line in content.splitlines()
+        ]
+
+    def predictions(self) -> list[tuple[str, str]]:
+        """Return the `lab predict` commands that are followed by their output, with it."""
+        return _PREDICTED.findall(self.text)
+
+
+def pages() -> list[Page]:
+    """Return every page that a reader is sent to."""
+    files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
+    files += [ROOT / "reports/README.md", ROOT / "tests/lab/explain/logs/README.md"]
+    return [Page(path) for path in [*files, *sorted((ROOT / "docs").rglob("*.md"))]]
+
+
+def predict(command: str) -> str:
+    """Return what a `lab predict` command prints, without spaces at the ends of lines."""
+    from lab.cli import main
+
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written):
+        status = main(shlex.split(command)[1:])
+    assert status == 0, command
+    return "".join(f"{line.rstrip()}\n" for line in written.getvalue().rstrip().splitlines())
+
+
+def rewrite() -> None:
+    """Replace the outputs of `lab predict` and the known errors in the pages by those of now."""
+    from lab.explain.diagnosis import KINDS, known_errors
+
+    errors = sorted(known_errors(), key=lambda one: list(KINDS).index(one.kind))
+    rows = "".join(f"| {one.title} | {one.cause} | {one.cure} |\n" for one in errors)
+    for page in pages():
+        text = _KNOWN_ERRORS.sub(lambda _: rows, page.text)
+        for command, shown in page.predictions():
+            text = text.replace(shown, predict(command))
+        page.path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    rewrite()

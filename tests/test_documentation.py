@@ -1,0 +1,264 @@
+"""The pages: their commands run in an empty clone, links lead somewhere, and no page is too long.
+
+``COMMANDS`` says for each command of a page how it is checked. A command without an entry fails.
+"""
+
+import os
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.models import MODELS
+from tests.helpers import ROOT, Started, needs_cifar10, user_environment
+from tests.helpers.cluster import needs_namespaces
+from tests.helpers.documentation import pages, predict
+from tests.helpers.documented_commands import COMMANDS, Check, Elsewhere
+
+PAGES = {page.name: page for page in pages()}
+MOST_LINES, MOST_LINES_OF_README = 150, 130
+OWN_WORDS = re.compile(
+    r"\bof it\b|\bas \w+ has it\b|\bso many\b|\bgo(es|ing)? on (from|with|in)\b|\bgone on\b|"
+    r"\bbeside\b|\btaken down\b|\btakes down\b|\bsaid so\b|\bbear it out\b|how far this carries|"
+    r"gradients stay here|\bstays? away\b|\bone's own\b|\bis warned of\b|\blie apart\b",
+    re.IGNORECASE,
+)
+PLACES = {"{master}": "10.0.0.1", "{nodes}": "4", "{rank}": "0", "{port}": "29500"}
+PLACES |= {"IP": "10.0.0.1", "N": "4", "R": "0"}
+INSTALLED = {"part-one": "PartOne", "part-two": "PartTwo", "part-three": "PartThree"}
+LIMIT_SECONDS = {"quick": 120, "slow": 280, "long": 3600}
+
+# --- commands ---
+
+
+def documented() -> list[str]:
+    """Return every command once, in the order of the pages."""
+    return list(dict.fromkeys(line for page in PAGES.values() for line in page.commands()))
+
+
+def checks() -> list:
+    """Return a parameter set (command, check) for each time that a command runs."""
+    found = []
+    for command in documented():
+        for check in COMMANDS.get(command, ()):
+            if isinstance(check, Elsewhere):
+                continue
+            marks = [] if check.tier == "quick" else [getattr(pytest.mark, check.tier)]
+            marks += [pytest.mark.timeout(LIMIT_SECONDS[check.tier] + 20)]
+            marks += [pytest.mark.cifar, needs_cifar10] if check.cifar else []
+            marks += [needs_namespaces] if " --rate " in command or " cluster " in command else []
+            name = f"{check.tier}: {command} {check.more}".strip()
+            found.append(pytest.param(command, check, marks=marks, id=name))
+    return found
+
+
+def test_every_command_of_the_pages_has_an_entry_and_every_entry_a_command() -> None:
+    assert set(documented()) - set(COMMANDS) == set(), "add them to documented_commands.py"
+    assert set(COMMANDS) - set(documented()) == set(), "no page has these"
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the files of a clone, an environment, and nothing else.
+
+    The files are those that git would commit now. The environment is this one, by links.
+    """
+    folder = tmp_path_factory.mktemp("clone")
+    listing = Started(
+        ["git", "-C", str(ROOT), "ls-files", "-z", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        env=user_environment(),
+    ).end()
+    for name in filter(None, listing.out.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    environment = folder / ".venv"
+    environment.mkdir()
+    for entry in Path(sys.prefix).iterdir():
+        if entry.name != ".ready":
+            (environment / entry.name).symlink_to(entry.resolve())
+    (environment / ".ready").touch()  # so that make does not install anything
+    (folder / "data").symlink_to(ROOT / "data")
+    for rank in range(3):
+        log = "rank_killed_gloo.txt" if rank == 0 else "store_gone.txt"
+        shutil.copy(ROOT / "tests/lab/explain/logs" / log, folder / f"rank{rank}.txt")
+    [script] = [text for kind, text in PAGES["docs/functions.md"].blocks() if kind == "python"]
+    (folder / "my_training.py").write_text(script)
+    return folder
+
+
+@pytest.mark.parametrize(("command", "check"), checks())
+def test_the_command_runs_in_an_empty_clone(command: str, check: Check, clone: Path) -> None:
+    environment = user_environment(
+        PATH=f"{clone}/.venv/bin:{os.environ['PATH']}", PYTHONPATH=str(clone), NO_COLOR="1"
+    )
+    typed = ["bash", "-c", f"{command} {check.more}"]
+    ended = Started(typed, cwd=clone, env=environment).end(
+        timeout_seconds=LIMIT_SECONDS[check.tier]
+    )
+    assert ended.status in check.statuses, f"{ended.out[-3000:]}\n{ended.err[-3000:]}"
+    assert re.search(check.prints, ended.out), f"no {check.prints!r} in\n{ended.out[-3000:]}"
+
+
+@pytest.mark.parametrize("command", documented())
+def test_the_flags_of_the_command_exist(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Also for commands that no test can run: every program of the project parses its flags."""
+    words = shlex.split(command)
+    targets = re.findall(r"^Makefile|^[a-z-]+(?=:)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert words[0] != "make" or words[1] in targets
+    for word in words:
+        if re.match(r"(launch|docs|benchmarks|tests|common)/[\w/.-]+$", word):
+            assert (ROOT / word).exists(), word
+    parse([PLACES.get(word, word) for word in words], monkeypatch)
+
+
+def test_the_flags_of_inline_commands_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        code
+        for page in PAGES.values()
+        for code in re.findall(r"`((?:python|torchrun) [^`…]*Part\w+/main.py[^`…]*)`", page.prose())
+    ]
+    assert len(found) >= 8
+    for code in found:
+        parse([PLACES.get(word, word) for word in shlex.split(code)], monkeypatch)
+
+
+def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each program of the project that is in ``words`` parse its arguments."""
+    if "torchrun" in words:
+        from torch.distributed.run import get_args_parser
+
+        get_args_parser().parse_args([*words[words.index("torchrun") + 1 :]])
+    for place, word in enumerate(words):
+        after = words[place + 1 :]
+        if word == "lab" and place + 1 < len(words) and words[place - 1] in ("lab", "-m", words[0]):
+            from lab.cli import build_parser
+
+            end = after.index("--") if "--" in after else len(after)
+            build_parser().parse_args(after[:end])
+            return parse(after[end + 1 :], monkeypatch)
+        part = re.fullmatch(r"(Part\w+)/main\.py", word)
+        name = part[1] if part else INSTALLED.get(word)
+        if word == "common.cli":
+            name, after = after[0], after[1:]
+        if name and "--help" not in after:
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "argv", [f"{name}/main.py", *after, "--print-config"])
+                with pytest.raises(SystemExit) as ended:
+                    runpy.run_path(str(ROOT / name / "main.py"), run_name="__main__")
+            assert ended.value.code in (0, None), words
+    return None
+
+
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if page.predictions()])
+def test_the_pages_show_what_lab_predict_prints(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this is meant to differ, ``python -m tests.helpers.documentation`` rewrites the pages."""
+    monkeypatch.chdir(ROOT)
+    for command, shown in PAGES[name].predictions():
+        assert predict(command) == shown, command
+
+
+def test_the_hierarchy_of_the_advice_gives_its_numbers(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    code, output = re.search(
+        r"```python\n(.+?)```\n\n```text\n(.+?)```", PAGES["docs/scaling-advice.md"].text, re.S
+    ).groups()
+    (tmp_path / "hierarchy.py").write_text(code)
+    runpy.run_path(str(tmp_path / "hierarchy.py"))
+    assert capsys.readouterr().out == output
+
+
+@pytest.mark.parametrize("task_flag", ["", "wrong"])
+def test_the_script_of_the_functions_runs(
+    task_flag: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """With a small model in place of VGG-11; `my_training.py` runs whole in the slow tests."""
+    [script] = [text for kind, text in PAGES["docs/functions.md"].blocks() if kind == "python"]
+    (tmp_path / "my_training.py").write_text(script)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(MODELS, "vgg11", "tests.helpers.tiny_model:tiny")
+    monkeypatch.setattr(sys, "argv", ["my_training.py", *filter(None, [task_flag])])
+    if task_flag:
+        with pytest.raises(Exception, match="task_flag: got 'wrong', give a strategy's name"):
+            runpy.run_path("my_training.py", run_name="__main__")
+        return
+    runpy.run_path("my_training.py", run_name="__main__")
+    out = capsys.readouterr().out
+    assert "1,530 parameters" in out
+    assert "Epoch: 2, Train Loss: " in out
+    correct = int(re.search(r"(\d+) of 360 test images are right", out)[1])
+    assert correct > 72, "twice chance"
+    assert f"({correct} of 360)" in (tmp_path / "reports/functions/report.txt").read_text()
+
+
+# --- pages ---
+
+
+def test_no_page_is_too_long() -> None:
+    lengths = {name: len(page.text.splitlines()) for name, page in PAGES.items()}
+    assert lengths.pop("README.md") <= MOST_LINES_OF_README
+    assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
+
+
+def test_the_map_and_the_readme_name_every_page() -> None:
+    linked = re.findall(r"\]\(([\w-]+\.md)\)", PAGES["docs/README.md"].text)
+    assert len(linked) == len(set(linked))
+    assert set(linked) == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+
+def test_blocks_are_commands_outputs_or_python_and_can_be_copied_whole() -> None:
+    for name, page in PAGES.items():
+        kinds = {kind for kind, _ in page.blocks()}
+        assert kinds <= {"bash", "text", "python"}, name
+        for command in page.commands():
+            assert command == command.strip() != "", f"{name}: {command!r}"
+            assert " #" not in command, f"{name}: a comment would break zsh: {command}"
+            assert not re.search(r"\\$|&$|…|<\w+>", command), f"{name}: {command}"
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+def test_every_link_leads_to_a_file_and_a_heading() -> None:
+    everywhere = {path.resolve() for path in ROOT.glob("*.md")}
+    everywhere |= {page.path for page in PAGES.values()}
+    links = [
+        (path, target)
+        for path in sorted(everywhere)
+        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"<!--.*?-->", "", path.read_text()))
+        if "://" not in target
+    ]
+    assert len(links) > 150
+    broken = []
+    for path, target in links:
+        file, _, heading = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        if not found.exists() or (heading and heading not in anchors(found.read_text())):
+            broken.append(f"{path.relative_to(ROOT)}: {target}")
+    assert broken == []
+
+
+def test_no_page_has_words_of_our_own() -> None:
+    known = re.compile(r"^\| .* \| .* \| .* \|$", re.MULTILINE)  # the known errors, copied
+    found = [
+        (name, match[0])
+        for name, page in PAGES.items()
+        for match in OWN_WORDS.finditer(
+            known.sub("", page.prose()) if "troubleshooting" in name else page.prose()
+        )
+    ]
+    assert found == []
