@@ -36,7 +36,7 @@ test-engines: $(READY) ## run the tests of ssh, Slurm and Kubernetes
 test-long: $(READY) ## run the tests that take many minutes (not in CI)
 	$(BIN)/python -m pytest -m long --durations=10
 
-expectations: $(READY) ## record what users see again, after an intended change
+expectations: $(READY) ## record again what users see (after an intended change)
 	$(BIN)/python -m tests.helpers.expectations
 
 lint: $(READY) ## check format, style, import layers and types
