@@ -527,10 +527,9 @@ def started(tmp_path_factory):
 
 @pytest.mark.parametrize("part", ["PartTwo", "PartThree"])
 def test_started_without_a_place(part, started):
-    """Status 2 and empty stdout; stderr shows examples for both ways to start the part.
+    """Status 2 and empty stdout; stderr shows three ways to start the part.
 
-    Each command names the real file and parses, and the commands of one example cover all its
-    ranks.
+    Each command names the real file and parses, and the commands for two machines cover both ranks.
     """
     ended = started[part, ""]
     assert ended.status == 2
@@ -542,16 +541,18 @@ def test_started_without_a_place(part, started):
         for line in lines
         if line.startswith("python ")
     ]
-    assert len(commands) == 4
+    assert len(commands) == 3
+    here, *several = commands
+    assert here[2:] == ["--distributed", "--world-size", "2"]
     places = []
-    for command in commands:
+    for command in several:
         assert Path(command[1]).resolve() == ROOT / part / "main.py"
         config = _parse(*command[2:], part=part)
         launch = resolve_launch(config.launch_flags, {})
         places.append((launch.master_ip, launch.size, launch.rank))
-    for first, second in (places[:2], places[2:]):
-        assert first[:2] == second[:2]
-        assert (first[1], first[2], second[2]) == (2, 0, 1)
+    first, second = places
+    assert first[:2] == second[:2]
+    assert (first[1], first[2], second[2]) == (2, 0, 1)
     (torchrun,) = [shlex.split(line) for line in lines if line.startswith("torchrun ")]
     assert torchrun[1:3] == ["--nproc-per-node", "2"]
     assert Path(torchrun[3]).resolve() == ROOT / part / "main.py"
