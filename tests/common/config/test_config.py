@@ -5,6 +5,7 @@ Nothing here needs torch.
 
 import contextlib
 import dataclasses
+import os
 import re
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common.cli import main
+from common.cli import _newest_checkpoint, main
 from common.config.parser import build_parser, parse_arguments
 from common.config.schema import Config
 from common.distributed.launch_env import LaunchSpec, resolve_launch
@@ -564,6 +565,21 @@ def test_nonsense_on_a_real_command_line(started):
     assert (ended.status, ended.out) == (2, "")
     assert ended.err.startswith("error: --epochs: got 0, give a whole number of at least 1")
     assert ended.err.count("\n") == 1
+
+
+def test_a_failure_names_the_newest_checkpoint_of_this_run_only(tmp_path):
+    """Nothing is promised if this run has saved nothing; the path is whole."""
+    config = _parse("--output-dir", tmp_path)
+    assert _newest_checkpoint(config, begun=0.0) == ""
+    folder = tmp_path / "PartTwo-gather_scatter" / "a run" / "checkpoints"
+    folder.mkdir(parents=True)
+    for epoch, seconds in ((9, 1000), (10, 2000)):
+        (folder / f"Epoch_{epoch}.pt").touch()
+        os.utime(folder / f"Epoch_{epoch}.pt", (seconds, seconds))
+    assert _newest_checkpoint(config, begun=1500.0) == (
+        f"\nThe newest checkpoint is {folder}/Epoch_10.pt. Continue from it with --resume auto."
+    )
+    assert _newest_checkpoint(config, begun=2500.0) == ""
 
 
 @pytest.mark.parametrize("part", SYNCS)

@@ -511,7 +511,7 @@ def _changed(path, **entries):
     ("content", "said"),
     [
         (None, "there is no profile .*`lab calibrate --profile x --model vgg16` measures one"),
-        ("{", "is cut or no JSON"),
+        ("{", "is cut off or not JSON"),
         ("[]", "is no compute profile"),
         ('{"format": 1}', "is no compute profile"),
         ({"format": 9}, "has format 9, this version reads 1"),
