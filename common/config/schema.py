@@ -441,7 +441,10 @@ class Config:
         0.9, OPTIMIZER, "momentum of sgd", type=float, minimum=0, maximum=0.9999
     )
     nesterov: bool = option(
-        True, OPTIMIZER, "Nesterov's form of momentum for sgd (default: on)", type=bool
+        True,
+        OPTIMIZER,
+        "use plain momentum for sgd, not Nesterov's form, which is the default",
+        type=bool,
     )
     weight_decay: float = option(
         5e-4, OPTIMIZER, "weight decay (L2 penalty)", type=float, minimum=0

@@ -41,7 +41,7 @@ def read_versioned(
         raise UserError(f"{path} is not a {kind} of this project")
     if content.get("format") != version:
         raise UserError(
-            f"{the_file} has format {content.get('format')!r}; this version reads {version}"
+            f"{the_file} has format {content.get('format')!r}, this version reads {version}"
         )
     try:
         return parse({name: value for name, value in content.items() if name not in expected})
