@@ -55,6 +55,17 @@ _PART_OF_SYNC = {
 }
 
 
+# argparse's messages, and ours
+_REWORDED = {
+    "^argument ": "",
+    "expected (one|at least one) argument": "give a value",
+    "ignored explicit argument (.*)": r"got \1, but it takes no value",
+    "the following arguments are required:": "missing:",
+    "invalid int value: (.*)": r"got \1, give a whole number",
+    "invalid float value: (.*)": r"got \1, give a number",
+}
+
+
 class FlagFormatter(argparse.HelpFormatter):
     """Show the value of a flag with several names once: ``-N, --num-nodes N``."""
 
@@ -82,9 +93,9 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the message as a UserError."""
         listing = "--help-all" if "--help-all" in self._option_string_actions else "--help"
-        raise UserError(
-            f"{message.removeprefix('argument ')} ({self.prog} {listing} lists the flags)"
-        )
+        for argparses, ours in _REWORDED.items():
+            message = re.sub(argparses, ours, message)
+        raise UserError(f"{message} ({self.prog} {listing} lists the flags)")
 
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads for the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -105,8 +116,14 @@ class FlagParser(argparse.ArgumentParser):
             raise UserError(self.notes[name])
         if not name.startswith("-"):
             self.error(f"unexpected argument {unknown!r}")
-        close = closest(name, [one for one in self._option_string_actions if one[:2] == "--"])
-        self.error(f"there is no flag {name}" + (f": did you mean {close}?" if close else ""))
+        known = [one for one in self._option_string_actions if re.match("--(?!no-)", one)]
+        close = closest(name, [*known, *self.notes])
+        if close is None:
+            self.error(f"there is no flag {name}")
+        hint = f"there is no flag {name}: did you mean {close}?"
+        if close in self.notes:
+            raise UserError(f"{hint} {self.notes[close]}")
+        self.error(hint)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

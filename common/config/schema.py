@@ -55,6 +55,7 @@ _BOUNDS = (
     ("above", "above", operator.gt),
     ("maximum", "of at most", operator.le),
 )
+_CPP_MAXIMUM = 2**31 - 1  # what C++ takes
 # The rules of ``option`` with their defaults.
 _RULES = {
     "type": str,
@@ -81,7 +82,7 @@ def option(default: Any, group: str, help: str, *flags: str, **rules: Any) -> An
     """
     assert rules.keys() <= _RULES.keys()
     if rules.get("type") is int:
-        rules = {"maximum": 2**31 - 1, **rules}  # what C++ takes
+        rules = {"maximum": _CPP_MAXIMUM, **rules}
     metadata = {**_RULES, **rules, "group": group, "help": help, "flags": flags}
     return field(default=default, metadata=metadata)
 
@@ -440,7 +441,10 @@ class Config:
         0.9, OPTIMIZER, "momentum of sgd", type=float, minimum=0, maximum=0.9999
     )
     nesterov: bool = option(
-        True, OPTIMIZER, "Nesterov's form of momentum for sgd (default: on)", type=bool
+        True,
+        OPTIMIZER,
+        "use plain momentum for sgd, not Nesterov's form, which is the default",
+        type=bool,
     )
     weight_decay: float = option(
         5e-4, OPTIMIZER, "weight decay (L2 penalty)", type=float, minimum=0
@@ -678,7 +682,9 @@ def _check(name: str, value: Any, rules: Mapping[str, Any]) -> None:
         or (isinstance(value, float) and not math.isfinite(value))
         or not all(within(value, bound) for _, within, bound in bounds)
     ):
-        number = " ".join([EXPECTED[rules["type"]], " and ".join(text for text, *_ in bounds)])
+        huge = has_type(value, int) and value > _CPP_MAXIMUM
+        limits = [text for text, _, bound in bounds if huge or bound != _CPP_MAXIMUM]
+        number = " ".join([EXPECTED[rules["type"]], " and ".join(limits)]).replace("and of", "and")
         expected = "a value or leave the flag out" if value == "" else number.strip()
         raise UserError(f"{flag(name)}: got {value!r}, give {expected}")
     if rules["form"] and not re.fullmatch(rules["form"][0], value):

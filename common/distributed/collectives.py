@@ -150,7 +150,7 @@ def warn_of_equal_batches(world: World, inputs: Tensor, labels: Tensor) -> None:
     same_inputs, same_labels = (len({one[column] for one in all_ranks}) == 1 for column in (0, 1))
     if len(labels) and (same_inputs or (same_labels and all(one[-1] for one in all_ranks))):
         warnings.warn(
-            "all ranks train on the same samples: their first batches are equal. Give each rank a "
-            "share of its own, e.g. by torch.utils.data.DistributedSampler",
+            "all ranks train on the same samples: their first batches are equal. Give each rank "
+            "its own share, e.g. with torch.utils.data.DistributedSampler",
             stacklevel=5,
         )

@@ -214,7 +214,8 @@ def processes_to_start(flags: LaunchFlags, environment: Mapping[str, str] = os.e
     if {"RANK", "WORLD_SIZE"} <= environment.keys() or flags.rank is not None:
         if flags.distributed and flags.rank is not None:
             raise UserError(
-                "--distributed starts all ranks here, --rank is one of them: give one of the two"
+                "--distributed starts all ranks on this machine, and --rank is one of them: give "
+                "one of the two"
             )
         return 0
     gpus = len(flags.gpu_ids.split(",")) if flags.gpu_ids is not None else 0

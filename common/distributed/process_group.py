@@ -152,8 +152,9 @@ def _choose_interface(master_ip: str) -> None:
 def _choose_backend(wanted: str | None, placement: RankPlacement) -> str:
     if wanted == "nccl" and not placement.gpus_suffice:
         raise UserError(
-            f"--backend nccl needs a GPU for each rank. This machine has {placement.local_size} "
-            f"ranks and {torch.cuda.device_count()} GPUs: give --backend gloo, or fewer ranks"
+            f"--backend nccl needs a GPU for each rank, but this machine has "
+            f"{torch.cuda.device_count()} for {placement.local_size}: give --backend gloo, or "
+            "start fewer ranks"
         )
     return wanted or ("nccl" if placement.gpus_suffice and dist.is_nccl_available() else "gloo")
 

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -97,4 +98,5 @@ def last_error_line(output: str) -> str:
     """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"error|\w*(Error|Exception)\b", line)]
-    return (errors or lines or [""])[-1][:500]
+    # Whole words only: a path in the line can be copied.
+    return textwrap.shorten((errors or lines or [""])[-1], 500, placeholder=" …")

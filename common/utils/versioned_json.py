@@ -36,9 +36,9 @@ def read_versioned(
     except OSError as error:
         raise UserError(f"{the_file} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:  # neither JSON nor UTF-8, or nested too deeply
-        raise UserError(f"{the_file} is cut or no JSON ({error})") from error
+        raise UserError(f"{the_file} is cut off or not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("what") != expected["what"]:
-        raise UserError(f"{path} is no {kind} of this project")
+        raise UserError(f"{path} is not a {kind} of this project")
     if content.get("format") != version:
         raise UserError(
             f"{the_file} has format {content.get('format')!r}, this version reads {version}"

@@ -5,6 +5,7 @@ Nothing here needs torch.
 
 import contextlib
 import dataclasses
+import os
 import re
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common.cli import main
+from common.cli import _newest_checkpoint, main
 from common.config.parser import build_parser, parse_arguments
 from common.config.schema import Config
 from common.distributed.launch_env import LaunchSpec, resolve_launch
@@ -527,10 +528,9 @@ def started(tmp_path_factory):
 
 @pytest.mark.parametrize("part", ["PartTwo", "PartThree"])
 def test_started_without_a_place(part, started):
-    """Status 2 and empty stdout; stderr shows examples for both ways to start the part.
+    """Status 2 and empty stdout; stderr shows three ways to start the part.
 
-    Each command names the real file and parses, and the commands of one example cover all its
-    ranks.
+    Each command names the real file and parses, and the commands for two machines cover both ranks.
     """
     ended = started[part, ""]
     assert ended.status == 2
@@ -542,16 +542,18 @@ def test_started_without_a_place(part, started):
         for line in lines
         if line.startswith("python ")
     ]
-    assert len(commands) == 4
+    assert len(commands) == 3
+    here, *several = commands
+    assert here[2:] == ["--distributed", "--world-size", "2"]
     places = []
-    for command in commands:
+    for command in several:
         assert Path(command[1]).resolve() == ROOT / part / "main.py"
         config = _parse(*command[2:], part=part)
         launch = resolve_launch(config.launch_flags, {})
         places.append((launch.master_ip, launch.size, launch.rank))
-    for first, second in (places[:2], places[2:]):
-        assert first[:2] == second[:2]
-        assert (first[1], first[2], second[2]) == (2, 0, 1)
+    first, second = places
+    assert first[:2] == second[:2]
+    assert (first[1], first[2], second[2]) == (2, 0, 1)
     (torchrun,) = [shlex.split(line) for line in lines if line.startswith("torchrun ")]
     assert torchrun[1:3] == ["--nproc-per-node", "2"]
     assert Path(torchrun[3]).resolve() == ROOT / part / "main.py"
@@ -563,6 +565,21 @@ def test_nonsense_on_a_real_command_line(started):
     assert (ended.status, ended.out) == (2, "")
     assert ended.err.startswith("error: --epochs: got 0, give a whole number of at least 1")
     assert ended.err.count("\n") == 1
+
+
+def test_a_failure_names_the_newest_checkpoint_of_this_run_only(tmp_path):
+    """Nothing is promised if this run has saved nothing; the path is whole."""
+    config = _parse("--output-dir", tmp_path)
+    assert _newest_checkpoint(config, begun=0.0) == ""
+    folder = tmp_path / "PartTwo-gather_scatter" / "a run" / "checkpoints"
+    folder.mkdir(parents=True)
+    for epoch, seconds in ((9, 1000), (10, 2000)):
+        (folder / f"Epoch_{epoch}.pt").touch()
+        os.utime(folder / f"Epoch_{epoch}.pt", (seconds, seconds))
+    assert _newest_checkpoint(config, begun=1500.0) == (
+        f"\nThe newest checkpoint is {folder}/Epoch_10.pt. Continue from it with --resume auto."
+    )
+    assert _newest_checkpoint(config, begun=2500.0) == ""
 
 
 @pytest.mark.parametrize("part", SYNCS)

@@ -511,9 +511,9 @@ def _changed(path, **entries):
     ("content", "said"),
     [
         (None, "there is no profile .*`lab calibrate --profile x --model vgg16` measures one"),
-        ("{", "is cut or no JSON"),
-        ("[]", "is no compute profile"),
-        ('{"format": 1}', "is no compute profile"),
+        ("{", "is cut off or not JSON"),
+        ("[]", "is not a compute profile"),
+        ('{"format": 1}', "is not a compute profile"),
         ({"format": 9}, "has format 9, this version reads 1"),
         ({"layers": []}, "incomplete"),
         ({"update_seconds": -1}, "incomplete.*-1"),
