@@ -161,12 +161,14 @@ def _card_rows(
         )
     if setup.world.size == 1:
         sync_row = "none: one rank"
-    validation = ", with validation" if setup.config.validates else ""
+    speed = _throughput(run_logger)
+    if setup.config.validates:
+        speed = f"with validation, {speed} without"
     rows: dict[str, Any] = {
         "ranks": setup.world.size,
         "step time": step_row,
         "exposed communication": sync_row,
-        "training time": f"{run_logger.total_seconds:.1f} s{validation}; {_throughput(run_logger)}",
+        "training time": f"{run_logger.total_seconds:.1f} s, {speed}",
         "wall time": f"{summary['wall_seconds']:.1f} s, with start-up and evaluation",
     }
     if summary["test_accuracy"] is not None:

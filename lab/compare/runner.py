@@ -204,9 +204,9 @@ class TimeLeft:
         return f"about {duration(sum(self._seconds))}"
 
     def after(self, done: int, elapsed: float) -> str:
-        """Return the time left when ``done`` runs have taken ``elapsed`` seconds; "" if unknown."""
+        """Return the time left when ``done`` runs took ``elapsed`` seconds; "" if unknown."""
         weights = self._seconds or [1.0] * self._runs
-        if not done and not self._seconds:
+        if done == self._runs or (not done and not self._seconds):
             return ""
         pace = elapsed / sum(weights[:done]) if done else 1.0
         return f"about {duration(pace * sum(weights[done:]))} left"
@@ -250,8 +250,8 @@ def _run_missing(
             failed = outcome["status"] == "failed"
             words = f"FAILED: {outcome['message']}" if failed else describe_times(outcome)
             console.print(
-                f"[{number}/{len(to_do)}] {run.title}: {words} (took {duration(now - run_began)}; "
-                f"{left})",
+                f"[{number}/{len(to_do)}] {run.title}: {words} (took {duration(now - run_began)}"
+                f"{'; ' if left else ''}{left})",
                 markup=False,
                 soft_wrap=True,
             )

@@ -748,12 +748,14 @@ def check(
         re.findall(r"^Epoch \d+: train loss .*validation loss .*samples/s", ended.out, re.MULTILINE)
     ) == len(epochs)
     assert re.search(
-        r"^total time +[\d.]+ s, [\d,]+ samples/s in training$", ended.out, re.MULTILINE
+        r"^training time +[\d.]+ s, with validation, [\d,]+ samples/s without$",
+        ended.out,
+        re.MULTILINE,
     )
     best = load_checkpoint(folder / "checkpoints" / "best.pt")
     if ema:
         assert last["ema_val_accuracy"] == pytest.approx(summary["ema_test_accuracy"])
-        assert re.search(r"^EMA accuracy +[\d.]+%", ended.out, re.MULTILINE)
+        assert re.search(r"^EMA accuracy +[\d.]+ %", ended.out, re.MULTILINE)
         assert (folder / "report_ema.txt").exists()
         assert "ema_state_dict" in best
     else:

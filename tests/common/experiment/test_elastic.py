@@ -356,7 +356,7 @@ def test_the_newest_checkpoint_counts_on_whichever_node_it_lies(
         ]
     )
     [step] = going_on(told)
-    assert "of rank 1's node" in told
+    assert "on rank 1's node" in told
     assert step == load_checkpoint(moved / "Epoch_1.pt")["step"]
 
 
@@ -463,7 +463,7 @@ def test_a_setting_under_which_restarts_would_fail_is_named(tmp_path: Path) -> N
         [str(word) for word in command], cwd=tmp_path, env=os.environ | environment
     ).end()
     assert ended.status == 0, ended.err
-    assert "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in ended.out
+    assert "start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in ended.out
 
 
 @pytest.mark.slow
