@@ -23,6 +23,11 @@ _TRAINING = (
     "seed",
     "learning_rate",
     "schedule",
+    "warmup_steps",
+    "warmup_epochs",
+    "milestones",
+    "step_factor",
+    "scale_lr",
     "total_steps",
     "opt",
     "momentum",
@@ -33,19 +38,24 @@ _TRAINING = (
     "accumulation_steps",
     "amp",
     "amp_dtype",
+    "sync_batchnorm",
+    "pretrained_weights",
+    "unfreeze",
+    "input_size",
+    "normalise",
     "untimed_steps",
     "compute",
 )
 
 
 def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
-    """Return the results of these runs, as lab/compare/results.py documents them.
+    """Return the results of these runs in the format that lab/compare/results.py documents.
 
     UserError if a folder is missing, given twice, or without a finished run.
     """
     folders = [folder.resolve() for folder in folders]
     if len(set(folders)) < len(folders):
-        raise UserError("the same run is given twice: give each folder once")
+        raise UserError("the same run was given twice: give each folder once")
     runs = [_read(folder, scaling) for folder in folders]
     facts = [run["facts"] for run in runs]
     differing = [name for name in facts[0] if any(one[name] != facts[0][name] for one in facts)]
@@ -71,12 +81,13 @@ def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
 def _read(folder: Path, scaling: str) -> dict[str, Any]:
     if not (folder / "config.json").exists():
         raise UserError(
-            f"{folder} is no folder of a run (it has no config.json): give "
-            "reports/<part>-<sync>/<time>, as rank 0 wrote it"
+            f"{folder} is not the folder of a run: it has no config.json. Give the folder that "
+            "rank 0 wrote, reports/<part>-<sync>/<time>"
         )
     config, environment = read_json(folder / "config.json"), read_json(folder / "environment.json")
     nodes = config["world_size"]
     repeat = read_repeat(folder, seed=config["seed"])
+    repeat["timed_steps"] = read_json(folder / "ranks.json").get("steps")
     facts = (
         {name: config.get(name) for name in _TRAINING}
         | {name: environment.get(name) for name in MACHINE_FACTS}
@@ -113,8 +124,9 @@ def _cells(
             group=groups.index(run["facts"]),
         )
         cell = cells.setdefault(new["id"], new | {"oversubscribed": run["crowded"]})
-        cell["repeats"].append(run["repeat"] | {"repeat": len(cell["repeats"])})
-        take_timeline(results, cell, run["repeat"], run["folder"])
+        outcome = run["repeat"] | {"repeat": len(cell["repeats"])}
+        cell["repeats"].append(outcome)
+        take_timeline(results, cell, outcome, run["folder"])
     for cell in cells.values():
         summarise(cell, repeats=len(cell["repeats"]))
     ordered = sorted(cells.values(), key=lambda cell: (cell["group"], cell["nodes"]))
@@ -142,9 +154,9 @@ def _short_name(run: Mapping[str, Any]) -> str:
 def _warnings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     unequal = [str(run["folder"]) for run in runs if not run["repeat"]["equal_weights"]]
     warnings = {
-        "in some runs more ranks shared a machine than it has cores: their step times tell of "
-        "the machine": any(run["crowded"] for run in runs),
-        "the runs were made by different commits of this project": (
+        "in some runs more ranks shared a machine than it has cores: their step times are not "
+        "those of separate machines": any(run["crowded"] for run in runs),
+        "the runs were made with different commits of this project": (
             len({run["environment"].get("git_commit") for run in runs}) > 1
         ),
         f"the ranks ended with different weights in {', '.join(unequal)}": bool(unequal),
@@ -161,9 +173,9 @@ def _settings(
         "model": facts["model"],
         "batch_size": runs[0]["batch_size"] if scaling == "strong" else facts["batch_size"],
         "scaling": scaling,
-        "steps": min(len(run["repeat"]["losses"]) for run in runs),
-        "warmup": facts["untimed_steps"],
-        "repeats": max(len(cell["repeats"]) for cell in cells),
+        "steps": _one_or_range([run["repeat"]["timed_steps"] for run in runs]),
+        "warmup": _one_or_range([run["facts"]["untimed_steps"] for run in runs]),
+        "repeats": _one_or_range([len(cell["repeats"]) for cell in cells]),
         "seeds": sorted({run["repeat"]["seed"] for run in runs}),
         "nodes": sorted({cell["nodes"] for cell in cells}),
         "sync": list(dict.fromkeys(cell["sync"] for cell in cells)),
@@ -172,3 +184,11 @@ def _settings(
         "compute": facts["compute"],
         "command": "lab report " + " ".join(map(_short_name, runs)),
     }
+
+
+def _one_or_range(numbers: Sequence[int | None]) -> int | str | None:
+    """Return the number that all have, ``3 to 5`` if they differ, or None if one is unknown."""
+    known = [number for number in numbers if number is not None]
+    if len(known) < len(numbers):
+        return None
+    return known[0] if min(known) == max(known) else f"{min(known)} to {max(known)}"

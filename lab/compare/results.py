@@ -11,7 +11,8 @@ row for each rank.
     prediction    null, or what was predicted before the first run: made, calibration, cells by id
     cells         id, sync, nodes, rate, batch_size, exact, group, oversubscribed,
                   status (done, partial, failed, pending), message, median, interval,
-                  repeats (folder, seed, status, ranks, losses, test_accuracy, seconds_to_accuracy)
+                  repeats (folder, seed, status, started, ranks, losses, test_accuracy,
+                  seconds_to_accuracy)
     groups        settings of each group by its number, as a text (only from ``lab report``)
     plan          of a comparison whose runs others start (job_plan.py): code (digests by file),
                   runs (cell and repeat), to_do (their numbers)
@@ -26,6 +27,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,14 +70,15 @@ def read_results(path: Path) -> dict[str, Any]:
         results = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"{path} cannot be read ({error}): it is cut or no results.json; left as it is"
+            f"{path} cannot be read ({error}): it is cut off or no results.json; the file is "
+            "unchanged"
         ) from error
     if not isinstance(results, dict) or "format" not in results:
-        raise UserError(f"{path} is no results.json of lab compare; left as it is")
+        raise UserError(f"{path} is no results.json of lab compare; the file is unchanged")
     if results["format"] != FORMAT:
         raise UserError(
             f"{path} has format {results['format']!r}, this version reads {FORMAT}: use the "
-            "version that wrote it; left as it is"
+            "version that wrote it; the file is unchanged"
         )
     _check_parts(path, results, _PARTS_OF_RESULTS, "")
     for index, cell in enumerate(results["cells"]):
@@ -89,7 +92,7 @@ def _check_parts(path: Path, content: Any, parts: Mapping[str, type], prefix: st
     for name, kind in parts.items():
         if not isinstance(content, dict) or not isinstance(content.get(name), kind):
             raise UserError(
-                f"{path}: {prefix}{name} is missing or no {kind.__name__}; left as it is"
+                f"{path}: {prefix}{name} is missing or no {kind.__name__}; the file is unchanged"
             )
 
 
@@ -101,16 +104,27 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def take_timeline(
-    results: dict[str, Any], cell: Mapping[str, Any], outcome: Mapping[str, Any], folder: Path
+    results: dict[str, Any], cell: Mapping[str, Any], outcome: dict[str, Any], folder: Path
 ) -> None:
     """Put the timeline of a cell's first repeat that has one into ``results``.
 
-    Every comparison does: lab compare (runner), its job plans (job_results), lab report
-    (imported_runs).
+    Called for every finished run by lab compare (runner), its job plans (job_results) and lab
+    report (imported_runs); it also sets ``started`` of the outcome.
     """
+    if outcome["status"] == "done" and "started" not in outcome:
+        outcome["started"] = _started(folder / outcome["folder"])
     timeline = folder / outcome["folder"] / "timeline.json"
     if outcome["status"] == "done" and cell["id"] not in results["timelines"] and timeline.exists():
         results["timelines"][cell["id"]] = read_json(timeline)
+
+
+def _started(run: Path) -> str | None:
+    """Return when a run started, in ISO format: rank 0 writes config.json before the first step."""
+    try:
+        written = (run / "config.json").stat().st_mtime
+    except OSError:
+        return None
+    return datetime.fromtimestamp(written).isoformat(timespec="seconds")
 
 
 def summarise(cell: dict[str, Any], *, repeats: int) -> None:

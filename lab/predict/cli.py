@@ -18,41 +18,54 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         commands,
         "predict",
         run=main_predict,
-        help="the step time of each strategy on nodes that nobody has, and where each stops "
-        "scaling",
+        help="predict the step time of each strategy for any number of nodes, and where each "
+        "strategy stops scaling",
     )
     parser.add_argument(
         "--nodes", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of nodes, up to 100,000"
     )
-    parser.add_argument("--rate", help="of each link, e.g. 1gbit (default: as calibrated)")
-    parser.add_argument("--latency", help="of a message, e.g. 0.2ms (default: as calibrated)")
     parser.add_argument(
-        "--sync", nargs="+", default=["all"], help=f"{', '.join(STRATEGIES)}; or 'all'"
+        "--rate", help="bandwidth of each link, e.g. 1gbit (default: as calibrated)"
     )
     parser.add_argument(
-        "--batch-size", type=int, default=DEFAULT_GLOBAL_BATCH_SIZE, help="as of lab compare"
+        "--latency", help="latency of a message, e.g. 0.2ms (default: as calibrated)"
     )
     parser.add_argument(
-        "--scaling", choices=["strong", "weak"], default="strong", help="as of lab compare"
+        "--sync", nargs="+", default=["all"], help=f"strategies: {', '.join(STRATEGIES)}; or 'all'"
     )
-    parser.add_argument("--bucket-mb", type=float, help="as of the parts; so are the next three")
-    parser.add_argument("--topk-ratio", type=float)
-    parser.add_argument("--powersgd-rank", type=int)
-    parser.add_argument("--averaging-period", type=int)
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=DEFAULT_GLOBAL_BATCH_SIZE,
+        help="global batch; with --scaling weak that of one node",
+    )
+    parser.add_argument(
+        "--scaling",
+        choices=["strong", "weak"],
+        default="strong",
+        help="strong: all nodes share one batch; weak: each node has its own batch",
+    )
+    parser.add_argument(
+        "--bucket-mb", type=float, help="size of a bucket in MB, as for PartTwo and PartThree"
+    )
+    parser.add_argument("--topk-ratio", type=float, help="share of the gradients that topk sends")
+    parser.add_argument("--powersgd-rank", type=int, help="rank of ddp_powersgd")
+    parser.add_argument(
+        "--averaging-period", type=int, help="steps between two exchanges of local_sgd"
+    )
     parser.add_argument(
         "--calibration",
         type=Path,
-        help="a file of lab calibrate (default: this machine's, else the one that "
+        help="a file written by lab calibrate (default: this machine's, or else the one that "
         "comes with the project)",
     )
     parser.add_argument(
         "--figure",
         type=Path,
         metavar="FILE.png",
-        help="also draw step time and efficiency from one node to "
-        "100,000; .svg and .pdf will do, too",
+        help="also draw step time and efficiency for 1 to 100,000 nodes; .svg and .pdf work, too",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main_predict(args: argparse.Namespace) -> int:

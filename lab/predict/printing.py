@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from common.cost_model.calibration_file import QUIET_SHARE, Calibration
 from common.cost_model.compute_model import LEAST_SAMPLES
 from common.cost_model.event_model import HEADERS, LARGEST_NODES
+from lab.predict.readable import bandwidth_text, bytes_text, duration_text
 from lab.predict.scaling import SCALINGS, ScalingLimit, most_nodes
 from lab.predict.tables import PredictedStep
 
@@ -36,31 +37,33 @@ def summarize(
     )
     if calibration.others_share > QUIET_SHARE:
         source += (
-            f", while others took {calibration.others_share:.0%} of its cores (calibrate again)"
+            f", while other programs used {calibration.others_share:.0%} of its cores (calibrate "
+            "again)"
         )
     if is_reference:
         source = (
-            f"NOT this machine: {source}, comes with the project. `lab calibrate` measures this one"
+            f"NOT this machine: {source}; this calibration comes with the project. `lab calibrate` "
+            "measures your machine"
         )
     network = calibration.network.over(rate_bits=rate, latency_seconds=latency)
     ring = network.rate("all_reduce")
-    where = "the nodes of the calibration"
+    where = "the nodes are those of the calibration"
     if (rate, latency) != (None, None):
-        where = "each node a machine like that one"
+        where = "each node is a machine like the calibrated one"
     elif calibration.over_loopback:
-        where = "all nodes ranks of that one machine, over loopback"
+        where = "all nodes are ranks on the calibrated machine, over loopback"
     link = (
-        f"{rate / 1e6:,.0f} Mbit/s and {HEADERS - 1:.0%} of headers"
+        f"links of {rate / 1e6:,.0f} Mbit/s ({HEADERS - 1:.0%} headers)"
         if rate is not None
-        else "bandwidth as measured"
+        else "links as measured"
     )
     return [
         source,
         f"{calibration.model}, {sum(calibration.gradients) / 1e6:.1f} MB of gradients, "
-        f"{'global batch' if scaling == 'strong' else 'batch a node'} {batch_size}; {where}",
-        f"network: {link}, {ring.alpha_seconds * 1e3:.3g} ms a message (all_reduce), "
-        f"{ring.beta_seconds_per_byte * 1e9:.3g} ns a byte; summing "
-        f"{network.gamma_seconds_per_byte * 1e9:.2g} ns a byte",
+        f"{'global batch' if scaling == 'strong' else 'batch of a node'} {batch_size}; {where}",
+        f"network: {link}; all_reduce: {duration_text(ring.alpha_seconds)} a message, "
+        f"{bandwidth_text(ring.beta_seconds_per_byte)}; summing: "
+        f"{bandwidth_text(network.gamma_seconds_per_byte)}",
     ]
 
 
@@ -95,8 +98,8 @@ def print_tables(
         print_lines(*_scaling_limits_text(batch_size))
     else:
         print_lines(
-            f"where scaling stops: ranks of one machine end with its {cores} cores; give --rate "
-            "for nodes"
+            f"where scaling stops is not shown: ranks of one machine share its {cores} cores. Give "
+            "--rate to predict separate machines"
         )
 
 
@@ -109,8 +112,8 @@ def _steps_table(steps: Sequence[PredictedStep], *, narrow: bool) -> Table:
             "step",
             "speed\nup",
             "effi-\nciency",
-            "exposed\nsync",
-            "root\nsends",
+            "exposed\ncomm.",
+            "rank 0\nsends",
             *([] if narrow else ["others\nsend"]),
             "bound by",
         ],
@@ -125,11 +128,11 @@ def _steps_table(steps: Sequence[PredictedStep], *, narrow: bool) -> Table:
         table.add_row(
             step.sync,
             str(step.nodes),
-            _seconds(one.step_seconds),
+            duration_text(one.step_seconds),
             _times(step.speedup),
             _least(step.efficiency, 0.001, ".1%"),
-            _seconds(one.sync_seconds),
-            *map(_bytes, sent),
+            duration_text(one.sync_seconds),
+            *map(bytes_text, sent),
             one.bound,
         )
     return table
@@ -142,11 +145,11 @@ def _scaling_limits_table(limits: Sequence[ScalingLimit], *, narrow: bool) -> Ta
             "\n\nstrategy",
             "strong:\nstops\nat",
             "\nspeed\nup",
-            "\n\nheld by",
+            "\n\nlimited by",
             "weak:\nhalf\nto",
             "\nstops\nat",
             "\nspeed\nup",
-            "\n\nheld by",
+            "\n\nlimited by",
         ],
         narrow=narrow,
     )
@@ -187,14 +190,16 @@ def _scaling_limits_text(batch_size: int) -> list[str]:
     """Return lines that explain the headings of ``_scaling_limits_table``."""
     limit = most_nodes(batch_size, scaling="strong")
     return [
-        f"strong: {batch_size:,} samples for all nodes together, at least {LEAST_SAMPLES} "
-        f"each, so up to {limit:,}; weak: {batch_size:,} samples a node, up to {LARGEST_NODES:,}.",
-        "stops at: more nodes, however many, bring less than a tenth more samples a second; "
-        "never: the last doubling brought",
-        "more. speed up: there, over one node. half to: nodes of which each still does half of "
-        "what one alone does.",
-        "held by: what takes the most of the messages; compute: computing alone goes no "
-        "further; samples: the batch ends.",
+        f"strong: {batch_size:,} samples for all nodes together, at least {LEAST_SAMPLES} a node, "
+        f"so up to {limit:,} nodes.",
+        f"weak: {batch_size:,} samples for each node, up to {LARGEST_NODES:,} nodes.",
+        "stops at: the smallest number of nodes within 10 % of the best speed; never: the last "
+        "doubling still",
+        "brought more than 10 %. speed up: at that number, over one node. half to: nodes up to "
+        "which the",
+        "efficiency is at least 50 %. limited by: what most of the communication time is spent on; "
+        "compute:",
+        "computing itself stops scaling; samples: the batch has no samples for more nodes.",
     ]
 
 
@@ -206,17 +211,3 @@ def _times(value: float) -> str:
 
 def _least(value: float, least: float, form: str) -> str:
     return f"{value:{form}}" if value >= least else f"<{least:{form}}"
-
-
-def _seconds(value: float) -> str:
-    if value >= 3600:
-        return f"{value / 3600:.3g} h"
-    if value >= 1:
-        return f"{value:.0f} s" if value >= 100 else f"{value:.3g} s"
-    return f"{value * 1e3:.3g} ms"
-
-
-def _bytes(value: float) -> str:
-    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-    large = (f"{value / size:.3g} {unit}" for unit, size in units if value >= size)
-    return next(large, f"{value:.0f} B")

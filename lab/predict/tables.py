@@ -18,7 +18,7 @@ from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.message_plans import MessagePlan
 from lab.predict.scaling import SCALINGS, ScalingLimit, scaling_limits
 
-_NO_EXCHANGE = "no exchange: each node trains a model of its own"
+_NO_EXCHANGE = "no gradient exchange: each node trains its own model"
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,10 @@ def _note(
     calibration: Calibration, nodes: int, *, batch_size: int, scaling: str, own_machines: bool
 ) -> str:
     if scaling == "strong" and nodes * LEAST_SAMPLES > batch_size:
-        return f"global batch {nodes * LEAST_SAMPLES:,}: BatchNorm needs two samples a node"
+        return (
+            f"predicted for a global batch of {nodes * LEAST_SAMPLES:,}: BatchNorm needs "
+            f"{LEAST_SAMPLES} samples a node"
+        )
     if not own_machines and calibration.over_loopback and nodes > calibration.cores:
-        return f"{nodes} ranks share {calibration.cores} cores: beyond what was measured"
+        return f"{nodes} ranks share {calibration.cores} cores: outside the measured range"
     return ""

@@ -1,9 +1,9 @@
 """The report of a comparison: tables, figures, traces and one HTML page.
 
-``write_report`` is the one call. Reading order: ``view`` (the cells and what follows from them),
-``losses``, ``findings`` (sentences; ``speed_findings``, ``training_findings``,
-``prediction_findings``), ``tables``, ``figures``, ``curves``, ``timeline``, ``figure_pages`` (all
-figures), ``html``.
+``write_report`` writes the files, ``terminal.print_answer`` prints the answer. Reading order:
+``view`` (the cells and what follows from them), ``losses``, ``equality`` (do the strategies compute
+the same), ``findings`` (sentences; one file for each kind, ``*_findings``), ``verdict`` (the
+answer), ``tables``, ``figures``, ``curves``, ``timeline``, ``figure_pages``, ``html``.
 """
 
 from collections.abc import Mapping

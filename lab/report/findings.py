@@ -8,9 +8,9 @@ sentences about such limits. The other ``*_findings`` modules write the rest.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lab.report import prediction_findings, speed_findings, training_findings
+from lab.report import equality_findings, prediction_findings, speed_findings, training_findings
 from lab.report.sentences import BOUND, REACH, Finding, listed, merged, timed
-from lab.report.view import ComparisonGroup, percent
+from lab.report.view import CellRow, ComparisonGroup, nodes_text, percent
 
 _NOISY = 0.5  # of the step: a wider interval gets a warning
 
@@ -18,26 +18,28 @@ _NOISY = 0.5  # of the step: a wider interval gets a warning
 def findings(block: ComparisonGroup, timelines: Mapping[str, Any] | None = None) -> list[Finding]:
     """Return what the cells of ``block`` show, in reading order."""
     found = [
+        *equality_findings.equal_results(block),
         *unfinished(block),
         *emulation(block),
         *noisy(block),
         *speed_findings.fastest(block),
         *speed_findings.slower_than_one(block),
+        *speed_findings.above_ideal(block),
         *speed_findings.bounds(block),
         *speed_findings.stragglers(block),
         *speed_findings.overlaps(block, timelines or {}),
         *oversubscription(block),
         *speed_findings.root_share(block),
-        *training_findings.exact_losses(block),
         *training_findings.accuracies(block),
         *training_findings.time_to_accuracy(block),
         *prediction_findings.predictions(block),
+        *prediction_findings.made_in_time(block),
         *prediction_findings.bytes_as_predicted(block),
     ]
     if not block.measured:
         found.insert(
             0,
-            Finding(REACH, "No cell has ended yet, so there is nothing to find.", caution=True),
+            Finding(REACH, "No run has ended yet, so there is nothing to report.", caution=True),
         )
     return merged(found)
 
@@ -45,17 +47,17 @@ def findings(block: ComparisonGroup, timelines: Mapping[str, Any] | None = None)
 def unfinished(block: ComparisonGroup) -> Iterator[Finding]:
     """Name the cells that failed, are pending, or have fewer repeats than planned."""
     texts = (
-        ("failed", "is", "are", "failed and {} not part of any comparison here."),
-        ("pending", "has", "have", "{} not been run yet."),
+        ("failed", "is", "are", "failed and {} left out of every comparison."),
+        ("pending", "has", "have", "{} not run yet."),
         (
             "partial",
             "is",
             "are",
-            "{} only partly done: the numbers rest on fewer repeats than planned.",
+            "{} only partly done: fewer repeats than planned ended well.",
         ),
     )
     for status, singular, plural, text in texts:
-        names = [row.id for row in block.rows if row.status == status]
+        names = [_quoted(row) for row in block.rows if row.status == status]
         if names:
             yield Finding(
                 REACH,
@@ -72,10 +74,10 @@ def oversubscription(block: ComparisonGroup) -> Iterator[Finding]:
         counts = sorted({row.nodes for row in rows})
         yield Finding(
             BOUND,
-            f"On {listed(list(map(str, counts)))} nodes the ranks share cores: their compute and "
-            "waiting times, speed-ups and efficiencies are not those of as many machines. What the "
-            "strategies send, and whether their losses agree, holds all the same.",
-            f"marked so: {listed([row.id for row in rows])}",
+            f"On {listed(list(map(str, counts)))} nodes the ranks share cores: compute and waiting "
+            "times, speed-ups and efficiencies are not those of separate machines. Bytes sent and "
+            "losses are not affected.",
+            listed([row.name for row in rows]),
             caution=True,
         )
 
@@ -85,16 +87,15 @@ def emulation(block: ComparisonGroup) -> Iterator[Finding]:
     if block.emulated and block.settings.get("compute") not in (None, "real") and block.measured:
         yield Finding(
             REACH,
-            "Compute is EMULATED: step times, overlap, waiting and bytes can be read, losses and "
-            "accuracies do not exist, and memory holds parameters, gradients and buffers, but no "
-            "activations.",
+            "Compute is EMULATED: step times, overlap, waiting and bytes are valid. There are no "
+            "losses and no accuracies, and memory does not include activations.",
             f"times of profile {block.settings['compute']}",
             caution=True,
         )
 
 
 def noisy(block: ComparisonGroup) -> Iterator[Finding]:
-    """Name the cells whose repeats lie too far apart for a conclusion."""
+    """Name the cells whose repeats differ too much for a conclusion."""
     rows = [
         row
         for row in block.measured
@@ -103,9 +104,14 @@ def noisy(block: ComparisonGroup) -> Iterator[Finding]:
     if rows:
         yield Finding(
             REACH,
-            f"The repeats of {listed([row.id for row in rows])} lie so far apart that the 95 "
-            f"% interval is wider than {percent(_NOISY)} of the step: too few repeats, or a "
-            "machine that had other things to do.",
-            "; ".join(f"{row.id} {timed(row)}" for row in rows),
+            f"The repeats of {listed([_quoted(row) for row in rows])} differ so much that the "
+            f"95 % interval is wider than {percent(_NOISY)} of the step. Run more repeats, or use "
+            "a machine that does nothing else.",
+            "; ".join(f"{row.name}: {timed(row)}" for row in rows),
             caution=True,
         )
+
+
+def _quoted(row: CellRow) -> str:
+    """Return the cell for a list of names: ``ring on 2 nodes``."""
+    return f"{row.sync} on {nodes_text(row.nodes)}"

@@ -10,43 +10,68 @@ _WITHIN = 0.20
 
 def predictions(block: ComparisonGroup) -> Iterator[Finding]:
     """Say how many predicted step times lie within 20 % of the measured ones."""
-    errors = {row.id: row.error for row in block.measured if row.error is not None}
+    errors = {row.name: row.error for row in block.measured if row.error is not None}
     texts = {name: percent(error, 1, signed=True) for name, error in errors.items()}
-    inside = [row.id for row in block.measured if row.id in errors and row.in_scope]
+    inside = [row.name for row in block.measured if row.name in errors and row.in_scope]
     if inside:
         far = [name for name in inside if abs(errors[name]) > _WITHIN]
         worst = max(inside, key=lambda name: abs(errors[name]))
-        beyond = f" Outside: {listed([f'{name} ({texts[name]})' for name in far])}." if far else ""
+        beyond = f" Outside: {'; '.join(f'{name} ({texts[name]})' for name in far)}." if far else ""
         yield Finding(
             "Prediction",
             f"{len(inside) - len(far)} of {len(inside)} predictions in scope lie within "
-            f"{percent(_WITHIN)} of the measured step time; the farthest off is {worst} with "
-            f"{texts[worst]}.{beyond}",
-            "; ".join(f"{name} {texts[name]}" for name in inside),
+            f"{percent(_WITHIN)} of the measured step time; the largest error is {texts[worst]} "
+            f"({worst}).{beyond}",
+            "; ".join(f"{name}: {texts[name]}" for name in inside),
             caution=bool(far),
         )
-    outside = {row.id: row for row in block.measured if row.id in errors and not row.in_scope}
+    outside = {row.name: row for row in block.measured if row.name in errors and not row.in_scope}
     if outside:
         reasons = {str(row.prediction.get("why") or "no reason given") for row in outside.values()}
         low, high = (texts[pick(outside, key=errors.__getitem__)] for pick in (min, max))
-        lie, shown = (
-            ("cell lies", f"its error, {low}, is")
+        are, errors_are = (
+            ("prediction is", f"its error, {low}, is")
             if len(outside) == 1
-            else ("cells lie", f"their errors, {low} to {high}, are")
+            else ("predictions are", f"their errors, {low} to {high}, are")
         )
         yield Finding(
             "Prediction",
-            f"{len(outside)} {lie} out of the model's scope ({listed(sorted(reasons))}); {shown} "
-            "shown, not counted.",
-            "; ".join(f"{name} {texts[name]}" for name in outside),
+            f"{len(outside)} {are} outside the model's scope ({listed(sorted(reasons))}); "
+            f"{errors_are} shown but not counted.",
+            "; ".join(f"{name}: {texts[name]}" for name in outside),
             caution=True,
         )
+
+
+def made_in_time(block: ComparisonGroup) -> Iterator[Finding]:
+    """Say whether the prediction was made before the first run started."""
+    made, first = block.predicted_at, block.first_start
+    if not made or not first or not any(row.prediction for row in block.measured):
+        return
+    if made <= first:
+        yield Finding(
+            "Prediction",
+            f"The prediction was made before the first run started ({_clock(made)}, then "
+            f"{_clock(first)}).",
+        )
+    else:
+        yield Finding(
+            "Prediction",
+            f"The prediction was made after the first run had started ({_clock(first)}, then "
+            f"{_clock(made)}), so it is no forecast of that run.",
+            caution=True,
+        )
+
+
+def _clock(moment: str) -> str:
+    """Return an ISO time without its fraction, for a person."""
+    return moment.replace("T", " ").split(".")[0]
 
 
 def bytes_as_predicted(block: ComparisonGroup) -> Iterator[Finding]:
     """Say whether the bytes that each rank counted equal the formulas."""
     both = {
-        row.id: (row.prediction["bytes_sent"], counted)
+        row.name: (row.prediction["bytes_sent"], counted)
         for row in block.measured
         if row.nodes > 1
         and row.prediction.get("bytes_sent")
@@ -62,14 +87,14 @@ def bytes_as_predicted(block: ComparisonGroup) -> Iterator[Finding]:
         formula, counted = ([round(value) for value in values] for values in both[wrong[0]])
         yield Finding(
             "Prediction",
-            f"The bytes counted differ from the formulas in {listed(wrong)}.",
+            f"The counted bytes differ from the formulas with {'; '.join(wrong)}.",
             f"{wrong[0]}: formula {formula}, counted {counted}",
             caution=True,
         )
     elif both:
+        cells = "the one cell that has both" if len(both) == 1 else f"all {len(both)} cells"
         yield Finding(
             "Prediction",
-            f"The bytes that every rank sent equal the formulas in all {len(both)} cells that have "
-            "both.",
-            "compared rank by rank, to half a byte a step",
+            f"Every rank sent as many bytes as the formulas say, in {cells}.",
+            "compared for each rank and step, to half a byte",
         )

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from lab.report.view import CellRow, interval_text, seconds_text
 
-REACH, SPEED, BOUND = "How far this carries", "Which is fastest", "What bounds a step"
+SPEED, EQUAL = "Which is fastest", "Do they compute the same"
+BOUND, REACH = "What takes the time", "Limits"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ def listed(names: Sequence[str], *, limit: int = 20) -> str:
     """Return ``a, b and c``; of more than ``limit`` names, the number of the others."""
     names = list(names) if len(names) <= limit else [*names[:limit], f"{len(names) - limit} more"]
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def strategies(names: Sequence[str], *, of: int) -> str:
+    """Return the names as a list; ``all 5 strategies`` if these are all of more than two."""
+    return f"all {of} strategies" if len(names) == of > 2 else listed(names)
 
 
 def on_nodes(nodes: int) -> str:

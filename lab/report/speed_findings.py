@@ -1,32 +1,41 @@
-"""Findings about the time of a step: who is fastest, what bounds it, waiting, the root's share."""
+"""Findings about the time of a step: which is fastest, what takes the time, rank 0's share."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lab.report.sentences import BOUND, SPEED, Finding, listed, on_nodes, timed
+from lab.report.equality import check
+from lab.report.sentences import BOUND, SPEED, Finding, listed, on_nodes, strategies, timed
 from lab.report.timeline import mean_overlap
 from lab.report.view import CellRow, ComparisonGroup, percent, seconds_text
 
-_EQUAL_SHARE = 1.2  # report a root that sends more than this many times an equal share
+_EQUAL_SHARE = 1.2  # report a rank 0 that sends more than this many times an equal share
+_ABOVE_IDEAL = 1.05  # an efficiency that no measuring error of a quiet machine reaches
 _COMPUTE = ("data", "forward", "backward", "update")
 _PARTS = {
     "compute": "compute (data, forward, backward, update)",
-    "wire": "sync on the wire",
+    "wire": "communication",
     "wait": "waiting for slower ranks",
 }
 
 
 def fastest(block: ComparisonGroup) -> Iterator[Finding]:
-    """Name the fastest strategy on each number of nodes, if the intervals allow it."""
+    """Name the fastest strategy on each number of nodes, if the intervals allow it.
+
+    Strategies that do not compute the same as the others take no part.
+    """
     for nodes in block.nodes_beyond_one:
-        rows = sorted(block.at(nodes), key=lambda row: row.measured_step)
+        wrong = check(block, nodes).doubtful
+        rows = sorted(
+            (row for row in block.at(nodes) if row.sync not in wrong),
+            key=lambda row: row.measured_step,
+        )
         if not rows:
             continue
         yield _fastest(rows, on_nodes(nodes))
         exact = [row for row in rows if row.exact]
         comparable = sum(bool(row.interval("step")) for row in exact) > 1
         if not rows[0].exact and comparable:
-            yield _fastest(exact, f"{on_nodes(nodes)}, among the exact strategies,")
+            yield _fastest(exact, f"{on_nodes(nodes)}, of the exact strategies,")
 
 
 def _fastest(rows: Sequence[CellRow], where: str) -> Finding:
@@ -35,37 +44,39 @@ def _fastest(rows: Sequence[CellRow], where: str) -> Finding:
     if len(rows) == 1:
         return Finding(
             SPEED,
-            f"{where} only {rows[0].sync} has been measured: nothing to compare.",
+            f"{where} only {rows[0].sync} has been measured: there is nothing to compare it with.",
             evidence,
         )
     sure = [(row, interval) for row in rows if (interval := row.interval("step"))]
     if len(sure) < 2:
         return Finding(
             SPEED,
-            f"{where} there is one repeat, no interval, so no order is claimed. The steps took "
-            f"from {timed(rows[0])} ({rows[0].sync}) to {timed(rows[-1])} ({rows[-1].sync}).",
+            f"{where} each strategy ran once: without an interval no order is certain. The steps "
+            f"took from {timed(rows[0])} ({rows[0].sync}) to {timed(rows[-1])} ({rows[-1].sync}).",
             evidence,
             caution=True,
         )
     single = [row.sync for row in rows if not row.interval("step")]
-    rest = f" Left out for want of an interval (one repeat): {listed(single)}." if single else ""
+    rest = (
+        f" Left out, because it ran once and has no interval: {listed(single)}." if single else ""
+    )
     (best, (_, high)), *others = sure
     tied = [row.sync for row, (low, _) in others if low <= high]
     if tied:
         text = (
-            f"{where} the fastest cannot be told apart: {_named(best)} has the shortest median "
-            f"step, {timed(best)}, but its 95 % interval overlaps that of {listed(tied)}.{rest}"
+            f"{where} {named(best)} has the shortest median step, {timed(best)}, but the 95 % "
+            f"intervals overlap: {listed(tied)} may be as fast.{rest}"
         )
     else:
         second = others[0][0]
         text = (
-            f"{where} {_named(best)} is fastest: {timed(best)} a step. Next is {_named(second)} "
+            f"{where} {named(best)} is fastest: {timed(best)} a step. Next is {named(second)} "
             f"with {timed(second)}; the 95 % intervals do not overlap.{rest}"
         )
-    return Finding(SPEED, text, evidence, caution=bool(tied))
+    return Finding(SPEED, text, evidence)
 
 
-def _named(row: CellRow) -> str:
+def named(row: CellRow) -> str:
     return row.sync if row.exact else f"{row.sync} (not exact)"
 
 
@@ -76,48 +87,71 @@ def slower_than_one(block: ComparisonGroup) -> Iterator[Finding]:
         if block.scaling == "strong"
         else "processing fewer samples a second than one node"
     )
-    slower = [
-        (row, row.speedup_interval)
-        for row in block.measured
-        if row.nodes > 1 and row.speedup and row.speedup < 1
-    ]
-    groups = {
-        ", also at the favourable ends of both intervals.": [
-            row for row, interval in slower if interval and interval[1] < 1
-        ],
-        " by the median, but the intervals leave open whether really.": [
-            row for row, interval in slower if interval and interval[1] >= 1
-        ],
-        " by the median; there is no interval, so no more is claimed.": [
-            row for row, interval in slower if not interval
-        ],
-    }
-    for text, members in groups.items():
-        if members:
+    for nodes in block.nodes_beyond_one:
+        slower = [
+            (row, row.speedup_interval)
+            for row in block.at(nodes)
+            if row.speedup and row.speedup < 1
+        ]
+        certain = [row for row, interval in slower if interval and interval[1] < 1]
+        groups = (
+            (certain, ", also at the favourable ends of both intervals."),
+            (
+                [row for row, interval in slower if interval and interval[1] >= 1],
+                " by the medians, but the 95 % intervals overlap.",
+            ),
+            (
+                [row for row, interval in slower if not interval],
+                " by the medians; without intervals (one repeat) this is not certain.",
+            ),
+        )
+        for members, text in groups:
+            if members:
+                names = strategies([row.sync for row in members], of=len(block.at(nodes)))
+                are = "is" if len(members) == 1 else "are"
+                yield Finding(
+                    SPEED,
+                    f"{on_nodes(nodes)} {names} {are} {what}{text}",
+                    "; ".join(f"{row.sync} {row.speedup:.2f} times" for row in members),
+                    caution=members is not certain,
+                )
+
+
+def above_ideal(block: ComparisonGroup) -> Iterator[Finding]:
+    """Warn of speed-ups that are larger than the number of nodes."""
+    for nodes in block.nodes_beyond_one:
+        rows = {
+            row.sync: row.efficiency
+            for row in block.at(nodes)
+            if row.efficiency and row.efficiency > _ABOVE_IDEAL
+        }
+        if rows:
+            shares = listed([f"{sync} {percent(share)}" for sync, share in rows.items()])
             yield Finding(
                 SPEED,
-                listed([f"{row.sync} on {row.nodes} nodes" for row in members])
-                + f" {'is' if len(members) == 1 else 'are'} {what}{text}",
-                "; ".join(f"{row.id} {row.speedup:.2f} times" for row in members),
+                f"{on_nodes(nodes)} the efficiency is above the ideal 100 % ({shares}). The run on "
+                "one node was disturbed, or it is slower for each sample (fewer threads, less "
+                "cache). Do not trust these speed-ups: run one node again on a quiet machine.",
+                "; ".join(f"{sync} {share:.3f}" for sync, share in rows.items()),
                 caution=True,
             )
 
 
 def bounds(block: ComparisonGroup) -> Iterator[Finding]:
-    """Say what takes the largest part of a step: compute, wire or waiting."""
+    """Say what takes the largest part of a step: compute, communication or waiting."""
     for nodes in block.nodes_beyond_one:
         parts = {row.sync: found for row in block.at(nodes) if (found := _parts(row))}
         largest = {sync: max(found, key=found.__getitem__) for sync, found in parts.items()}
         texts = [
-            f"{label} with {listed([sync for sync, name in largest.items() if name == part])}"
+            f"{label} with "
+            + strategies([sync for sync, name in largest.items() if name == part], of=len(parts))
             for part, label in _PARTS.items()
             if part in largest.values()
         ]
         if texts:
             yield Finding(
                 BOUND,
-                f"{on_nodes(nodes)} the largest part of a step, by the medians, is "
-                f"{'; '.join(texts)}.",
+                f"{on_nodes(nodes)} the largest part of the median step is {'; '.join(texts)}.",
                 "; ".join(
                     f"{sync} {percent(found[largest[sync]] / sum(found.values()))} {largest[sync]}"
                     for sync, found in parts.items()
@@ -126,7 +160,7 @@ def bounds(block: ComparisonGroup) -> Iterator[Finding]:
 
 
 def _parts(row: CellRow) -> dict[str, float]:
-    """Return seconds of compute, wire and waiting; nothing if one is unknown or all are 0."""
+    """Return seconds of each of ``_PARTS``; nothing if one is unknown or all are 0."""
     names = (*_COMPUTE, "wire", "wait")
     known = {name: seconds for name in names if (seconds := row.median(name)) is not None}
     if len(known) < len(names) or not any(known.values()):
@@ -136,7 +170,7 @@ def _parts(row: CellRow) -> dict[str, float]:
 
 
 def stragglers(block: ComparisonGroup) -> Iterator[Finding]:
-    """Compare the time spent waiting for slower ranks with the time on the wire."""
+    """Compare the time spent waiting for slower ranks with the time of the communication."""
     for nodes in block.nodes_beyond_one:
         rows = [
             (row, wait, wire)
@@ -151,28 +185,30 @@ def stragglers(block: ComparisonGroup) -> Iterator[Finding]:
         ]
         unsure = [row.sync for row in waiting if row.sync not in sure]
         evidence = "; ".join(
-            f"{row.sync} wait {seconds_text(wait, row.step)} s, "
-            f"wire {seconds_text(wire, row.step)} s"
+            f"{row.sync} waiting {seconds_text(wait, row.step)} s, "
+            f"communication {seconds_text(wire, row.step)} s"
             for row, wait, wire in rows
         )
+        names = listed([row.sync for row, _, _ in rows])
+        complete = len(rows) == len(block.at(nodes))
+        who = "no strategy" if complete else f"none of the strategies that measured it ({names})"
         claims = (
             (
                 bool(sure),
                 False,
-                "more of the sync time is waiting for slower ranks than wire with "
-                f"{listed(sure)}: a faster network would save less than half of it.",
+                f"{listed(sure)}: ranks wait longer for slower ranks than the communication takes. "
+                "A faster network would save less than half of the exposed time.",
             ),
             (
                 bool(unsure),
                 True,
-                "more of the sync time is waiting than wire by the medians with "
-                f"{listed(unsure)}, but no intervals that lie apart bear it out.",
+                f"{listed(unsure)}: ranks wait longer for slower ranks than the communication "
+                "takes, but the 95 % intervals overlap.",
             ),
             (
                 bool(rows and not waiting),
                 False,
-                "no strategy spends more of its sync time waiting for slower ranks than on the "
-                "wire.",
+                f"{who} waits longer for slower ranks than its communication takes.",
             ),
         )
         for holds, caution, text in claims:
@@ -181,37 +217,44 @@ def stragglers(block: ComparisonGroup) -> Iterator[Finding]:
 
 
 def root_share(block: ComparisonGroup) -> Iterator[Finding]:
-    """Compare the root's share of all bytes sent with an equal share."""
+    """Compare rank 0's share of all bytes sent with an equal share."""
     for nodes in block.nodes_beyond_one:
+        rows = block.at(nodes)
         shares = {
             row.sync: sent / row.total_bytes
-            for row in block.at(nodes)
+            for row in rows
             if (sent := row.median("root_bytes_sent")) is not None and row.total_bytes
         }
+        uncounted = [row.sync for row in rows if row.median("root_bytes_sent") is None]
+        missing = f"the bytes of {listed(uncounted)} were not counted: add --timeline to the runs."
         if not shares:
+            if uncounted:
+                yield Finding("Bytes", f"{on_nodes(nodes)} {missing}", caution=True)
             continue
         heavy = [sync for sync, share in shares.items() if share > _EQUAL_SHARE / nodes]
         most = max(shares, key=shares.__getitem__)
         if heavy:
             name = f", {most}" if len(heavy) > 1 else ""
             text = (
-                f"the root sends more than its share with {listed(heavy)}: "
+                f"rank 0 sends more than its share with {listed(heavy)}: "
                 f"up to {percent(shares[most], 1)} of all bytes{name}"
             )
         else:
+            who = f"with {listed(list(shares))}" if uncounted else "with any strategy"
             text = (
-                "no strategy makes the root send much more than the others: "
+                f"rank 0 does not send much more than the others {who}: "
                 f"at most {percent(shares[most], 1)} of all bytes"
             )
         yield Finding(
             "Bytes",
-            f"{on_nodes(nodes)} {text}; an equal share would be {percent(1 / nodes, 1)}.",
+            f"{on_nodes(nodes)} {text}; an equal share would be {percent(1 / nodes, 1)}."
+            + (f" {missing[0].upper()}{missing[1:]}" if uncounted else ""),
             "; ".join(f"{sync} {percent(share, 1)}" for sync, share in shares.items()),
         )
 
 
 def overlaps(block: ComparisonGroup, timelines: Mapping[str, Any]) -> Iterator[Finding]:
-    """Say how much of the message time lies under backward in the one recorded step."""
+    """Say how much of the communication runs during backward in the one recorded step."""
     for nodes in block.nodes:
         shares = {
             row.sync: share
@@ -221,18 +264,19 @@ def overlaps(block: ComparisonGroup, timelines: Mapping[str, Any]) -> Iterator[F
             and (share := mean_overlap(timelines[row.id])) is not None
         }
         under = [
-            f"{sync} ({percent(share)} of their time)"
+            f"{sync} ({percent(share)} of its time)"
             for sync, share in shares.items()
             if share >= 0.01
         ]
         if shares:
+            names = listed(list(shares))
             text = (
-                f"messages lie under backward with {listed(under)}"
+                f"communication overlaps backward with {listed(under)}"
                 if under
-                else "no message lies under backward"
+                else f"{names} {'send' if len(shares) > 1 else 'sends'} nothing during backward"
             )
             yield Finding(
                 BOUND,
-                f"{on_nodes(nodes)}, in the one step recorded, {text}.",
+                f"{on_nodes(nodes)}, in the one recorded step, {text}.",
                 "; ".join(f"{sync} {percent(share)}" for sync, share in shares.items()),
             )

@@ -53,6 +53,22 @@ def _or_nothing(value: float | None, form: str, *, divide: float = 1.0) -> str:
     return NOTHING if value is None else format(value / divide, form)
 
 
+def claim(row: CellRow) -> str:
+    """Return whether the strategy claims to give every rank the exact mean gradient."""
+    if row.nodes == 1:
+        return NOTHING
+    return "yes" if row.exact else "no"
+
+
+def step_text(row: CellRow) -> str:
+    """Return the median step with its interval."""
+    return seconds(row, "step") + interval_text(row)
+
+
+def speedup_text(row: CellRow) -> str:
+    return _or_nothing(row.speedup, ".2f")
+
+
 def _status(row: CellRow) -> str:
     message = " ".join(str(row.cell.get("message") or "").split())
     shown = message if len(message) <= 80 else f"{message[:79]}…"
@@ -62,15 +78,16 @@ def _status(row: CellRow) -> str:
 COLUMNS = (
     Column("strategy", "strategy", lambda row: row.sync, number=False),
     Column("nodes", "nodes", lambda row: str(row.nodes)),
-    Column("exact", "exact", lambda row: "yes" if row.exact else "no", number=False),
-    Column("step", "step, s [95 %]", lambda row: seconds(row, "step") + interval_text(row)),
+    Column("exact", "claims exact", claim, number=False),
+    Column("step", "step, s [95 %]", step_text),
     *(
         Column(name, f"{name}, s", partial(seconds, name=name))
-        for name in ("data", "forward", "backward", "sync")
+        for name in ("data", "forward", "backward")
     ),
-    Column("wait", "of it wait, s", partial(seconds, name="wait")),
+    Column("sync", "exposed comm. (sync), s", partial(seconds, name="sync")),
+    Column("wait", "waiting, s", partial(seconds, name="wait")),
     Column("update", "update, s", partial(seconds, name="update")),
-    Column("speedup", "speed-up", lambda row: _or_nothing(row.speedup, ".2f")),
+    Column("speedup", "speed-up", speedup_text),
     Column(
         "efficiency",
         "efficiency",
@@ -79,7 +96,7 @@ COLUMNS = (
     Column("samples", "samples/s", lambda row: _or_nothing(row.samples_per_second, ".0f")),
     Column(
         "root",
-        "root sent, MB",
+        "rank 0 sent, MB",
         lambda row: _or_nothing(row.median("root_bytes_sent"), ".2f", divide=1e6),
     ),
     Column(
@@ -98,7 +115,7 @@ COLUMNS = (
     ),
     Column(
         "predicted",
-        "predicted, s",
+        "predicted step, s",
         lambda row: seconds_text(row.predicted, row.step or row.predicted),
     ),
     Column(

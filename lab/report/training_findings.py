@@ -1,57 +1,12 @@
-"""Findings about what was learned: losses, accuracies and the time to an accuracy."""
+"""Findings about what was learned: accuracies and the time to an accuracy."""
 
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
 from statistics import fmean, median
 
-from lab.report.losses import by_seed, differences
 from lab.report.sentences import Finding, listed, on_nodes
 from lab.report.view import CellRow, ComparisonGroup, percent
 
-# relative to the loss: summing in another order changes less, a wrong mean far more
-_AGREE = 1e-3
 _NEAR_CHANCE = 1.5  # times the accuracy of guessing
-
-
-def exact_losses(block: ComparisonGroup) -> Iterator[Finding]:
-    """Say whether the exact strategies' losses are equal, on each number of nodes."""
-    for nodes in block.nodes_beyond_one:
-        rows = [row for row in block.at(nodes) if row.exact and by_seed(row)]
-        found = differences(rows)
-        if not found:
-            continue
-        largest = max(found, key=attrgetter("value"))
-        start = min(entry.step for entry in found)
-        first = max(entry.value for entry in found if entry.step == start)
-        limit = _AGREE * abs(largest.loss)
-        where = f"{on_nodes(nodes)} the losses of the {len(rows)} exact strategies"
-        if first > limit:
-            text = (
-                f"{on_nodes(nodes)} the exact strategies differ from the first step on, by "
-                f"{first:.2g}, before any gradient was exchanged: they did not start alike, and "
-                "their losses cannot be compared."
-            )
-        elif largest.value == 0:
-            text = f"{where} are equal at every step, to the last digit."
-        elif largest.value <= limit:
-            text = (
-                f"{where} agree: they differ by {largest.value:.2g} at most, at step "
-                f"{largest.step}."
-            )
-        else:
-            text = (
-                f"{where} start alike and drift apart, by {largest.value:.2g} at most, at step "
-                f"{largest.step}. Sums in another order can grow to that over many steps, and so "
-                "can an error in a strategy; this report cannot tell which it is."
-            )
-        yield Finding(
-            "Losses",
-            text,
-            f"{largest.value:.2g} at step {largest.step}, {largest.one} against {largest.other}, "
-            f"loss {largest.loss:.3f}; {first:.2g} at the first step; "
-            f"{listed([row.sync for row in block.at(nodes) if row.exact])}",
-            caution=largest.value > limit,
-        )
 
 
 def accuracies(block: ComparisonGroup) -> Iterator[Finding]:
@@ -66,8 +21,8 @@ def accuracies(block: ComparisonGroup) -> Iterator[Finding]:
         if block.classes is None:
             yield Finding(
                 "Accuracy",
-                f"{on_nodes(nodes)} accuracies were evaluated, but the number of classes is not "
-                "known, so that chance is not, either: no statement.",
+                f"{on_nodes(nodes)} accuracies were measured, but the number of classes is "
+                "unknown, and with it the accuracy of guessing.",
                 evidence,
                 caution=True,
             )
@@ -78,8 +33,8 @@ def accuracies(block: ComparisonGroup) -> Iterator[Finding]:
             yield Finding(
                 "Accuracy",
                 f"{on_nodes(nodes)} the test accuracy{_of(near, nodes)} is near chance (at most "
-                f"{percent(limit, 1)} with {block.classes} classes): equal accuracies there show "
-                "nothing.",
+                f"{percent(limit, 1)} with {block.classes} classes). Equal accuracies there show "
+                "nothing: train longer, or with a smaller learning rate.",
                 evidence,
                 caution=True,
             )
@@ -104,7 +59,7 @@ def _above_chance(
         return
     of = _of([row.sync for row, _ in reached if row.exact], nodes)
     spread = (
-        " One repeat each, so no spread: small differences show nothing."
+        " Each ran once, so small differences show nothing."
         if min(len(values) for _, values in reached) < 2
         else ""
     )
@@ -123,9 +78,9 @@ def _above_chance(
             )
             yield Finding(
                 "Accuracy",
-                f"{on_nodes(nodes)} {row.sync}, which is not exact, reaches "
-                f"{percent(fmean(values), 1)}; the exact ones {_between(exact)}: {side}.",
-                f"{row.sync} {_spread(values)}; exact ones' mean {percent(fmean(exact), 1)}",
+                f"{on_nodes(nodes)} {row.sync}, which does not claim to be exact, reaches "
+                f"{percent(fmean(values), 1)}; the exact strategies {_between(exact)}: {side}.",
+                f"{row.sync} {_spread(values)}; the exact mean {percent(fmean(exact), 1)}",
             )
 
 

@@ -15,14 +15,31 @@ from typing import Any
 
 from common.errors import UserError
 from common.sync import STRATEGIES
+from lab.predict.readable import bandwidth_text, duration_text
 from lab.units import parse_rate
+
+__all__ = [
+    "NOTHING",
+    "CellRow",
+    "ComparisonGroup",
+    "Interval",
+    "bandwidth_text",
+    "blocks",
+    "duration_text",
+    "interval_text",
+    "nodes_text",
+    "order",
+    "percent",
+    "rate_text",
+    "safe_name",
+    "seconds_text",
+    "what_is_emulated",
+]
 
 NOTHING = "–"
 Interval = tuple[float, float]
 _CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
 _RATE_UNITS = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
-_BANDWIDTH_UNITS = (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3), ("B/s", 1.0))
-_DURATION_UNITS = (("h", 3600.0), ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
 
 @dataclass(frozen=True)
@@ -151,6 +168,13 @@ class ComparisonGroup:
     scaling: str
     emulated: bool
     settings: Mapping[str, Any]
+    predicted_at: str = ""  # when the prediction was made, in ISO format
+
+    @property
+    def first_start(self) -> str:
+        """When the first run started, in ISO format; empty if no run recorded it."""
+        repeats = [repeat for row in self.rows for repeat in row.repeats]
+        return min((repeat["started"] for repeat in repeats if repeat.get("started")), default="")
 
     @property
     def measured(self) -> list[CellRow]:
@@ -219,6 +243,7 @@ def blocks(results: Mapping[str, Any]) -> list[ComparisonGroup]:
                 emulated=bool(results.get("emulated"))
                 and (settings.get("compute") != "real" or rate is not None),
                 settings=settings,
+                predicted_at=(results.get("prediction") or {}).get("made") or "",
             )
         )
     return found
@@ -250,6 +275,7 @@ def _group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
     differing = {str(difference).split(":")[0] for difference in results.get("differences") or []}
     common = results.get("settings") or {}
     return {
+        "gpus": (results.get("environment") or {}).get("gpus"),
         **{name: value for name, value in common.items() if name not in differing},
         **((results.get("groups") or {}).get(str(group)) or {}),
     }
@@ -260,13 +286,13 @@ def what_is_emulated(settings: Mapping[str, Any]) -> str:
     profile = str(settings.get("compute")).rpartition("/")[2].removesuffix(".json")
     rates = [rate_text(rate) for rate in settings.get("rates") or [] if rate is not None]
     parts = {
-        f"layers and update slept as long as they take by profile {profile}, and nothing was "
+        f"layers and updates sleep for the times of profile {profile}, so nothing is "
         "learned": settings.get("compute") not in (None, "real"),
-        "the nodes were namespaces of one machine, their links limited to "
+        "the nodes are network namespaces of one machine, with links of "
         f"{' and '.join(rates)}": bool(rates),
     }
-    said = "; ".join(part for part, holds in parts.items() if holds)
-    return f"EMULATED: {said or 'network or compute were imitated on one machine'}."
+    what = "; ".join(part for part, holds in parts.items() if holds)
+    return f"EMULATED: {what or 'network or compute were imitated on one machine'}."
 
 
 def rate_text(rate: Any) -> str:
@@ -292,25 +318,6 @@ def interval_text(row: CellRow) -> str:
     """Return the 95 % interval of a step as `` [0.351, 0.366]``, or an empty text without one."""
     ends = row.interval("step")
     return f" [{', '.join(seconds_text(end, row.step) for end in ends)}]" if ends else ""
-
-
-def bandwidth_text(seconds_per_byte: float) -> str:
-    """Return the inverse of a time per byte: 8.07e-10 is ``1.24 GB/s``, 0 is ``unlimited``."""
-    if seconds_per_byte <= 0:
-        return "unlimited"
-    return _scaled(1 / seconds_per_byte, _BANDWIDTH_UNITS)
-
-
-def duration_text(seconds: float) -> str:
-    """Return a time with three digits and a unit that is read: ``12.3 µs``, ``563 ms``, ``2 h``."""
-    return _scaled(seconds, _DURATION_UNITS) if seconds > 0 else "0 s"
-
-
-def _scaled(value: float, units: Sequence[tuple[str, float]]) -> str:
-    """Return ``value`` in the largest unit that leaves at least 1, with three digits."""
-    name, size = next((unit for unit in units if float(f"{value / unit[1]:.3g}") >= 1), units[-1])
-    digits = f"{value / size:.3g}"
-    return f"{float(digits):,.0f} {name}" if "e" in digits else f"{digits} {name}"
 
 
 def percent(share: float, digits: int = 0, *, signed: bool = False) -> str:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+from datetime import datetime
 
 import pytest
 
@@ -82,12 +84,12 @@ def test_bytes_that_no_timeline_counted_are_unknown_not_zero():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"format": 1, "kind"', "cut or no results.json"),
+        ('{"format": 1, "kind"', "cut off or no results.json"),
         ("[1, 2]", "is no results.json"),
         ("{}", "is no results.json"),
         ('{"format": 2}', "has format 2, this version reads 1"),
         ('{"format": 1}', "kind is missing"),
-        ("[" * 100_000, "cut or no"),
+        ("[" * 100_000, "cut off or no"),
     ],
 )
 def test_foreign_results_are_named(content, message, tmp_path):
@@ -96,7 +98,7 @@ def test_foreign_results_are_named(content, message, tmp_path):
     with pytest.raises(UserError, match=message) as caught:
         read_results(path)
     assert str(path) in str(caught.value)
-    assert "left as it is" in str(caught.value)
+    assert "the file is unchanged" in str(caught.value)
 
 
 def test_every_cell_is_checked(tmp_path):
@@ -121,7 +123,9 @@ def test_every_cell_is_checked(tmp_path):
 # --- lab report ---
 
 
-def write_run(folder, *, sync="ring", nodes=2, step=1.0, environment=(), losses=6, **settings):
+def write_run(
+    folder, *, sync="ring", nodes=2, step=1.0, environment=(), losses=6, steps=4, **settings
+):
     """Write a run's folder as rank 0 leaves it."""
     folder.mkdir(parents=True)
     config = {
@@ -152,7 +156,7 @@ def write_run(folder, *, sync="ring", nodes=2, step=1.0, environment=(), losses=
     files = {
         "config.json": config,
         "environment.json": machine,
-        "ranks.json": {"ranks": repeat(step, ranks=nodes)["ranks"]},
+        "ranks.json": {"steps": steps, "ranks": repeat(step, ranks=nodes)["ranks"]},
         "summary.json": {
             "test_accuracy": 0.5,
             "ranks_hold_equal_weights": settings.get("equal", True),
@@ -214,6 +218,30 @@ def test_weak_scaling_compares_batches_a_node(tmp_path):
     assert len(collect(folders, scaling="strong")["differences"]) == 2
 
 
+def test_the_steps_that_a_report_names_are_those_that_were_timed(tmp_path):
+    """Six steps have losses; the first is the warm-up, the last one recorded the timeline."""
+    one = write_run(tmp_path / "a", steps=4)
+    assert collect([one], scaling="strong")["settings"]["steps"] == 4
+    other = write_run(tmp_path / "b", sync="tree", steps=3)
+    settings = collect([one, other, write_run(tmp_path / "c", steps=4)], scaling="strong")[
+        "settings"
+    ]
+    assert (settings["steps"], settings["repeats"], settings["warmup"]) == ("3 to 4", "1 to 2", 1)
+
+
+def test_each_run_has_the_time_at_which_it_started(tmp_path):
+    run = write_run(tmp_path / "a")
+    os.utime(run / "config.json", (0, 86400))
+    [outcome] = collect([run], scaling="strong")["cells"][0]["repeats"]
+    assert datetime.fromisoformat(outcome["started"]).timestamp() == 86400
+
+
+def test_schedules_that_differ_are_not_compared(tmp_path):
+    """Their losses agree at step 1 only, so the report would take one of them to be wrong."""
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", sync="tree", warmup_steps=2)]
+    assert collect(runs, scaling="strong")["differences"][0].startswith("warmup_steps: ")
+
+
 def test_crowded_and_unequal_runs_are_warned_of(tmp_path):
     results = collect([write_run(tmp_path / "a", nodes=3, equal=False)], scaling="strong")
     assert results["cells"][0]["oversubscribed"]
@@ -229,5 +257,5 @@ def test_a_folder_that_holds_no_ended_run_is_named(tmp_path):
     with pytest.raises(UserError, match=r"ranks\.json cannot be read .* has not ended"):
         collect([run], scaling="strong")
     shutil.rmtree(run)
-    with pytest.raises(UserError, match="no folder of a run"):
+    with pytest.raises(UserError, match="not the folder of a run"):
         collect([run], scaling="strong")

@@ -18,7 +18,7 @@ from lab.report import write_report
 from lab.report.tables import csv_text, markdown
 from lab.report.timeline import lanes, mean_overlap, overlap, sync_parts, trace, union
 from lab.report.timeline_figure import draw_beside
-from lab.report.view import bandwidth_text, blocks, duration_text, rate_text
+from lab.report.view import blocks, rate_text
 from tests.helpers.report_samples import BYTES, cell, results, timeline
 
 FIGURES = ("step_time", "scaling", "bytes", "loss", "memory", "prediction")
@@ -173,9 +173,9 @@ def test_words_cannot_become_markup(report: tuple[Path, dict[str, Any], Page]) -
 def test_unfinished_cells_are_shown_as_such(report: tuple[Path, dict[str, Any], Page]) -> None:
     _, data, page = report
     assert "4 of 7 cells are done" in page.text
-    assert "ring-n4 failed and is not part of any comparison here." in page.text
-    assert "ddp_powersgd-n4 has not been run yet." in page.text
-    assert "gather_scatter-n2 is only partly done" in page.text
+    assert "ring on 4 nodes failed and is left out of every comparison." in page.text
+    assert "ddp_powersgd on 4 nodes has not run yet." in page.text
+    assert "gather_scatter on 2 nodes is only partly done" in page.text
     assert next(row for row in page.rows if row[:2] == ["ring", "4"])[3] == "–"
     assert sum(entry["status"] == "done" for entry in data["cells"]) == 4
 
@@ -300,7 +300,7 @@ def test_any_stage_of_results_makes_a_report(tmp_path: Path, kind: str) -> None:
     assert "EMULATED" in page.text
     expected = {
         "empty": "There are no cells",
-        "pending": "No cell has ended yet",
+        "pending": "No run has ended yet",
         "one repeat": "there is one repeat, so there is no interval",
         "bare": "Without a measured cell of one node there is no speed-up",
     }
@@ -328,12 +328,12 @@ def test_emulated_compute_is_told_everywhere_and_shows_no_loss(tmp_path: Path) -
     write_report(tmp_path, data)
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     what = (
-        "EMULATED: layers and update slept as long as they take by profile laptop, and nothing "
-        "was learned; the nodes were namespaces of one machine, their links limited to 200 Mbit/s."
+        "EMULATED: layers and updates sleep for the times of profile laptop, so nothing is "
+        "learned; the nodes are network namespaces of one machine, with links of 200 Mbit/s."
     )
     assert what in " ".join(page.text.split())
     assert what in (tmp_path / "table.md").read_text(encoding="utf-8")
-    assert "losses and accuracies do not exist" in " ".join(page.text.split())
+    assert "There are no losses and no accuracies" in " ".join(page.text.split())
     assert "No figure, because compute was emulated: nothing was learned." in page.text
     assert "ddp, 2 nodes at 200 Mbit/s" in (tmp_path / "timeline-ddp-n2.svg").read_text(
         encoding="utf-8"
@@ -438,27 +438,3 @@ def test_labels_are_spread() -> None:
     assert math.isclose(sum(places[:3]) / 3, 1.51 / 3)  # moved as little as needed
     assert spread([0.98, 0.99], 0.1) == pytest.approx([0.9, 1.0])
     assert spread([], 0.1) == []
-
-
-@pytest.mark.parametrize(
-    ("seconds_per_byte", "expected"),
-    [(8.07e-10, "1.24 GB/s"), (8e-8, "12.5 MB/s"), (1.0005e-6, "1 MB/s"), (0.0, "unlimited")],
-)
-def test_bandwidths_are_units_that_people_read(seconds_per_byte: float, expected: str) -> None:
-    assert bandwidth_text(seconds_per_byte) == expected
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        (1.23e-5, "12.3 µs"),
-        (0.5634, "563 ms"),
-        (0.9999, "1 s"),
-        (9e-10, "0.9 ns"),
-        (7200, "2 h"),
-        (1234, "1,230 s"),
-        (0, "0 s"),
-    ],
-)
-def test_durations_are_units_that_people_read(seconds: float, expected: str) -> None:
-    assert duration_text(seconds) == expected

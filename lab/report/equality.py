@@ -1,0 +1,218 @@
+"""Test whether the strategies that claim to be exact compute the same, by their first losses.
+
+``check(block, nodes)`` returns the result, equality_findings.py writes the sentences. After one
+update the losses of right strategies differ by rounding alone. Runs that start alike (equal seeds,
+batches and weights, hence equal losses at step 1) are therefore compared at steps 2 to 4. The
+largest set of strategies that agree with each other counts as right; between sets of equal size,
+the one with PyTorch's DDP.
+
+``tolerance`` says how large rounding may be. Measured with VGG-11 in fp32 on a CPU, the largest
+differences between right strategies, relative to the loss:
+
+    runs                               step 1   step 2   step 3   step 4   step 5
+    digits, 3 ranks, 9 strategies      0        1.7e-7   5.7e-7   4.2e-4   2.7e-3
+    digits, 4 ranks, 9 strategies      0        1.3e-7   3.1e-5   1.1e-3   9.3e-3
+    digits, 4 ranks, bf16              0        0        0        0        0
+    CIFAR-10, 4 ranks, 5 strategies    0        1.1e-7   8.1e-6   2.0e-4   5.1e-3
+    CIFAR-10, 2 ranks, 5 strategies    0        0        0        0        0
+
+Zeros: a sum over 2 ranks has one order, and fp32 adds a few bf16 gradients without rounding. Wrong
+strategies on 2 ranks, digits and CIFAR-10: a sum divided by 4 differs at step 2 by 0.8 %, one that
+is not divided by 1.5 %, a rank that keeps its own gradients by 0.07 % and 0.002 % (0.7 % at step 3;
+its ranks also end with different weights).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from common.sync import BUILT_IN
+from lab.report.sentences import listed
+from lab.report.view import CellRow, ComparisonGroup
+
+STEPS = (2, 3, 4)
+GROWTH = 100.0  # of rounding, a step; from step 5 on the test would accept anything
+START = {"fp32": 1e-5, "fp32 on a GPU": 1e-4, "bf16": 1e-3, "fp16": 1e-3}
+"""The difference at step 2, relative to the loss, that rounding does not reach, by number type.
+
+fp32: a hundred times what was measured. The others are estimates with a wide margin: convolutions
+on a GPU may use TF32 and sum in another order from run to run; bf16 keeps two to three digits.
+"""
+DDP = "ddp"
+
+
+class Deviation(NamedTuple):
+    """The first step at which two losses differ by more than ``limit``, all that rounding does."""
+
+    step: int
+    value: float  # infinite if one of the two is not finite
+    limit: float
+
+
+class Curve(NamedTuple):
+    """The losses of one run by step, NaN where the loss was not finite."""
+
+    sync: str
+    seed: int
+    precision: str
+    losses: Mapping[int, float]
+
+
+@dataclass
+class Equality:
+    """What the first losses say about the strategies that claim to be exact.
+
+    equal : the strategies that compute the same; empty if fewer than two could be compared.
+    wrong : by strategy, how it deviates from these.
+    disputed : the strategies that disagree where the test cannot tell which is wrong, and how.
+    untested : by strategy, why it could not be compared.
+    unequal_ranks : the strategies whose ranks ended with different weights.
+    """
+
+    equal: list[str] = field(default_factory=list)
+    wrong: dict[str, Deviation] = field(default_factory=dict)
+    disputed: dict[str, Deviation] = field(default_factory=dict)
+    untested: dict[str, str] = field(default_factory=dict)
+    unequal_ranks: list[str] = field(default_factory=list)
+
+    @property
+    def doubtful(self) -> set[str]:
+        """The strategies of which at least one is certainly wrong."""
+        return {*self.wrong, *self.disputed, *self.unequal_ranks}
+
+
+def tolerance(step: int, precision: str) -> float:
+    """Return the largest difference, relative to the loss, that counts as rounding at ``step``."""
+    return START[precision] * GROWTH ** max(0, step - STEPS[0])
+
+
+def check(block: ComparisonGroup, nodes: int) -> Equality:
+    """Compare the strategies on ``nodes`` nodes that claim to be exact."""
+    rows = [row for row in block.at(nodes) if row.exact and row.sync != "none"]
+    result = Equality(
+        unequal_ranks=[
+            row.sync
+            for row in rows
+            if any(repeat.get("equal_weights") is False for repeat in row.repeats)
+        ]
+    )
+    curves = [curve for row in rows for curve in _curves(row, block.settings)]
+    groups = _starting_alike([curve for curve in curves if math.isfinite(curve.losses[1])])
+    for group in groups:
+        if len({curve.sync for curve in group}) > 1:
+            _compare(group, result)
+    judged = {*result.equal, *result.doubtful}
+    result.equal = [sync for sync in dict.fromkeys(result.equal) if sync not in result.doubtful]
+    for row in rows:
+        if row.sync not in judged:
+            result.untested[row.sync] = _why_untested(row, rows, groups, block.settings)
+    return result
+
+
+def _curves(row: CellRow, settings: Mapping[str, Any]) -> list[Curve]:
+    """Return the losses of a cell's runs; the loss of step 1 is NaN if it was not recorded."""
+    return [
+        Curve(
+            row.sync,
+            repeat.get("seed", 0),
+            _precision(row, settings),
+            {1: math.nan}
+            | {
+                int(step): math.nan if loss is None else loss
+                for step, loss in repeat.get("losses") or []
+            },
+        )
+        for repeat in row.repeats
+    ]
+
+
+def _precision(row: CellRow, settings: Mapping[str, Any]) -> str:
+    """Return the number type of a cell's forward pass, as common/training_engine/amp.py chooses."""
+    flags, gpu = list(settings.get("flags") or ()), bool(settings.get("gpus"))
+    asked = True if {"--amp", "--use-amp"} & set(flags) else settings.get("amp")
+    if not (asked if asked is not None else gpu and row.sync in BUILT_IN):
+        return "fp32 on a GPU" if gpu else "fp32"
+    given = flags[flags.index("--amp-dtype") + 1] if "--amp-dtype" in flags[:-1] else None
+    return (given or settings.get("amp_dtype") or "fp16") if gpu else "bf16"
+
+
+def _starting_alike(curves: Sequence[Curve]) -> list[list[Curve]]:
+    """Return the curves in groups of equal seed, number type and loss at step 1."""
+    groups: list[list[Curve]] = []
+    for curve in sorted(curves, key=lambda curve: (*curve[1:3], curve.losses[1])):
+        last = groups[-1][-1] if groups else None
+        if last and last[1:3] == curve[1:3] and _deviation(last, curve, steps=(1,)) is None:
+            groups[-1].append(curve)
+        else:
+            groups.append([curve])
+    return groups
+
+
+def _deviation(one: Curve, other: Curve, *, steps: Sequence[int] = STEPS) -> Deviation | None:
+    """Return the first step at which two runs differ by more than rounding, or None."""
+    for step in steps:
+        losses = [curve.losses[step] for curve in (one, other) if step in curve.losses]
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        if len(losses) < 2 or not finite:
+            continue
+        limit = tolerance(step, one.precision) * max(map(abs, finite))
+        value = max(finite) - min(finite) if len(finite) == 2 else math.inf
+        if value > limit:
+            return Deviation(step, value, limit)
+    return None
+
+
+def _compare(group: Sequence[Curve], result: Equality) -> None:
+    """Sort runs that start alike into sets that agree, and add what follows to ``result``."""
+    sets: list[list[Curve]] = []
+    for curve in group:
+        home = next((some for some in sets if _deviation(some[0], curve) is None), None)
+        if home is None:
+            sets.append([curve])
+        else:
+            home.append(curve)
+    ranked = sorted(sets, key=_weight, reverse=True)
+    right, others = ranked[0], ranked[1:]
+    tied = [some for some in others if _weight(some) == _weight(right)]
+    result.equal += [curve.sync for curve in right] if not tied else []
+    for some in others:
+        found = result.disputed if some in tied else result.wrong
+        for curve in some:
+            if deviation := _deviation(right[0], curve):
+                found[curve.sync] = min(deviation, found.get(curve.sync, deviation))
+    if tied and (first := _deviation(right[0], tied[0][0])):
+        result.disputed |= {curve.sync: first for curve in right}
+
+
+def _weight(some: Sequence[Curve]) -> tuple[int, bool]:
+    """Return the number of strategies in a set, and whether DDP is one of them."""
+    names = {curve.sync for curve in some}
+    return len(names), DDP in names
+
+
+def _why_untested(
+    row: CellRow,
+    rows: Sequence[CellRow],
+    groups: Sequence[Sequence[Curve]],
+    settings: Mapping[str, Any],
+) -> str:
+    if settings.get("compute") not in (None, "real"):
+        return "emulated compute has no losses"
+    if len(rows) == 1:
+        return "no other strategy that claims to be exact was measured with these settings"
+    own = next((group[0] for group in groups if row.sync in {curve.sync for curve in group}), None)
+    if own is None:
+        return "the losses of the first steps were not recorded"
+    others = [group[0] for group in groups if group[0] != own]
+    if not others:
+        return "the other strategies recorded no losses"
+    if own.seed not in {curve.seed for curve in others}:
+        return f"the seeds differ ({listed(sorted({str(curve[1]) for curve in (own, *others)}))})"
+    if own.precision not in {curve.precision for curve in others}:
+        types = sorted({curve.precision for curve in (own, *others)})
+        return f"the number types differ ({listed(types)})"
+    return (
+        "the losses differ at step 1, before any gradient is exchanged: initial weights or "
+        "batches are not the same"
+    )

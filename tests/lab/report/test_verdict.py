@@ -1,0 +1,163 @@
+"""The sentence and the numbers that a report opens with, on the page and in the terminal."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lab.report.findings import findings
+from lab.report.terminal import print_answer
+from lab.report.verdict import Verdict, verdict
+from lab.report.view import blocks
+from tests.helpers.report_samples import cell
+
+
+def results(*cells: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"cells": list(cells), "settings": {"dataset": "cifar10", "scaling": "strong"}} | more
+
+
+def answer(*cells: dict[str, Any], **more: Any) -> Verdict:
+    (block,) = blocks(results(*cells, **more))
+    return verdict(block, findings(block))
+
+
+def without_losses(entry: dict[str, Any]) -> dict[str, Any]:
+    for repeat in entry["repeats"]:
+        repeat["losses"] = []
+    return entry
+
+
+def wrong(sync: str, nodes: int) -> dict[str, Any]:
+    return cell(sync, nodes, loss_shift=0.02)
+
+
+ONE = cell("none", 1)
+
+# 4 nodes: gather_scatter 0.494 s, ring 0.419 s, overlapped 0.314 s, ddp 0.284 s, ddp_fp16 0.272 s,
+# each ± 2 %; 2 nodes: all_reduce 0.554 s, overlapped 0.524 s, ddp 0.514 s
+SENTENCES = {
+    "fastest": (
+        (ONE, cell("gather_scatter", 4), cell("ring", 4), cell("ddp", 4)),
+        "On 4 nodes ddp is fastest: 0.284 s a step, 1.74 times as fast as gather_scatter; all 3 "
+        "strategies compute the same.",
+    ),
+    "the largest number of nodes answers": (
+        (ONE, cell("ring", 2), cell("ddp", 2), cell("ring", 4), cell("ddp", 4)),
+        "On 4 nodes ddp is fastest: 0.284 s a step, 1.48 times as fast as ring; ring and ddp "
+        "compute the same.",
+    ),
+    "a tie": (
+        (ONE, cell("all_reduce", 2), cell("overlapped", 2), cell("ddp", 2)),
+        "On 2 nodes ddp and overlapped are equally fast within the 95 % intervals (0.514 to 0.524 "
+        "s), 1.08 times as fast as all_reduce; all 3 strategies compute the same.",
+    ),
+    "all are tied": (
+        (ONE, cell("overlapped", 2), cell("ddp", 2)),
+        "On 2 nodes ddp and overlapped are equally fast within the 95 % intervals (0.514 to 0.524 "
+        "s); overlapped and ddp compute the same.",
+    ),
+    "not exact": (
+        (ONE, cell("gather_scatter", 4), cell("ring", 4), cell("ddp", 4), cell("ddp_fp16", 4)),
+        "On 4 nodes ddp_fp16 (not exact) is fastest: 0.272 s a step, 1.82 times as fast as "
+        "gather_scatter; of the exact strategies ddp has the shortest step (0.284 s [0.278, "
+        "0.290]); the 3 exact strategies compute the same.",
+    ),
+    "one repeat": (
+        (ONE, cell("ring", 4, repeats=1), cell("ddp", 4, repeats=1)),
+        "On 4 nodes ddp has the shortest step, 0.284 s, 1.48 times as fast as ring; each strategy "
+        "ran once, so the order is not certain; ring and ddp compute the same.",
+    ),
+    "alone": (
+        (ONE, cell("ring", 2)),
+        "On 2 nodes ring takes 0.559 s a step, 1.79 times as fast as one node.",
+    ),
+    "one node": (
+        (ONE,),
+        "On one node a step takes 1.000 s; no strategy on several nodes has been measured.",
+    ),
+    "nothing": ((cell("ring", 2, status="pending"),), "Nothing has been measured yet."),
+    "untested": (
+        (ONE, without_losses(cell("ring", 4)), without_losses(cell("ddp", 4))),
+        "On 4 nodes ddp is fastest: 0.284 s a step, 1.48 times as fast as ring; whether they "
+        "compute the same was not tested (the losses of the first steps were not recorded).",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_the_answer_is_one_sentence(name: str) -> None:
+    cells, sentence = SENTENCES[name]
+    found = answer(*cells)
+    assert found.text == sentence
+    assert not found.wrong
+
+
+def test_a_wrong_strategy_is_the_answer() -> None:
+    found = answer(ONE, wrong("ring", 2), cell("tree", 2), cell("ddp", 2))
+    assert found.wrong
+    assert found.text.startswith("On 2 nodes ring is not equal to the others from step 2 on: ")
+    assert "fastest" not in found.text
+    two = answer(ONE, wrong("ring", 2), wrong("overlapped", 2), *(cell("ddp", 4), cell("ddp", 2)))
+    assert two.wrong, "also where it has fewer nodes than the largest number"
+
+
+def test_links_and_emulation_are_part_of_the_answer() -> None:
+    entries = [cell("ring", 4, rate="1gbit"), cell("ddp", 4, rate="1gbit")]
+    found = answer(ONE, *entries, emulated=True)
+    assert found.text.startswith("On 4 emulated nodes at 1 Gbit/s ddp is fastest: 0.284 s a step")
+
+
+def test_the_numbers_have_units() -> None:
+    numbers = answer(ONE, cell("ring", 4), cell("ddp", 4)).numbers
+    assert [(one.label, one.value, one.note) for one in numbers] == [
+        ("shortest step", "0.284 s [0.278, 0.290]", "ddp, 4 nodes"),
+        ("exposed communication", "0.034 s (12 %)", "in a step of ddp, 4 nodes"),
+        ("slowest over fastest", "1.48 times", "ring over ddp"),
+    ]
+    alone = answer(ONE, cell("ring", 2)).numbers
+    assert (alone[2].label, alone[2].value) == ("speed-up", "1.79 times")
+    assert [one.label for one in answer(ONE).numbers] == ["shortest step"]
+
+
+def shown(data: dict[str, Any], **terminal: Any) -> str:
+    console = Console(file=io.StringIO(), highlight=False, **terminal)
+    print_answer(console, data)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def test_a_terminal_shows_answer_table_and_three_findings() -> None:
+    cells = [ONE, *(cell(sync, 4) for sync in ("gather_scatter_flat", "halving_doubling", "ddp"))]
+    lines = shown(results(*cells)).splitlines()
+    assert lines[1].startswith("On 4 nodes ddp is fastest: 0.284 s a step")
+    assert sum(line.startswith("- ") for line in lines) == 3
+    [row] = [line.split() for line in lines if line.startswith(" ddp")]
+    assert row == ["ddp", "4", "0.284", "[0.278,", "0.290]", "0.034", "(12", "%)", "3.52", "yes"]
+    heading = next(line for line in lines if "strategy" in line)
+    assert heading.split() == ["strategy", "nodes", "[95", "%]", "comm.,", "s", "up", "exact"]
+
+
+def test_the_table_fits_80_columns_and_nothing_is_cut() -> None:
+    cells = [ONE, *(cell(sync, 4) for sync in ("gather_scatter_flat", "halving_doubling", "ddp"))]
+    table = [
+        line
+        for line in shown(results(*cells), force_terminal=True, color_system=None, width=80).split(
+            "\n"
+        )
+        if "[" in line and "On" not in line
+    ]
+    assert len(table) >= 5
+    assert all(len(line.rstrip()) <= 80 and "…" not in line for line in table)
+
+
+def test_what_is_wrong_is_red_and_comes_first() -> None:
+    cells = [ONE, wrong("ring", 2), wrong("overlapped", 2), cell("tree", 2), cell("ddp", 2)]
+    cells[2]["repeats"][0]["losses"][1][1] = 9.0
+    text = shown(results(*cells), force_terminal=True, width=200)
+    [first, second] = [line for line in text.splitlines() if "is not equal to the others" in line]
+    assert first.startswith("\x1b[1;31mOn 2 nodes ")
+    assert second.startswith("\x1b[1;31mWRONG: On 2 nodes ")
+    assert text.count("yes: WRONG") == 2
+    assert "\x1b" not in shown(results(*cells)), "plain without a terminal"
