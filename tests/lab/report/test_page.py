@@ -80,19 +80,24 @@ def test_a_prediction_says_when_the_first_run_started() -> None:
     made = data["prediction"]["made"].replace("T", " ")
     assert f"predicted at {made}" in page(data)
     assert "When the first run started was not recorded." in page(data)
-    later = page(data | {"first_run_started": "2026-11-21T15:00:03"})
+    repeats = [repeat for entry in data["cells"] for repeat in entry["repeats"]]
+    for second, repeat in enumerate(reversed(repeats)):
+        repeat["started"] = f"2026-11-21T15:00:{second + 3:02}"
+    later = page(data)
     assert "The first run started at 2026-11-21 15:00:03." in later
-    earlier = page(data | {"first_run_started": "2026-11-21T14:00:03"})
-    assert "<strong>before the prediction</strong>" in earlier
+    repeats[2]["started"] = "2026-11-21T14:00:03"
+    assert "<strong>before the prediction</strong>" in page(data)
+    repeats[0]["started"] = None
+    assert "When the first run started was not recorded." in page(data)
     assert "120 µs" in later  # alpha 1.2e-4 s
     assert "1.11 GB/s" in later  # beta 9e-10 s a byte
 
 
 def test_the_method_counts_steps_as_they_were() -> None:
     data = results(("ring",), (1, 2))
-    assert "The first 5 steps are a warm-up and not measured; the next 30 steps are" in page(data)
+    assert "The first 5 steps are a warm-up and not measured; then 30 steps are" in page(data)
     data["settings"] |= {"warmup": 1, "steps": 1}
-    assert "The first 1 step is a warm-up and not measured; the next step is" in page(data)
+    assert "The first 1 step is a warm-up and not measured; then 1 step is" in page(data)
     data["settings"] |= {"warmup": None, "steps": None}
     assert "The warm-up steps are not measured. A rank's number" in page(data)
 
@@ -125,6 +130,9 @@ def test_the_best_value_of_each_number_of_nodes_is_marked() -> None:
     assert best_rows(same, column("root")) == []
     unequal = group(cell("ring", 4), cell("ddp", 4), cell("gather_scatter", 4))
     assert [row.sync for row in best_rows(unequal, column("root"))] == ["ring", "ddp"]
+    # fast and wrong
+    wrong = group(cell("ring", 4), cell("all_reduce", 4), cell("ddp", 4, loss_shift=0.3))
+    assert [row.sync for row in best_rows(wrong, column("step"))] == ["all_reduce"]
     text = page(results(("gather_scatter", "ddp"), (1, 4)))
     assert '<strong>0.284 [0.278, 0.290]</strong><span class="unseen"> (best)</span>' in text
 
