@@ -13,11 +13,11 @@ from typing import Any
 import jinja2
 
 from lab.report import tables
+from lab.report.drawings.figure_pages import Drawing
+from lab.report.drawings.svg import share_styles
 from lab.report.equality import check
-from lab.report.figure_pages import Drawing
 from lab.report.findings import findings
 from lab.report.settings_text import block_settings, pairs, summary
-from lab.report.svg import share_styles
 from lab.report.verdict import verdict
 from lab.report.view import (
     NOTHING,

@@ -10,13 +10,13 @@ import pytest
 
 from lab.plot_style import NothingToShowError, plt
 from lab.report import html, tables
-from lab.report.cost_figures import draw_bytes, draw_memory
-from lab.report.curves import draw_loss
-from lab.report.figures import draw_prediction, draw_scaling, draw_step_time, pieces
+from lab.report.drawings.cost_figures import draw_bytes, draw_memory
+from lab.report.drawings.curves import draw_loss
+from lab.report.drawings.figures import draw_prediction, draw_scaling, draw_step_time, section_spans
+from lab.report.drawings.svg import inline, share_styles
 from lab.report.findings import findings
 from lab.report.html import best_rows, render
 from lab.report.sentences import Finding
-from lab.report.svg import inline, share_styles
 from lab.report.view import ComparisonGroup, blocks
 from tests.helpers.report_samples import cell, results
 
@@ -140,15 +140,15 @@ def test_the_best_value_of_each_number_of_nodes_is_marked() -> None:
 def test_a_bar_adds_up_to_its_own_median() -> None:
     entry = cell("ring", 2)  # its sections sum up to the step
     block = group(entry)
-    names = [name for name, _, _ in pieces(block.rows[1])]
+    names = [name for name, _, _ in section_spans(block.rows[1])]
     assert names[:4] == ["data", "forward", "backward", "wait"]
-    assert "rest" not in names or pieces(block.rows[1])[-1][2] == pytest.approx(0.559)
+    assert "rest" not in names or section_spans(block.rows[1])[-1][2] == pytest.approx(0.559)
     entry["median"]["step"] = 0.7
-    name, begin, end = pieces(group(entry).rows[1])[-1]
+    name, begin, end = section_spans(group(entry).rows[1])[-1]
     assert (name, begin, end) == ("rest", pytest.approx(0.559), 0.7)
     # sections of 0.559 s in a step of 0.5 s: no rest; what exceeds the median is pale
     entry["median"]["step"] = 0.5
-    assert "rest" not in [name for name, _, _ in pieces(group(entry).rows[1])]
+    assert "rest" not in [name for name, _, _ in section_spans(group(entry).rows[1])]
     bars = draw_step_time(group(entry), narrow=False).axes[0].patches
     pale = [bar for bar in bars if bar.get_alpha()]
     assert min(bar.get_x() for bar in pale) == pytest.approx(0.5)

@@ -1,6 +1,6 @@
 """The figure of lines: the loss over the steps.
 
-As in ``lab.report.figures``, ``draw_loss`` returns the figure of a block, or raises
+As in ``lab.report.drawings.figures``, ``draw_loss`` returns the figure of a block, or raises
 NothingToShowError with a sentence for the page if there is nothing to compare.
 """
 
