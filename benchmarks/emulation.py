@@ -94,7 +94,7 @@ def report(results: Mapping[str, Any]) -> list[str]:
 def draw(path: Path, results: Mapping[str, Any]) -> None:
     """Draw the step of one rank, with the strategies below each other."""
     from lab.plot_style import style
-    from lab.report.timeline_figure import draw_beside
+    from lab.report.drawings.timeline_figure import draw_beside
     from lab.report.view import rate_text
 
     cells = {

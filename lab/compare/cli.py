@@ -21,22 +21,30 @@ COMPARE_FLAGS: dict[str, dict[str, Any]] = {
         "type": int,
         "nargs": "+",
         "default": [1, 2],
-        "help": "numbers of ranks; 1 is PartOne",
+        "help": "numbers of ranks to compare; 1 is PartOne",
     },
     "--sync": {
         "nargs": "+",
         "default": ["gather_scatter", "all_reduce", "ddp"],
-        "help": f"{', '.join(STRATEGIES)}; 'all', or 'exact'",
+        "help": f"strategies: {', '.join(STRATEGIES)}; or 'all', or 'exact'",
     },
-    "--steps": {"type": int, "default": Settings.steps, "help": "measured steps of each run"},
-    "--warmup": {"type": int, "default": Settings.warmup, "help": "steps before them, left out"},
-    "--repeats": {"type": int, "default": Settings.repeats, "help": "runs of each cell"},
+    "--steps": {"type": int, "default": Settings.steps, "help": "timed steps of each run"},
+    "--warmup": {
+        "type": int,
+        "default": Settings.warmup,
+        "help": "steps of each run before the timed ones",
+    },
+    "--repeats": {
+        "type": int,
+        "default": Settings.repeats,
+        "help": "runs of each strategy on each number of nodes",
+    },
     "--dataset": {
         "default": Settings.dataset,
         "choices": list(DATASETS),
-        "help": "what is trained on",
+        "help": "dataset to train on",
     },
-    "--model": {"default": Settings.model, "choices": list(MODELS), "help": "what is trained"},
+    "--model": {"default": Settings.model, "choices": list(MODELS), "help": "model to train"},
     "--batch-size": {
         "type": int,
         "default": Settings.batch_size,
@@ -45,47 +53,56 @@ COMPARE_FLAGS: dict[str, dict[str, Any]] = {
     "--scaling": {
         "choices": ["strong", "weak"],
         "default": Settings.scaling,
-        "help": "whether the global batch or that of a node stays the same",
+        "help": "strong: the global batch stays the same; weak: the batch of a node does",
     },
-    "--seed": {"type": int, "default": 0, "help": "of every run; with --seeds the first one"},
+    "--seed": {
+        "type": int,
+        "default": 0,
+        "help": "seed of every run; with --seeds, the first seed",
+    },
     "--until-accuracy": {
         "type": float,
-        "help": "train until a test accuracy (a fraction), in place of --steps",
+        "help": "train until this test accuracy, e.g. 0.6, instead of for --steps",
     },
     "--seeds": {
         "type": int,
         "default": 3,
-        "help": "of --until-accuracy: trainings of each cell, each with a seed of its own",
+        "help": "with --until-accuracy: runs of each strategy, each with another seed",
     },
     "--epochs": {
         "type": int,
         "default": Settings.epochs,
-        "help": "of --until-accuracy: at most so many",
+        "help": "with --until-accuracy: largest number of epochs",
     },
     "--rate": {
         "nargs": "+",
         "default": [],
-        "help": "of the links of emulated nodes, e.g. 200mbit 1gbit; each cell "
-        "runs at each of them (default: over loopback)",
+        "help": "emulate nodes with links of these rates, e.g. 200mbit 1gbit "
+        "(default: ranks over loopback)",
     },
     "--compute": {
         "default": Settings.compute,
-        "help": "'real', or whose times layers take by sleeping: 'measured' on this "
-        "machine by lab calibrate, a name in reports/profiles/, or a FILE.json",
+        "help": "'real', or emulate it: layers sleep for the times of a profile. 'measured' is the "
+        "profile that lab calibrate made on this machine; else a name in reports/profiles/ or a "
+        "FILE.json",
     },
-    "--output-dir": {"type": Path, "default": REPORTS, "help": "receives compare-<time>/"},
+    "--output-dir": {
+        "type": Path,
+        "default": REPORTS,
+        "help": "write compare-<time>/ to this folder",
+    },
     "--new": {
         "action": "store_true",
-        "help": "begin anew, also where the same comparison was interrupted",
+        "help": "start from the beginning, even if the same comparison was interrupted",
     },
     "--no-predict": {
         "action": "store_true",
-        "help": "don't calibrate the machine and predict the step times first",
+        "help": "do not calibrate the machine and predict the step times first",
     },
     "--plan": {
         "action": "store_true",
-        "help": "run nothing: write down the runs by number, for jobs on other "
-        "machines, and say how to start them",
+        "help": "run nothing: plan numbered runs for other machines, e.g. as Slurm jobs, and print "
+        "how to start them",
     },
 }
 """The flags of ``lab compare``, with their arguments of ``add_argument``."""
@@ -98,9 +115,8 @@ def add_compare(commands: argparse._SubParsersAction) -> None:
         "compare",
         run=_compare,
         passes_flags=True,
-        help="train with each strategy on each number of nodes, in turns, and write "
-        "reports/compare-<time>/ with tables, figures and report.html; what follows -- goes to "
-        "every run",
+        help="compare strategies: train with each one on each number of nodes, and report which is "
+        "fastest and why, and whether all compute the same; flags after -- go to every run",
     )
     for flag, options in COMPARE_FLAGS.items():
         parser.add_argument(flag, **options)
@@ -112,23 +128,25 @@ def add_report(commands: argparse._SubParsersAction) -> None:
         commands,
         "report",
         run=_report,
-        help="the same report from the folders of runs that were started by hand, or anew from a "
-        "comparison's folder",
+        help="write the report of lab compare about runs that were started by hand, or again about "
+        "a comparison",
     )
     parser.add_argument(
         "runs",
         type=Path,
         nargs="+",
         metavar="RUN",
-        help="folders of runs (reports/<part>-<sync>/<time>), or of one comparison",
+        help="folders of runs (reports/<part>-<sync>/<time>), or the folder of one comparison",
     )
     parser.add_argument(
         "--scaling",
         choices=["strong", "weak"],
         default="strong",
-        help="weak: batches that grow with the nodes are comparable",
+        help="strong: compare runs of equal global batches; weak: of equal batches of a node",
     )
-    parser.add_argument("--output-dir", type=Path, default=REPORTS, help="receives report-<time>/")
+    parser.add_argument(
+        "--output-dir", type=Path, default=REPORTS, help="write report-<time>/ to this folder"
+    )
 
 
 def add_run_cell(commands: argparse._SubParsersAction) -> None:
@@ -137,31 +155,34 @@ def add_run_cell(commands: argparse._SubParsersAction) -> None:
         commands,
         "run-cell",
         run=_run_cell,
-        help="one run of lab compare --plan, started on each of its nodes by a scheduler or by "
-        "hand; lab report puts them together",
+        help="run this node's part of one run of lab compare --plan; start it on each node, by a "
+        "scheduler or by hand; lab report collects the runs",
     )
     parser.add_argument(
         "folder",
         type=Path,
         metavar="FOLDER",
-        help="of the plan, on a file system that all nodes share",
+        help="folder of the plan, on a file system that all nodes share",
     )
-    parser.add_argument("--run", dest="number", type=int, required=True, help="its number, from 0")
+    parser.add_argument(
+        "--run", dest="number", type=int, required=True, help="number of the run, from 0"
+    )
     parser.add_argument("-M", "--master-ip", help="address of rank 0's node")
-    parser.add_argument("--master-port", type=int, default=DEFAULT_MASTER_PORT, help="port there")
+    parser.add_argument(
+        "--master-port", type=int, default=DEFAULT_MASTER_PORT, help="port on rank 0's node"
+    )
     parser.add_argument(
         "-N",
         "--num-nodes",
         type=int,
         default=1,
-        help="number of nodes that there are; where the run has fewer, "
-        "the last ones have nothing to do",
+        help="number of nodes; if the run has fewer, the last ones do nothing",
     )
-    parser.add_argument("-R", "--rank", type=int, default=0, help="this node's place")
+    parser.add_argument("-R", "--rank", type=int, default=0, help="rank of this node")
     parser.add_argument(
         "--print-nodes",
         action="store_true",
-        help="run nothing, and print how many nodes the run has",
+        help="run nothing; print how many nodes the run needs",
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from common.cost_model.calibration_file import calibration_path, load_calibration
 from common.errors import UserError
 from common.utils.grouping import grouped
-from common.utils.paths import REPOSITORY
+from common.utils.paths import IN_CHECKOUT, REPOSITORY
 from common.utils.source_hash import code_facts
 from lab.compare.cells import Run
 from lab.compare.outcomes import read_run
@@ -46,8 +46,8 @@ def plan_comparison(
     """
     if settings.rates:
         raise UserError(
-            f"--plan: its runs go to nodes of their own, whose links are what they are, and --rate "
-            f"{' '.join(settings.rates)} is for emulated ones: leave out one of the two"
+            "--plan runs on real nodes, whose links cannot be set, and --rate "
+            f"{' '.join(settings.rates)} needs emulated nodes: leave out one of the two"
         )
     folder, results = open_comparison(
         settings, reports=reports, anew=anew, command=command, code=code_of_runs()
@@ -81,8 +81,8 @@ def planned_runs(folder: Path, results: dict[str, Any]) -> list[Run]:
     """Return all runs of a plan, by number. UserError unless these are the results of a plan."""
     if "plan" not in results:
         raise UserError(
-            f"{folder} is a comparison, but no plan, and its runs are lab compare's own: give the "
-            "folder of a lab compare --plan"
+            f"{folder} is a comparison that lab compare runs itself, and no plan: give a folder "
+            "that lab compare --plan made"
         )
     settings = Settings.from_json(results["settings"])
     cells = {cell["id"]: cell for cell in results["cells"]}
@@ -93,7 +93,7 @@ def planned_runs(folder: Path, results: dict[str, Any]) -> list[Run]:
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{folder / 'results.json'}: the plan in it is damaged; plan anew with lab compare "
+            f"{folder / 'results.json'}: the plan in it is damaged; make a new one by lab compare "
             "--plan --new"
         ) from error
 
@@ -102,12 +102,12 @@ def planned_run(folder: Path, number: int) -> tuple[Run, dict[str, str]]:
     """Return run ``number`` of the plan in ``folder`` and its code. UserError if there is none."""
     if not folder.is_dir():
         raise UserError(
-            f"{folder} is not there on {os.uname().nodename}: the folder of a plan belongs on a "
-            "file system that all nodes share (lab compare --output-dir)"
+            f"{folder} does not exist on {os.uname().nodename}: put the plan on a file system that "
+            "all nodes share (lab compare --plan --output-dir DIR)"
         )
     if not (folder / "results.json").exists():
         raise UserError(
-            f"{folder} is no plan (it has no results.json): make one by lab compare --plan"
+            f"{folder} is no plan (it has no results.json): make one with lab compare --plan"
         )
     results = read_results(folder / "results.json")
     runs = planned_runs(folder, results)
@@ -140,21 +140,31 @@ def outcome_of(run: Run) -> dict[str, Any] | None:
 
 
 def how_to_run(runs: Sequence[Run]) -> str:
-    """Return the command by which Slurm runs these one after the other."""
+    """Return the command that runs these one after the other: with Slurm, or by hand.
+
+    An installed copy of the project has no script for Slurm.
+    """
+    nodes, numbers = max(run.nodes for run in runs), spans([run.number for run in runs])
+    if not IN_CHECKOUT:
+        return f"{by_hand(runs[0].folder.resolve())} with K = {numbers}"
     here = Path.cwd()
     paths = [
         path.relative_to(here) if path.is_relative_to(here) else path
         for path in (REPOSITORY / _JOB_SCRIPT, runs[0].folder.resolve())
     ]
-    nodes, numbers = max(run.nodes for run in runs), spans([run.number for run in runs])
     return shlex.join(["sbatch", f"--nodes={nodes}", f"--array={numbers}%1", *map(str, paths)])
+
+
+def by_hand(folder: Path) -> str:
+    """Return the command that starts run K on each of its nodes."""
+    return f"lab run-cell {folder} --run K --master-ip IP --num-nodes N --rank R"
 
 
 def runs_by_nodes(runs: Sequence[Run]) -> str:
     """Return which runs have how many nodes, for a person."""
     numbers = grouped((run.nodes, run.number) for run in runs)
     return "; ".join(
-        f"on {nodes} node{'s' if nodes > 1 else ''} {spans(numbers[nodes])}"
+        f"on {nodes} node{'s' if nodes > 1 else ''}: {spans(numbers[nodes])}"
         for nodes in sorted(numbers)
     )
 

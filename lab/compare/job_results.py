@@ -14,8 +14,10 @@ from typing import IO, Any
 
 from common.cost_model.calibration_file import calibration_path
 from common.utils.grouping import grouped
+from common.utils.paths import IN_CHECKOUT
 from lab.compare.cells import Run
 from lab.compare.job_plan import (
+    by_hand,
     how_to_run,
     name_of,
     outcome_of,
@@ -38,7 +40,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class State:
-    """How far a run is: "done", "failed", "under way" or "missing".
+    """The state of a run: "done", "failed", "running" or "missing".
 
     outcome : its repeat; empty unless done or failed.
     """
@@ -93,19 +95,23 @@ def describe_plan(folder: Path, results: dict[str, Any]) -> list[str]:
     """Return lines that say how to start the missing runs of these merged results."""
     runs = planned_runs(folder, results)
     to_do = [runs[number] for number in results["plan"]["to_do"]]
-    lines = [f"{len(to_do)} of {len(runs)} runs to do, in {folder}"]
+    lines = [f"{len(to_do)} of {len(runs)} runs to do in {folder}"]
     if to_do:
+        slurm = (
+            f"with Slurm:   {how_to_run(to_do)}"
+            if IN_CHECKOUT
+            else "with Slurm:   an installed copy has no job script. Plan in a checkout of "
+            "the project, which has launch/slurm-compare.sbatch, or start the runs by hand"
+        )
         lines = [
             f"{lines[0]}: {runs_by_nodes(to_do)}",
-            f"with Slurm:   {how_to_run(to_do)}",
-            f"by hand:      lab run-cell {folder} --run K --master-ip IP --num-nodes N --rank R   "
-            "# on each of its nodes",
+            slurm,
+            f"by hand:      {by_hand(folder)}   # on each node of run K",
         ]
     predicted = (
         f"predicted from {calibration_path()}"
         if results["prediction"]
-        else "not predicted: that takes a calibration of such nodes (lab calibrate), before the "
-        "first run"
+        else "no prediction: run lab calibrate on such nodes before the first run to have one"
     )
     return [lines[0], predicted, *lines[1:], f"at any time:  lab report {folder}"]
 
@@ -144,13 +150,13 @@ def _state(run: Run, before: dict[str, dict[str, Any]]) -> State:
     log = output_file(run, 0)
     with contextlib.suppress(OSError), log.open("rb") as file:
         if not try_lock(file, fcntl.LOCK_SH):  # the run holds it
-            return State(run, "under way")
+            return State(run, "running")
     why = why_failed(run)
     if why is None and next(run.logs.glob("rank*.txt"), None) is None:
         return State(run, "missing")
     killed = (
-        "no end was noted: killed, or its node lost; or still under way, where the nodes' file "
-        f"system has no locks (its output: {log})"
+        "the run did not report its end: it was killed, its node was lost, or it still runs and "
+        f"the file system has no locks (its output: {log})"
     )
     return State(run, "failed", failed_run(run, why or killed))
 
@@ -208,20 +214,20 @@ def _warnings(states: Sequence[State], to_do: Sequence[Run], results: dict[str, 
     done, failed = by_word.get("done", []), by_word.get("failed", [])
     if results["groups"]:
         warnings.append(
-            "the runs were on different kinds of machines; for one group of all, remove the "
-            "folders in runs/ of those on the others, and start these again on one kind (with "
-            "Slurm: sbatch --constraint or --nodelist)"
+            "the runs were on different kinds of machines. To compare all runs, remove from runs/ "
+            "the folders of those on other kinds and start them again on one kind (with Slurm: "
+            "sbatch --constraint or --nodelist)"
         )
     if unequal := [state.run.number for state in done if not state.outcome["equal_weights"]]:
         warnings.append(f"the ranks ended with different weights in runs {spans(unequal)}")
     calibrated = ((results["prediction"] or {}).get("calibration") or {}).get("cpu")
     cpu = results["environment"].get("cpu")
     if done and calibrated is not None and calibrated != cpu:
-        warnings.append(f"the prediction is for {calibrated}, the runs were on {cpu}")
+        warnings.append(f"the prediction is for {calibrated}, but the runs were on {cpu}")
     if len(done) < len(states):
         rest = [
             f"; {word}: {_by_cell(by_word[word])}"
-            for word in ("under way", "missing")
+            for word in ("running", "missing")
             if word in by_word
         ]
         warnings.append(f"{len(done)} of {len(states)} runs are done{''.join(rest)}")
@@ -229,9 +235,9 @@ def _warnings(states: Sequence[State], to_do: Sequence[Run], results: dict[str, 
         f"failed: {name_of(state.run)}: {state.outcome['message']}" for state in failed[:_SHOWN]
     ]
     if len(failed) > _SHOWN:
-        warnings.append(f"failed, too: {_by_cell(failed[_SHOWN:])}")
+        warnings.append(f"also failed: {_by_cell(failed[_SHOWN:])}")
     if to_do:
-        warnings.append(f"to go on, unless they wait in a queue: {how_to_run(to_do)}")
+        warnings.append(f"to run them, unless they are already queued: {how_to_run(to_do)}")
     return warnings
 
 

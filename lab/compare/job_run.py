@@ -56,7 +56,7 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
     with _claimed(output_file(run, launch.rank)) as log:
         failure_file(run, launch.rank).unlink(missing_ok=True)
         if outcome_of(run) is not None:
-            return _succeed(launch, f"{name_of(run)} is done already; left as it is")
+            return _succeed(launch, f"{name_of(run)} is already done; nothing to do")
         log.truncate(0)
         try:
             _check(run, code, launch)
@@ -71,7 +71,7 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
         if status == 0:
             if outcome := outcome_of(run):
                 return _succeed(launch, f"{name_of(run)}: {describe_times(outcome)}")
-            why = f"the part ended well, but {run.path} is not whole"
+            why = f"the part ended without an error, but {run.path} is incomplete"
         _note_failure(run, launch, log, status, why)
     if launch.rank > 0:
         return 1
@@ -96,14 +96,14 @@ def _claimed(path: Path) -> Iterator[IO[bytes]]:
         file = path.open("ab")
     except OSError as error:
         raise UserError(
-            f"{path} cannot be written ({error.strerror}): permit writing there, on each node"
+            f"{path} cannot be written ({error.strerror}): allow writing there on each node"
         ) from error
     with file:
         deadline = time.monotonic() + _LOCK_SECONDS  # a report takes the lock for a moment
         while not try_lock(file, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"this run is under way already: another job holds {path}; wait for its end"
+                    f"this run is already running: another job holds {path}; wait until it ends"
                 )
             time.sleep(_POLL_SECONDS)
         yield file
@@ -115,7 +115,7 @@ def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
     if launch.size < nodes:
         raise UserError(
             f"{name} needs {nodes} nodes, and there {'is' if launch.size == 1 else 'are'} "
-            f"{launch.size}: start it on {nodes} or more, e.g. by sbatch --nodes={nodes}"
+            f"{launch.size}: start it on at least {nodes}, e.g. with sbatch --nodes={nodes}"
         )
     if nodes > 1 and launch.master_ip is None:
         raise UserError(
@@ -125,9 +125,8 @@ def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
     if other := sorted(name for name in here | dict(code) if here.get(name) != code.get(name)):
         shown = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
         raise UserError(
-            f"{os.uname().nodename} has other code than the plan was made with ({shown}), and its "
-            "times would not be comparable: go back to that code, or plan anew with lab compare "
-            "--plan"
+            f"{os.uname().nodename} has other code than the plan ({shown}), so its times would not "
+            "be comparable: restore that code, or make a new plan with lab compare --plan"
         )
 
 
@@ -162,8 +161,8 @@ def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> tuple[int, str]:
             signal.signal(number, handler)
     [status] = exits.statuses
     why = (
-        f"stopped by {signal.Signals(received[0]).name}, as at a time limit or after a node's "
-        "loss; started again, the run begins anew"
+        f"stopped by {signal.Signals(received[0]).name}, as at a time limit or after the loss of a "
+        "node; the same command starts the run from the beginning"
         if received and status != 0
         else ""
     )
@@ -176,7 +175,7 @@ def _remove(path: Path) -> None:
     except OSError as error:
         if path.exists():
             raise UserError(
-                f"{path}, of an earlier attempt, cannot be removed ({error.strerror})"
+                f"{path} of an earlier attempt cannot be removed ({error.strerror}): remove it"
             ) from error
 
 

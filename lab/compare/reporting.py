@@ -1,4 +1,4 @@
-"""Carry out ``lab compare``, ``lab compare --plan`` and ``lab report``, and print the outcome."""
+"""Run ``lab compare``, ``lab compare --plan`` and ``lab report``, and print what they found."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,8 +36,8 @@ def compare_and_report(
     except KeyboardInterrupt:
         status, results = INTERRUPTED, read_results(folder / "results.json")
         console.print(
-            "interrupted; every process is ended, what is finished is kept. The same command "
-            f"goes on with {folder}",
+            "interrupted: all processes have ended, and finished runs are kept. The same command "
+            f"continues {folder}",
             soft_wrap=True,
         )
     failed = [
@@ -47,7 +47,7 @@ def compare_and_report(
     ]
     if failed:
         console.print(
-            f"failed: {', '.join(failed)}; the same command tries them again", soft_wrap=True
+            f"failed: {', '.join(failed)}. The same command runs them again.", soft_wrap=True
         )
     _write_and_print(folder, results)
     return status or int(bool(failed))
@@ -69,7 +69,9 @@ def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
     """Report on runs that were started by hand, or again on one comparison, in its own folder."""
     comparisons = [run for run in runs if (run / "results.json").exists()]
     if comparisons and len(runs) > 1:
-        raise UserError(f"{comparisons[0]} is a comparison: give it alone, or folders of runs")
+        raise UserError(
+            f"{comparisons[0]} is a comparison: give only this folder, or only folders of runs"
+        )
     if comparisons:
         folder = comparisons[0]
         results = read_results(folder / "results.json")

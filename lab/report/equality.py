@@ -129,8 +129,11 @@ def _curves(row: CellRow, settings: Mapping[str, Any]) -> list[Curve]:
 
 def _precision(row: CellRow, settings: Mapping[str, Any]) -> str:
     """Return the number type of a cell's forward pass, as common/training_engine/amp.py chooses."""
-    flags, gpu = list(settings.get("flags") or ()), bool(settings.get("gpus"))
+    words = [word for flag in settings.get("flags") or () for word in str(flag).split("=")]
+    flags, gpu = [word.replace("_", "-") for word in words], bool(settings.get("gpus"))
     asked = True if {"--amp", "--use-amp"} & set(flags) else settings.get("amp")
+    if {"--no-amp", "--no-use-amp"} & set(flags):
+        asked = False
     if not (asked if asked is not None else gpu and row.sync in BUILT_IN):
         return "fp32 on a GPU" if gpu else "fp32"
     given = flags[flags.index("--amp-dtype") + 1] if "--amp-dtype" in flags[:-1] else None

@@ -13,10 +13,11 @@ from typing import Any
 import jinja2
 
 from lab.report import tables
-from lab.report.figure_pages import Drawing
+from lab.report.drawings.figure_pages import Drawing
+from lab.report.drawings.svg import share_styles
+from lab.report.equality import check
 from lab.report.findings import findings
 from lab.report.settings_text import block_settings, pairs, summary
-from lab.report.svg import share_styles
 from lab.report.verdict import verdict
 from lab.report.view import (
     NOTHING,
@@ -89,7 +90,7 @@ def render(
             if row.status == "failed" or (row.status == "partial" and row.cell.get("message"))
         ],
         prediction=prediction,
-        first_run=results.get("first_run_started"),
+        first_run=_first_start(cells),
         calibration=pairs(prediction.get("calibration") or {}) if prediction else [],
         downloads={
             "table.csv": _data_address("text/csv", tables.csv_text(blocks)),
@@ -106,6 +107,14 @@ class _Warning:
 
     def __init__(self, text: str) -> None:
         self.text = text
+
+
+def _first_start(cells: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return when the first run started, or None if a run's start is unknown."""
+    repeats = [repeat for cell in cells for repeat in cell.get("repeats") or []]
+    starts = [repeat.get("started") for repeat in repeats if repeat.get("status") == "done"]
+    known = [start for start in starts if start]
+    return min(known) if known and len(known) == len(starts) else None
 
 
 def tidy(text: str) -> str:
@@ -168,15 +177,18 @@ def _table(block: ComparisonGroup, name: str, keys: Sequence[str]) -> dict[str, 
 def best_rows(block: ComparisonGroup, column: tables.Column) -> list[CellRow]:
     """Return the rows with the best value of ``column`` on each number of nodes.
 
-    Rows that print the same text are equally good; where all do, none is best.
+    Rows that print the same text are equally good; where all do, none is best. A strategy that
+    computes something else than the others is never the best.
     """
     value = _SMALLEST.get(column.key) or _LARGEST.get(column.key)
     if value is None:
         return []
     best = []
     for nodes in block.nodes_beyond_one:
-        values = {row.id: number for row in block.at(nodes) if (number := value(row)) is not None}
-        rows = [row for row in block.at(nodes) if row.id in values]
+        doubtful = check(block, nodes).doubtful
+        right = [row for row in block.at(nodes) if row.sync not in doubtful]
+        values = {row.id: number for row in right if (number := value(row)) is not None}
+        rows = [row for row in right if row.id in values]
         if len({column.text(row) for row in rows}) < 2:
             continue
         pick = min if column.key in _SMALLEST else max

@@ -101,7 +101,7 @@ COLUMNS = (
     ),
     Column(
         "others",
-        "others sent, MB",
+        "other ranks sent, MB",
         lambda row: (
             NOTHING
             if row.nodes == 1

@@ -2,7 +2,7 @@
 
 ``overlap`` is the share of a rank's message time before the end of its backward. A rank's sync
 section counts as waiting until the slowest rank has its last gradient, and as time on the wire
-after that. ``lab.report.timeline_figure`` draws the step.
+after that. ``lab.report.drawings.timeline_figure`` draws the step.
 """
 
 import math

@@ -47,7 +47,7 @@ def verdict(block: ComparisonGroup, found: Sequence[Finding]) -> Verdict:
     if wrong:
         more = f" ({len(wrong) - 1} more below)" if len(wrong) > 1 else ""
         return Verdict(wrong[0] + more, _numbers(block, rows), True)
-    text = f"{_where(block, nodes)} {_speed(block, rows)}{_equality(block, nodes)}."
+    text = f"{_where(block, nodes)} {_speed(block, rows)}{_alone(rows)}{_equality(block, nodes)}."
     return Verdict(text, _numbers(block, rows), False)
 
 
@@ -91,6 +91,16 @@ def _best_exact(rows: Sequence[CellRow]) -> str:
     if exact is None or exact is rows[0]:
         return ""
     return f"; of the exact strategies {exact.sync} has the shortest step ({timed(exact)})"
+
+
+def _alone(rows: Sequence[CellRow]) -> str:
+    """Say that one node is faster than the fastest of ``rows``, if the intervals allow it."""
+    best = rows[0]
+    if best.baseline is None or not best.speedup_interval or best.speedup_interval[1] >= 1:
+        return ""
+    if best.scaling == "weak":
+        return "; one node alone processes more samples a second"
+    return f"; one node alone is faster ({timed(best.baseline)})"
 
 
 def _step(row: CellRow) -> float:

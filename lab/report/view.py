@@ -172,9 +172,9 @@ class ComparisonGroup:
 
     @property
     def first_start(self) -> str:
-        """When the first run started, in ISO format; empty if no run recorded it."""
-        repeats = [repeat for row in self.rows for repeat in row.repeats]
-        return min((repeat["started"] for repeat in repeats if repeat.get("started")), default="")
+        """When the first run started, in ISO format; empty unless every run recorded its start."""
+        starts = [repeat.get("started") or "" for row in self.rows for repeat in row.repeats]
+        return min(starts, default="")
 
     @property
     def measured(self) -> list[CellRow]:

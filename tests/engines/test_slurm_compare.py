@@ -111,5 +111,5 @@ def test_an_array_does_the_plan_and_again_what_is_missing(
     measured = {path: path.stat().st_mtime_ns for path in folder.glob("runs/**/*")}
     again = submit(slurm, "--nodes=2", "--array=1", folder)
     assert slurm.wait(f"{again}_1") == "COMPLETED"
-    assert "is done already; left as it is" in slurm.output(f"{again}_1")
+    assert "is already done; nothing to do" in slurm.output(f"{again}_1")
     assert {path: path.stat().st_mtime_ns for path in folder.glob("runs/**/*")} == measured

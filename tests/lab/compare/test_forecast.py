@@ -202,7 +202,7 @@ def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(t
     page, table = (folder / "report.html").read_text(), (folder / "table.md").read_text()
     assert "EMULATED" in page
     assert "200 Mbit/s" in page
-    assert "EMULATED: layers and update slept" in table
+    assert "EMULATED: layers and updates sleep" in table
     for path in [*folder.glob("*.svg")]:
         assert "EMULATED" in path.read_text(), path
     assert json.loads((folder / "profile.json").read_text()) == json.loads(

@@ -123,7 +123,7 @@ def test_a_plan_has_the_runs_in_turns_and_goes_on(tmp_path, capsys):
     assert [path.name for path in folder.iterdir()] == ["results.json"], "nothing was run"
     out = capsys.readouterr().out
     assert "6 of 6 runs to do" in out
-    assert "on 1 node 0,5; on 2 nodes 1-4" in out
+    assert "on 1 node: 0,5; on 2 nodes: 1-4" in out
     assert (
         f"sbatch --nodes=2 --array=0-5%1 launch/slurm-compare.sbatch {folder}" in out
         or Path.cwd() != REPOSITORY
@@ -154,6 +154,20 @@ def test_settings_come_back_as_they_were():
             Settings.from_json(json.loads(json.dumps(settings.as_json() | {"command": "lab"})))
             == settings
         )
+
+
+def test_an_installed_copy_says_that_it_has_no_job_script(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("lab.compare.job_plan.IN_CHECKOUT", False)
+    monkeypatch.setattr("lab.compare.job_results.IN_CHECKOUT", False)
+    flags = ["--plan", "--nodes", "2", "--sync", "ring", "--no-predict", "--repeats", "2"]
+    assert main(["compare", *flags, "--output-dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "an installed copy has no job script. Plan in a checkout" in out
+    assert "sbatch --nodes" not in out
+    [folder] = tmp_path.glob("compare-*")
+    assert f"lab run-cell {folder} --run K --master-ip IP --num-nodes N --rank R" in out
+    results = merge_results(folder, read_results(folder / "results.json"))
+    assert results["warnings"][-1].endswith("--rank R with K = 0-1")
 
 
 def test_numbers_in_short():
@@ -199,7 +213,7 @@ def test_emulated_links_are_not_for_jobs(tmp_path, capsys):
         )
         == 2
     )
-    assert "--plan: its runs go to nodes of their own" in capsys.readouterr().err
+    assert "--plan runs on real nodes, whose links cannot be set" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -220,9 +234,9 @@ def test_each_mistake_has_one_message(tmp_path, capsys):
             [folder, "--run", 1, "-N", 2, "-R", 0],
             "give --master-ip, --num-nodes and --rank on each",
         ),
-        ([tmp_path / "nowhere", "--run", 0], "nowhere is not there on .*: .* all nodes share"),
-        ([empty, "--run", 0], "empty is no plan .*make one by lab compare --plan"),
-        ([alone, "--run", 0], "is a comparison, but no plan"),
+        ([tmp_path / "nowhere", "--run", 0], "nowhere does not exist on .*: .* all nodes share"),
+        ([empty, "--run", 0], "empty is no plan .*make one with lab compare --plan"),
+        ([alone, "--run", 0], "is a comparison that lab compare runs itself, and no plan"),
     ):
         assert main(["run-cell", *map(str, arguments)]) == 2
         error = capsys.readouterr().err
@@ -241,13 +255,10 @@ def test_other_code_is_refused_and_named_in_the_report(tmp_path, capsys):
     results["plan"]["code"]["common/sync/ring.py"] = "another"
     write_results(folder / "results.json", results)
     assert main(["run-cell", str(folder), "--run", "0"]) == 2
-    assert (
-        "has other code than the plan was made with (common/sync/ring.py)"
-        in capsys.readouterr().err
-    )
+    assert "has other code than the plan (common/sync/ring.py)" in capsys.readouterr().err
     cell = report(folder)["none-n1"]
     assert cell["status"] == "failed"
-    assert "has other code than the plan was made with (common/sync/ring.py)" in cell["message"]
+    assert "has other code than the plan (common/sync/ring.py)" in cell["message"]
 
 
 # --- runs ---
@@ -284,7 +295,7 @@ def test_a_run_writes_its_own_folders_alone_and_is_not_done_twice(tmp_path):
     measured = {name: content for name, content in tree(folder).items() if name.startswith("runs")}
     statuses, outputs = run(folder, 2)
     assert statuses == [0, 0]
-    assert outputs == ["run 2 (ring on 2 nodes, repeat 1) is done already; left as it is\n", ""]
+    assert outputs == ["run 2 (ring on 2 nodes, repeat 1) is already done; nothing to do\n", ""]
     assert measured == {
         name: content for name, content in tree(folder).items() if name.startswith("runs")
     }
@@ -330,10 +341,10 @@ def test_under_way_stopped_and_killed(tmp_path):
     first = start(folder, 0, nodes=1, flags=f"--wait-for {marker}")
     wait_until(lambda: len(workers()) == 1, "the part")
     results = merge_results(folder, read_results(folder / "results.json"))
-    assert results["warnings"] == ["0 of 1 runs are done; under way: none-n1 (run 0)"]
+    assert results["warnings"] == ["0 of 1 runs are done; running: none-n1 (run 0)"]
     again = start(folder, 0, nodes=1)
     ended = again.end()
-    assert "this run is under way already: another job holds" in ended.out + ended.err
+    assert "this run is already running: another job holds" in ended.out + ended.err
     assert ended.status == 2
     first.send(signal.SIGTERM)
     ended = first.end()
@@ -345,7 +356,7 @@ def test_under_way_stopped_and_killed(tmp_path):
     second.send(signal.SIGKILL)
     second.end()
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in workers()), "the end of the part")
-    assert "no end was noted: killed, or its node lost" in report(folder)["none-n1"]["message"]
+    assert "the run did not report its end: it was killed" in report(folder)["none-n1"]["message"]
     assert run(folder, 0, nodes=1)[0] == [0]
     assert report(folder)["none-n1"]["status"] == "done"
 

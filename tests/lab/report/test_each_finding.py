@@ -120,7 +120,9 @@ def errors(**values: float) -> Change:
 
 
 def started(at: str) -> Change:
-    return both(errors(ring=0.1), repeats("ring", started=f"2026-11-21T{at}"))
+    """Predict, and let ring start at this time and the others at 13:00."""
+    later = (repeats(name, started="2026-11-21T13:00:00") for name in ("none", "ddp"))
+    return both(errors(ring=0.1), repeats("ring", started=f"2026-11-21T{at}"), *later)
 
 
 def counted(change: int) -> Change:
@@ -302,6 +304,12 @@ CASES = (
         "made before the first run started (2026-11-21 12:00:00, then 2026-11-21 12:00:05)",
         started("12:00:05"),
         started("11:59:00"),
+    ),
+    Case(
+        prediction_findings.made_in_time,
+        "made before the first run started",
+        started("12:00:05"),
+        both(started("12:00:05"), repeats("ddp", started=None)),  # it may have been the first
     ),
     Case(
         prediction_findings.made_in_time,

@@ -90,9 +90,8 @@ def test_on_a_gpu_ddp_computes_in_fp16_and_is_not_compared_with_fp32() -> None:
     result = check(block(*cells, gpus=("a GPU",)), 2)
     assert not result.wrong
     assert result.untested == {"ddp": "the number types differ (fp16 and fp32 on a GPU)"}
-    assert list(check(block(*cells, gpus=("a GPU",), flags=["--no-amp"], amp=False), 2).wrong) == [
-        "ddp"
-    ]
+    assert list(check(block(*cells, gpus=("a GPU",), flags=["--no-amp"]), 2).wrong) == ["ddp"]
+    assert not check(block(*cells, gpus=("a GPU",), flags=["--use_amp"]), 2).untested
 
 
 def test_of_two_that_differ_ddp_is_the_reference() -> None:

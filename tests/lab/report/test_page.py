@@ -10,13 +10,13 @@ import pytest
 
 from lab.plot_style import NothingToShowError, plt
 from lab.report import html, tables
-from lab.report.cost_figures import draw_bytes, draw_memory
-from lab.report.curves import draw_loss
-from lab.report.figures import draw_prediction, draw_scaling, draw_step_time, pieces
+from lab.report.drawings.cost_figures import draw_bytes, draw_memory
+from lab.report.drawings.curves import draw_loss
+from lab.report.drawings.figures import draw_prediction, draw_scaling, draw_step_time, section_spans
+from lab.report.drawings.svg import inline, share_styles
 from lab.report.findings import findings
 from lab.report.html import best_rows, render
 from lab.report.sentences import Finding
-from lab.report.svg import inline, share_styles
 from lab.report.view import ComparisonGroup, blocks
 from tests.helpers.report_samples import cell, results
 
@@ -80,19 +80,24 @@ def test_a_prediction_says_when_the_first_run_started() -> None:
     made = data["prediction"]["made"].replace("T", " ")
     assert f"predicted at {made}" in page(data)
     assert "When the first run started was not recorded." in page(data)
-    later = page(data | {"first_run_started": "2026-11-21T15:00:03"})
+    repeats = [repeat for entry in data["cells"] for repeat in entry["repeats"]]
+    for second, repeat in enumerate(reversed(repeats)):
+        repeat["started"] = f"2026-11-21T15:00:{second + 3:02}"
+    later = page(data)
     assert "The first run started at 2026-11-21 15:00:03." in later
-    earlier = page(data | {"first_run_started": "2026-11-21T14:00:03"})
-    assert "<strong>before the prediction</strong>" in earlier
+    repeats[2]["started"] = "2026-11-21T14:00:03"
+    assert "<strong>before the prediction</strong>" in page(data)
+    repeats[0]["started"] = None
+    assert "When the first run started was not recorded." in page(data)
     assert "120 µs" in later  # alpha 1.2e-4 s
     assert "1.11 GB/s" in later  # beta 9e-10 s a byte
 
 
 def test_the_method_counts_steps_as_they_were() -> None:
     data = results(("ring",), (1, 2))
-    assert "The first 5 steps are a warm-up and not measured; the next 30 steps are" in page(data)
+    assert "The first 5 steps are a warm-up and not measured; then 30 steps are" in page(data)
     data["settings"] |= {"warmup": 1, "steps": 1}
-    assert "The first 1 step is a warm-up and not measured; the next step is" in page(data)
+    assert "The first 1 step is a warm-up and not measured; then 1 step is" in page(data)
     data["settings"] |= {"warmup": None, "steps": None}
     assert "The warm-up steps are not measured. A rank's number" in page(data)
 
@@ -125,6 +130,9 @@ def test_the_best_value_of_each_number_of_nodes_is_marked() -> None:
     assert best_rows(same, column("root")) == []
     unequal = group(cell("ring", 4), cell("ddp", 4), cell("gather_scatter", 4))
     assert [row.sync for row in best_rows(unequal, column("root"))] == ["ring", "ddp"]
+    # fast and wrong
+    wrong = group(cell("ring", 4), cell("all_reduce", 4), cell("ddp", 4, loss_shift=0.3))
+    assert [row.sync for row in best_rows(wrong, column("step"))] == ["all_reduce"]
     text = page(results(("gather_scatter", "ddp"), (1, 4)))
     assert '<strong>0.284 [0.278, 0.290]</strong><span class="unseen"> (best)</span>' in text
 
@@ -132,15 +140,15 @@ def test_the_best_value_of_each_number_of_nodes_is_marked() -> None:
 def test_a_bar_adds_up_to_its_own_median() -> None:
     entry = cell("ring", 2)  # its sections sum up to the step
     block = group(entry)
-    names = [name for name, _, _ in pieces(block.rows[1])]
+    names = [name for name, _, _ in section_spans(block.rows[1])]
     assert names[:4] == ["data", "forward", "backward", "wait"]
-    assert "rest" not in names or pieces(block.rows[1])[-1][2] == pytest.approx(0.559)
+    assert "rest" not in names or section_spans(block.rows[1])[-1][2] == pytest.approx(0.559)
     entry["median"]["step"] = 0.7
-    name, begin, end = pieces(group(entry).rows[1])[-1]
+    name, begin, end = section_spans(group(entry).rows[1])[-1]
     assert (name, begin, end) == ("rest", pytest.approx(0.559), 0.7)
     # sections of 0.559 s in a step of 0.5 s: no rest; what exceeds the median is pale
     entry["median"]["step"] = 0.5
-    assert "rest" not in [name for name, _, _ in pieces(group(entry).rows[1])]
+    assert "rest" not in [name for name, _, _ in section_spans(group(entry).rows[1])]
     bars = draw_step_time(group(entry), narrow=False).axes[0].patches
     pale = [bar for bar in bars if bar.get_alpha()]
     assert min(bar.get_x() for bar in pale) == pytest.approx(0.5)

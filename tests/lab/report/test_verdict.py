@@ -72,6 +72,11 @@ SENTENCES = {
         (ONE, cell("ring", 2)),
         "On 2 nodes ring takes 0.559 s a step, 1.79 times as fast as one node.",
     ),
+    "slower than one node": (
+        (ONE, cell("ring", 2, scale=3.0), cell("gather_scatter", 2, scale=4.0)),
+        "On 2 nodes ring is fastest: 1.669 s a step, 1.39 times as fast as gather_scatter; one "
+        "node alone is faster (1.000 s [0.980, 1.020]); gather_scatter and ring compute the same.",
+    ),
     "one node": (
         (ONE,),
         "On one node a step takes 1.000 s; no strategy on several nodes has been measured.",

@@ -1,6 +1,6 @@
 """The figures of what a strategy costs besides time: bytes sent and peak memory.
 
-As in ``lab.report.figures``, each ``draw_*`` returns the figure of a block, or raises
+As in ``lab.report.drawings.figures``, each ``draw_*`` returns the figure of a block, or raises
 NothingToShowError with a sentence for the page if there is nothing to compare.
 """
 
@@ -11,7 +11,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from lab.plot_style import INK, PAPER, NothingToShowError, color, line_key, title
-from lab.report.row_panels import equal_in_each_panel, hollow, note, row_panels, write_value
+from lab.report.drawings.row_panels import (
+    equal_in_each_panel,
+    hollow,
+    note,
+    row_panels,
+    write_value,
+)
 from lab.report.view import CellRow, ComparisonGroup, nodes_text
 
 MB = 1e6

@@ -9,11 +9,11 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from lab.plot_style import NothingToShowError, style
-from lab.report import cost_figures, curves, figures
+from lab.report.drawings import cost_figures, curves, figures
+from lab.report.drawings.svg import inline, save, svg
+from lab.report.drawings.timeline_figure import draw_timeline
 from lab.report.losses import largest_difference
-from lab.report.svg import inline, save, svg
 from lab.report.timeline import mean_overlap, overlap, share_text
-from lab.report.timeline_figure import draw_timeline
 from lab.report.view import (
     CellRow,
     ComparisonGroup,
@@ -62,7 +62,7 @@ def step_time_caption(block: ComparisonGroup) -> str:
 
 
 def _overshoot(row: CellRow) -> bool:
-    drawn = figures.pieces(row)
+    drawn = figures.section_spans(row)
     return bool(drawn) and drawn[-1][2] > 1.001 * row.measured_step
 
 

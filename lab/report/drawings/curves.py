@@ -1,6 +1,6 @@
 """The figure of lines: the loss over the steps.
 
-As in ``lab.report.figures``, ``draw_loss`` returns the figure of a block, or raises
+As in ``lab.report.drawings.figures``, ``draw_loss`` returns the figure of a block, or raises
 NothingToShowError with a sentence for the page if there is nothing to compare.
 """
 
@@ -79,7 +79,7 @@ def _equal_losses(block: ComparisonGroup, panels: list[int]) -> str:
         parts.append(
             f"on {nodes_text(nodes)} the loss goes from {curve[min(curve)]:.3f} to "
             f"{curve[max(curve)]:.3f} in {len(curve)} steps, and the {len(rows)} strategies "
-            f"differ by at most {most.value if most else 0:.2g}"
+            f"{f'differ by at most {most.value:.2g}' if most and most.value else 'do not differ'}"
         )
     return f"No figure, because the lines would lie on top of each other: {'; '.join(parts)}."
 

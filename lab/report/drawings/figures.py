@@ -3,7 +3,7 @@
 They have a panel for each number of nodes and a row for each strategy. Each ``draw_*`` returns the
 figure of a block for a wide or a narrow page. It raises NothingToShowError with a sentence for the
 page if the figure would be empty, or if all its values are equal.
-``lab.report.cost_figures`` has bytes and memory, ``lab.report.curves`` the loss.
+``lab.report.drawings.cost_figures`` has bytes and memory, ``lab.report.drawings.curves`` the loss.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from lab.plot_style import (
     section_style,
     title,
 )
-from lab.report.row_panels import hollow, note, row_panels, write_value
+from lab.report.drawings.row_panels import hollow, note, row_panels, write_value
 from lab.report.view import CellRow, ComparisonGroup, percent, seconds_text
 
 _IDEAL, _ONE_NODE, _OUT_OF_SCOPE = (0, (4, 3)), (0, (1, 1.5)), (0, (1, 1.5))
@@ -70,7 +70,7 @@ def axis_end(block: ComparisonGroup) -> float:
     return min(1.5 * longest, max([longest, *whisker_ends(block)]))
 
 
-def pieces(row: CellRow) -> list[tuple[str, float, float]]:
+def section_spans(row: CellRow) -> list[tuple[str, float, float]]:
     """Return name, begin and end in seconds of each section, one after the other.
 
     The last one, ``rest``, ends at the step's median, and is missing if the sections reach it.
@@ -90,7 +90,7 @@ def pieces(row: CellRow) -> list[tuple[str, float, float]]:
 
 def _stack(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
     step = row.measured_step
-    for name, begin, end in pieces(row):
+    for name, begin, end in section_spans(row):
         # what lies beyond the step's own median is drawn pale: the sections sum up to more
         for low, high, alpha in ((begin, min(end, step), None), (max(begin, step), end, 0.35)):
             if high > low:

@@ -98,18 +98,18 @@ def _rounded(text: str, decimals: int) -> str:
 
 def _shorter_path(path: str) -> str:
     """Return the path with horizontal and vertical lines written as ``H`` and ``V``."""
-    pieces, here = [], ("", "")
+    commands, here = [], ("", "")
     for command, numbers in re.findall(r"([A-Za-z])([^A-Za-z]*)", path):
         end = tuple(numbers.split())
         same = [new == old for new, old in zip(end, here, strict=False)] if command == "L" else []
         if same == [True, True]:
             continue
         if True in same:
-            pieces.append(f"H{end[0]}" if same[1] else f"V{end[1]}")
+            commands.append(f"H{end[0]}" if same[1] else f"V{end[1]}")
         else:
-            pieces.append(command + " ".join(end))
+            commands.append(command + " ".join(end))
         here = end[-2:] if end else here
-    return "".join(pieces)
+    return "".join(commands)
 
 
 def share_styles(page: str) -> str:
