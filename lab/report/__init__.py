@@ -2,7 +2,7 @@
 
 ``write_report`` writes the files, ``terminal.print_answer`` prints the answer. Reading order:
 ``view`` (the cells and what follows from them), ``losses``, ``equality`` (do the strategies compute
-the same), ``findings`` (sentences; one file for each kind, ``*_findings``), ``verdict`` (the
+the same), ``findings`` (sentences; one file for each topic), ``verdict`` (the
 answer), ``tables``, ``figures``, ``curves``, ``timeline``, ``figure_pages``, ``html``.
 """
 
