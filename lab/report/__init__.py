@@ -2,8 +2,8 @@
 
 ``write_report`` writes the files, ``terminal.print_answer`` prints the answer. Reading order:
 ``view`` (the cells and what follows from them), ``losses``, ``equality`` (do the strategies compute
-the same), ``findings`` (sentences; one file for each kind, ``*_findings``), ``verdict`` (the
-answer), ``tables``, ``timeline``, ``drawings`` (all figures), ``html`` (with ``settings_text``).
+the same), ``findings`` (sentences; one file for each topic), ``verdict`` (the answer), ``tables``,
+``timeline``, ``drawings`` (all figures), ``html`` (with ``settings_text``).
 """
 
 from collections.abc import Mapping

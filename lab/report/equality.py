@@ -1,8 +1,8 @@
 """Test whether the strategies that claim to be exact compute the same, by their first losses.
 
-``check(block, nodes)`` returns the result, equality_findings.py writes the sentences. After one
-update the losses of right strategies differ by rounding alone. Runs that start alike (equal seeds,
-batches and weights, hence equal losses at step 1) are therefore compared at steps 2 to 4. The
+``check(block, nodes)`` returns the result, findings/equal_results.py the sentences. After one
+update the losses of right strategies differ by rounding alone. Runs that start alike (the same
+seed, batches and weights, so the same loss at step 1) are therefore compared at steps 2 to 4. The
 largest set of strategies that agree with each other counts as right; between sets of equal size,
 the one with PyTorch's DDP.
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lab.report.equality import check
+from lab.report.findings.limits import noisy_interval
+from lab.report.findings.speed import named
 from lab.report.sentences import Finding, listed, strategies, timed
-from lab.report.speed_findings import named
 from lab.report.view import (
     CellRow,
     ComparisonGroup,
@@ -82,6 +83,11 @@ def _speed(block: ComparisonGroup, rows: Sequence[CellRow]) -> str:
     medians = (seconds_text(row.step, best.step) for row in (tied[0], max(tied, key=_step)))
     names = strategies([named(row) for row in tied], of=len(rows))
     rest = f", {times}" if last not in tied else ""
+    if any(noisy_interval(row) for row in tied):
+        return (
+            f"{names} cannot be told apart ({' to '.join(medians)} s): their repeats differ too "
+            f"much{rest}"
+        )
     return f"{names} are equally fast within the 95 % intervals ({' to '.join(medians)} s){rest}"
 
 

@@ -30,7 +30,7 @@ HERE = {
         0,
         "lab run-cell",
     ),
-    "report": (["nowhere"], 2, "nowhere is no folder of a run"),
+    "report": (["nowhere"], 2, "nowhere is not the folder of a run"),
     "calibrate": (["--ranks", 2, "--num-nodes", 2], 2, "error: "),
     "collect": (["nowhere"], 2, "error: "),
     "run-cell": (

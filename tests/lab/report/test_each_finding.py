@@ -11,18 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lab.report import (
-    equality_findings,
-    findings,
-    prediction_findings,
-    speed_findings,
-    training_findings,
-)
+from lab.report.findings import equal_results, findings, limits, prediction, speed, training
 from lab.report.sentences import Finding
 from lab.report.view import ComparisonGroup, blocks
 from tests.helpers.report_samples import cell, predicted, timeline
 
-MODULES = (findings, equality_findings, speed_findings, training_findings, prediction_findings)
+MODULES = (limits, equal_results, speed, training, prediction)
 
 
 class Sample:
@@ -51,7 +45,7 @@ class Sample:
                 "emulated": self.emulated,
             }
         )
-        more = (self.timelines,) if find is speed_findings.overlaps else ()
+        more = (self.timelines,) if find is speed.overlaps else ()
         return " ".join(finding.text for finding in find(block, *more))
 
 
@@ -152,204 +146,204 @@ NEAR = both(medians("ddp", step=0.55), intervals("ddp", step=[0.53, 0.56]))
 
 CASES = (
     Case(
-        equality_findings.equal_results,
+        equal_results.equal_results,
         "ring is not equal to ddp, PyTorch's own, from step 2 on",
         second_loss(0.01),
         second_loss(1e-6),
     ),
     Case(
-        equality_findings.equal_results,
+        equal_results.equal_results,
         "ring and ddp compute the same",
         unchanged,
         second_loss(0.01),
     ),
     Case(
-        equality_findings.equal_results,
+        equal_results.equal_results,
         "not comparable: the seeds differ (0 and 7)",
         repeats("ring", seed=7),
         unchanged,
     ),
     Case(
-        equality_findings.equal_results,
+        equal_results.equal_results,
         "the ranks of ring ended with different weights",
         repeats("ring", equal_weights=False),
         repeats("ring", equal_weights=True),
     ),
-    Case(speed_findings.fastest, "ddp is fastest", unchanged, NEAR),
-    Case(speed_findings.fastest, "but the 95 % intervals overlap: ring may be as fast", NEAR, SLOW),
+    Case(speed.fastest, "ddp is fastest", unchanged, NEAR),
+    Case(speed.fastest, "but the 95 % intervals overlap: ring may be as fast", NEAR, SLOW),
     Case(
-        speed_findings.fastest,
+        speed.fastest,
         "only ddp has been measured",
         set_cell("ring", median=None),
         unchanged,
     ),
     # a strategy that does not compute the same takes no part
     Case(
-        speed_findings.fastest,
+        speed.fastest,
         "only ddp has been measured",
         both(second_loss(0.01), medians("ring", step=0.1)),
         both(second_loss(0.0), medians("ring", step=0.1)),
     ),
     Case(
-        speed_findings.slower_than_one,
+        speed.slower_than_one,
         "ring is slower than one node, also at the favourable ends of both intervals",
         SLOW,
         UNSURE,
     ),
     Case(
-        speed_findings.slower_than_one,
+        speed.slower_than_one,
         "ring is slower than one node by the medians, but the 95 % intervals overlap",
         UNSURE,
         unchanged,
     ),
     Case(
-        speed_findings.above_ideal,
+        speed.above_ideal,
         "the efficiency is above the ideal 100 % (ring 135 %). The run on one node was disturbed",
         medians("ring", step=1 / 2.7),
         medians("ring", step=1 / 2.02),
     ),
     Case(
-        speed_findings.bounds,
+        speed.bounds,
         "communication with ring",
         medians("ring", wire=1.0),
         medians("ring", wire=0.1),
     ),
     Case(
-        speed_findings.stragglers,
+        speed.stragglers,
         "ring: ranks wait longer for slower ranks than the communication takes. A faster",
         both(medians("ring", wait=0.2, wire=0.1), intervals("ring", wait=[0.19, 0.21])),
         both(medians("ring", wait=0.2, wire=0.1), intervals("ring", wait=[0.05, 0.35])),
     ),
     Case(
-        speed_findings.stragglers,
+        speed.stragglers,
         "no strategy waits longer",
         unchanged,
         medians("ring", wait=None),
     ),
     Case(
-        speed_findings.stragglers,
+        speed.stragglers,
         "none of the strategies that measured it (ddp) waits longer",
         medians("ring", wait=None),
         unchanged,
     ),
     Case(
-        speed_findings.root_share,
+        speed.root_share,
         "rank 0 sends more than its share with ring",
         medians("ring", root_bytes_sent=3e6, others_bytes_sent=1e6),
         medians("ring", root_bytes_sent=1.1e6, others_bytes_sent=1e6),
     ),
     Case(
-        speed_findings.root_share,
+        speed.root_share,
         "rank 0 does not send much more than the others with any strategy",
         unchanged,
         medians("ring", root_bytes_sent=None),
     ),
     Case(
-        speed_findings.root_share,
+        speed.root_share,
         "with ddp: at most 50.0 % of all bytes; an equal share would be 50.0 %. The bytes of ring "
         "were not counted",
         medians("ring", root_bytes_sent=None),
         unchanged,
     ),
     Case(
-        speed_findings.root_share,
+        speed.root_share,
         "On 2 nodes the bytes of ring and ddp were not counted",
         both(medians("ring", root_bytes_sent=None), medians("ddp", root_bytes_sent=None)),
         medians("ring", root_bytes_sent=None),
     ),
     Case(
-        speed_findings.overlaps,
+        speed.overlaps,
         "communication overlaps backward with ring (",
         recorded(True),
         recorded(False),
     ),
     Case(
-        speed_findings.overlaps,
+        speed.overlaps,
         "ring sends nothing during backward",
         recorded(False),
         recorded(True),
     ),
     Case(
-        training_findings.accuracies,
+        training.accuracies,
         "is near chance",
         repeats("ring", test_accuracy=0.13),
         repeats("ring", test_accuracy=0.17),
     ),
     Case(
-        training_findings.accuracies,
+        training.accuracies,
         "the number of classes is unknown",
         both(repeats("ring", test_accuracy=0.5), settings(dataset="folder")),
         both(repeats("ring", test_accuracy=0.5), settings(dataset="folder", num_classes=3)),
     ),
     Case(
-        training_findings.time_to_accuracy,
+        training.time_to_accuracy,
         "ring reached 60 % after 3.0 s of training",
         both(repeats("ring", seconds_to_accuracy=3.0), settings(until_accuracy=0.6)),
         both(repeats("ring", seconds_to_accuracy=None), settings(until_accuracy=0.6)),
     ),
     Case(
-        prediction_findings.predictions,
+        prediction.predictions,
         "2 of 2 predictions in scope lie within 20 %",
         errors(ring=0.19, ddp=-0.19),
         errors(ring=0.21, ddp=-0.19),
     ),
     Case(
-        prediction_findings.predictions,
+        prediction.predictions,
         "Outside: ring, 2 nodes (+21.0 %)",
         errors(ring=0.21),
         errors(ring=0.19),
     ),
     Case(
-        prediction_findings.made_in_time,
+        prediction.made_in_time,
         "made before the first run started (2026-11-21 12:00:00, then 2026-11-21 12:00:05)",
         started("12:00:05"),
         started("11:59:00"),
     ),
     Case(
-        prediction_findings.made_in_time,
+        prediction.made_in_time,
         "made before the first run started",
         started("12:00:05"),
         both(started("12:00:05"), repeats("ddp", started=None)),  # it may have been the first
     ),
     Case(
-        prediction_findings.made_in_time,
+        prediction.made_in_time,
         "made after the first run had started (2026-11-21 11:59:00, then 2026-11-21 12:00:00)",
         started("11:59:00"),
         started("12:00:05"),
     ),
     Case(
-        prediction_findings.bytes_as_predicted,
+        prediction.bytes_as_predicted,
         "Every rank sent as many bytes as the formulas say",
         counted(0),
         counted(4),
     ),
     Case(
-        prediction_findings.bytes_as_predicted,
+        prediction.bytes_as_predicted,
         "The counted bytes differ from the formulas with ring, 2 nodes",
         counted(4),
         counted(0),
     ),
     Case(
-        findings.unfinished,
+        limits.unfinished,
         "ring on 2 nodes failed and is left out",
         set_cell("ring", status="failed"),
         unchanged,
     ),
     Case(
-        findings.unfinished,
+        limits.unfinished,
         "ring on 2 nodes is only partly done",
         set_cell("ring", status="partial"),
         unchanged,
     ),
-    Case(findings.emulation, "Compute is EMULATED", emulated("laptop"), emulated("real")),
+    Case(limits.emulation, "Compute is EMULATED", emulated("laptop"), emulated("real")),
     Case(
-        findings.noisy,
+        limits.noisy,
         "The repeats of ring on 2 nodes differ so much",
         intervals("ring", step=[0.3, 0.8]),
         intervals("ring", step=[0.4, 0.6]),
     ),
     Case(
-        findings.oversubscription,
+        limits.oversubscription,
         "On 2 nodes the ranks share cores",
         set_cell("ring", oversubscribed=True),
         set_cell("ring", oversubscribed=False),
@@ -383,12 +377,12 @@ def test_every_finding_has_cases() -> None:
 
 def test_findings_ask_every_finder() -> None:
     """A finder that ``findings`` forgets would never be seen."""
-    source = inspect.getsource(findings.findings)
+    source = inspect.getsource(findings)
     assert all(f"{case.find.__name__}(block" in source for case in CASES)
 
 
 def test_findings_of_nothing() -> None:
     empty = ComparisonGroup(0, None, "", "", (), "strong", False, {})
-    assert [finding.text for finding in findings.findings(empty)] == [
+    assert [finding.text for finding in findings(empty)] == [
         "No run has ended yet, so there is nothing to report."
     ]

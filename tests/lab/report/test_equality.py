@@ -10,7 +10,7 @@ import pytest
 
 from lab.compare.reporting import report_on
 from lab.report.equality import check
-from lab.report.equality_findings import equal_results
+from lab.report.findings.equal_results import equal_results
 from lab.report.view import ComparisonGroup, blocks
 from tests.helpers import ROOT, TINY, Started, free_port, user_environment
 from tests.helpers.report_samples import cell

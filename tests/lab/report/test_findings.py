@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from lab.report.findings import findings, noisy, oversubscription, unfinished
-from lab.report.prediction_findings import bytes_as_predicted, predictions
-from lab.report.speed_findings import (
+from lab.report.findings import findings
+from lab.report.findings.limits import noisy, oversubscription, unfinished
+from lab.report.findings.prediction import bytes_as_predicted, predictions
+from lab.report.findings.speed import (
     bounds,
     fastest,
     overlaps,
@@ -15,7 +16,7 @@ from lab.report.speed_findings import (
     slower_than_one,
     stragglers,
 )
-from lab.report.training_findings import accuracies, time_to_accuracy
+from lab.report.findings.training import accuracies, time_to_accuracy
 from lab.report.view import ComparisonGroup, blocks
 from tests.helpers.report_samples import cell, predicted, results, timeline
 

@@ -18,7 +18,7 @@ from lab.report import write_report
 from lab.report.drawings.timeline_figure import draw_beside
 from lab.report.tables import csv_text, markdown
 from lab.report.timeline import lanes, mean_overlap, overlap, sync_parts, trace, union
-from lab.report.view import bandwidth_text, blocks, duration_text, rate_text
+from lab.report.view import blocks, rate_text
 from tests.helpers.report_samples import BYTES, cell, results, timeline
 
 FIGURES = ("step_time", "scaling", "bytes", "loss", "memory", "prediction")

@@ -98,6 +98,15 @@ def test_the_answer_is_one_sentence(name: str) -> None:
     assert not found.wrong
 
 
+def test_intervals_that_are_too_wide_make_no_tie() -> None:
+    noisy = cell("overlapped", 2)
+    noisy["interval"]["step"] = [0.0, 1.0]
+    assert answer(ONE, noisy, cell("ddp", 2)).text == (
+        "On 2 nodes ddp and overlapped cannot be told apart (0.514 to 0.524 s): their repeats "
+        "differ too much; overlapped and ddp compute the same."
+    )
+
+
 def test_a_wrong_strategy_is_the_answer() -> None:
     found = answer(ONE, wrong("ring", 2), cell("tree", 2), cell("ddp", 2))
     assert found.wrong

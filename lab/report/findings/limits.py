@@ -1,47 +1,11 @@
-"""The findings of a report: sentences with evidence and limits, computed from the numbers alone.
+"""Findings about limits: unfinished cells, emulated compute, noise and shared cores."""
 
-``findings(block)`` lists them. They claim only what the data supports: no order if the intervals
-overlap, no equal accuracies near chance, nothing about unfinished cells. This module writes the
-sentences about such limits. The other ``*_findings`` modules write the rest.
-"""
+from collections.abc import Iterator
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-from lab.report import equality_findings, prediction_findings, speed_findings, training_findings
-from lab.report.sentences import BOUND, REACH, Finding, listed, merged, timed
+from lab.report.sentences import BOUND, REACH, Finding, listed, timed
 from lab.report.view import CellRow, ComparisonGroup, nodes_text, percent
 
 _NOISY = 0.5  # of the step: a wider interval gets a warning
-
-
-def findings(block: ComparisonGroup, timelines: Mapping[str, Any] | None = None) -> list[Finding]:
-    """Return what the cells of ``block`` show, in reading order."""
-    found = [
-        *equality_findings.equal_results(block),
-        *unfinished(block),
-        *emulation(block),
-        *noisy(block),
-        *speed_findings.fastest(block),
-        *speed_findings.slower_than_one(block),
-        *speed_findings.above_ideal(block),
-        *speed_findings.bounds(block),
-        *speed_findings.stragglers(block),
-        *speed_findings.overlaps(block, timelines or {}),
-        *oversubscription(block),
-        *speed_findings.root_share(block),
-        *training_findings.accuracies(block),
-        *training_findings.time_to_accuracy(block),
-        *prediction_findings.predictions(block),
-        *prediction_findings.made_in_time(block),
-        *prediction_findings.bytes_as_predicted(block),
-    ]
-    if not block.measured:
-        found.insert(
-            0,
-            Finding(REACH, "No run has ended yet, so there is nothing to report.", caution=True),
-        )
-    return merged(found)
 
 
 def unfinished(block: ComparisonGroup) -> Iterator[Finding]:
@@ -96,11 +60,7 @@ def emulation(block: ComparisonGroup) -> Iterator[Finding]:
 
 def noisy(block: ComparisonGroup) -> Iterator[Finding]:
     """Name the cells whose repeats differ too much for a conclusion."""
-    rows = [
-        row
-        for row in block.measured
-        if (ends := row.interval("step")) and ends[1] - ends[0] > _NOISY * row.measured_step
-    ]
+    rows = [row for row in block.measured if noisy_interval(row)]
     if rows:
         yield Finding(
             REACH,
@@ -110,6 +70,12 @@ def noisy(block: ComparisonGroup) -> Iterator[Finding]:
             "; ".join(f"{row.name}: {timed(row)}" for row in rows),
             caution=True,
         )
+
+
+def noisy_interval(row: CellRow) -> bool:
+    """Return whether the repeats of a cell differ too much for a conclusion."""
+    ends = row.interval("step")
+    return ends is not None and ends[1] - ends[0] > _NOISY * row.measured_step
 
 
 def _quoted(row: CellRow) -> str:
