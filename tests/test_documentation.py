@@ -9,9 +9,11 @@ import runpy
 import shlex
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from common.models import MODELS
 from tests.helpers import ROOT, Started, needs_cifar10, user_environment
@@ -262,3 +264,19 @@ def test_no_page_has_words_of_our_own() -> None:
         )
     ]
     assert found == []
+
+
+def test_the_files_for_github_are_whole() -> None:
+    citation, workflow, form = (
+        yaml.safe_load((ROOT / name).read_text())
+        for name in ("CITATION.cff", ".github/workflows/ci.yml", ".github/ISSUE_TEMPLATE/bug.yml")
+    )
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (citation["cff-version"], citation["type"]) == ("1.2.0", "software")
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    assert workflow["jobs"]["ci"]["steps"][-1] == {"run": ".ci/run"}
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    asked = {field["id"] for field in form["body"] if field.get("validations", {}).get("required")}
+    assert {"command", "doctor", "log"} <= asked
+    assert "`lab doctor --json`" in str(form)
