@@ -36,7 +36,7 @@ HERE = {
     "run-cell": (
         ["nowhere", "--run", 1],
         2,
-        "the folder of a plan belongs on a file system that all nodes share",
+        "put the plan on a file system that all nodes share",
     ),
 }
 
