@@ -3,7 +3,7 @@
 ``write_report`` writes the files, ``terminal.print_answer`` prints the answer. Reading order:
 ``view`` (the cells and what follows from them), ``losses``, ``equality`` (do the strategies compute
 the same), ``findings`` (sentences; one file for each kind, ``*_findings``), ``verdict`` (the
-answer), ``tables``, ``timeline``, ``drawings`` (all figures), ``html`` (with ``settings_text``).
+answer), ``tables``, ``drawings`` (all figures), ``html`` (with ``settings_text``).
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> None:
     """
     import json
 
-    from lab.report import html, tables, timeline, view
-    from lab.report.drawings import figure_pages
+    from lab.report import html, tables, view
+    from lab.report.drawings import figure_pages, timeline
 
     folder.mkdir(parents=True, exist_ok=True)
     blocks = view.blocks(results)
