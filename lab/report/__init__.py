@@ -20,8 +20,8 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> None:
     """
     import json
 
-    from lab.report import html, tables, timeline, view
-    from lab.report.drawings import figure_pages
+    from lab.report import html, tables, view
+    from lab.report.drawings import figure_pages, timeline
 
     folder.mkdir(parents=True, exist_ok=True)
     blocks = view.blocks(results)

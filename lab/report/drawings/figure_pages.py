@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from lab.plot_style import NothingToShowError, style
 from lab.report.drawings import cost_figures, curves, figures
 from lab.report.drawings.svg import inline, save, svg
+from lab.report.drawings.timeline import mean_overlap, overlap, share_text
 from lab.report.drawings.timeline_figure import draw_timeline
 from lab.report.losses import largest_difference
-from lab.report.timeline import mean_overlap, overlap, share_text
 from lab.report.view import (
     CellRow,
     ComparisonGroup,

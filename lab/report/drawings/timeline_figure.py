@@ -24,7 +24,14 @@ from lab.plot_style import (
     section_style,
     title,
 )
-from lab.report.timeline import Span, backward_end, lanes, mean_overlap, share_text, sync_parts
+from lab.report.drawings.timeline import (
+    Span,
+    backward_end,
+    lanes,
+    mean_overlap,
+    share_text,
+    sync_parts,
+)
 
 _DRAWN_LANES = 6  # rows of messages per rank; further rows are drawn in the last one
 # Messages have no colour: colours are for sections. The kinds are filled, hollow, hatched ...

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lab.report.drawings.timeline import mean_overlap
 from lab.report.equality import check
 from lab.report.sentences import BOUND, SPEED, Finding, listed, on_nodes, strategies, timed
-from lab.report.timeline import mean_overlap
 from lab.report.view import CellRow, ComparisonGroup, percent, seconds_text
 
 _EQUAL_SHARE = 1.2  # report a rank 0 that sends more than this many times an equal share

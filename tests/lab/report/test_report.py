@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 
 from lab.plot_style import spread
 from lab.report import write_report
+from lab.report.drawings.timeline import lanes, mean_overlap, overlap, sync_parts, trace, union
 from lab.report.drawings.timeline_figure import draw_beside
 from lab.report.tables import csv_text, markdown
-from lab.report.timeline import lanes, mean_overlap, overlap, sync_parts, trace, union
 from lab.report.view import blocks, rate_text
 from tests.helpers.report_samples import BYTES, cell, results, timeline
 
