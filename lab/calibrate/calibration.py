@@ -17,6 +17,7 @@ from common.models import MODELS
 from common.training_engine import launch_distributed_training
 from common.utils.atomic_files import write_atomically
 from common.utils.progress import console
+from common.utils.registry import choices_text
 from common.utils.system import usable_cores
 from lab.calibrate.fits import fit_calibration
 from lab.calibrate.rank_measurements import Measures, measure_rank
@@ -69,7 +70,7 @@ def calibrate(
     if ranks < 2:
         raise UserError(f"--ranks: got {ranks}, give 2 or more: one rank sends no messages")
     if model not in MODELS:
-        raise UserError(f"--model: got {model!r}, choose one of {', '.join(MODELS)}")
+        raise UserError(f"--model: got {model!r}: {choices_text(model, MODELS)}")
     measures = measures or measures_for(model, image, quick=quick)
     console.print(
         f"calibrating with {ranks} ranks on this machine: {measures.number} measurements, usually "

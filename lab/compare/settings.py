@@ -8,6 +8,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.sync import STRATEGIES
+from common.utils.registry import choices_text
 from lab.units import parse_rate
 
 _STRATEGY_FLAGS = {
@@ -62,12 +63,10 @@ class Settings:
                     "of at least 1"
                 )
         unknown = [name for name in self.sync if name not in STRATEGIES]
+        if unknown:
+            choices = choices_text(unknown[0], [*STRATEGIES, "all", "exact"])
+            raise UserError(f"--sync: got {unknown[0]}: {choices}")
         rules = (
-            (
-                not unknown,
-                f"--sync: got {', '.join(unknown)}; choose from {', '.join(STRATEGIES)}, or 'all' "
-                "or 'exact'",
-            ),
             (
                 self.scaling == "weak" or max(self.nodes) <= self.batch_size,
                 f"--nodes: got {max(self.nodes)}, more than the {self.batch_size} samples of a "

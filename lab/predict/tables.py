@@ -16,6 +16,7 @@ from common.cost_model.event_model import LARGEST_NODES, Prediction, predict_ste
 from common.errors import UserError
 from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.message_plans import MessagePlan
+from common.utils.registry import choices_text
 from lab.predict.scaling import SCALINGS, ScalingLimit, scaling_limits
 
 _NO_EXCHANGE = "no gradient exchange: each node trains its own model"
@@ -48,7 +49,7 @@ def message_plans(
     unknown = [name for name in names if name not in STRATEGIES]
     if unknown:
         raise UserError(
-            f"--sync: got {', '.join(unknown)}, choose from {', '.join(STRATEGIES)}, or all"
+            f"--sync: got {unknown[0]}: {choices_text(unknown[0], [*STRATEGIES, 'all'])}"
         )
     return {name: build_message_plan_from(name, options or {}) for name in names}
 
