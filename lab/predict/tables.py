@@ -48,9 +48,8 @@ def message_plans(
     """
     unknown = [name for name in names if name not in STRATEGIES]
     if unknown:
-        raise UserError(
-            f"--sync: got {unknown[0]}: {choices_text(unknown[0], [*STRATEGIES, 'all'])}"
-        )
+        choices = choices_text(unknown[0], [*STRATEGIES, "all"])
+        raise UserError(f"--sync: got {unknown[0]}: {choices}")
     return {name: build_message_plan_from(name, options or {}) for name in names}
 
 

@@ -57,7 +57,7 @@ def test_images_removed_or_altered_between_runs_are_noticed(stage: Stage) -> Non
     assert_told(
         run("--resume", "auto"),
         r"the images or labels of folder have changed since checkpoint \S+Epoch_1\.pt was "
-        r"written: bring back the same",
+        r"written: restore the same",
     )
     image.unlink()
     assert_told(

@@ -188,7 +188,7 @@ def test_names_for_several_strategies():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sync": ("rings",)}, "got rings; choose from none, gather_scatter"),
+        ({"sync": ("rings",)}, "got rings: did you mean ring"),
         ({"nodes": (0,)}, "--nodes: got 0"),
         ({"nodes": (1, 300)}, "got 300, more than the 256 samples"),
         ({"steps": 0}, "--steps: got 0"),
