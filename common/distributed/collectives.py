@@ -53,7 +53,8 @@ def check_same_on_all_ranks(world: World, facts: Mapping[str, Any], *, what: str
     ]
     more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
     raise UserError(
-        f"the ranks differ in {what}. {'; '.join(lines[:5])}{more}. Start every rank with the same"
+        f"the ranks differ in {what}. {'; '.join(lines[:5])}{more}. Start every rank with the same "
+        "command except --rank, with the same code and data"
     )
 
 

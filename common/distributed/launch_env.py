@@ -13,6 +13,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
@@ -231,12 +232,12 @@ def processes_to_start(flags: LaunchFlags, environment: Mapping[str, str] = os.e
 
 
 def launcher_command(flags: LaunchFlags, processes: int, command: Sequence[str]) -> list[str]:
-    """Return torchrun's arguments to start ``processes`` ranks of ``command`` on this machine."""
+    """Return Python's arguments to start ``processes`` ranks of ``command`` on this machine."""
     host, port = _master_address(flags)
     arguments = [argument for argument in command if argument != "--distributed"]
     return [
-        "-m",
-        "torch.distributed.run",
+        "-P",
+        str(Path(__file__).with_name("local_launcher.py")),
         "--nproc-per-node",
         str(processes),
         "--master-addr",

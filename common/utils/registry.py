@@ -19,7 +19,14 @@ def load(table: Mapping[str, str], name: str, *, kind: str) -> Any:
     if name not in table:
         raise UserError(f"unknown {kind} {name!r}: {choices_text(name, table)}")
     module, attribute = table[name].split(":")
-    return getattr(import_module(module), attribute)
+    try:
+        return getattr(import_module(module), attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name != module:
+            raise  # the module exists, and imports something that does not
+        raise UserError(
+            f"{kind} {name!r} is listed as {table[name]}, but {error}: correct the line"
+        ) from error
 
 
 def choices_text(got: str, names: Iterable[str]) -> str:

@@ -80,9 +80,11 @@ def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
 
 def _read(folder: Path, scaling: str) -> dict[str, Any]:
     if not (folder / "config.json").exists():
+        runs = sorted(path.parent for path in folder.glob("*/config.json"))
+        found = f". It has these: {', '.join(map(str, runs[-5:]))}" if runs else ""
         raise UserError(
             f"{folder} is not the folder of a run: it has no config.json. Give the folder that "
-            "rank 0 wrote, reports/<part>-<sync>/<time>"
+            f"rank 0 wrote, reports/<part>-<sync>/<time>{found}"
         )
     config, environment = read_json(folder / "config.json"), read_json(folder / "environment.json")
     nodes = config["world_size"]

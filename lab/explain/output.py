@@ -1,12 +1,16 @@
 """Print what ``lab explain`` finds."""
 
 import argparse
+import re
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from lab.explain.diagnosis import SHOWN, Found, LogLine, explain, read_lines
+
+_OWN = re.compile(r"(\[[^]]*\]:?\s*)?error( \(rank \d+\))?: ")
+"""The project's own message for the user, also behind torchrun's prefix."""
 
 
 def main_explain(args: argparse.Namespace) -> int:
@@ -37,6 +41,11 @@ def _nothing_known(lines: Sequence[LogLine]) -> str:
         return (
             "The log is empty. A rank that printed nothing was killed or did not start: check how "
             "it was started."
+        )
+    if own := next((line for line in lines if _OWN.match(line.text)), None):
+        return (
+            f"No error of the table in {len(lines):,} lines, but a rank says itself what is wrong "
+            f"({own.file}:{own.number}):\n   {own.text.strip()}"
         )
     return (
         f"No known error in {len(lines):,} lines. If the run failed: read the first traceback of "
