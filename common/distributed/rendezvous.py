@@ -84,7 +84,7 @@ def rendezvous(launch: LaunchSpec, timeout_seconds: float) -> tuple[dist.TCPStor
         if wait.left + last_answer <= 0:
             raise _lost(launch)
         if wait.left >= 1:
-            notice = f"rank {launch.rank}: waiting for {wait.whom()} (another {wait.left:.0f} s)"
+            notice = f"rank {launch.rank}: waiting for {wait.whom()} ({wait.left:.0f} s left)"
             print(notice, file=sys.stderr, flush=True)
         pause = _NOTICE_SECONDS
     return joining.result()

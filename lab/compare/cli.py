@@ -128,8 +128,8 @@ def add_report(commands: argparse._SubParsersAction) -> None:
         commands,
         "report",
         run=_report,
-        help="write the report of lab compare about runs that were started by hand, or again about "
-        "a comparison",
+        help="write the report of lab compare for runs that were started by hand, or again for an "
+        "earlier comparison",
     )
     parser.add_argument(
         "runs",

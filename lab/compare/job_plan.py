@@ -81,7 +81,7 @@ def planned_runs(folder: Path, results: dict[str, Any]) -> list[Run]:
     """Return all runs of a plan, by number. UserError unless these are the results of a plan."""
     if "plan" not in results:
         raise UserError(
-            f"{folder} is a comparison that lab compare runs itself, and no plan: give a folder "
+            f"{folder} is a comparison that lab compare runs itself, not a plan: give a folder "
             "that lab compare --plan made"
         )
     settings = Settings.from_json(results["settings"])

@@ -70,7 +70,7 @@ def read_results(path: Path) -> dict[str, Any]:
         results = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"{path} cannot be read ({error}): it is cut off or no results.json; the file is "
+            f"{path} cannot be read ({error}): it is cut off, or not a results.json; the file is "
             "unchanged"
         ) from error
     if not isinstance(results, dict) or "format" not in results:

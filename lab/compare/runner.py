@@ -200,7 +200,7 @@ class TimeLeft:
     def announcement(self) -> str:
         """Return how long all runs take, for a person."""
         if not self._seconds:
-            return "for a time that shows after the first run"
+            return "time unknown until the first run has ended"
         return f"about {duration(sum(self._seconds))}"
 
     def after(self, done: int, elapsed: float) -> str:

@@ -18,5 +18,5 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         "logs",
         nargs="+",
         metavar="LOG",
-        help="files with the output of the ranks, at best of all ranks; - is standard input",
+        help="files with the output of the ranks, ideally of all ranks; - is standard input",
     )

@@ -88,7 +88,11 @@ def _speed(block: ComparisonGroup, rows: Sequence[CellRow]) -> str:
             f"{names} cannot be told apart ({' to '.join(medians)} s): their repeats differ too "
             f"much{rest}"
         )
-    return f"{names} are equally fast within the 95 % intervals ({' to '.join(medians)} s){rest}"
+    fastest = "are fastest, and " if rest else ""
+    return (
+        f"{names} {fastest}cannot be told apart ({' to '.join(medians)} s; their 95 % intervals "
+        f"overlap){rest}"
+    )
 
 
 def _best_exact(rows: Sequence[CellRow]) -> str:

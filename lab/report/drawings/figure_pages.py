@@ -102,7 +102,7 @@ def loss_caption(block: ComparisonGroup) -> str:
     largest = " Largest difference between them at the same step and seed: "
     return (
         "Training loss over the global batch, of one seed. Strategies that claim to be exact "
-        "must have the same loss; they are drawn as one line where nobody could see a difference. "
+        "must have the same loss; they are drawn as one line where no difference is visible. "
         f"The others are dashed.{largest + '; '.join(parts) + '.' if parts else ''}"
     )
 

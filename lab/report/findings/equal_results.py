@@ -57,7 +57,7 @@ def _wrong(result: Equality, where: str) -> Iterator[Finding]:
 
 def _how_far(deviation: Deviation) -> str:
     far = f"by {deviation.value:.2g}" if math.isfinite(deviation.value) else "and is not finite"
-    return f"the loss differs {far}, rounding would give less than {_short(deviation.limit)}"
+    return f"the loss differs {far}; rounding would give less than {_short(deviation.limit)}"
 
 
 def _short(value: float) -> str:

@@ -13,7 +13,7 @@ _ABOVE_IDEAL = 1.05  # an efficiency that no measuring error of a quiet machine 
 _COMPUTE = ("data", "forward", "backward", "update")
 _PARTS = {
     "compute": "compute (data, forward, backward, update)",
-    "wire": "communication",
+    "wire": "communication on the wire",
     "wait": "waiting for slower ranks",
 }
 
@@ -95,7 +95,7 @@ def slower_than_one(block: ComparisonGroup) -> Iterator[Finding]:
         ]
         certain = [row for row, interval in slower if interval and interval[1] < 1]
         groups = (
-            (certain, ", also at the favourable ends of both intervals."),
+            (certain, ", even at the favourable ends of both 95 % intervals."),
             (
                 [row for row, interval in slower if interval and interval[1] >= 1],
                 " by the medians, but the 95 % intervals overlap.",
@@ -186,7 +186,7 @@ def stragglers(block: ComparisonGroup) -> Iterator[Finding]:
         unsure = [row.sync for row in waiting if row.sync not in sure]
         evidence = "; ".join(
             f"{row.sync} waiting {seconds_text(wait, row.step)} s, "
-            f"communication {seconds_text(wire, row.step)} s"
+            f"on the wire {seconds_text(wire, row.step)} s"
             for row, wait, wire in rows
         )
         names = listed([row.sync for row, _, _ in rows])
@@ -196,19 +196,19 @@ def stragglers(block: ComparisonGroup) -> Iterator[Finding]:
             (
                 bool(sure),
                 False,
-                f"{listed(sure)}: ranks wait longer for slower ranks than the communication takes. "
+                f"{listed(sure)}: ranks wait longer for slower ranks than sending takes. "
                 "A faster network would save less than half of the exposed time.",
             ),
             (
                 bool(unsure),
                 True,
-                f"{listed(unsure)}: ranks wait longer for slower ranks than the communication "
-                "takes, but the 95 % intervals overlap.",
+                f"{listed(unsure)}: ranks wait longer for slower ranks than sending takes, "
+                "but the 95 % intervals overlap.",
             ),
             (
                 bool(rows and not waiting),
                 False,
-                f"{who} waits longer for slower ranks than its communication takes.",
+                f"{who} waits longer for slower ranks than its sending takes.",
             ),
         )
         for holds, caution, text in claims:
@@ -234,7 +234,7 @@ def root_share(block: ComparisonGroup) -> Iterator[Finding]:
         heavy = [sync for sync, share in shares.items() if share > _EQUAL_SHARE / nodes]
         most = max(shares, key=shares.__getitem__)
         if heavy:
-            name = f", {most}" if len(heavy) > 1 else ""
+            name = f" ({most})" if len(heavy) > 1 else ""
             text = (
                 f"rank 0 sends more than its share with {listed(heavy)}: "
                 f"up to {percent(shares[most], 1)} of all bytes{name}"

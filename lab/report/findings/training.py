@@ -22,7 +22,7 @@ def accuracies(block: ComparisonGroup) -> Iterator[Finding]:
             yield Finding(
                 "Accuracy",
                 f"{on_nodes(nodes)} accuracies were measured, but the number of classes is "
-                "unknown, and with it the accuracy of guessing.",
+                "unknown, so they cannot be compared with guessing.",
                 evidence,
                 caution=True,
             )

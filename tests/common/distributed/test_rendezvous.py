@@ -154,7 +154,7 @@ def test_waiting_ranks_say_for_whom(
         for rank in joining:
             assert isinstance(rank.exception(), GroupError)
     said = capsys.readouterr().err
-    assert re.search(r"^rank 0: waiting for 2 of 4 ranks: 1, 3 \(another \d s\)$", said, re.M)
+    assert re.search(r"^rank 0: waiting for 2 of 4 ranks: 1, 3 \(\d s left\)$", said, re.M)
     joined = rf"^rank 2: waiting for the other ranks; this one has joined 127\.0\.0\.1:{port} "
     assert re.search(joined, said, re.M)
     alone = rf"^rank 3: waiting for rank 0 at 127\.0\.0\.1:{lone}, connection refused "

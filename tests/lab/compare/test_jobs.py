@@ -236,7 +236,7 @@ def test_each_mistake_has_one_message(tmp_path, capsys):
         ),
         ([tmp_path / "nowhere", "--run", 0], "nowhere does not exist on .*: .* all nodes share"),
         ([empty, "--run", 0], "empty is no plan .*make one with lab compare --plan"),
-        ([alone, "--run", 0], "is a comparison that lab compare runs itself, and no plan"),
+        ([alone, "--run", 0], "is a comparison that lab compare runs itself, not a plan"),
     ):
         assert main(["run-cell", *map(str, arguments)]) == 2
         error = capsys.readouterr().err

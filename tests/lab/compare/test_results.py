@@ -84,12 +84,12 @@ def test_bytes_that_no_timeline_counted_are_unknown_not_zero():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"format": 1, "kind"', "cut off or no results.json"),
+        ('{"format": 1, "kind"', "cut off, or not a results.json"),
         ("[1, 2]", "is no results.json"),
         ("{}", "is no results.json"),
         ('{"format": 2}', "has format 2, this version reads 1"),
         ('{"format": 1}', "kind is missing"),
-        ("[" * 100_000, "cut off or no"),
+        ("[" * 100_000, "cut off, or not a"),
     ],
 )
 def test_foreign_results_are_named(content, message, tmp_path):

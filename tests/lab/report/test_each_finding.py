@@ -186,7 +186,7 @@ CASES = (
     ),
     Case(
         speed.slower_than_one,
-        "ring is slower than one node, also at the favourable ends of both intervals",
+        "ring is slower than one node, even at the favourable ends of both 95 % intervals",
         SLOW,
         UNSURE,
     ),
@@ -204,13 +204,13 @@ CASES = (
     ),
     Case(
         speed.bounds,
-        "communication with ring",
+        "communication on the wire with ring",
         medians("ring", wire=1.0),
         medians("ring", wire=0.1),
     ),
     Case(
         speed.stragglers,
-        "ring: ranks wait longer for slower ranks than the communication takes. A faster",
+        "ring: ranks wait longer for slower ranks than sending takes. A faster",
         both(medians("ring", wait=0.2, wire=0.1), intervals("ring", wait=[0.19, 0.21])),
         both(medians("ring", wait=0.2, wire=0.1), intervals("ring", wait=[0.05, 0.35])),
     ),

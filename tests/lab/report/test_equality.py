@@ -48,7 +48,7 @@ def test_one_that_differs_after_the_first_update_is_wrong() -> None:
     [wrong, equal] = equal_results(found)
     assert wrong.wrong
     assert wrong.text == (
-        "On 2 nodes ring is not equal to the others from step 2 on: the loss differs by 0.017, "
+        "On 2 nodes ring is not equal to the others from step 2 on: the loss differs by 0.017; "
         "rounding would give less than 3e-5. It claims to be exact, but does not compute the "
         "mean gradient."
     )

@@ -90,7 +90,7 @@ def test_nothing_is_compared_with_itself_or_with_what_failed() -> None:
 @pytest.mark.parametrize(
     ("scale", "repeats", "expected"),
     [
-        (4.0, 3, "is slower than one node, also at the favourable ends"),
+        (4.0, 3, "is slower than one node, even at the favourable ends"),
         (1.83, 3, "by the medians, but the 95 % intervals overlap"),
         (4.0, 1, "without intervals (one repeat) this is not certain"),
         (1.0, 3, ""),
@@ -132,14 +132,13 @@ def test_bounds_and_stragglers() -> None:
     both = block(cell("gather_scatter", 4, scale=0.9), cell("ddp", 4), cell("ring", 4, wait=0.5))
     both.find("gather_scatter", 4).cell["median"].update(wire=0.9, sync=0.904)
     text = said(bounds(both))
-    assert "communication with gather_scatter" in text
+    assert "communication on the wire with gather_scatter" in text
     assert "update) with ddp" in text
     assert "waiting for slower ranks with ring" in text
-    assert (
-        "ring: ranks wait longer for slower ranks than the communication takes. A faster"
-        in said(stragglers(both))
+    assert "ring: ranks wait longer for slower ranks than sending takes. A faster" in said(
+        stragglers(both)
     )
-    assert "than the communication takes, but the 95 % intervals overlap" in said(
+    assert "than sending takes, but the 95 % intervals overlap" in said(
         stragglers(block(cell("ring", 4, wait=0.5, repeats=1)))
     )
     assert "no strategy waits longer" in said(stragglers(block(cell("ddp", 4))))

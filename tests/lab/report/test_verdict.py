@@ -49,13 +49,14 @@ SENTENCES = {
     ),
     "a tie": (
         (ONE, cell("all_reduce", 2), cell("overlapped", 2), cell("ddp", 2)),
-        "On 2 nodes ddp and overlapped are equally fast within the 95 % intervals (0.514 to 0.524 "
-        "s), 1.08 times as fast as all_reduce; all 3 strategies compute the same.",
+        "On 2 nodes ddp and overlapped are fastest, and cannot be told apart (0.514 to 0.524 s; "
+        "their 95 % intervals overlap), 1.08 times as fast as all_reduce; all 3 strategies compute "
+        "the same.",
     ),
     "all are tied": (
         (ONE, cell("overlapped", 2), cell("ddp", 2)),
-        "On 2 nodes ddp and overlapped are equally fast within the 95 % intervals (0.514 to 0.524 "
-        "s); overlapped and ddp compute the same.",
+        "On 2 nodes ddp and overlapped cannot be told apart (0.514 to 0.524 s; their 95 % "
+        "intervals overlap); overlapped and ddp compute the same.",
     ),
     "not exact": (
         (ONE, cell("gather_scatter", 4), cell("ring", 4), cell("ddp", 4), cell("ddp_fp16", 4)),
