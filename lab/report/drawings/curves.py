@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from lab.plot_style import DASHES, INK, NothingToShowError, color, grid, title
 from lab.report.equality import wrong_rows
 from lab.report.losses import by_seed, largest_difference
-from lab.report.view import CellRow, ComparisonGroup, nodes_text
+from lab.report.view import CellRow, ComparisonGroup, nodes_text, small_text
 
 _ONE_LINE = 0.01  # of the axis: losses closer than this look like one line
 
@@ -77,10 +77,11 @@ def _equal_losses(block: ComparisonGroup, panels: list[int]) -> str:
         rows = [row for row in block.at(nodes) if by_seed(row)]
         curve = min(by_seed(rows[0]).items())[1]
         most = largest_difference(rows)
+        apart = f"by at most {small_text(most.value)}" if most and most.value else ""
         parts.append(
             f"on {nodes_text(nodes)} the loss goes from {curve[min(curve)]:.3f} to "
             f"{curve[max(curve)]:.3f} in {len(curve)} steps, and the {len(rows)} strategies "
-            f"{f'differ by at most {most.value:.2g}' if most and most.value else 'do not differ'}"
+            f"{f'differ {apart}' if apart else 'do not differ'}"
         )
     return f"No figure, because the lines would lie on top of each other: {'; '.join(parts)}."
 

@@ -23,6 +23,7 @@ from lab.report.view import (
     rate_text,
     safe_name,
     seconds_text,
+    small_text,
 )
 
 
@@ -93,7 +94,8 @@ _BYTES_CAPTION = (
 
 def loss_caption(block: ComparisonGroup) -> str:
     parts = [
-        f"{most.value:.2g} on {nodes_text(nodes)} (step {most.step}, {most.one} and {most.other})"
+        f"{small_text(most.value)} on {nodes_text(nodes)} "
+        f"(step {most.step}, {most.one} and {most.other})"
         if most.value
         else f"none on {nodes_text(nodes)}"
         for nodes in block.nodes
