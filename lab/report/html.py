@@ -159,7 +159,7 @@ def _table(block: ComparisonGroup, name: str, keys: Sequence[str]) -> dict[str, 
     return {
         "name": name,
         "headings": [
-            (column.heading.replace(", ", ",\u00a0"), column.number) for column in columns
+            (tidy(column.heading.replace(", ", ",\u00a0")), column.number) for column in columns
         ],
         "rows": [
             {
@@ -167,9 +167,7 @@ def _table(block: ComparisonGroup, name: str, keys: Sequence[str]) -> dict[str, 
                 "first": row.nodes != (block.rows[index - 1].nodes if index else None),
                 "cells": [
                     (
-                        "yes: WRONG"
-                        if column.key == "exact" and row.id in wrong
-                        else column.text(row),
+                        tables.cell_text(column, row, wrong),
                         column.number,
                         (column.key, row.id) in best,
                     )

@@ -77,7 +77,7 @@ def _table(block: ComparisonGroup) -> Table:
             tables.step_text(row),
             _exposed(row),
             tables.speedup_text(row),
-            Text("yes: WRONG", style=_RED) if row.id in wrong else tables.claim(row),
+            Text(tables.WRONG, style=_RED) if row.id in wrong else tables.claim(row),
         )
     return table
 

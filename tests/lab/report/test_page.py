@@ -88,6 +88,7 @@ def test_a_wrong_strategy_is_marked_in_tables_and_figures() -> None:
     rows = re.findall(r'<tr class="([^"]*)"><th scope="row">(\w+)</th>.*?</tr>', text)
     assert {name for status, name in rows if "wrong" in status} == {"ring"}
     assert text.count("yes: WRONG") == 1
+    assert tables.markdown([found]).count("| ring | 2 | yes: WRONG |") == 1
     times = draw_step_time(found, narrow=False).axes[0]
     labels = [label.get_text() for label in times.get_yticklabels()]
     assert labels == ["none (1 node)", "tree", "✗ ring", "ddp"]
