@@ -176,9 +176,10 @@ def section_patch(name: str) -> Patch:
 
 def title(figure: Figure, text: str, *, emulated: bool) -> None:
     """Put the title over the figure, at the left, with a mark if the measurement is emulated."""
+    marked = text + ("\u00a0· EMULATED" if emulated else "")
     figure.suptitle(
         textwrap.fill(
-            text + (" · EMULATED" if emulated else ""),
+            marked.replace(" %", "\u00a0%"),
             46 if figure.get_figwidth() < WIDE else 98,  # letters that fit on a line
         ),
         x=0.005,

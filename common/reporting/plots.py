@@ -61,8 +61,10 @@ def draw_confusion_matrix(
     few = count <= 20
     side = max(5.0, 0.55 * count) if few else min(20.0, 0.16 * count + 2)
     size = 9 if few else 6
-    slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-    style: dict[str, Any] = slanted if few else {"rotation": 90}
+    style: dict[str, Any] = {"rotation": 90}
+    if few:
+        short = max(map(len, class_names)) <= 3
+        style = {} if short else {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
     with matplotlib.rc_context(RC):
         figure = Figure(figsize=(side + 1.2, side), layout="constrained")
         axes = figure.subplots()

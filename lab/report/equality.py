@@ -110,6 +110,17 @@ def check(block: ComparisonGroup, nodes: int) -> Equality:
     return result
 
 
+def wrong_rows(block: ComparisonGroup) -> set[str]:
+    """Return the ids of the rows whose strategy is doubtful on that number of nodes."""
+    return {
+        row.id
+        for nodes in block.nodes_beyond_one
+        for doubtful in [check(block, nodes).doubtful]
+        for row in block.at(nodes)
+        if row.sync in doubtful
+    }
+
+
 def _curves(row: CellRow, settings: Mapping[str, Any]) -> list[Curve]:
     """Return the losses of a cell's runs; the loss of step 1 is NaN if it was not recorded."""
     return [

@@ -15,7 +15,7 @@ import jinja2
 from lab.report import tables
 from lab.report.drawings.figure_pages import Drawing
 from lab.report.drawings.svg import share_styles
-from lab.report.equality import check
+from lab.report.equality import wrong_rows
 from lab.report.findings import findings
 from lab.report.settings_text import block_settings, pairs, summary
 from lab.report.verdict import verdict
@@ -155,17 +155,22 @@ def _section(
 def _table(block: ComparisonGroup, name: str, keys: Sequence[str]) -> dict[str, Any]:
     columns = [column for key in keys for column in tables.COLUMNS if column.key == key]
     best = {(column.key, row.id) for column in columns for row in best_rows(block, column)}
+    wrong = wrong_rows(block)
     return {
         "name": name,
         "headings": [
-            (column.heading.replace(", ", ",\u00a0"), column.number) for column in columns
+            (tidy(column.heading.replace(", ", ",\u00a0")), column.number) for column in columns
         ],
         "rows": [
             {
-                "status": row.status,
+                "status": f"{row.status} wrong" if row.id in wrong else row.status,
                 "first": row.nodes != (block.rows[index - 1].nodes if index else None),
                 "cells": [
-                    (column.text(row), column.number, (column.key, row.id) in best)
+                    (
+                        tables.cell_text(column, row, wrong),
+                        column.number,
+                        (column.key, row.id) in best,
+                    )
                     for column in columns
                 ],
             }
@@ -183,10 +188,9 @@ def best_rows(block: ComparisonGroup, column: tables.Column) -> list[CellRow]:
     value = _SMALLEST.get(column.key) or _LARGEST.get(column.key)
     if value is None:
         return []
-    best = []
+    best, wrong = [], wrong_rows(block)
     for nodes in block.nodes_beyond_one:
-        doubtful = check(block, nodes).doubtful
-        right = [row for row in block.at(nodes) if row.sync not in doubtful]
+        right = [row for row in block.at(nodes) if row.id not in wrong]
         values = {row.id: number for row in right if (number := value(row)) is not None}
         rows = [row for row in right if row.id in values]
         if len({column.text(row) for row in rows}) < 2:

@@ -1,5 +1,6 @@
 """Names and values of settings, environments and calibrations as text for the page."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ _LABELS = {
     "alpha": "latency of a message (alpha)",
     "beta": "bandwidth (1/beta)",
     "gamma": "summing gradients (1/gamma)",
+    "least time of an all_reduce": "shortest all-reduce",
 }
 _UNITS = {"alpha": duration_text, "beta": bandwidth_text, "gamma": bandwidth_text}
 _SUMMARY = {
@@ -55,11 +57,18 @@ def pairs(content: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _value(name: str, value: Any) -> str:
+    if name == "least time of an all_reduce":  # by link: "4 nodes, 1gbit"
+        return "; ".join(f"{time} on {_link(link)}" for link, time in value.items())
     if name in _UNITS and isinstance(value, float):
         return _UNITS[name](value)
     if name == "rates" and value:
         return ", ".join(map(rate_text, value))
     return _text(value)
+
+
+def _link(text: str) -> str:
+    nodes, comma, rate = text.partition(", ")
+    return f"{nodes} at {rate_text(rate)}" if comma else nodes
 
 
 def block_settings(block: ComparisonGroup, results: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -91,4 +100,6 @@ def _text(value: Any) -> str:
         return "; ".join(
             f"{name.replace('_', ' ')} {_value(name, entry)}" for name, entry in value.items()
         )
-    return ", ".join(map(_text, value)) if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_text, value))
+    return re.sub(r"(\d{4}-\d\d-\d\d)T(?=\d\d:)", r"\1 ", str(value))

@@ -5,11 +5,12 @@ Texts are rounded. The CSV holds the exact numbers, in seconds, bytes and ratios
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lab.report.equality import wrong_rows
 from lab.report.view import (
     NOTHING,
     CellRow,
@@ -21,6 +22,7 @@ from lab.report.view import (
     what_is_emulated,
 )
 
+WRONG = "yes: WRONG"  # claims to be exact, but computes something else
 _MARKDOWN_ESCAPES = str.maketrans(
     {
         "&": "&amp;",
@@ -152,14 +154,20 @@ COSTS = (
 )
 
 
+def cell_text(column: Column, row: CellRow, wrong: Collection[str]) -> str:
+    """Return the text of a cell; ``wrong`` has the ids of the rows with a wrong result."""
+    return WRONG if column.key == "exact" and row.id in wrong else column.text(row)
+
+
 def markdown(blocks: Sequence[ComparisonGroup]) -> str:
     """Return the tables of all blocks as Markdown, with headings if there are several."""
     parts = []
     for block in blocks:
+        wrong = wrong_rows(block)
         lines = [
             [column.heading for column in COLUMNS],
             ["---:" if column.number else "---" for column in COLUMNS],
-            *([column.text(row) for column in COLUMNS] for row in block.rows),
+            *([cell_text(column, row, wrong) for column in COLUMNS] for row in block.rows),
         ]
         heading = f"**{escape(block.label)}**\n\n" if len(blocks) > 1 else ""
         emulated = f"{escape(what_is_emulated(block.settings))}\n\n" if block.emulated else ""

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lab.report import tables
-from lab.report.equality import check
+from lab.report.equality import wrong_rows
 from lab.report.findings import findings
 from lab.report.sentences import EQUAL, SPEED, Finding
 from lab.report.verdict import Verdict, verdict
@@ -66,9 +66,8 @@ def _table(block: ComparisonGroup) -> Table:
         left = heading == "strategy"
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     table.add_column("claims\nexact", no_wrap=True)
-    doubtful = {nodes: check(block, nodes).doubtful for nodes in block.nodes_beyond_one}
+    wrong = wrong_rows(block)
     for row in block.rows:
-        wrong = row.sync in doubtful.get(row.nodes, ())
         if row.step is None:
             table.add_row(row.sync, str(row.nodes), row.status, NOTHING, NOTHING, tables.claim(row))
             continue
@@ -78,7 +77,7 @@ def _table(block: ComparisonGroup) -> Table:
             tables.step_text(row),
             _exposed(row),
             tables.speedup_text(row),
-            Text("yes: WRONG", style=_RED) if wrong else tables.claim(row),
+            Text(tables.WRONG, style=_RED) if row.id in wrong else tables.claim(row),
         )
     return table
 

@@ -295,6 +295,11 @@ def what_is_emulated(settings: Mapping[str, Any]) -> str:
     return f"EMULATED: {what or 'network or compute were imitated on one machine'}."
 
 
+def small_text(value: float, digits: int = 2) -> str:
+    """Return a number that may be tiny with few digits: ``0.017`` or ``2.6e-5``."""
+    return f"{value:.{digits}g}".replace("e-0", "e-")
+
+
 def rate_text(rate: Any) -> str:
     """Return a link rate as text; ``rate`` is bits per second, a text for ``--rate``, or None."""
     if rate is None:

@@ -127,4 +127,4 @@ def _memory_bar(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
     mean, most = peak
     axis.barh(y, mean, height=0.7, color=color(row.sync))
     axis.plot([most] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
-    write_value(axis, y, f"{mean:,.0f}")
+    write_value(axis, y, f"{mean:,.0f} MB")

@@ -15,8 +15,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from lab.plot_style import DASHES, INK, NothingToShowError, color, grid, title
+from lab.report.equality import wrong_rows
 from lab.report.losses import by_seed, largest_difference
-from lab.report.view import CellRow, ComparisonGroup, nodes_text
+from lab.report.view import CellRow, ComparisonGroup, nodes_text, small_text
 
 _ONE_LINE = 0.01  # of the axis: losses closer than this look like one line
 
@@ -76,10 +77,11 @@ def _equal_losses(block: ComparisonGroup, panels: list[int]) -> str:
         rows = [row for row in block.at(nodes) if by_seed(row)]
         curve = min(by_seed(rows[0]).items())[1]
         most = largest_difference(rows)
+        apart = f"by at most {small_text(most.value)}" if most and most.value else ""
         parts.append(
             f"on {nodes_text(nodes)} the loss goes from {curve[min(curve)]:.3f} to "
             f"{curve[max(curve)]:.3f} in {len(curve)} steps, and the {len(rows)} strategies "
-            f"{f'differ by at most {most.value:.2g}' if most and most.value else 'do not differ'}"
+            f"{f'differ {apart}' if apart else 'do not differ'}"
         )
     return f"No figure, because the lines would lie on top of each other: {'; '.join(parts)}."
 
@@ -100,24 +102,23 @@ def _loss_panel(axis: Axes, block: ComparisonGroup, nodes: int) -> Iterator[Line
             linestyle=(0, (1, 1.5)),
         )
     exact = [row for row in rows if row.exact and row.sync in curves]
-    if _coincide(exact):
-        longest = max((curves[row.sync] for row in exact), key=len)
+    wrong = wrong_rows(block)
+    right = [row for row in exact if row.id not in wrong]
+    apart = exact
+    if _coincide(right):
+        apart = [row for row in exact if row.id in wrong]
+        longest = max((curves[row.sync] for row in right), key=len)
+        what = "compute the same" if apart else "claim to be exact"
+        label = f"the {len(right)} strategies that {what}"
+        yield _line(axis, longest, label=label, color=INK, linewidth=1.8)
+    for index, row in enumerate(apart):
         yield _line(
             axis,
-            longest,
-            label=f"the {len(exact)} strategies that claim to be exact",
-            color=INK,
-            linewidth=1.8,
+            curves[row.sync],
+            label=f"✗ {row.sync}" if row.id in wrong else row.sync,
+            color=color(row.sync),
+            linewidth=max(1.0, 3.2 - 0.5 * index) if len(apart) > 1 else 1.8,
         )
-    else:
-        for index, row in enumerate(exact):
-            yield _line(
-                axis,
-                curves[row.sync],
-                label=row.sync,
-                color=color(row.sync),
-                linewidth=max(1.0, 3.2 - 0.5 * index) if len(exact) > 1 else 1.8,
-            )
     lossy = [row.sync for row in rows if not row.exact and row.sync in curves]
     for sync, dashes in zip(lossy, cycle(DASHES), strict=False):
         yield _line(

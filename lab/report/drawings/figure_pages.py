@@ -13,6 +13,7 @@ from lab.report.drawings import cost_figures, curves, figures
 from lab.report.drawings.svg import inline, save, svg
 from lab.report.drawings.timeline import mean_overlap, overlap, share_text
 from lab.report.drawings.timeline_figure import draw_timeline
+from lab.report.equality import wrong_rows
 from lab.report.losses import largest_difference
 from lab.report.view import (
     CellRow,
@@ -22,6 +23,7 @@ from lab.report.view import (
     rate_text,
     safe_name,
     seconds_text,
+    small_text,
 )
 
 
@@ -48,6 +50,8 @@ def step_time_caption(block: ComparisonGroup) -> str:
         text += (
             "Where the sections' medians sum up to more than the median step, the excess is pale. "
         )
+    if wrong_rows(block):
+        text += "✗ marks a strategy with a wrong result. "
     text += "The tick is the median of the whole step"
     single = [row for row in block.measured if not row.interval("step")]
     if len(single) == len(block.measured):
@@ -90,7 +94,8 @@ _BYTES_CAPTION = (
 
 def loss_caption(block: ComparisonGroup) -> str:
     parts = [
-        f"{most.value:.2g} on {nodes_text(nodes)} (step {most.step}, {most.one} and {most.other})"
+        f"{small_text(most.value)} on {nodes_text(nodes)} "
+        f"(step {most.step}, {most.one} and {most.other})"
         if most.value
         else f"none on {nodes_text(nodes)}"
         for nodes in block.nodes

@@ -100,7 +100,7 @@ def _stack(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
     low, high = max(low, 0.0), min(high, right)
     axis.plot([step] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
     axis.plot([low, high], [y, y], color=INK, linewidth=1.2)
-    write_value(axis, y, seconds_text(step, step))
+    write_value(axis, y, f"{seconds_text(step, step)} s")
 
 
 def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lab.plot_style import INK, PAPER, color, grid
+from lab.report.equality import wrong_rows
 from lab.report.view import CellRow, ComparisonGroup, nodes_text
 
 _ROW = 0.235  # inches per bar with its gap
@@ -26,11 +27,15 @@ def row_panels(
 ) -> tuple[Figure, Sequence[Axes]]:
     """Return a figure with a panel per number of nodes and a row per strategy, and its axes.
 
-    ``draw(axes, y, row)`` draws a row. A cell without numbers says why in its row. With
-    ``baseline``, the one-node cell stands first in every panel. ``right`` is the largest x value.
+    ``draw(axes, y, row)`` draws a row. A cell without numbers says why in its row; a strategy with
+    a wrong result has a cross before its name. With ``baseline``, the one-node cell stands first
+    in every panel. ``right`` is the largest x value.
     """
     one = block.find("none", 1) if baseline and block.nodes != [1] else None
-    labels = (["none (1 node)"] if one else []) + block.syncs
+    wrong_ids = wrong_rows(block)
+    wrong = {row.sync for row in block.rows if row.id in wrong_ids}
+    names = [f"✗ {sync}" if sync in wrong else sync for sync in block.syncs]
+    labels = (["none (1 node)"] if one else []) + names
     columns = 1 if narrow else 2 if len(block.nodes) in (2, 4) else 3
     figure, axes = grid(
         len(block.nodes),

@@ -45,7 +45,7 @@ def draw_timeline(
     timeline: Mapping[str, Any], *, label: str, narrow: bool, emulated: bool
 ) -> Figure:
     """Draw the sections and messages of each rank; overlapping messages stand below each other."""
-    heading = f"{label}: step {timeline.get('step')}, {share_text(mean_overlap(timeline))}"
+    heading = f"{label}: {share_text(mean_overlap(timeline))}"
     entries = [(f"rank {rank['rank']}", timeline, rank) for rank in timeline.get("ranks") or []]
     return _draw_lanes(entries, heading, narrow=narrow, emulated=emulated)
 

@@ -7,7 +7,7 @@ from common.utils.grouping import grouped
 from lab.report.equality import DDP, STEPS, Deviation, Equality, check
 from lab.report.losses import differences
 from lab.report.sentences import EQUAL, Finding, listed, on_nodes
-from lab.report.view import ComparisonGroup
+from lab.report.view import ComparisonGroup, small_text
 
 
 def equal_results(block: ComparisonGroup) -> Iterator[Finding]:
@@ -56,13 +56,12 @@ def _wrong(result: Equality, where: str) -> Iterator[Finding]:
 
 
 def _how_far(deviation: Deviation) -> str:
-    far = f"by {deviation.value:.2g}" if math.isfinite(deviation.value) else "and is not finite"
-    return f"the loss differs {far}; rounding would give less than {_short(deviation.limit)}"
-
-
-def _short(value: float) -> str:
-    """Return a small number with one digit: ``3e-5``."""
-    return f"{value:.1g}".replace("e-0", "e-")
+    far = (
+        f"by {small_text(deviation.value)}"
+        if math.isfinite(deviation.value)
+        else "and is not finite"
+    )
+    return f"the loss differs {far}; rounding would give less than {small_text(deviation.limit, 1)}"
 
 
 def _equal(block: ComparisonGroup, nodes: int, result: Equality) -> Finding:
@@ -79,16 +78,17 @@ def _equal(block: ComparisonGroup, nodes: int, result: Equality) -> Finding:
         text = "their losses are equal at every step, to the last digit."
     else:
         text = (
-            f"up to step {STEPS[-1]} their losses differ by {first:.2g} at most, as rounding does."
+            f"up to step {STEPS[-1]} their losses differ by {small_text(first)} at most, "
+            "as rounding does."
         )
     if largest.value > first:
         text += (
-            f" Rounding grows in later steps: the largest difference is {largest.value:.2g}, at "
-            f"step {largest.step}."
+            f" Rounding grows in later steps: the largest difference is "
+            f"{small_text(largest.value)}, at step {largest.step}."
         )
     return Finding(
         EQUAL,
         f"{on_nodes(nodes)} {who} compute the same: {text}",
-        f"{largest.value:.2g} at step {largest.step}, {largest.one} against {largest.other}, "
-        f"loss {largest.loss:.3f}; {listed(result.equal)}",
+        f"{small_text(largest.value)} at step {largest.step}, {largest.one} against "
+        f"{largest.other}, loss {largest.loss:.3f}; {listed(result.equal)}",
     )

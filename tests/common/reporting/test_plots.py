@@ -49,3 +49,4 @@ def test_zeros_of_the_confusion_matrix_are_hidden(tmp_path: Path, drawn: list[Fi
     # (column, row)
     assert texts == {(0, 0): "90", (2, 0): "10", (1, 1): "7", (0, 2): "1"}
     assert matplotlib.image.imread(path).shape[1] >= 1200
+    assert {label.get_rotation() for label in drawn[0].axes[0].get_xticklabels()} == {0}

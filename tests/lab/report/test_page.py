@@ -75,6 +75,50 @@ def test_what_is_wrong_stands_in_red_before_everything(monkeypatch: pytest.Monke
     assert text.index("✗") < text.index(">group 0</a>: " + WRONG.text) < text.index("cannot be")
 
 
+def test_a_wrong_strategy_is_marked_in_tables_and_figures() -> None:
+    right = [[step, 3 - 0.1 * step] for step in range(1, 6)]
+    cells = [cell(sync, 2) for sync in ("tree", "ring", "ddp")]
+    for entry in cells:
+        for repeat in entry["repeats"]:
+            repeat["losses"] = [
+                [step, loss + (entry["sync"] == "ring") * (step > 1) * 0.2] for step, loss in right
+            ]
+    found = group(*cells)
+    text = page({"cells": [cell("none", 1), *cells], "settings": {}, "finished": True})
+    rows = re.findall(r'<tr class="([^"]*)"><th scope="row">(\w+)</th>.*?</tr>', text)
+    assert {name for status, name in rows if "wrong" in status} == {"ring"}
+    assert text.count("yes: WRONG") == 1
+    assert tables.markdown([found]).count("| ring | 2 | yes: WRONG |") == 1
+    times = draw_step_time(found, narrow=False).axes[0]
+    labels = [label.get_text() for label in times.get_yticklabels()]
+    assert labels == ["none (1 node)", "tree", "✗ ring", "ddp"]
+    assert {"0.514 s", "0.555 s", "0.565 s"} & {note.get_text() for note in times.texts}
+    legend = draw_loss(found, narrow=False).legends[0]
+    lines = [text.get_text() for text in legend.get_texts()]
+    assert lines[-2:] == ["the 2 strategies that compute the same", "✗ ring"]
+
+
+def test_warnings_of_several_groups_stand_after_the_answers() -> None:
+    data = results(("ring",), (1, 2))
+    data["cells"] += [cell("none", 1, group=1), cell("ring", 2, group=1)]
+    text = page(data | {"warnings": ["2 ranks share one core."]})
+    assert text.index('href="#warnings"') < text.index('class="verdict"') < text.index("Warnings (")
+
+
+def test_the_calibration_is_written_in_plain_names() -> None:
+    data = results(("ring",), (1, 2))
+    data["prediction"]["calibration"] = {
+        "compute": "profile of a CPU, 2026-11-22T23:14:50",
+        "least time of an all_reduce": {"4 nodes, 1gbit": "7.9 ms", "2 nodes": "3 ms"},
+    }
+    text = page(data)
+    assert (
+        "<dt>shortest all-reduce</dt> <dd>7.9 ms on 4 nodes at 1 Gbit/s; 3 ms on 2 nodes</dd>"
+        in text
+    )
+    assert "a CPU, 2026-11-22 23:14:50" in text
+
+
 def test_a_prediction_says_when_the_first_run_started() -> None:
     data = results(("ring",), (1, 2))
     made = data["prediction"]["made"].replace("T", " ")

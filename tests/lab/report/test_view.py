@@ -2,7 +2,7 @@
 
 import pytest
 
-from lab.report.view import bandwidth_text, duration_text
+from lab.report.view import bandwidth_text, duration_text, small_text
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,8 @@ def test_bandwidths_are_units_that_people_read(seconds_per_byte: float, expected
 )
 def test_durations_are_units_that_people_read(seconds: float, expected: str) -> None:
     assert duration_text(seconds) == expected
+
+
+def test_tiny_numbers_have_no_leading_zero_in_the_exponent() -> None:
+    assert [small_text(value) for value in (2.61e-5, 0.0171, 3.2)] == ["2.6e-5", "0.017", "3.2"]
+    assert small_text(2.6e-5, 1) == "3e-5"
