@@ -18,6 +18,7 @@ from common.utils.environment import peak_memory_bytes
 if TYPE_CHECKING:
     from common.experiment.setup import Setup
 
+_NEAR_CHANCE = 1.5  # times the accuracy of guessing
 _REPORTS = (("", ""), ("_ema", " (averaged weights)"))
 """Suffixes of the report's file and of the checkpoint's name: weights, then moving average."""
 
@@ -100,7 +101,7 @@ def _draw(setup: "Setup", history: Sequence[StepRecord], result: Mapping[str, An
         folder.path / "confusion_matrix.png",
         matrix=result["confusion_matrix"],
         class_names=setup.dataset.class_names,
-        title=f"{title}: accuracy {result['accuracy']:.1%}",
+        title=f"{title}: accuracy {100 * result['accuracy']:.1f} %",
     )
     if history:
         draw_loss(
@@ -173,7 +174,11 @@ def _card_rows(
     }
     if summary["test_accuracy"] is not None:
         images = len(setup.dataset.test)
-        rows["test accuracy"] = f"{100 * summary['test_accuracy']:.2f} % of {images:,} images"
+        chance = 1 / len(setup.dataset.class_names)
+        guessing = f", near chance ({100 * chance:.0f} %)"
+        rows["test accuracy"] = f"{100 * summary['test_accuracy']:.2f} % of {images:,} images" + (
+            guessing if summary["test_accuracy"] < _NEAR_CHANCE * chance else ""
+        )
         rows["test loss"] = f"{summary['test_loss']:.3f}"
     if summary["ema_test_accuracy"] is not None:
         rows["EMA accuracy"] = f"{100 * summary['ema_test_accuracy']:.2f} %, averaged weights"

@@ -38,7 +38,8 @@ class Verdict:
 def verdict(block: ComparisonGroup, found: Sequence[Finding]) -> Verdict:
     """Return the answer for the largest number of nodes that was measured.
 
-    found : the findings of ``block``; the first that is ``wrong`` takes the place of the speeds.
+    found : the findings of ``block``; the first that is ``wrong`` stands first, and its strategy
+    takes no part in the rest.
     """
     wrong = [finding.text for finding in found if finding.wrong]
     nodes = max((row.nodes for row in block.measured), default=0)
@@ -46,8 +47,11 @@ def verdict(block: ComparisonGroup, found: Sequence[Finding]) -> Verdict:
     if not rows:
         return Verdict("Nothing has been measured yet.", (), bool(wrong))
     if wrong:
+        doubtful = check(block, nodes).doubtful
+        right = [row for row in rows if row.sync not in doubtful]
         more = f" ({len(wrong) - 1} more below)" if len(wrong) > 1 else ""
-        return Verdict(wrong[0] + more, _numbers(block, rows), True)
+        rest = f" {_where(block, nodes)} {_speed(block, right)}." if len(right) > 1 else ""
+        return Verdict(wrong[0] + more + rest, _numbers(block, right or rows), True)
     text = f"{_where(block, nodes)} {_speed(block, rows)}{_alone(rows)}{_equality(block, nodes)}."
     return Verdict(text, _numbers(block, rows), False)
 

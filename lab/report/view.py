@@ -286,7 +286,7 @@ def what_is_emulated(settings: Mapping[str, Any]) -> str:
     profile = str(settings.get("compute")).rpartition("/")[2].removesuffix(".json")
     rates = [rate_text(rate) for rate in settings.get("rates") or [] if rate is not None]
     parts = {
-        f"layers and updates sleep for the times of profile {profile}, so nothing is "
+        f"layers and updates sleep for the times of profile '{profile}', so nothing is "
         "learned": settings.get("compute") not in (None, "real"),
         "the nodes are network namespaces of one machine, with links of "
         f"{' and '.join(rates)}": bool(rates),

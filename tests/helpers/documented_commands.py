@@ -100,6 +100,12 @@ _HERE = {
             statuses=(1,),
         )
     ],
+    ".venv/bin/python docs/examples/check_strategy.py": [
+        slow(
+            prints=r"2 ranks: equal to one process .*\n3 ranks, step 1: head.bias on rank 0",
+            statuses=(1,),
+        )
+    ],
     # docs/dashboards.md
     "python PartThree/main.py --recipe resnet50-cifar100 --log-wandb --log-tensorboard": [
         long(f"{SMALL} --no-validate", prints="test accuracy")

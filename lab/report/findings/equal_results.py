@@ -24,6 +24,13 @@ def equal_results(block: ComparisonGroup) -> Iterator[Finding]:
                 f"{where} {listed(names)} {verb} not comparable: {reason}.",
                 caution=True,
             )
+    if block.nodes_beyond_one == [2] and len(check(block, 2).equal) > 1:
+        yield Finding(
+            EQUAL,
+            "Only 2 ranks were compared: there, a strategy that divides by a literal 2 is right by "
+            "chance. Compare on 3 nodes as well.",
+            caution=True,
+        )
 
 
 def _wrong(result: Equality, where: str) -> Iterator[Finding]:

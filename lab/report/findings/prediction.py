@@ -51,8 +51,7 @@ def made_in_time(block: ComparisonGroup) -> Iterator[Finding]:
     if made <= first:
         yield Finding(
             "Prediction",
-            f"The prediction was made before the first run started ({_clock(made)}, then "
-            f"{_clock(first)}).",
+            f"The prediction was made before the first run started, at {_clock(first)}.",
         )
     else:
         yield Finding(

@@ -208,7 +208,7 @@ def stragglers(block: ComparisonGroup) -> Iterator[Finding]:
             (
                 bool(rows and not waiting),
                 False,
-                f"{who} waits longer for slower ranks than its sending takes.",
+                f"{who} waits longer for slower ranks than sending takes.",
             ),
         )
         for holds, caution, text in claims:

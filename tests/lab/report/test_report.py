@@ -328,7 +328,7 @@ def test_emulated_compute_is_told_everywhere_and_shows_no_loss(tmp_path: Path) -
     write_report(tmp_path, data)
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     what = (
-        "EMULATED: layers and updates sleep for the times of profile laptop, so nothing is "
+        "EMULATED: layers and updates sleep for the times of profile 'laptop', so nothing is "
         "learned; the nodes are network namespaces of one machine, with links of 200 Mbit/s."
     )
     assert what in " ".join(page.text.split())

@@ -109,10 +109,12 @@ def test_intervals_that_are_too_wide_make_no_tie() -> None:
 
 
 def test_a_wrong_strategy_is_the_answer() -> None:
-    found = answer(ONE, wrong("ring", 2), cell("tree", 2), cell("ddp", 2))
+    ring = wrong("ring", 2) | {"median": cell("ddp", 2, scale=0.5)["median"]}  # the shortest step
+    found = answer(ONE, ring, cell("tree", 2), cell("ddp", 2))
     assert found.wrong
     assert found.text.startswith("On 2 nodes ring is not equal to the others from step 2 on: ")
-    assert "fastest" not in found.text
+    assert "On 2 nodes ddp is fastest: 0.514 s a step" in found.text
+    assert found.numbers[0].note == "ddp, 2 nodes"
     two = answer(ONE, wrong("ring", 2), wrong("overlapped", 2), *(cell("ddp", 4), cell("ddp", 2)))
     assert two.wrong, "also where it has fewer nodes than the largest number"
 
