@@ -71,7 +71,7 @@ def test_the_time_left_is_predicted_and_then_corrected_by_the_finished_runs():
     assert [time_left.is_long(index) for index in (0, 1)] == [True, False]
 
     unknown = runner_module.TimeLeft(runs, None)
-    assert "after the first run" in unknown.announcement()
+    assert "until the first run has ended" in unknown.announcement()
     assert unknown.after(0, 0.0) == ""
     assert unknown.after(1, 80.0) == "about 1 min 20 s left"
 
