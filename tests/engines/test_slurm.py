@@ -337,8 +337,8 @@ def test_a_killed_rank_ends_the_job_with_its_status(jobs: Jobs, tmp_path: Path) 
     assert jobs.slurm.wait(job, limit_seconds=60) == "FAILED"
     logs = tmp_path / f"slurm-{job}"
     told = (
-        f"error: the job failed with status 137; all tasks' output: {logs}; the likely cause: "
-        f"lab explain {logs}/*.log"
+        f"error: the job failed with status 137; output of all tasks: {logs}; for the likely "
+        f"cause, run lab explain {logs}/*.log"
     )
     assert told in jobs.slurm.output(job).splitlines()
     for log in logs.glob("*.log"):
@@ -416,7 +416,7 @@ def test_bad_input_is_one_clear_message(jobs: Jobs) -> None:
             TORCHRUN,
             *DDP,
         ): "2 tasks per node, but this script needs one",
-        ("--nodes=2", TORCHRUN, *DDP, "--epochs", "none"): "PartThree/main.py: argument --epochs: ",
+        ("--nodes=2", TORCHRUN, *DDP, "--epochs", "none"): "PartThree/main.py: --epochs: ",
         (
             "--nodes=2",
             TORCHRUN,

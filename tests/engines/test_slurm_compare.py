@@ -75,7 +75,7 @@ def test_what_cannot_run_says_so_once_and_the_report_names_it(
         (f"{small}_1", "run 1 (all_reduce on 2 nodes, repeat 1) needs 2 nodes, and there is 1"),
         (f"{small}_7", "--run: got 7, the plan in"),
         (alone, "no job array: add --array"),
-        (f"{bare}_0", "give the folder of a lab compare --plan"),
+        (f"{bare}_0", "got 0 arguments; give one, the folder of a lab compare --plan"),
         (f"{wrong}_0", "nowhere (in "),
     ):
         assert slurm.wait(job) == "FAILED"

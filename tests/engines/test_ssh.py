@@ -71,9 +71,9 @@ def test_training_is_launched_collected_and_reported(machines: Machines, tmp_pat
     lines = output.splitlines()
     launch = next(tmp_path.glob("launch-*"))
     assert lines[0] == f"3 hosts, node1 to node3; rank 0 at 10.9.0.2:29500; logs: {launch}"
-    assert "node 0 | equal weights   yes, on all ranks" in lines
+    assert "node 0 | equal weights          yes, on all ranks" in lines
     assert lines[-1].startswith("all nodes finished without errors after ")
-    assert "equal weights   yes, on all ranks" in (launch / "node0.log").read_text()
+    assert "equal weights          yes, on all ranks" in (launch / "node0.log").read_text()
 
     there = [
         only_run_folder(machines.own_checkout(node) / "reports", "PartTwo-all_reduce")
