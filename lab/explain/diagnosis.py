@@ -25,6 +25,8 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = (
     r"^(?:\[?(?:rank|node )?\d+\]?[:|] ?)?\s*"  # of a launcher: "[rank1]: ", "node 2| ", "3: "
 )
+OWN_MESSAGE = re.compile(_PREFIX + r"error(?: \(rank \d+\))?: ")
+"""The beginning of this project's messages for the user."""
 _EXCEPTION = re.compile(_PREFIX + r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?::|$)")
 _WRAPPERS = re.compile(
     r"ChildFailedError|DistBackendError|Caught \w+ in DataLoader worker"

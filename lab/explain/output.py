@@ -1,16 +1,12 @@
 """Print what ``lab explain`` finds."""
 
 import argparse
-import re
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-from lab.explain.diagnosis import SHOWN, Found, LogLine, explain, read_lines
-
-_OWN = re.compile(r"(\[[^]]*\]:?\s*)?error( \(rank \d+\))?: ")
-"""The project's own message for the user, also behind torchrun's prefix."""
+from lab.explain.diagnosis import OWN_MESSAGE, SHOWN, Found, LogLine, explain, read_lines
 
 
 def main_explain(args: argparse.Namespace) -> int:
@@ -42,7 +38,7 @@ def _nothing_known(lines: Sequence[LogLine]) -> str:
             "The log is empty. A rank that printed nothing was killed or did not start: check how "
             "it was started."
         )
-    if own := next((line for line in lines if _OWN.match(line.text)), None):
+    if own := next((line for line in lines if OWN_MESSAGE.match(line.text)), None):
         return (
             f"No error of the table in {len(lines):,} lines, but a rank says itself what is wrong "
             f"({own.file}:{own.number}):\n   {own.text.strip()}"

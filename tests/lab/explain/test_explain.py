@@ -189,6 +189,18 @@ def test_nothing_known_says_so_and_where_to_look(
     assert "line 4: FrobError: seven" in told
 
 
+def test_a_message_of_the_project_is_quoted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = "error (rank 1): --batch-size: got 1 for 2 ranks; give 4 or more"
+    (tmp_path / "log").write_text(f"epoch 1\n[rank1]: {own}\nmore\n")
+    assert main(["explain", str(tmp_path / "log")]) == 0
+    told = capsys.readouterr().out
+    assert own in told
+    assert "log:2" in told
+    assert "No known error" not in told
+
+
 def test_standard_input_an_empty_log_and_a_missing_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
