@@ -1,4 +1,7 @@
-"""Write files whole or not at all.
+"""Read regular files, and write files whole or not at all.
+
+Only regular files are read or replaced: a FIFO would block, and a rename over a device would take
+it away. A symbolic link is followed: the file that it leads to is written.
 
 ``remove_unfinished`` deletes the files that killed writers left, but none that is still being
 written: a writer locks its unfinished file, and the kernel releases the lock however the process
@@ -9,12 +12,65 @@ import contextlib
 import fcntl
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import IO
 
 from common.errors import UserError, reason_of
 
 _UNFINISHED = ".unfinished"
+
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def read_regular(path: Path, *, most_bytes: int | None = None) -> bytes:
+    """Return the content of a regular file.
+
+    Raises FileNotFoundError if it is missing, UserError if it is a FIFO, a device, a folder, larger
+    than ``most_bytes``, or cannot be read.
+    """
+    try:
+        # O_NONBLOCK: opening a FIFO would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(file.fileno())
+            _check_regular(path, status)
+            if most_bytes is not None and status.st_size > most_bytes:
+                raise UserError(
+                    f"{path} has {status.st_size:,} bytes, and at most {most_bytes:,} are read: "
+                    "it is not the file that belongs here"
+                )
+            return file.read()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):  # a folder or a socket cannot even be opened
+            _check_regular(path, os.stat(path))
+        raise UserError(f"{path} cannot be read ({reason_of(error)})") from error
+
+
+def regular_target(path: Path) -> Path:
+    """Return the file that writing to ``path`` replaces: the end of its symbolic links.
+
+    Raises UserError if something other than a regular file is there.
+    """
+    target = Path(os.path.realpath(path))
+    with contextlib.suppress(FileNotFoundError):
+        _check_regular(path, os.stat(target))
+    return target
+
+
+def _check_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise UserError(f"{path} is {kind}, not a regular file: give the path of a file")
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
@@ -24,6 +80,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
     Raises UserError if the file cannot be written.
     """
     try:
+        path = regular_target(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_unfinished(path.parent)
         with _open_unfinished(path) as file:
@@ -52,6 +109,7 @@ def append_text(path: Path, text: str, *, name: str, advice: str = "") -> None:
     Raises UserError with ``name`` and ``advice`` if the file cannot be written.
     """
     try:
+        path = regular_target(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(text)

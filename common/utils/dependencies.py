@@ -24,6 +24,7 @@ MODULES = (
     "filelock",
     "psutil",
     "rich",
+    "msgspec",
 )
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
