@@ -1,0 +1,148 @@
+"""Give a reader hostile input: many generated cases, with limits on time, memory and files.
+
+``CASES`` parametrises a test with the number of cases: 30 in CI, 300 in ``make test-long``.
+"""
+
+import contextlib
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.errors import UserError
+
+MOST_SECONDS = 10.0
+MOST_BYTES = 2**30
+
+CASES = pytest.mark.parametrize("cases", [30, pytest.param(300, marks=pytest.mark.long)])
+
+# Plain JSON values, among them the ones that readers forget.
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.sampled_from(
+        [0, -1, 2**63, 10**400, 1e308, -1e308, 1e-320, "", "x", "1", "\n", '"', "../x"]
+    )
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+def places(content: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the path of every entry in nested dicts and lists."""
+    inner = (
+        content.items()
+        if isinstance(content, dict)
+        else enumerate(content)
+        if isinstance(content, list)
+        else ()
+    )
+    found = [prefix] if prefix else []
+    for key, value in inner:
+        found += places(value, (*prefix, key))
+    return found
+
+
+@st.composite
+def altered(draw: st.DrawFn, content: Any) -> Any:
+    """Return a good JSON value with one to three entries replaced or removed."""
+    changed = _copy(content)
+    for _ in range(draw(st.integers(1, 3))):
+        found = places(changed)
+        if not found:
+            return draw(VALUES)
+        *path, last = draw(st.sampled_from(found))
+        target = changed
+        for key in path:
+            target = target[key]
+        if draw(st.booleans()) and isinstance(target, dict):
+            del target[last]
+        else:
+            target[last] = draw(VALUES)
+    return changed
+
+
+@st.composite
+def damaged(draw: st.DrawFn, content: bytes) -> bytes:
+    """Return good bytes cut, with bytes flipped, doubled, or replaced altogether."""
+    how = draw(st.sampled_from(["cut", "flip", "insert", "other"]))
+    if how == "other":
+        return draw(st.binary(max_size=200))
+    at = draw(st.integers(0, max(0, len(content) - 1)))
+    if how == "cut":
+        return content[:at]
+    if how == "insert":
+        return content[:at] + draw(st.binary(min_size=1, max_size=50)) + content[at:]
+    flipped = bytearray(content)
+    for place in [at, *draw(st.lists(st.integers(0, max(0, len(content) - 1)), max_size=5))]:
+        flipped[place] ^= draw(st.integers(1, 255))
+    return bytes(flipped)
+
+
+def run_cases(cases: int, strategy: st.SearchStrategy[Any], check: Callable[[Any], object]) -> None:
+    """Call ``check`` with ``cases`` generated values; it fails by any error but UserError.
+
+    CI draws the same cases every time, ``make test-long`` new ones.
+    """
+
+    @settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        derandomize=cases <= 30,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def one(value: Any) -> None:
+        began = time.monotonic()
+        with contextlib.suppress(UserError):
+            check(value)
+        took = time.monotonic() - began
+        assert took < MOST_SECONDS, f"{took:.1f} s"
+
+    with memory_limit(MOST_BYTES):
+        one()
+
+
+@contextlib.contextmanager
+def memory_limit(more_bytes: int) -> Iterator[None]:
+    """Let this process allocate at most so much more; beyond that MemoryError is raised."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limit = psutil.Process().memory_info().vms + more_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@contextlib.contextmanager
+def untouched(folder: Path) -> Iterator[None]:
+    """Check that the files in ``folder`` are the same afterwards, with the same times."""
+    before = _state(folder)
+    yield
+    assert _state(folder) == before
+
+
+def _state(folder: Path) -> dict[str, tuple[int, int]]:
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_size, path.lstat().st_mtime_ns)
+        for path in folder.rglob("*")
+    }
+
+
+def _copy(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _copy(value) for key, value in content.items()}
+    return [_copy(value) for value in content] if isinstance(content, list) else content
