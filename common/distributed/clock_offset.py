@@ -36,5 +36,5 @@ def clock_offset(world: World) -> float:
 
 def _one_machine(world: World) -> bool:
     """Return whether all ranks run on one kernel; containers and namespaces share its clock."""
-    boots = gather_objects(world, lines_of("/proc/sys/kernel/random/boot_id"))  # none off Linux
-    return boots[0] != [] and all(boot == boots[0] for boot in boots)
+    boot = "".join(lines_of("/proc/sys/kernel/random/boot_id"))  # empty off Linux
+    return boot != "" and set(gather_objects(world, boot, schema=str)) == {boot}

@@ -1,7 +1,7 @@
-"""Collectives other than gradient sync: compare settings, run an action, gather and send objects.
+"""Collectives other than gradient sync: compare settings, run an action, gather and send values.
 
 Every rank calls them, and each raises its UserError on all ranks. An error of one rank anywhere
-else reaches the others by failures.py.
+else reaches the others by failures.py. Nothing is pickled: messages.py says what is sent.
 """
 
 import hashlib
@@ -10,18 +10,31 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from common.checkpoint import load_checkpoint
+from common.distributed.messages import (
+    MOST_BYTES,
+    StateHeader,
+    broken_message,
+    check_alike,
+    check_header,
+    pack_state,
+    read_message,
+    unpack_state,
+)
 from common.distributed.process_group import World
-from common.errors import UserError, reason_of
+from common.errors import GroupError, UserError, reason_of
+from common.utils.atomic_files import read_regular
 from common.utils.grouping import grouped
 from common.utils.hashing import digest
 from common.utils.processes import in_thread
+from common.utils.typed_json import encode
 
 T = TypeVar("T")
 _FIRST_PAUSE_SECONDS = 0.02
@@ -43,13 +56,18 @@ def check_same_on_all_ranks(world: World, facts: Mapping[str, Any], *, what: str
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     if torch.equal(largest[0], ~largest[1]):  # every rank decides the same
         return
-    all_facts = gather_objects(world, dict(facts))
+    # The JSON tells 1 from "1"; the text is for the message.
+    texts = {
+        name: (json.dumps(value, sort_keys=True, default=str), str(value))
+        for name, value in facts.items()
+    }
+    all_facts = gather_objects(world, texts, schema=dict[str, tuple[str, str]])
     names = dict.fromkeys(name for one in all_facts for name in one)
-    values = {name: [one.get(name, "absent") for one in all_facts] for name in names}
+    values = {name: [one.get(name, ("", "absent")) for one in all_facts] for name in names}
     lines = [
-        f"{name}: {_values_text(of_ranks)}"
+        f"{name}: {_values_text([text for _, text in of_ranks])}"
         for name, of_ranks in values.items()
-        if any(value != of_ranks[0] for value in of_ranks)
+        if len(set(of_ranks)) > 1
     ]
     more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
     raise UserError(
@@ -58,12 +76,12 @@ def check_same_on_all_ranks(world: World, facts: Mapping[str, Any], *, what: str
     )
 
 
-def _values_text(values: Sequence[Any]) -> str:
+def _values_text(values: Sequence[str]) -> str:
     """Return each value with the ranks that have it, e.g. "0.1 on rank 0, 0.2 on ranks 1, 2"."""
     return ", ".join(
         f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
         f"{' …' if len(ranks) > 8 else ''}"
-        for value, ranks in grouped((str(value), rank) for rank, value in enumerate(values)).items()
+        for value, ranks in grouped((value, rank) for rank, value in enumerate(values)).items()
     )
 
 
@@ -83,7 +101,7 @@ def run_on_all_ranks(world: World, action: Callable[[], T], *, patient: bool = F
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         mine = f"{reason_of(error)}{where}"
-    errors = gather_objects(world, mine)
+    errors = gather_objects(world, mine, schema=str)
     if any(errors):
         first, message = next((rank, text) for rank, text in enumerate(errors) if text)
         raise UserError(mine or f"rank {first} stopped: {message}")
@@ -107,36 +125,111 @@ def _done_on_all(world: World, action: Callable[[], T]) -> Callable[[], T]:
         pause = min(2 * pause, 1.0)
 
 
-def run_on_rank0(world: World, action: Callable[[], T]) -> T:
+def run_on_rank0(world: World, action: Callable[[], str]) -> str:
     """Run ``action`` on rank 0 alone and return its result, or raise its error, on every rank."""
-    return _run_on(world, 0, action)
-
-
-def _run_on(world: World, source: int, action: Callable[[], T]) -> T:
-    """Run ``action`` on rank ``source`` alone and return its picklable result on every rank."""
-    shared = [run_on_all_ranks(world, lambda: action() if world.rank == source else None)]
-    if world.size > 1:
-        dist.broadcast_object_list(shared, src=source)
-    return cast("T", shared[0])
+    mine = run_on_all_ranks(world, lambda: action() if world.is_rank0 else "")
+    return gather_objects(world, mine, schema=str)[0]
 
 
 def broadcast_checkpoint(world: World, path: str | Path, *, source: int = 0) -> dict[str, Any]:
-    """Return a checkpoint's entries on every rank; only rank ``source`` needs the file."""
+    """Return a checkpoint's entries on every rank; only rank ``source`` needs the file.
+
+    Raises GroupError if the file is larger than this machine's free memory.
+    """
 
     def read() -> bytes:
+        if world.rank != source:
+            return b""
         load_checkpoint(Path(path))  # a damaged file is an error before it is sent
-        return Path(path).read_bytes()
+        return read_regular(Path(path))
 
-    return load_checkpoint(_run_on(world, source, read), name=str(path))
+    content = run_on_all_ranks(world, read)
+    if world.size > 1:
+        content = _broadcast_bytes(world, content, source=source)
+    return load_checkpoint(content, name=str(path))
 
 
-def gather_objects(world: World, mine: T) -> list[T]:
-    """Return every rank's object, small and picklable, by rank; a collective call."""
+def _broadcast_bytes(world: World, content: bytes, *, source: int) -> bytes:
+    """Return the bytes of rank ``source``: a message with their number, then the bytes."""
+    number = torch.tensor([len(content)], device=world.device)
+    dist.broadcast(number, source)
+    nbytes, free = int(number), psutil.virtual_memory().available
+    if not 0 <= nbytes <= free:
+        raise GroupError(
+            f"rank {source} sends a checkpoint of {nbytes:,} bytes, but this machine has "
+            f"{free:,} bytes of free memory: start fewer ranks on it, or free memory"
+        )
+    if world.rank == source:
+        sent = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(world.device)
+    else:
+        sent = torch.empty(nbytes, dtype=torch.uint8, device=world.device)
+    dist.broadcast(sent, source)
+    return content if world.rank == source else sent.cpu().numpy().tobytes()
+
+
+def gather_objects(world: World, mine: T, *, schema: type[T]) -> list[T]:
+    """Return every rank's value, by rank, as a ``schema``; a collective call.
+
+    mine : a plain value or dataclass that is small as JSON. JSON has no NaN and no infinity: both
+        arrive as None. Where they matter, send a tensor with ``gather_tensors``.
+
+    Raises GroupError naming the rank whose message is too long or does not fit ``schema``.
+    """
     if world.size == 1:
         return [mine]
-    objects: list[Any] = [None] * world.size
-    dist.all_gather_object(objects, mine)
-    return objects
+    content = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8)
+    numbers = torch.empty(world.size, dtype=torch.int64, device=world.device)
+    dist.all_gather_into_tensor(numbers, torch.tensor([len(content)], device=world.device))
+    lengths = numbers.tolist()
+    for rank, nbytes in enumerate(lengths):
+        if not 0 < nbytes <= MOST_BYTES:
+            raise broken_message(rank, f" has {nbytes:,} bytes; 1 to {MOST_BYTES:,} are allowed")
+    return [
+        read_message(part.numpy().tobytes(), schema, rank=rank)
+        for rank, part in enumerate(_gather_bytes(world, content, lengths))
+    ]
+
+
+def gather_states(world: World, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return every rank's state, by rank, with tensors on the CPU; a collective call.
+
+    mine : tensors and plain values in nested dicts with text keys and lists, e.g. the residuals of
+        a strategy. The ranks' states are of about the same size.
+
+    Raises GroupError naming the rank whose state is too large or cannot be read.
+    """
+    if world.size == 1:
+        return [dict(mine)]
+    header, content = pack_state(mine)
+    headers = gather_objects(world, header, schema=StateHeader)
+    for rank, one in enumerate(headers):
+        check_header(one, rank=rank, most_bytes=2 * len(content) + MOST_BYTES)
+    parts = _gather_bytes(world, content, [one.nbytes for one in headers])
+    return [
+        unpack_state(one, part, rank=rank)
+        for rank, (one, part) in enumerate(zip(headers, parts, strict=True))
+    ]
+
+
+def gather_tensors(world: World, mine: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return every rank's tensors, by rank, on the CPU; a collective call.
+
+    Raises GroupError unless all ranks send the same names, types and shapes; last dimensions may
+    differ.
+    """
+    states = gather_states(world, mine)
+    check_alike(states, mine)
+    return states
+
+
+def _gather_bytes(world: World, mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """Return every rank's bytes, uint8 tensors of these lengths on the CPU; one all_gather."""
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(mine)] = mine
+    rows = torch.empty(world.size * len(padded), dtype=torch.uint8, device=world.device)
+    dist.all_gather_into_tensor(rows, padded.to(world.device))
+    table = rows.cpu().view(world.size, len(padded))
+    return [row[:nbytes] for row, nbytes in zip(table, lengths, strict=True)]
 
 
 def warn_of_equal_batches(world: World, inputs: Tensor, labels: Tensor) -> None:
@@ -147,7 +240,8 @@ def warn_of_equal_batches(world: World, inputs: Tensor, labels: Tensor) -> None:
     if world.size == 1:
         return
     varied = len(labels) >= 8 and len(labels.unique()) > 1  # else equal labels may be a coincidence
-    all_ranks = gather_objects(world, (digest(inputs), digest(labels), varied))
+    mine = (digest(inputs), digest(labels), varied)
+    all_ranks = gather_objects(world, mine, schema=tuple[str, str, bool])
     same_inputs, same_labels = (len({one[column] for one in all_ranks}) == 1 for column in (0, 1))
     if len(labels) and (same_inputs or (same_labels and all(one[-1] for one in all_ranks))):
         warnings.warn(

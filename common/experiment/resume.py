@@ -62,11 +62,12 @@ def open_job(config: Config, launch: LaunchSpec, world: World) -> Job:
     may_start_again = launch.agent is not None and (launch.restarts > 0 or grows)
     record = parent / _AGENTS / launch.agent if launch.agent and may_start_again else None
     mine = record.read_text(encoding="utf-8") if record is not None and record.is_file() else ""
-    names = [name for name in gather_objects(world, mine) if name]
+    names = [name for name in gather_objects(world, mine, schema=str) if name]
     resuming = bool(names)
     name = max(names) if names else run_on_rank0(world, lambda: _new_name(config, parent))
     if not resuming and config.run_name is not None:
-        resuming = any(gather_objects(world, (parent / name / "config.json").exists()))
+        exists = (parent / name / "config.json").exists()
+        resuming = any(gather_objects(world, exists, schema=bool))
     folder = run_on_all_ranks(world, lambda: RunFolder(parent / name))
     if record is not None and world.local_rank == 0:
         record.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +96,7 @@ def _own_disk(folder: Path, world: World) -> bool:
         return name
 
     marker = folder / run_on_rank0(world, mark)  # --output-dir may differ from rank to rank
-    seen = gather_objects(world, marker.exists())
+    seen = gather_objects(world, marker.exists(), schema=bool)
     if world.is_rank0:  # every rank has looked by now
         marker.unlink()
     return world.local_rank == 0 and not seen[world.rank]
@@ -108,14 +109,13 @@ def find_checkpoint(config: Config, job: Job, world: World) -> ResumePoint | Non
     of each node looks in the run's own folder if it resumes that run. Otherwise it looks in
     --checkpoint and, for a run without --run-name, in the earlier runs of the experiment.
     """
-    wanted = "auto" if job.resuming else run_on_rank0(world, lambda: config.resume)
-    if wanted is None:
+    wanted = "auto" if job.resuming else run_on_rank0(world, lambda: config.resume or "")
+    if not wanted:
         return None
     path, source = wanted, 0
     if wanted == "auto":
-        found = gather_objects(
-            world, _newest_here(config, job) if world.local_rank == 0 else _NOTHING_FOUND
-        )
+        mine = _newest_here(config, job) if world.local_rank == 0 else _NOTHING_FOUND
+        found = gather_objects(world, mine, schema=tuple[str, int])
         source = max(range(world.size), key=lambda rank: (found[rank][1], -rank))
         path, step = found[source]
         if world.is_rank0:

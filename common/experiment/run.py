@@ -107,9 +107,17 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
 
         gather_measurements(setup, engine, logger.own_steps)
         predictions = [] if config.only_times else predict_test_set(engine, dataset, progress)
-        ranks_equal = len(set(gather_objects(world, digest(unwrap(model).state_dict())))) == 1
+        digests = gather_objects(world, digest(unwrap(model).state_dict()), schema=str)
     if world.is_rank0:  # the group is closed: no rank waits while rank 0 draws
         newest = checkpoints.newest or (checkpoint.path if checkpoint else None)
-        report(setup, engine, logger, predictions, newest, ranks_equal=ranks_equal, extra=extra)
+        report(
+            setup,
+            engine,
+            logger,
+            predictions,
+            newest,
+            ranks_equal=len(set(digests)) == 1,
+            extra=extra,
+        )
     else:
         report_end_of_rank(setup, steps=len(logger.own_steps))

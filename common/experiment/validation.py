@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-import numpy as np
+import torch
 from torch import Tensor, nn
 
 from common.data.dataset import Dataset
 from common.data.loaders import EvaluationLoader
-from common.distributed.collectives import gather_objects
+from common.distributed.collectives import gather_tensors
 from common.distributed.process_group import World
 from common.reporting.console import Progress, say
 from common.training_engine import Predictions, TrainingEngine, predict
@@ -55,10 +55,15 @@ def _predict_all(
     model: nn.Module, loader: EvaluationLoader, shown: CountedLoader, engine: TrainingEngine
 ) -> Predictions:
     own = predict(model, engine.device, nn.CrossEntropyLoss(), shown, amp_dtype=engine.amp_dtype)
-    parts = gather_objects(engine.world, (loader.ids.numpy(), own))
-    order = np.argsort(np.concatenate([ids for ids, _ in parts]))
+    # (3, samples of this rank) int64
+    columns = (loader.ids, torch.from_numpy(own.labels), torch.from_numpy(own.predicted))
+    loss_sum = torch.tensor(own.loss_sum, dtype=torch.float64)
+    mine = {"columns": torch.stack(columns), "loss_sum": loss_sum}
+    parts = gather_tensors(engine.world, mine)
+    ids, labels, predicted = torch.cat([part["columns"] for part in parts], dim=1)
+    order = ids.argsort()
     return Predictions(
-        np.concatenate([part.labels for _, part in parts])[order],
-        np.concatenate([part.predicted for _, part in parts])[order],
-        sum(part.loss_sum for _, part in parts),
+        labels[order].numpy(),
+        predicted[order].numpy(),
+        sum(float(part["loss_sum"]) for part in parts),
     )

@@ -6,7 +6,7 @@
 import socket
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -20,6 +20,34 @@ if TYPE_CHECKING:
     from common.experiment.setup import Setup
 
 FORMAT = 1
+
+
+class _RankRow(TypedDict):
+    """A row of ``ranks.json``."""
+
+    rank: int
+    host: str
+    threads: int
+    seconds: dict[str, float] | None
+    peak_memory_bytes: int
+    bytes_sent: float | None
+    messages: float | None
+
+
+class _Message(TypedDict):
+    kind: str
+    bytes: int
+    sent_bytes: float
+    begin: float
+    end: float
+
+
+class _RecordedStep(TypedDict):
+    """A rank's part of ``timeline.json``; begins and ends in seconds."""
+
+    step: int
+    sections: dict[str, list[tuple[float, float]]]
+    messages: list[_Message]
 
 
 def timed(
@@ -66,8 +94,8 @@ def gather_measurements(
     """Have rank 0 write ``ranks.json`` and, if steps were recorded, ``timeline.json``."""
     world, timeline = setup.world, engine.timeline
     steps = timed(own_steps, setup.config.untimed_steps, timeline)
-    recorded_step = timeline.busiest_step(clock_offset(world)) if timeline else None
-    row = {
+    recorded_step: Any = timeline.busiest_step(clock_offset(world)) if timeline else None
+    row: _RankRow = {
         "rank": world.rank,
         "host": socket.gethostname(),
         "threads": torch.get_num_threads(),
@@ -76,7 +104,7 @@ def gather_measurements(
         "bytes_sent": timeline.sent_bytes_a_step if timeline else None,
         "messages": timeline.messages_a_step if timeline else None,
     }
-    rows = gather_objects(world, (row, recorded_step))
+    rows = gather_objects(world, (row, recorded_step), schema=tuple[_RankRow, _RecordedStep | None])
     if not world.is_rank0 or not steps:
         return
     facts = {"format": FORMAT, "sync": setup.config.sync}
@@ -93,7 +121,7 @@ def gather_measurements(
         setup.folder.write_json("timeline.json", facts | step)
 
 
-def _from_zero(recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _from_zero(recorded: Sequence[_RecordedStep]) -> list[dict[str, Any]]:
     """Return every rank's step, with times from the earliest moment of any rank."""
     zero = min(
         begin

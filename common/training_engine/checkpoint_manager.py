@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.checkpoint import checkpoint_path, checkpoints_by_age, save_checkpoint
-from common.distributed.collectives import gather_objects, run_on_all_ranks
+from common.distributed.collectives import gather_states, run_on_all_ranks
 from common.training_engine.callbacks import Callback, EpochEnd
 from common.training_engine.evaluation_loop import unwrap
 
@@ -107,7 +107,7 @@ def state(
         "optimizer_state_dict": engine.optimizer.state_dict(),
         "scheduler_state_dict": engine.scheduler.state_dict() if engine.scheduler else None,
         "scaler_state_dict": engine.scaler.state_dict(),
-        "sync_state_dicts": gather_objects(engine.world, engine.sync.state_dict()),
+        "sync_state_dicts": gather_states(engine.world, engine.sync.state_dict()),
     }
     if engine.ema is not None:
         entries |= {

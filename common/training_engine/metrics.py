@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed.clock_offset import clock_offset
-from common.distributed.collectives import gather_objects
+from common.distributed.collectives import gather_tensors
 from common.distributed.process_group import World
 from common.errors import GroupError
 from common.profiling.step_timer import RawSpans, StepTimer
@@ -297,10 +297,10 @@ class MetricsBuffer:
         )
 
     def _raise_not_finite(self, step: _Pending) -> NoReturn:
-        losses = gather_objects(self._world, float(step.outcome.loss))
+        losses = gather_tensors(self._world, {"loss": step.outcome.loss.detach().double()})
         culprits = [
             f"loss {loss} on rank {rank}"
-            for rank, loss in enumerate(losses)
+            for rank, loss in enumerate(float(one["loss"]) for one in losses)
             if not math.isfinite(loss)
         ]
         what = ", ".join(culprits) if culprits else "the gradients overflowed, the loss is finite"

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,36 @@ class Measures:
         return parts[0] / parts[1]
 
 
+Row = list[int | float]
+Times = dict[str, int | float | dict[str, float]]
+"""Seconds by name, with the CPU times under "cpu" and perhaps a number of "samples"."""
+
+
+class MessageRound(TypedDict):
+    """A round of messages; rows are those of ``time_messages`` and ``time_memory``."""
+
+    messages: dict[str, list[Row]]
+    memory: dict[str, list[Row]]
+    cpu: dict[str, float]
+
+
+class RankMeasurements(TypedDict):
+    """What one rank measured; times in seconds.
+
+    ready : see ``Trainer.time_gradients``. overlap : see ``_overlap``.
+    together, alone : steps, see ``Trainer.time_steps``; rank 0 alone computes "alone".
+    environment : as in a run's ``environment.json``.
+    """
+
+    turns: list[MessageRound]
+    ready: list[float]
+    together: list[Times]
+    overlap: list[Times]
+    alone: list[Times]
+    threads: int
+    environment: dict[str, Any]
+
+
 @contextmanager
 def end_process_after(seconds: float) -> Iterator[None]:
     """End this process with status 1 if the block takes longer than ``seconds``."""
@@ -105,12 +135,19 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
         "calibration", total=measures.number, unit="measurements", visible=rank == 0
     ) as counter:
         with torch.no_grad():
-            found: dict[str, Any] = {"turns": time_messages(rank, size, measures, counter)}
+            turns = time_messages(rank, size, measures, counter)
         trainer = Trainer(measures.model, measures.image, most_samples=max(measures.samples))
         samples = _affordable(trainer, measures.samples, ranks_here)
         mine = tuple(max(2, count // ranks_here) for count in samples)
-        found |= {"ready": trainer.time_gradients(mine[-1])}
-        found |= {"together": [], "overlap": [], "alone": []}
+        found: RankMeasurements = {
+            "turns": turns,
+            "ready": trainer.time_gradients(mine[-1]),
+            "together": [],
+            "overlap": [],
+            "alone": [],
+            "threads": threads,
+            "environment": environment(),
+        }
         for done in range(measures.number - measures.step_rounds, measures.number):
             steps_next = f"next: training steps of {measures.model}"
             counter.show(done, note=steps_next, share=measures.share(done))
@@ -119,18 +156,15 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
             if ranks_here > 1:
                 found["alone"] += _alone(trainer, rank, cores, samples, steps=measures.steps)
                 torch.set_num_threads(threads)
-    found |= {"threads": threads, "environment": environment()}
     return {
-        "ranks": gather_objects(current_world(), found),
+        "ranks": gather_objects(current_world(), found, schema=RankMeasurements),
         "gradients": trainer.gradients,
         "cores": cores,
         "ranks_here": ranks_here,
     }
 
 
-def time_messages(
-    rank: int, size: int, measures: Measures, counter: Counter
-) -> list[dict[str, Any]]:
+def time_messages(rank: int, size: int, measures: Measures, counter: Counter) -> list[MessageRound]:
     """Return "messages", "memory" and "cpu" for each round. Collective.
 
     "messages" has rows [bytes, seconds, seconds without the message] for each kind, from a common
@@ -142,11 +176,11 @@ def time_messages(
     floats = max(2 * measures.sizes[-1][0], 10 * MEMORY_SIZES[-1]) // FLOAT_BYTES + SPREAD
     arena = torch.zeros(floats).fill_(0.0)  # filled: the kernel maps its pages now
     calls = {kind: message_call(kind, rank, size) for kind in KINDS}
-    rounds = []
+    rounds: list[MessageRound] = []
     for done in range(_WARM_UP_ROUNDS + measures.rounds):
         counter.show(done, note="next: messages", share=measures.share(done))
         began = cpu_seconds()
-        found: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+        found: dict[str, list[Row]] = {kind: [] for kind in KINDS}
         for nbytes, repeats in measures.sizes:
             parts = parts_of(arena, nbytes, repeats)
             without = seconds_of_call(lambda _: None, parts)

@@ -1,0 +1,265 @@
+"""Messages between real ranks: what arrives, and what is refused without running code."""
+
+import math
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common.checkpoint import save_checkpoint
+from common.distributed import collectives
+from common.distributed.messages import MOST_BYTES
+from common.distributed.process_group import World, current_world
+from common.errors import GroupError, UserError
+from lab.proofs.ranks import run_ranks
+
+ADVICE = (
+    ". Start every rank with the same version of this project. If all have it, another program may "
+    "have joined as rank 1"
+)
+
+
+class Hostile:
+    """An object that creates a file when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._trace,)
+
+
+def outcome(action: Any) -> object:
+    try:
+        return action()
+    except (GroupError, UserError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def send_raw(content: bytes, *, announced: int | None = None) -> None:
+    """Take part in ``gather_objects`` as another program would."""
+    size = dist.get_world_size()
+    number = torch.tensor([len(content) if announced is None else announced])
+    numbers = torch.empty(size, dtype=torch.int64)
+    dist.all_gather_into_tensor(numbers, number)
+    if 0 < int(number) <= MOST_BYTES:
+        padded = torch.zeros(int(numbers.max()), dtype=torch.uint8)
+        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        dist.all_gather_into_tensor(torch.empty(size * len(padded), dtype=torch.uint8), padded)
+
+
+def send_raw_checkpoint(content: int | bytes) -> None:
+    """Take part in ``broadcast_checkpoint`` as its source: a number of bytes, or bytes."""
+    send_raw(b'""')  # no error so far
+    dist.broadcast(torch.tensor([content if isinstance(content, int) else len(content)]), 1)
+    if isinstance(content, bytes):
+        dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), 1)
+
+
+def header(dtype: str, shape: list[int], plain: str = "{}") -> bytes:
+    return collectives.encode({"plain": plain, "tensors": [{"dtype": dtype, "shape": shape}]})
+
+
+def hostile_cases(trace: Path) -> dict[str, tuple[str, dict[str, Any], str]]:
+    """Return per case: the gathering function, what rank 1 sends, and the start of the message."""
+    pickled = pickle.dumps(Hostile(trace))
+    tensor = torch.zeros(2)
+    limit = f"{MOST_BYTES + 2 * tensor.nbytes:,}"
+    return {
+        "pickle": ("strings", {"content": pickled}, "'s message is cut off or not JSON ("),
+        "too long": (
+            "strings",
+            {"content": b"", "announced": 2**40},
+            f"'s message has 1,099,511,627,776 bytes; 1 to {MOST_BYTES:,} are allowed",
+        ),
+        "negative": ("strings", {"content": b"", "announced": -1}, "'s message has -1 bytes; 1 to"),
+        "wrong schema": ("strings", {"content": b"[1]"}, "'s message: expected str, got [1]"),
+        "wrong place": (
+            "pairs",
+            {"content": b'["path", "7"]'},
+            "'s message: [1]: expected int, got '7'",
+        ),
+        "state too large": (
+            "states",
+            {"content": header("float32", [2**40])},
+            "'s message has a tensor of shape [1099511627776]: that is too large",
+        ),
+        "state hidden size": (
+            "states",
+            {"content": header("float32", [0, 2**50])},
+            "'s message has a tensor of shape [0, 1125899906842624]: that is too large",
+        ),
+        "state sum too large": (
+            "states",
+            {"content": header("float64", [MOST_BYTES])},
+            f"'s message has tensors of 134,217,728 bytes; up to {limit} are expected",
+        ),
+        "state of another type": (
+            "states",
+            {"content": header("object", [1])},
+            "'s message has a tensor of type 'object', not one of float64, float32",
+        ),
+        "negative shape": (
+            "states",
+            {"content": header("float32", [-1])},
+            "'s message: tensors[0].shape[0]: expected int >= 0, got -1",
+        ),
+    }
+
+
+def gather(world: World, how: str) -> object:
+    if how == "strings":
+        return collectives.gather_objects(world, "mine", schema=str)
+    if how == "pairs":
+        return collectives.gather_objects(world, ("path", 7), schema=tuple[str, int])
+    return collectives.gather_states(world, {"residual": torch.zeros(2)})
+
+
+def hostile_ranks(rank: int, trace: Path) -> dict[str, object]:
+    world, found = current_world(), {}
+    for name, (how, sent, _) in hostile_cases(trace).items():
+        if rank == 1:
+            send_raw(**sent)
+        else:
+            found[name] = outcome(lambda how=how: gather(world, how))
+    for name, content in {"too large": 2**60, "pickled": pickle.dumps(Hostile(trace))}.items():
+        if rank == 1:
+            send_raw_checkpoint(content)
+        else:
+            found[f"checkpoint {name}"] = outcome(
+                lambda: collectives.broadcast_checkpoint(world, "Epoch_1.pt", source=1)
+            )
+    mine = torch.zeros(3, 2, dtype=torch.int64)
+    other = torch.zeros(4, 5, dtype=torch.int64)
+    found["not alike"] = outcome(
+        lambda: collectives.gather_tensors(world, {"columns": other if rank else mine})
+    )
+    found["still works"] = collectives.gather_objects(world, rank, schema=int)
+    return found
+
+
+def test_a_rank_cannot_run_code_in_the_others(tmp_path: Path) -> None:
+    """Rank 1 sends raw bytes in each collective. Rank 0 names it, and nothing is unpickled."""
+    trace = tmp_path / "trace"
+    found, _ = run_ranks(2, hostile_ranks, trace)
+    for name, (_, _, message) in hostile_cases(trace).items():
+        text = str(found[name])
+        assert text.startswith(f"GroupError: rank 1{message}"), (name, text)
+        assert text.endswith(ADVICE)
+    assert found["not alike"] == (
+        "GroupError: rank 1's message: expected {'columns': 'int64 (3, *)'}, got "
+        "{'columns': 'int64 (4, *)'}" + ADVICE
+    )
+    assert re.fullmatch(
+        r"GroupError: rank 1 sends a checkpoint of 1,152,921,504,606,846,976 bytes, but this "
+        r"machine has [\d,]+ bytes of free memory: start fewer ranks on it, or free memory",
+        str(found["checkpoint too large"]),
+    )
+    refused = found["checkpoint pickled"]
+    assert str(refused).startswith("UserError: checkpoint Epoch_1.pt is "), refused
+    assert found["still works"] == [0, 1]
+    assert not trace.exists()
+    pickle.loads(pickle.dumps(Hostile(trace)))
+    assert trace.exists()  # so the code would have worked
+
+
+def ordinary_ranks(rank: int, folder: Path) -> None:
+    world = current_world()
+    own = folder / f"rank{rank}"
+    own.mkdir()
+    if rank == 1:
+        save_checkpoint(
+            own / "Epoch_3.pt",
+            {
+                "epoch": 3,
+                "loss": 0.5,
+                "model_state_dict": {"weight": torch.arange(6.0)},
+                "optimizer_state_dict": {},
+            },
+        )
+    state = {
+        "steps": 7 + rank,
+        "gauss": math.inf,
+        "random": [[1, 2**32 - 1], 3, 0, 0.1],
+        "errors": {
+            "weight": torch.arange(6.0).reshape(2, 3).t() + rank,
+            "half": torch.tensor([1.5], dtype=torch.bfloat16),
+            "flag": torch.tensor([True, False, True]),
+            "scalar": torch.tensor(rank, dtype=torch.int64),
+            "none": torch.zeros(0, 4),
+        },
+        "list": [torch.full((rank,), 2.0)],  # sizes may differ
+    }
+    found = {
+        "objects": collectives.gather_objects(world, {"rank": rank}, schema=dict[str, int]),
+        "not a number": collectives.gather_objects(
+            world, [0.1 + rank, math.nan], schema=list[float | None]
+        ),
+        "states": collectives.gather_states(world, state),
+        "empty states": collectives.gather_states(world, {}),
+        "tensors": collectives.gather_tensors(
+            world, {"loss": torch.tensor(math.nan if rank else 0.25, dtype=torch.float64)}
+        ),
+        "rank 0": collectives.run_on_rank0(world, lambda: f"said by {rank}"),
+        "checkpoint": collectives.broadcast_checkpoint(world, own / "Epoch_3.pt", source=1),
+        "own error": outcome(lambda: collectives.run_on_rank0(world, lambda: fail(rank))),
+        "no file": outcome(
+            lambda: collectives.broadcast_checkpoint(world, own / "missing.pt", source=1)
+        ),
+        "same": outcome(
+            lambda: collectives.check_same_on_all_ranks(
+                world, {"lr": 0.1, "nan": math.nan}, what="settings"
+            )
+        ),
+        "different": outcome(
+            lambda: collectives.check_same_on_all_ranks(
+                world, {"lr": "1" if rank else 1, "path": Path("x"), f"{rank}": 2}, what="settings"
+            )
+        ),
+    }
+    assert collectives.gather_objects(World(), rank, schema=int) == [rank]
+    check_arrivals(rank, found)
+
+
+def fail(rank: int) -> str:
+    raise UserError(f"rank {rank} has no disk")
+
+
+def check_arrivals(rank: int, found: dict[str, Any]) -> None:
+    assert found["objects"] == [{"rank": 0}, {"rank": 1}]
+    assert found["not a number"] == [[0.1, None], [1.1, None]]
+    for sender, state in enumerate(found["states"]):
+        assert state["steps"] == 7 + sender
+        assert state["gauss"] == math.inf
+        assert state["random"] == [[1, 2**32 - 1], 3, 0, 0.1]
+        errors = state["errors"]
+        assert torch.equal(errors["weight"], torch.arange(6.0).reshape(2, 3).t() + sender)
+        assert errors["half"].dtype == torch.bfloat16
+        assert float(errors["half"]) == 1.5
+        assert errors["flag"].tolist() == [True, False, True]
+        assert (errors["scalar"].shape, int(errors["scalar"])) == ((), sender)
+        assert errors["none"].shape == (0, 4)
+        assert state["list"][0].tolist() == [2.0] * sender
+    assert found["empty states"] == [{}, {}]
+    assert found["tensors"][0]["loss"].item() == 0.25
+    assert math.isnan(found["tensors"][1]["loss"].item())
+    assert found["rank 0"] == "said by 0"
+    assert found["checkpoint"]["epoch"] == 3
+    weight = found["checkpoint"]["model_state_dict"]["weight"]
+    assert weight.tolist() == [0, 1, 2, 3, 4, 5]
+    first = "" if rank == 0 else "rank 0 stopped: "
+    assert found["own error"] == f"UserError: {first}rank 0 has no disk"
+    assert "missing.pt" in found["no file"]
+    assert "cannot be read (No such file or directory)" in found["no file"]
+    assert found["same"] is None
+    assert found["different"].startswith(
+        "UserError: the ranks differ in settings. lr: 1 on ranks 0, 1; 0: 2 on rank 0, absent "
+        "on rank 1; 1: absent on rank 0, 2 on rank 1. Start every rank"
+    )
+
+
+def test_what_ranks_send_each_other_arrives(tmp_path: Path) -> None:
+    run_ranks(2, ordinary_ranks, tmp_path)
