@@ -30,6 +30,7 @@ from common.distributed.launch_env import (
 )
 from common.errors import INTERRUPTED, TO_BE_CONTINUED, GroupError, Stopped, UserError
 from common.sync import BUILT_IN, BY_HAND
+from common.utils.environment import read_settings
 from common.utils.processes import end_process
 
 _GRACE_SECONDS = 3.0
@@ -74,6 +75,7 @@ def main(
     program = COMMANDS[part] if path is None else None
     try:
         config = parse_arguments(part, description, {}, sync_choices, arguments, program=program)
+        read_settings()
         if config.print_config:
             print(print_recipe(config))
             return 0

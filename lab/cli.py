@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from common.config.parser import FlagParser
 from common.errors import INTERRUPTED, GroupError, UserError
+from common.utils.environment import read_settings
 from lab.calibrate.cli import add_flags as add_calibrate
 from lab.cluster.cli import add_flags as add_cluster
 from lab.compare.cli import add_compare, add_report, add_run_cell
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = build_parser().parse_args(given[:end])
         args.flags = flags
+        read_settings()
         args.typed = shlex.join(["lab", *given])
         if flags and not args.passes_flags:
             raise UserError(

@@ -12,6 +12,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.models import MODELS
@@ -35,7 +36,91 @@ TOGETHER = (
 )
 MEETING = "--master-ip 127.0.0.1 --num-nodes 2"
 
-USAGES = {  # command: (status, what follows "error: ")
+TORCHRUN = "WORLD_SIZE=2 RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=4000"
+OTHERWISE = "start with torchrun, or unset RANK and WORLD_SIZE"
+UNSET = "set it to that, or unset it"
+FROM_0, FROM_1 = (f"a whole number from {least} to 65535" for least in (0, 1))
+LONGEST = "9" * 57
+
+
+def wrong(variable: str, value: str, allowed: str, advice: str = OTHERWISE) -> tuple[int, str]:
+    return 2, f"the environment has {variable}={value}, but it must be {allowed}: {advice}"
+
+
+ENVIRONMENTS = {  # variables and command: (status, what follows "error: ")
+    # without torchrun's variables in full
+    "WORLD_SIZE=2 RANK=0 PartTwo": (
+        2,
+        "the environment has RANK and WORLD_SIZE, as torchrun sets them, but no MASTER_ADDR: "
+        + OTHERWISE,
+    ),
+    "WORLD_SIZE=2 RANK=0 MASTER_ADDR=127.0.0.1 PartThree": (
+        2,
+        "the environment has RANK and WORLD_SIZE, as torchrun sets them, but no MASTER_PORT: "
+        + OTHERWISE,
+    ),
+    # values that no launcher sets
+    f"{TORCHRUN} WORLD_SIZE=0 PartTwo": wrong("WORLD_SIZE", "'0'", FROM_1),
+    f"{TORCHRUN} WORLD_SIZE=two PartTwo": wrong("WORLD_SIZE", "'two'", FROM_1),
+    f"{TORCHRUN} WORLD_SIZE=65536 PartTwo": wrong("WORLD_SIZE", "'65536'", FROM_1),
+    f"{TORCHRUN} WORLD_SIZE= PartTwo": wrong("WORLD_SIZE", "''", FROM_1),
+    f"{TORCHRUN} RANK=-1 PartTwo": wrong("RANK", "'-1'", FROM_0),
+    f"{TORCHRUN} RANK=1.0 PartTwo": wrong("RANK", "'1.0'", FROM_0),
+    f"{TORCHRUN} RANK=1e0 PartTwo": wrong("RANK", "'1e0'", FROM_0),
+    f"{TORCHRUN} RANK=²\x1b[31m PartTwo": wrong("RANK", r"'²\x1b[31m'", FROM_0),
+    f"{TORCHRUN} RANK={'9' * 400} PartTwo": wrong("RANK", f"'{LONGEST} …", FROM_0),
+    f"{TORCHRUN} MASTER_PORT=tcp://10.0.0.1:80 PartTwo": wrong(
+        "MASTER_PORT", "'tcp://10.0.0.1:80'", FROM_1
+    ),
+    f"{TORCHRUN} MASTER_ADDR=a/b PartTwo": wrong(
+        "MASTER_ADDR", "'a/b'", "a host name or an IP address"
+    ),
+    f"{TORCHRUN} LOCAL_WORLD_SIZE=0 PartTwo": wrong("LOCAL_WORLD_SIZE", "'0'", FROM_1),
+    f"{TORCHRUN} LOCAL_RANK=first PartTwo": wrong("LOCAL_RANK", "'first'", FROM_0),
+    f"{TORCHRUN} TORCHELASTIC_MAX_RESTARTS=many PartTwo": wrong(
+        "TORCHELASTIC_MAX_RESTARTS", "'many'", FROM_0
+    ),
+    f"{TORCHRUN} TORCHELASTIC_USE_AGENT_STORE=1 PartTwo": wrong(
+        "TORCHELASTIC_USE_AGENT_STORE", "'1'", "True or False"
+    ),
+    f"{TORCHRUN} PET_NNODES=2:many PartTwo": wrong(
+        "PET_NNODES", "'2:many'", "a number of nodes, e.g. 4, or a range, e.g. 2:4"
+    ),
+    # values that contradict each other
+    f"{TORCHRUN} RANK=2 PartTwo": (
+        2,
+        f"the environment has RANK=2 of WORLD_SIZE=2; ranks count from 0: {OTHERWISE}",
+    ),
+    f"{TORCHRUN} LOCAL_RANK=1 LOCAL_WORLD_SIZE=1 PartTwo": (
+        2,
+        f"the environment has LOCAL_RANK=1 of LOCAL_WORLD_SIZE=1; ranks count from 0: {OTHERWISE}",
+    ),
+    f"{TORCHRUN} LOCAL_WORLD_SIZE=3 PartTwo": (
+        2,
+        f"the environment has LOCAL_WORLD_SIZE=3 of WORLD_SIZE=2: {OTHERWISE}",
+    ),
+    # of any program
+    "COLUMNS=0 PartOne": wrong("COLUMNS", "'0'", FROM_1, UNSET),
+    "COLUMNS=wide PartTwo": wrong("COLUMNS", "'wide'", FROM_1, UNSET),
+    "COLUMNS=0 lab predict": wrong("COLUMNS", "'0'", FROM_1, UNSET),
+    "LINES=0 PartOne": wrong("LINES", "'0'", FROM_1, UNSET),
+    "OMP_NUM_THREADS=0 PartOne": wrong("OMP_NUM_THREADS", "'0'", FROM_1, UNSET),
+    "OMP_NUM_THREADS=all lab doctor": wrong("OMP_NUM_THREADS", "'all'", FROM_1, UNSET),
+    "TORCH_DISTRIBUTED_DEBUG=verbose PartTwo": wrong(
+        "TORCH_DISTRIBUTED_DEBUG", "'verbose'", "OFF, INFO or DETAIL", UNSET
+    ),
+    "TORCH_DISTRIBUTED_DEBUG= PartTwo": wrong(
+        "TORCH_DISTRIBUTED_DEBUG", "''", "OFF, INFO or DETAIL", UNSET
+    ),
+    "GLOO_SOCKET_IFNAME=eth0, PartTwo": wrong(
+        "GLOO_SOCKET_IFNAME",
+        "'eth0,'",
+        "a network interface, e.g. eth0, or several, e.g. eth0,eth1",
+        UNSET,
+    ),
+}
+
+USAGES = ENVIRONMENTS | {  # command: (status, what follows "error: ")
     # names that are nearly right
     "PartTwo --snyc ring": (2, f"there is no flag --snyc: did you mean --sync? {TWO}"),
     "PartTwo --master 10.0.0.1": (2, f"there is no flag --master: did you mean --master-ip? {TWO}"),
@@ -178,7 +263,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     """Return the status and stderr of each usage."""
     driver = Path(__file__).with_name("wrong_usage_driver.py")
     folder = tmp_path_factory.mktemp("elsewhere")
-    usages = json.dumps([usage.split() for usage in USAGES])
+    usages = json.dumps([usage.split(" ") for usage in USAGES])
     done = finished(sys.executable, driver, usages, cwd=folder, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     ended = json.loads(done.stdout.splitlines()[-1])
@@ -191,16 +276,43 @@ def test_a_wrong_usage_is_answered(usage: str, outcomes: dict[str, tuple[int, st
     assert outcomes[usage] == (status, f"error: {said}\n")
 
 
+def test_an_interface_that_this_machine_lacks(tmp_path: Path) -> None:
+    """With flags and under torchrun alike: the message names what there is."""
+    flags = f"PartTwo {MEETING} --rank 0".split()
+    others = ", ".join(psutil.net_if_addrs())
+    driver = Path(__file__).with_name("wrong_usage_driver.py")
+    interface = "GLOO_SOCKET_IFNAME=lo,nosuch0"
+    usages = [[interface, *flags], [interface, *TORCHRUN.split(), "PartTwo"]]
+    done = finished(sys.executable, driver, json.dumps(usages), cwd=tmp_path, PYTHONPATH=str(ROOT))
+    said = (
+        f"error: the environment has {interface}, but this machine has no interface nosuch0, only "
+        f"{others}: set it to the one that joins the nodes, or unset it\n"
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == [[2, said], [2, said]]
+
+
 # --- started as a user starts them ---
 
 
 @pytest.mark.parametrize(
-    "usage", ["PartTwo --sync ddp", "PartOne --epochs 0", "lab comapre", "lab compare --nodez 2"]
+    "usage",
+    [
+        "PartTwo --sync ddp",
+        "PartOne --epochs 0",
+        "lab comapre",
+        "lab compare --nodez 2",
+        "COLUMNS=0 PartOne",
+        "WORLD_SIZE=2 RANK=0 PartTwo",
+    ],
 )
 def test_the_program_itself_answers_alike(usage: str, tmp_path: Path) -> None:
-    program, *arguments = usage.split()
+    words = usage.split()
+    variables = dict(word.split("=") for word in words if "=" in word)
+    program, *arguments = words[len(variables) :]
     start = ["-m", "lab"] if program == "lab" else [ROOT / program / "main.py"]
-    done = finished(sys.executable, *start, *arguments, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    done = finished(
+        sys.executable, *start, *arguments, cwd=tmp_path, PYTHONPATH=str(ROOT), **variables
+    )
     status, said = USAGES[usage]
     assert (done.returncode, done.stdout, done.stderr) == (status, "", f"error: {said}\n")
     assert list(tmp_path.iterdir()) == []
@@ -220,7 +332,7 @@ def test_lab_without_a_command_prints_its_help(command: tuple[str, ...], tmp_pat
 
 PACKAGES = (
     "torch, torchvision, numpy, sklearn, matplotlib, PIL, cloudpickle, jinja2, scipy, filelock, "
-    "psutil, rich"
+    "psutil, rich, msgspec"
 )
 ADVICE = "Set up the project's environment once, then start the command with its Python:"
 
@@ -260,7 +372,7 @@ def test_a_copy_without_a_makefile_and_an_error_of_its_own(tmp_path: Path) -> No
     done = finished(sys.executable, "-I", "-S", "PartOne/main.py", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.endswith(
-        "rich.\nInstall the project with its packages: python -m pip install data-parallel-lab\n"
+        "msgspec.\nInstall the project with its packages: python -m pip install data-parallel-lab\n"
     )
     (tmp_path / "common" / "errors.py").write_text("from common import nothing_of_this_name\n")
     done = finished(sys.executable, "PartOne/main.py", cwd=tmp_path)

@@ -1,21 +1,30 @@
 """Run command lines in one process, each as its own program does: fast, as torch loads once.
 
-    python wrong_usage_driver.py '[["PartOne", "--epochs", "0"], ...]'
+    python wrong_usage_driver.py '[["RANK=0", "PartOne", "--epochs", "0"], ...]'
 
-Prints [status, stderr] of each as JSON. test_wrong_usage.py starts it from another folder.
+Words before the program set environment variables. Prints [status, stderr] of each as JSON.
+test_wrong_usage.py starts it from another folder.
 """
 
 import contextlib
 import io
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(program: str, *arguments: str) -> tuple[object, str]:
+def run(*words: str) -> tuple[object, str]:
+    first = next(index for index, word in enumerate(words) if "=" not in word)
+    with mock.patch.dict(os.environ, dict(word.split("=", 1) for word in words[:first])):
+        return run_program(*words[first:])
+
+
+def run_program(program: str, *arguments: str) -> tuple[object, str]:
     file = ROOT / ("lab/__main__.py" if program == "lab" else f"{program}/main.py")
     sys.argv = [str(file), *arguments]
     error = io.StringIO()

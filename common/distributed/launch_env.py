@@ -19,9 +19,11 @@ from urllib.parse import urlsplit
 import psutil
 
 from common.errors import UserError
-from common.utils.environment import DEFAULT_MASTER_PORT
+from common.utils.environment import DEFAULT_MASTER_PORT, Torchrun, read_settings, read_torchrun
 from common.utils.network import resolve
 from common.utils.system import free_port
+
+_START_OTHERWISE = "start with torchrun, or unset RANK and WORLD_SIZE"
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ def resolve_launch(
             "--num-nodes and --rank together, for example --master-ip 10.0.0.1 --num-nodes 4 "
             "--rank 0; or --distributed --world-size 4 for all ranks on this machine"
         )
+    _check_interface(environment)
     return LaunchSpec(flags.rank, flags.num_nodes, master_ip, master_port or DEFAULT_MASTER_PORT)
 
 
@@ -109,16 +112,17 @@ def launch_from_environment(rank: int, world_size: int) -> LaunchSpec:
 
     The ranks meet at MASTER_ADDR:MASTER_PORT (default 127.0.0.1:29500).
     """
-    found = os.environ
-    numbers = (found.get("RANK"), found.get("WORLD_SIZE")) == (str(rank), str(world_size))
-    torchrun = numbers and {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= found.keys()
+    found = read_torchrun(os.environ, advice="set it to that, or unset it")
+    _check_interface(os.environ)
+    numbers = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == (str(rank), str(world_size))
+    torchrun = numbers and {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys()
     return LaunchSpec(
         rank,
         world_size,
-        found.get("MASTER_ADDR", "127.0.0.1"),
-        int(found.get("MASTER_PORT", DEFAULT_MASTER_PORT)),
-        int(found["LOCAL_RANK"]) if torchrun else None,
-        int(found["LOCAL_WORLD_SIZE"]) if torchrun else None,
+        found.master_addr or "127.0.0.1",
+        found.master_port or DEFAULT_MASTER_PORT,
+        found.local_rank if torchrun else None,
+        found.local_world_size if torchrun else None,
     )
 
 
@@ -149,43 +153,55 @@ def _master_address(flags: LaunchFlags) -> tuple[str | None, int | None]:
 
 def _from_torchrun(environment: Mapping[str, str]) -> LaunchSpec:
     """Read torchrun's environment variables. Raises UserError if they make no sense."""
-
-    def number(name: str, default: str | None = None) -> int:
-        text = environment.get(name, default)
-        if text is None or not text.isdecimal():
-            raise UserError(
-                "the environment has RANK and WORLD_SIZE, as torchrun sets them, but "
-                f"{name}={text!r}: start with torchrun, or unset RANK and WORLD_SIZE"
-            )
-        return int(text)
-
-    size, local_size = number("WORLD_SIZE"), number("LOCAL_WORLD_SIZE", "1")
+    found = read_torchrun(environment, advice=_START_OTHERWISE)
+    _check_torchrun(found)
+    _check_interface(environment)
     agent = "TORCHELASTIC_RUN_ID" in environment
-    launch = LaunchSpec(
-        number("RANK"),
-        size,
-        environment.get("MASTER_ADDR", "127.0.0.1"),
-        number("MASTER_PORT", str(DEFAULT_MASTER_PORT)),
-        number("LOCAL_RANK", "0"),
-        local_size,
-        largest_size=max(size, _largest_size(environment, local_size)) if agent else size,
-        restarts=number("TORCHELASTIC_MAX_RESTARTS", "0"),
+    return LaunchSpec(
+        found.rank,
+        found.world_size,
+        found.master_addr,
+        found.master_port,
+        found.local_rank,
+        found.local_world_size or 1,
+        largest_size=max(found.world_size, _largest_size(found)) if agent else found.world_size,
+        restarts=found.torchelastic_max_restarts,
         agent=_agent() if agent else None,
-        stale_addresses=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        stale_addresses=found.torchelastic_use_agent_store == "True",
     )
-    if launch.rank >= size:
-        raise UserError(
-            f"the environment has RANK={launch.rank} of WORLD_SIZE={size}; ranks count from 0: "
-            "start with torchrun, or unset RANK and WORLD_SIZE"
-        )
-    if not 1 <= launch.master_port <= 65535:
-        raise UserError(
-            f"the environment has MASTER_PORT={launch.master_port}: give one from 1 to 65535"
-        )
-    return launch
 
 
-def _largest_size(environment: Mapping[str, str], local_size: int) -> int:
+def _check_torchrun(found: Torchrun) -> None:
+    """Raise UserError if variables are missing or contradict each other."""
+    problem = ""
+    for name, number, size_name, size in (
+        ("RANK", found.rank, "WORLD_SIZE", found.world_size),
+        ("LOCAL_RANK", found.local_rank, "LOCAL_WORLD_SIZE", found.local_world_size),
+    ):
+        if size and number >= size:
+            problem = f"{name}={number} of {size_name}={size}; ranks count from 0"
+    if found.local_world_size > found.world_size:
+        problem = f"LOCAL_WORLD_SIZE={found.local_world_size} of WORLD_SIZE={found.world_size}"
+    for name, value in (("MASTER_PORT", found.master_port), ("MASTER_ADDR", found.master_addr)):
+        if not value:  # torch reads both
+            problem = f"RANK and WORLD_SIZE, as torchrun sets them, but no {name}"
+    if problem:
+        raise UserError(f"the environment has {problem}: {_START_OTHERWISE}")
+
+
+def _check_interface(environment: Mapping[str, str]) -> None:
+    """Raise UserError if the user chose an interface for Gloo that this machine does not have."""
+    chosen, own = read_settings(environment).gloo_socket_ifname, psutil.net_if_addrs()
+    missing = [name for name in chosen.split(",") if name and name not in own]
+    if missing:
+        raise UserError(
+            f"the environment has GLOO_SOCKET_IFNAME={chosen}, but this machine has no interface "
+            f"{missing[0]}, only {', '.join(own)}: set it to the one that joins the nodes, or "
+            "unset it"
+        )
+
+
+def _largest_size(found: Torchrun) -> int:
     """Return the largest number of ranks that torchrun may start; 0 if it is unknown.
 
     Workers get only the present number. The maximum is in torchrun's command line (or PET_NNODES):
@@ -194,9 +210,9 @@ def _largest_size(environment: Mapping[str, str], local_size: int) -> int:
     command = ""
     with contextlib.suppress(psutil.Error):  # torchrun has just ended, or hides its command line
         command = " ".join(psutil.Process(os.getppid()).cmdline())
-    found = re.search(r"--nnodes[= ](?:\d+:)?(\d+)", command)
-    found = found or re.fullmatch(r"(?:\d+:)?(\d+)", environment.get("PET_NNODES", ""))
-    return int(found[1]) * local_size if found else 0
+    nodes = re.search(r"--nnodes[= ](?:\d+:)?(\d{1,5})(?!\d)", command)
+    nodes = nodes or re.fullmatch(r"(?:\d+:)?(\d+)", found.pet_nnodes)
+    return int(nodes[1]) * (found.local_world_size or 1) if nodes else 0
 
 
 def _agent() -> str:
