@@ -227,6 +227,38 @@ def test_two_files_read_settings_from_the_environment() -> None:
     assert reading - READS_SETTINGS - WITHOUT_THE_PROJECT == set()
 
 
+# --- no pickle from another machine or user ---
+
+UNPICKLING = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+MAY_IMPORT_PICKLE = {
+    "common/checkpoint.py",  # for the name of the error; it loads with weights_only
+    "common/training_engine/launch.py",  # through a folder that only this user can write to
+    "common/training_engine/worker.py",
+    "lab/proofs/ranks.py",  # through pipes to its own processes
+}
+
+
+def test_nothing_from_another_machine_is_unpickled() -> None:
+    """Object collectives of torch.distributed unpickle what any rank sends, which runs its code."""
+    importing, loading, collectives = set(), set(), set()
+    for path in SOURCES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                modules = [name.name for name in node.names]
+                if isinstance(node, ast.ImportFrom):
+                    modules = [node.module or ""]
+                if any(module.split(".")[0] in UNPICKLING for module in modules):
+                    importing.add(name_of(path))
+            call = ast.unparse(node) if isinstance(node, ast.Call) else ""
+            if re.match(r"torch\.(load|hub\.load\w*)\(", call):
+                loading.add((name_of(path), "weights_only=True" in call))
+        names = [name for name in identifiers(parsed(path)) if re.search("_object(_list)?$", name)]
+        collectives |= {(name, name_of(path)) for name in names}
+    assert importing == MAY_IMPORT_PICKLE
+    assert loading == {("common/checkpoint.py", True), ("common/models/transfer.py", True)}
+    assert collectives == set()
+
+
 # --- functions with few parameters ---
 
 MOST_PARAMETERS = 7

@@ -19,7 +19,12 @@ from urllib.parse import urlsplit
 import psutil
 
 from common.errors import UserError
-from common.utils.environment import DEFAULT_MASTER_PORT, Torchrun, read_settings, read_torchrun
+from common.utils.environment import (
+    DEFAULT_MASTER_PORT,
+    TorchrunVariables,
+    read_settings,
+    read_torchrun,
+)
 from common.utils.network import resolve
 from common.utils.system import free_port
 
@@ -171,7 +176,7 @@ def _from_torchrun(environment: Mapping[str, str]) -> LaunchSpec:
     )
 
 
-def _check_torchrun(found: Torchrun) -> None:
+def _check_torchrun(found: TorchrunVariables) -> None:
     """Raise UserError if variables are missing or contradict each other."""
     problem = ""
     for name, number, size_name, size in (
@@ -201,7 +206,7 @@ def _check_interface(environment: Mapping[str, str]) -> None:
         )
 
 
-def _largest_size(found: Torchrun) -> int:
+def _largest_size(found: TorchrunVariables) -> int:
     """Return the largest number of ranks that torchrun may start; 0 if it is unknown.
 
     Workers get only the present number. The maximum is in torchrun's command line (or PET_NNODES):

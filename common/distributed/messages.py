@@ -145,7 +145,7 @@ def check_alike(states: Sequence[Mapping[str, Any]], mine: Mapping[str, Tensor])
     expected = {name: _form(tensor) for name, tensor in mine.items()}
     for rank, state in enumerate(states):
         found = {
-            name: _form(value) if isinstance(value, Tensor) else value
+            name: _form(value) if isinstance(value, Tensor) else type(value).__name__
             for name, value in state.items()
         }
         if found != expected:

@@ -34,7 +34,7 @@ class _RankRow(TypedDict):
     messages: float | None
 
 
-class _Message(TypedDict):
+class _MessageSpan(TypedDict):
     kind: str
     bytes: int
     sent_bytes: float
@@ -47,7 +47,7 @@ class _RecordedStep(TypedDict):
 
     step: int
     sections: dict[str, list[tuple[float, float]]]
-    messages: list[_Message]
+    messages: list[_MessageSpan]
 
 
 def timed(

@@ -2,7 +2,8 @@
 
 Each rank is a fresh interpreter (worker.py) that reads the function and its arguments from a file.
 cloudpickle writes that file, so lambdas and functions defined in a notebook work. The caller's
-script does not run again.
+script does not run again. Reading the file runs what it says; only this user can write to its
+folder (mode 0700), and nothing of it is sent to another machine.
 """
 
 import contextlib

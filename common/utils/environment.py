@@ -56,7 +56,7 @@ _DebugLevel = Annotated[
 
 
 @dataclass(frozen=True)
-class Settings:
+class UserVariables:
     """Variables that the user may have set for any program; 0 and "": not set.
 
     columns, lines : size of the terminal, read by rich and argparse.
@@ -73,7 +73,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Torchrun:
+class TorchrunVariables:
     """What torchrun tells a rank; 0 and "": not set. Other launchers set the first four, or more.
 
     pet_nnodes : number of nodes, or the smallest and largest number; set for torchrun itself.
@@ -90,22 +90,22 @@ class Torchrun:
     pet_nnodes: _Nodes = ""
 
 
-def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
+def read_settings(environment: Mapping[str, str] = os.environ) -> UserVariables:
     """Return the user's settings. A variable that is empty counts as not set.
 
     Raises UserError that says: variable, value, what is allowed, what to do.
     """
     # torch refuses an empty debug level.
     given = {k: text for k, text in environment.items() if text or k == "TORCH_DISTRIBUTED_DEBUG"}
-    return _read(Settings, given, advice="set it to that, or unset it")
+    return _read(UserVariables, given, advice="set it to that, or unset it")
 
 
-def read_torchrun(environment: Mapping[str, str], *, advice: str) -> Torchrun:
+def read_torchrun(environment: Mapping[str, str], *, advice: str) -> TorchrunVariables:
     """Return what torchrun's variables say.
 
     Raises UserError as ``read_settings`` does; it ends with the ``advice``.
     """
-    return _read(Torchrun, environment, advice=advice)
+    return _read(TorchrunVariables, environment, advice=advice)
 
 
 def _read(schema: type[T], environment: Mapping[str, str], *, advice: str) -> T:

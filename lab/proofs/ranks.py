@@ -1,7 +1,8 @@
 """Call a function on real Gloo ranks on this machine and return their results.
 
 The ranks are forked from a server process that has imported torch once, so a group of two starts
-within a fraction of a second. Every wait has a limit.
+within a fraction of a second. Every wait has a limit. Functions and results go through pipes to
+these processes alone; only this user can open the folder in which they meet (mode 0700).
 """
 
 import contextlib

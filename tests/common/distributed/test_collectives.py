@@ -3,18 +3,22 @@
 import math
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from common.checkpoint import save_checkpoint
+from common.checkpoint import load_checkpoint, save_checkpoint
 from common.distributed import collectives
 from common.distributed.messages import MOST_BYTES
 from common.distributed.process_group import World, current_world
 from common.errors import GroupError, UserError
 from lab.proofs.ranks import run_ranks
+from tests.helpers import ROOT, run_part, user_environment
 
 ADVICE = (
     ". Start every rank with the same version of this project. If all have it, another program may "
@@ -263,3 +267,48 @@ def check_arrivals(rank: int, found: dict[str, Any]) -> None:
 
 def test_what_ranks_send_each_other_arrives(tmp_path: Path) -> None:
     run_ranks(2, ordinary_ranks, tmp_path)
+
+
+# --- a whole run ---
+
+AUDIT = """
+import sys, traceback
+
+def audit(event, arguments):
+    if event == "pickle.find_class":
+        with open({log!r}, "a") as file:
+            print(arguments, *traceback.format_stack(), file=file)
+
+sys.addaudithook(audit)
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_unpickle_nothing_from_start_to_end(tmp_path: Path) -> None:
+    """Python reports each name that any unpickler looks up, torch's among them; a run has none.
+
+    The runs form a group, build DistributedDataParallel, save the residuals of PowerSGD, send the
+    checkpoint, resume from it, evaluate, and write a timeline. At the end a checkpoint is loaded
+    without ``weights_only``, to show that the hook works.
+    """
+    log = tmp_path / "unpickled.txt"
+    (tmp_path / "sitecustomize.py").write_text(AUDIT.format(log=str(log)))
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    flags = ("--dataset", "digits", "--model", "vgg11", "--batch-size", 16, "--max-steps", 4)
+    strategy = ("--sync", "ddp_powersgd", "--output-dir", tmp_path / "reports")
+    for more in ((), ("--resume", "auto", "--max-steps", 6, "--debug")):
+        ended = run_part(
+            *("PartThree", *flags, *strategy, *more), cwd=tmp_path, ranks=2, env=env, cold=True
+        )
+        assert [one.status for one in ended] == [0, 0], [one.err for one in ended]
+    assert "resuming from" in ended[0].out
+    assert not log.exists(), log.read_text()
+    newest = max((tmp_path / "reports").rglob("*.pt"), key=lambda path: path.stat().st_mtime)
+    states = load_checkpoint(newest)["sync_state_dicts"]
+    assert len(states) == 2
+    assert not torch.equal(*(state["errors"]["head.weight"] for state in states))
+    command = f"import torch; torch.load({str(newest)!r}, weights_only=False)"
+    subprocess.run(
+        [sys.executable, "-c", command], env=user_environment(**env), timeout=60, check=True
+    )
+    assert "_rebuild_tensor_v2" in log.read_text()
