@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -258,6 +258,27 @@ def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path: Path) -> Non
 
 
 # --- Failures ---
+
+
+def test_only_this_user_can_write_what_the_workers_unpickle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if the caller lets everybody write to new files."""
+    modes = []
+
+    def look(commands: Sequence[Sequence[str]], **_: Any) -> None:
+        folder = Path(commands[0][-2])
+        modes.extend([folder.stat().st_mode & 0o777, (folder / "call.pkl").stat().st_uid])
+        raise UserError("seen")
+
+    monkeypatch.setattr(launch, "run_local_ranks", look)
+    before = os.umask(0)
+    try:
+        with pytest.raises(UserError, match="seen"):
+            launch_distributed_training(lambda rank, size: None, 2, "gloo")
+    finally:
+        os.umask(before)
+    assert modes == [0o700, os.getuid()]
 
 
 @pytest.mark.usefixtures("workers")
