@@ -54,6 +54,7 @@ def predict_test_set(
 def _predict_all(
     model: nn.Module, loader: EvaluationLoader, shown: CountedLoader, engine: TrainingEngine
 ) -> Predictions:
+    engine.world.activity.enter("evaluation")
     own = predict(model, engine.device, nn.CrossEntropyLoss(), shown, amp_dtype=engine.amp_dtype)
     parts = gather_objects(engine.world, (loader.ids.numpy(), own))
     order = np.argsort(np.concatenate([ids for ids, _ in parts]))

@@ -1,0 +1,71 @@
+"""A rank stands still for longer than the timeout: every other rank names it, and where it is."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from lab.cluster import Cluster, tools
+from tests.helpers.hurt import STEPS_AN_EPOCH
+from tests.helpers.stage import EPOCHS, GRACE, TIMEOUT, Ended, Stage, assert_no_result, assert_told
+
+LAST = EPOCHS * STEPS_AN_EPOCH
+PLACES = {
+    "training": ("forward", STEPS_AN_EPOCH, r"all_reduce of step 3"),
+    "end of epoch": ("epoch_end", LAST, r"\w+ of the end of the epoch at step 4"),
+    "checkpoint": ("writing", LAST, r"\w+ of the checkpoint at step 4"),
+    "evaluation": ("evaluation", LAST, r"\w+ of the evaluation at step 4"),
+}
+"""By place: the moment of hurt.py, the step that the rank has reached, where the others wait."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Start a cluster of four nodes."""
+    refused = tools.namespaces_refused()
+    with Cluster(4, logs=tmp_path_factory.mktemp("nodes"), loopback=refused is not None) as nodes:
+        yield nodes
+
+
+def survivors(stage: Stage, size: int, hurt: tuple[int, str, str]) -> list[Ended]:
+    """Run until all ranks but the hurt one have ended; kill that one, and return the others."""
+    victim = hurt[0]
+    stage.start(nodes=range(size), size=size, hurt=hurt, timeout=TIMEOUT)
+    for rank in set(range(size)) - {victim}:
+        stage.wait_for(f"error (rank {rank})", node=rank, limit=90 + TIMEOUT + GRACE)
+    stage.cluster.fault(victim, "kill")
+    ends = stage.end()
+    assert_no_result(stage.run())
+    return [ended for rank, ended in ends.items() if rank != victim]
+
+
+@pytest.mark.parametrize(
+    ("place", "size", "victim"),
+    [
+        pytest.param(
+            place,
+            size,
+            victim,
+            marks=[] if (place, victim) == ("training", 1) else pytest.mark.slow,
+        )
+        for place in PLACES
+        for size, victim in ((2, 0), (2, 1), (4, 2))
+    ],
+)
+def test_a_stopped_rank_is_named_with_its_step(
+    stage: Stage, place: str, size: int, victim: int
+) -> None:
+    moment, step, waiting = PLACES[place]
+    if place == "checkpoint" and victim > 0:
+        moment = "waiting"  # rank 0 writes
+    ends = survivors(stage, size, (victim, moment, "stop"))
+    who = "the others wait" if size > 2 and victim else r"rank \d waits"
+    for ended in ends:
+        assert_told(
+            ended,
+            rf"error \(rank \d\): rank {victim} \([\d.]+\) has not moved since [a-z ]*step {step}, "
+            rf"(\d+\.\d) s ago; {who} in {waiting}\. \(\w+ broke here\)",
+        )
+        found = re.search(r"([\d.]+) s ago", ended.text)
+        assert found
+        assert TIMEOUT - 1 <= float(found[1]) < TIMEOUT + GRACE
