@@ -115,9 +115,8 @@ class Heartbeat:
         # A clone has its own connection: a request that blocks delays nobody else's.
         self._store = dist.PrefixStore("alive", self._store.clone())
         if self._rank == 0:
-            self._store.set(_WATCH, encode(_Watch()).decode())
-            for rank in range(self._size):
-                self._store.set(_BEAT.format(rank), encode(Beat()).decode())
+            self._store.set(_WATCH, encode(_Watch(self._beat)).decode())
+        self._store.set(_BEAT.format(self._rank), encode(self._beat).decode())
         dist.barrier()
         self._thread.start()
 

@@ -17,6 +17,7 @@ from common.utils.typed_json import Count, Seconds
 SILENT_SECONDS = 3.0
 """Without a sign of life for this long, a rank has ended or stands still."""
 _SETTLE_SECONDS = 4.0  # after a rank was killed, its silence takes this long to show
+_NOTICED_SECONDS = 8.0  # at most this long before the others noticed, a rank was killed
 
 Place = Literal[
     "start",
@@ -118,7 +119,9 @@ def _silence(rank: int, seconds: float, beats: Mapping[int, Beat], broken_second
     step = max([beat.step, *(_least_step(other) for other in beats.values() if other.waits)])
     # Between two beats the rank may have come further than it said.
     since = beat.where if step == beat.step else f"step {step}"
-    if seconds < broken_seconds + SILENT_SECONDS:
+    # A stopped rank keeps its connections: the others then wait until the timeout.
+    timed_out = any(other.timed_out for other in beats.values())
+    if not timed_out and seconds < broken_seconds + _NOTICED_SECONDS:
         return (
             f"{_name(rank, beat)} ended or was killed at {since} "
             f"(no sign of life for {seconds:.1f} s)"
@@ -148,18 +151,18 @@ def _sentence(found: list[str], named: Iterable[int], beats: Mapping[int, Beat])
 
 
 def _spot(beat: Beat) -> str:
-    return f"{beat.collective or 'the exchange'} of {beat.where}"
+    return f"{beat.collective or 'a collective'} of {beat.where}"
 
 
 def _different_collectives(beats: Mapping[int, Beat]) -> str:
-    """Return which rank waits elsewhere than the others, if one does."""
-    places = Counter(beat.where for beat in beats.values())
-    if len(places) < 2:
+    """Return which ranks wait in another collective than most, if some do."""
+    spots = Counter(_spot(beat) for beat in beats.values() if beat.waits)
+    if len(spots) < 2:
         return ""
-    rarest = places.most_common()[-1][0]
-    named = {rank: beat for rank, beat in beats.items() if beat.where == rarest}
-    found = [f"{_name(rank, beat)} waits in {_spot(beat)}" for rank, beat in named.items()]
-    return f"{_sentence(found, named, beats)}: not all ranks called the same collective"
+    rarest = spots.most_common()[-1][0]
+    named = {rank: beat for rank, beat in beats.items() if beat.waits and _spot(beat) == rarest}
+    found = [f"{_name(rank, beat)} waits in {rarest}" for rank, beat in named.items()]
+    return f"{_sentence(found, named, beats)}: the ranks did not call the same collective"
 
 
 def _name(rank: int, beat: Beat) -> str:

@@ -69,3 +69,64 @@ def test_a_stopped_rank_is_named_with_its_step(
         found = re.search(r"([\d.]+) s ago", ended.text)
         assert found
         assert TIMEOUT - 1 <= float(found[1]) < TIMEOUT + GRACE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_stopped_while_it_reads_the_dataset_is_named(stage: Stage, victim: int) -> None:
+    """The others exchange a message a second until all have read it."""
+    stage.start(nodes=[0, 1], size=2, hurt=(victim, "loading", "stop"), timeout=TIMEOUT)
+    stage.wait_for(f"error (rank {1 - victim})", node=1 - victim, limit=90 + TIMEOUT + GRACE)
+    stage.cluster.fault(victim, "kill")
+    assert_told(
+        stage.end()[1 - victim],
+        rf"rank {victim} \([\d.]+\) has not moved since (the start|reading the dataset), "
+        rf"[\d.]+ s ago; rank {1 - victim} waits in all_reduce of reading the dataset\.",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("moment", "place"),
+    [
+        ("forward", "forward of step 3"),
+        ("writing", "the checkpoint at step 4"),
+        ("epoch_end", "the end of the epoch at step 4"),
+        ("evaluation", "the evaluation at step 4"),
+    ],
+)
+def test_a_rank_that_lives_but_is_busy_elsewhere_is_named(
+    stage: Stage, moment: str, place: str, victim: int
+) -> None:
+    """As in a debugger, or on a slow disk: the rank lives, but does not come."""
+    if moment == "writing" and victim > 0:
+        pytest.skip("rank 0 writes")
+    for ended in survivors(stage, 3, (victim, moment, "sleep")):
+        assert_told(
+            ended,
+            rf"error \(rank \d\): rank {victim} \([\d.]+\) has been in {place} for [\d.]+ s; "
+            r"the others wait in \w+ of (the [a-z ]+ at )?step \d\. \(\w+ broke here\)",
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_collective_that_one_rank_alone_calls_is_named(stage: Stage, victim: int) -> None:
+    stage.start(nodes=range(3), size=3, hurt=(victim, "epoch_end", "detour"), timeout=TIMEOUT)
+    for ended in stage.end().values():
+        assert_told(
+            ended,
+            rf"error \(rank \d\): rank {victim} \([\d.]+\) waits in all_gather_object of the "
+            r"end of the epoch at step 4; the others wait in all_reduce of the [a-z ]+ at step 4: "
+            r"the ranks did not call the same collective\.",
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_wakes_too_late_names_itself(stage: Stage, victim: int) -> None:
+    stage.start(nodes=[0, 1], size=2, hurt=(victim, "forward", "stop"), timeout=TIMEOUT)
+    stage.wait_for(f"error (rank {1 - victim})", node=1 - victim, limit=90 + TIMEOUT + GRACE)
+    stage.cluster.fault(victim, "restore")
+    assert_told(stage.end(GRACE + TIMEOUT)[victim], rf"error \(rank {victim}\): rank {victim} \(")
