@@ -22,8 +22,9 @@ from tests.helpers.stage import (
     assert_told,
 )
 
-KILLED = r"error \(rank {rank}\): rank {victim} \([\d.]+\) ended or was killed at .*step \d"
-STILL = r"has not moved since step \d"  # gather may notice only by the timeout
+KILLED = r"error \(rank {rank}\): rank {victim} \([\d.]+\) ({how}) .*step \d"
+HOW = "ended or was killed at"
+LATE = "has not moved since"  # gather and scatter may notice only by the timeout
 Reference = Callable[[str], Path]
 
 
@@ -36,9 +37,8 @@ def killed(
     assert ends[victim].status == -signal.SIGKILL, ends[victim]
     assert_in_time(ends, victim)
     for rank in set(range(NODES)) - {victim}:
-        named = KILLED.format(rank=rank, victim=victim)
-        late = named.replace("ended or was killed at .*step \\d", STILL)
-        assert_told(ends[rank], f"{named}|{late}" if way == "gather_scatter" else named)
+        how = f"{HOW}|{LATE}" if way == "gather_scatter" else HOW
+        assert_told(ends[rank], KILLED.format(rank=rank, victim=victim, how=how))
     run = stage.run(way=way)
     assert_no_result(run)
     left = checkpoints_by_age(run / "checkpoints")
