@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,11 +21,19 @@ PLACES = {
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def four_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Start a cluster of four nodes."""
     refused = tools.namespaces_refused()
     with Cluster(4, logs=tmp_path_factory.mktemp("nodes"), loopback=refused is not None) as nodes:
         yield nodes
+
+
+@pytest.fixture
+def stage_of_four(four_nodes: Cluster, images: list[object], tmp_path: Path) -> Iterator[Stage]:
+    """Prepare one test's runs on four nodes, and kill whatever still runs afterwards."""
+    stage = Stage(four_nodes, images, tmp_path)
+    yield stage
+    stage.kill_all()
 
 
 def survivors(stage: Stage, size: int, hurt: tuple[int, str, str]) -> list[Ended]:
@@ -53,8 +62,9 @@ def survivors(stage: Stage, size: int, hurt: tuple[int, str, str]) -> list[Ended
     ],
 )
 def test_a_stopped_rank_is_named_with_its_step(
-    stage: Stage, place: str, size: int, victim: int
+    request: pytest.FixtureRequest, place: str, size: int, victim: int
 ) -> None:
+    stage: Stage = request.getfixturevalue("stage_of_four" if size == 4 else "stage")
     moment, step, waiting = PLACES[place]
     if place == "checkpoint" and victim > 0:
         moment = "waiting"  # rank 0 writes
