@@ -23,7 +23,7 @@ _BEAT_SECONDS, _URGENT_SECONDS = 1.0, 0.1
 _POLL_SECONDS = 0.05
 _WAKE_SECONDS = 0.5  # for the thread to read the store after the process was stopped
 _DECISION_SECONDS = 8.0
-_INFORM_SECONDS = 3.0
+_INFORM_SECONDS, _JOIN_SECONDS = 3.0, 0.5
 _BEAT, _WATCH = "beat/{}", "watch"  # keys in the store
 
 
@@ -76,7 +76,7 @@ class _Sightings:
 class Heartbeat:
     """This rank's signs of life, from ``start`` to ``close``; call both in the thread that trains.
 
-    Call ``find_stall`` after a collective broke. All of it does nothing without a store.
+    Call ``explain`` after a collective broke. All of it does nothing without a store.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ class Heartbeat:
         dist.barrier()
         self._thread.start()
 
-    def find_stall(self, collective: str, *, timed_out: bool) -> str | None:
+    def explain(self, collective: str, *, timed_out: bool) -> str | None:
         """Return which rank this one waited for when ``collective`` broke; None if nobody knows.
 
         Takes a few seconds if a rank was killed, since its silence must show first.
@@ -143,19 +143,16 @@ class Heartbeat:
 
     def close(self) -> None:
         """End the thread; after a failure rank 0 first waits until the others know the stall."""
-        deadline = time.monotonic() + _INFORM_SECONDS
-        while (
-            self._rank == 0
-            and self._broken
-            and self._thread.is_alive()
-            and not self._all_informed
-            and time.monotonic() < deadline
-        ):
-            time.sleep(_POLL_SECONDS)
+        if self._rank == 0 and self._broken:
+            deadline = time.monotonic() + _INFORM_SECONDS
+            while (
+                self._thread.is_alive() and not self._all_informed and time.monotonic() < deadline
+            ):
+                time.sleep(_POLL_SECONDS)
         self._closing = True
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(_INFORM_SECONDS)
+            self._thread.join(_JOIN_SECONDS)  # it may wait for a rank 0 that stands still
 
     def _run(self) -> None:
         exchange = self._lead if self._rank == 0 else self._follow

@@ -102,7 +102,7 @@ def process_group(
             raise GroupError(
                 f"{message}. ({collective} broke here: another rank has ended)"
             ) from error
-        elif stall := heartbeat.find_stall(collective, timed_out=timed_out(error)):
+        elif stall := heartbeat.explain(collective, timed_out=timed_out(error)):
             raise GroupError(f"{stall}. ({collective} broke here)") from error
         raise
     finally:
