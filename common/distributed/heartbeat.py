@@ -102,7 +102,7 @@ class Heartbeat:
         self._broken: tuple[str, bool] | None = None  # the collective, whether it timed out
         self._first_broken: float | None = None
         self._all_informed = False
-        self._stood_still: str | None = None
+        self._stood_still: tuple[str, float] | None = None  # a message, and when it was over
         self._place_since = (0, time.monotonic())
         self._wake, self._closing = threading.Event(), False
         self._training_thread = threading.get_ident()
@@ -130,10 +130,10 @@ class Heartbeat:
         self._broken, began = (collective, timed_out), time.monotonic()
         self._wake.set()
         while (waited := time.monotonic() - began) < _DECISION_SECONDS:
-            if found := self._stood_still or self._stall:
-                return found
-            if self._stall == "":
-                return None
+            if self._stood_still and began - self._stood_still[1] < self._timeout_seconds:
+                return self._stood_still[0]
+            if self._stall is not None:
+                return self._stall or None
             rank0 = self._sightings.seen().get(0)
             if self._rank and rank0 and waited > _WAKE_SECONDS and self._is_silent(rank0):
                 mine = {0: rank0, self._rank: Seen(self._sample())}
@@ -202,11 +202,12 @@ class Heartbeat:
         if seconds > SILENT_SECONDS:
             self._sightings.restart()
         if seconds > self._timeout_seconds:
-            self._stood_still = (
+            message = (
                 f"rank {self._rank} ({self._beat.address}), this one, stood still for "
                 f"{seconds:.1f} s at {self._beat.where}: it was stopped, or its machine swapped "
                 "or slept"
             )
+            self._stood_still = (message, time.monotonic())
 
     def _sample(self) -> Beat:
         """Return this rank's beat: what its training thread is doing now."""
