@@ -28,11 +28,11 @@ _LOST = re.compile(
 )
 
 
-def explain_collective_failure(error: BaseException) -> str | None:
-    """Return a message for the user if ``error`` is a collective that lost a rank, else None.
+def broken_collective(error: BaseException) -> str | None:
+    """Return the collective's name if ``error`` is one that lost a rank, else None.
 
-    The collective's name comes from the traceback: torch's message has only the address of a
-    neighbour, which often is not the rank that failed.
+    The name comes from the traceback: torch's message has only the address of a neighbour, which
+    often is not the rank that failed.
     """
     if not isinstance(error, RuntimeError) or not _LOST.search(str(error)):
         return None
@@ -40,7 +40,18 @@ def explain_collective_failure(error: BaseException) -> str | None:
     calls = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
     in_backward = any(frame.name == "backward" for frame in frames)
     unnamed = "DistributedDataParallel's all_reduce in backward" if in_backward else "a collective"
-    collective = next((name for name in calls if name != "wrapper"), unnamed)
+    return next((name for name in calls if name != "wrapper"), unnamed)
+
+
+def timed_out(error: BaseException) -> bool:
+    """Return whether a broken collective waited in vain, rather than lost its connection."""
+    return re.search(r"timed? ?out", str(error), re.IGNORECASE) is not None
+
+
+def explain_collective_failure(error: BaseException) -> str | None:
+    """Return a message for the user if ``error`` is a collective that lost a rank, else None."""
+    if (collective := broken_collective(error)) is None:
+        return None
     return (
         f"{collective} broke: another rank has ended, or did not answer in time. Its output shows "
         "why; if it shows nothing, its process was killed or its node was lost. (torch: "

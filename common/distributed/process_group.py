@@ -4,9 +4,10 @@
 """
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -14,9 +15,11 @@ import torch.distributed as dist
 
 from common.distributed.failures import (
     FailureReport,
-    explain_collective_failure,
+    broken_collective,
     open_sockets,
+    timed_out,
 )
+from common.distributed.heartbeat import Activity, Heartbeat
 from common.distributed.launch_env import LaunchSpec, launch_from_environment
 from common.distributed.rendezvous import RankPlacement, rendezvous
 from common.errors import GroupError, Stopped, UserError, first_line
@@ -27,7 +30,7 @@ from common.utils.network import interface_of, route_to
 class World:
     """This process is ``rank`` of ``size``, and ``local_rank`` of ``local_size`` on its machine.
 
-    ``backend`` is None without a group.
+    ``backend`` is None without a group. ``activity`` is what this rank is doing, see heartbeat.py.
     """
 
     rank: int = 0
@@ -36,6 +39,7 @@ class World:
     local_size: int = 1
     device: torch.device = torch.device("cpu")
     backend: str | None = None
+    activity: Activity = field(default_factory=Activity, compare=False, repr=False)
 
     @property
     def is_rank0(self) -> bool:
@@ -73,25 +77,46 @@ def process_group(
     report = FailureReport(
         store, world.rank, world.size, patience_seconds=timeout_seconds, other_sockets=before
     )
+    heartbeat = Heartbeat(
+        store,
+        world.rank,
+        world.size,
+        activity=world.activity,
+        address=_own_address(launch.master_ip),
+        timeout_seconds=timeout_seconds,
+    )
     try:
+        heartbeat.start()
         yield world
+        world.activity.enter("end of the run")
         dist.barrier()  # rank 0 keeps the store alive until all ranks have finished
     except Stopped:  # on all ranks alike
         dist.barrier()
         raise
     except Exception as error:
-        broken = explain_collective_failure(error)
+        collective = broken_collective(error)
         # A GroupError is this project's own, though its words may resemble a broken collective's.
-        if broken is None or isinstance(error, GroupError):
+        if collective is None or isinstance(error, GroupError):
             report.publish(error)
         elif message := report.fetch():
             raise GroupError(
-                f"{message}. ({broken.split(':')[0]} here: another rank has ended)"
+                f"{message}. ({collective} broke here: another rank has ended)"
             ) from error
+        elif stall := heartbeat.explain(collective, timed_out=timed_out(error)):
+            raise GroupError(f"{stall}. ({collective} broke here)") from error
         raise
     finally:
+        heartbeat.close()
         dist.destroy_process_group()
         report.close()
+
+
+def _own_address(master_ip: str) -> str:
+    """Return this node's address as the others see it, else its name."""
+    try:
+        return route_to(master_ip)
+    except OSError:
+        return socket.gethostname()
 
 
 def open_group(

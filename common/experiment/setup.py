@@ -138,6 +138,7 @@ def load_run_dataset(config: Config, world: World) -> tuple[Dataset, str]:
         dataset = load_dataset(config.dataset, config.data_folder, mirror=config.mirror)
         return dataset if config.normalise == "dataset" else dataset.normalised_as_imagenet()
 
+    world.activity.enter("dataset")
     dataset = run_on_all_ranks(world, load, patient=True)
     train, test = dataset.train, dataset.test
     contents = digest([train.images, train.labels, test.images, test.labels])

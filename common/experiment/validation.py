@@ -54,6 +54,7 @@ def predict_test_set(
 def _predict_all(
     model: nn.Module, loader: EvaluationLoader, shown: CountedLoader, engine: TrainingEngine
 ) -> Predictions:
+    engine.world.activity.enter("evaluation")
     own = predict(model, engine.device, nn.CrossEntropyLoss(), shown, amp_dtype=engine.amp_dtype)
     # (3, samples of this rank) int64
     columns = (loader.ids, torch.from_numpy(own.labels), torch.from_numpy(own.predicted))

@@ -9,14 +9,17 @@ after the optimiser's step adds a second part.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from common.distributed.heartbeat import Activity
 from common.profiling.device_clock import Moment, now, seconds_between
 
-SECTIONS = ("data", "forward", "backward", "sync", "update")
+Section = Literal["data", "forward", "backward", "sync", "update"]
+SECTIONS: tuple[Section, ...] = get_args(Section)
 
 RawSpans = dict[str, list[tuple[Moment, Moment]]]
 
@@ -26,10 +29,11 @@ class StepTimer:
 
     Use ``with timer.section("forward"):`` around each part, then ``take()`` once a step.
     ``seconds(taken)`` and ``spans(taken)`` may be called later; they wait for the GPU.
+    ``activity`` learns in which section this rank is.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, activity: Activity | None = None) -> None:
+        self._device, self._activity = device, activity or Activity()
         self._spans: RawSpans = {}
         self._last_gradient: Moment | None = None
         self._hooks: list[RemovableHandle] = []
@@ -56,11 +60,12 @@ class StepTimer:
         self._hooks = []
 
     @contextmanager
-    def section(self, name: str) -> Iterator[None]:
+    def section(self, name: Section) -> Iterator[None]:
         """Time the block as the section of that name, one of ``SECTIONS``.
 
         A section may occur several times in a step.
         """
+        self._activity.enter(name)
         begin = now(self._device)
         try:
             yield

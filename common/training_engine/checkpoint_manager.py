@@ -70,6 +70,7 @@ class CheckpointManager(Callback):
             self._epoch = end.epoch + 1
 
     def _save(self, path: Path, entries: Mapping[str, Any], *, newest: bool = True) -> None:
+        self._engine.world.activity.enter("checkpoint")
         entries = {**entries, **self._extra}
         rank0 = self._engine.world.is_rank0
 

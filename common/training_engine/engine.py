@@ -119,7 +119,8 @@ class TrainingEngine:
         self.amp_dtype = amp_dtype
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=amp_dtype == torch.float16)
         _check_strategy(self.sync, scales=self.scaler.is_enabled(), use_ema=use_ema)
-        self.timer = StepTimer(self.device)
+        self.timer = StepTimer(self.device, self.world.activity)
+        self.world.activity.period = self.sync.period
         self.model = self._with_batchnorm(model.to(self.device), sync_batchnorm)
         self.ema: AveragedModel | None = None
         self._ema_decay = ema_decay if use_ema else None
@@ -215,7 +216,7 @@ class TrainingEngine:
         batch, even if the ranks' shares differ in size. Gradients are exchanged once, after the
         last micro-batch. ``seeds`` : for torch's generator, one for each micro-batch.
         """
-        timer = self.timer
+        timer, self.world.activity.step = self.timer, self.step + 1
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         self.optimizer.zero_grad(set_to_none=True)

@@ -67,6 +67,7 @@ def fit(
         start_step = 0
         if not result.step_seconds:
             break
+        engine.world.activity.enter("end of the epoch")
         engine.agree_on_buffers()
         end = EpochEnd(epoch, result)
         notify("on_epoch_end", end)

@@ -98,6 +98,7 @@ def validate(
 
     Each sample counts once, even if a DistributedSampler repeats it to even out the ranks' shares.
     """
+    world.activity.enter("evaluation")
     mine = predict(
         model, world.device, criterion, loader, limit=_own_samples(loader), amp_dtype=amp_dtype
     )

@@ -17,7 +17,7 @@ from common.utils.system import libc_function
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <sys/prctl.h>
-_CONSEQUENCE = "another rank has ended"
+_CONSEQUENCE = re.compile(r"another rank has ended|rank \d+ .*ended or was killed at")
 
 
 def end_process(status: int) -> NoReturn:
@@ -83,7 +83,7 @@ def find_root_failure(
     name : "rank" or "node".
     """
     errors = {one: last_error_line(outputs[one]) for one in failed}
-    causes = (one for one in failed if errors[one] and _CONSEQUENCE not in errors[one])
+    causes = (one for one in failed if errors[one] and not _CONSEQUENCE.search(errors[one]))
     culprit = next(causes, failed[0])
     how = f"ended with status {statuses[culprit]}"
     if statuses[culprit] < 0:

@@ -11,6 +11,7 @@ knows ``--model tiny`` and ``--model wide``. The deeds:
 - ``kill`` sends this process SIGKILL, ``stop`` sends SIGSTOP.
 - ``raise`` raises the OSError of a broken file.
 - ``sleep`` sleeps for two minutes.
+- ``detour`` calls a collective that the other ranks do not call.
 - ``hold`` waits until the working folder contains a file ``go``.
 - ``limit`` stops the process from writing any file beyond 5 KB.
 - ``pace`` waits for the number of seconds in the file $PACE. It reads the file repeatedly, so a
@@ -48,6 +49,12 @@ def _raise(*_: object) -> None:
 def _sleep(*_: object) -> None:
     print("loading now", flush=True)
     time.sleep(120)  # longer than any test waits: simulates a slow disk
+
+
+def _detour(*_: object) -> None:
+    import torch.distributed as dist
+
+    dist.all_gather_object([None] * dist.get_world_size(), "not called by the others")
 
 
 def _hold(*_: object) -> None:
@@ -135,6 +142,20 @@ def in_a_collective(act: Act) -> None:
 
     TrainingEngine.train_step = hurt
     dist.gather, dist.all_reduce = begin(dist.gather), begin(dist.all_reduce)
+
+
+def at_the_end_of_the_epoch(act: Act) -> None:
+    """Act after the last step of the second epoch, before the ranks average their buffers."""
+    from common.training_engine import TrainingEngine
+
+    agree_on_buffers = TrainingEngine.agree_on_buffers
+
+    def hurt(engine: Any) -> None:
+        if engine.step == 2 * STEPS_AN_EPOCH:
+            act()
+        agree_on_buffers(engine)
+
+    TrainingEngine.agree_on_buffers = hurt
 
 
 def in_evaluation(act: Act) -> None:
@@ -228,6 +249,7 @@ def in_its_data(act: Act) -> None:
 MOMENTS = {
     "forward": in_forward,
     "collective": in_a_collective,
+    "epoch_end": at_the_end_of_the_epoch,
     "evaluation": in_evaluation,
     "writing": while_writing,
     "renaming": before_the_rename,
@@ -242,6 +264,7 @@ DEEDS = {
     "stop": _stop,
     "raise": _raise,
     "sleep": _sleep,
+    "detour": _detour,
     "hold": _hold,
     "limit": _limit,
     "pace": _pace,
