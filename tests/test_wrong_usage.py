@@ -112,6 +112,12 @@ ENVIRONMENTS = {  # variables and command: (status, what follows "error: ")
     "TORCH_DISTRIBUTED_DEBUG= PartTwo": wrong(
         "TORCH_DISTRIBUTED_DEBUG", "''", "OFF, INFO or DETAIL", UNSET
     ),
+    "NCCL_SOCKET_IFNAME=,eth0 PartTwo": wrong(
+        "NCCL_SOCKET_IFNAME",
+        "',eth0'",
+        "prefixes of network interfaces, e.g. eth or ^docker,lo",
+        UNSET,
+    ),
     "GLOO_SOCKET_IFNAME=eth0, PartTwo": wrong(
         "GLOO_SOCKET_IFNAME",
         "'eth0,'",

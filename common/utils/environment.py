@@ -50,6 +50,14 @@ _Interfaces = Annotated[
         description="a network interface, e.g. eth0, or several, e.g. eth0,eth1",
     ),
 ]
+_NCCLInterfaces = Annotated[
+    str,
+    Meta(
+        pattern=r"^\^?=?[^\s/,]+(,[^\s/,]+)*\Z",
+        max_length=1000,
+        description="prefixes of network interfaces, e.g. eth or ^docker,lo",
+    ),
+]
 _DebugLevel = Annotated[
     str, Meta(pattern=r"^(?i:off|info|detail)\Z", description="OFF, INFO or DETAIL")
 ]
@@ -61,7 +69,7 @@ class UserVariables:
 
     columns, lines : size of the terminal, read by rich and argparse.
     omp_num_threads : threads of a process, read by torch.
-    gloo_socket_ifname : the interfaces that Gloo uses.
+    gloo_socket_ifname, nccl_socket_ifname : the interfaces that Gloo and NCCL use.
     torch_distributed_debug : read by torch when it is imported.
     """
 
@@ -69,6 +77,7 @@ class UserVariables:
     lines: _FromOne = 0
     omp_num_threads: _FromOne = 0
     gloo_socket_ifname: _Interfaces = ""
+    nccl_socket_ifname: _NCCLInterfaces = ""
     torch_distributed_debug: _DebugLevel = ""
 
 
