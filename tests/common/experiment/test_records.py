@@ -7,6 +7,7 @@ four steps.
 
 import functools
 import json
+import math
 import re
 import shutil
 import signal
@@ -19,21 +20,25 @@ import pytest
 import torch
 
 from common.checkpoint import load_checkpoint, save_checkpoint
+from common.errors import GroupError
+from common.training import train_model
+from common.training_engine.checkpoint_manager import CheckpointManager
 from tests.helpers import ROOT, TINY, Ended, Started, free_port, make_image_folder, user_environment
 
 STEPS, SAVED = 12, 8
 EPOCH_2 = re.compile(r"Epoch 2: train loss \S+ accuracy \S+")
+Start = Callable[..., list[Started]]
 Run = Callable[..., list[Ended]]
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Return a function that trains in the folder ``output`` and returns how each rank ended."""
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Return a function that starts a training in the folder ``output`` and returns its ranks."""
     images = make_image_folder(tmp_path_factory.mktemp("images"))
 
     def run(
         output: Path, *flags: object, ranks: int = 1, hurt: tuple[int, str, str] = (-1, "", "")
-    ) -> list[Ended]:
+    ) -> list[Started]:
         command = [
             sys.executable,
             ROOT / "tests" / "helpers" / "hurt.py",
@@ -47,7 +52,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Run:
             *flags,
         ]
         output.mkdir(exist_ok=True)
-        started = [
+        return [
             Started(
                 [str(word) for word in (*command, "--rank", rank)],
                 cwd=output,
@@ -56,9 +61,14 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Run:
             )
             for rank in range(ranks)
         ]
-        return [one.end() for one in started]
 
     return run
+
+
+@pytest.fixture(scope="module")
+def train(start: Start) -> Run:
+    """Return a function that trains as ``start`` does and returns how each rank ended."""
+    return lambda *arguments, **more: [one.end() for one in start(*arguments, **more)]
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +107,12 @@ def records(run: Path) -> dict[str, list[Any]]:
     return found
 
 
-def resume(train: Run, output: Path, *, ranks: int, step: int) -> Ended:
+def resume(train: Run, output: Path, *, ranks: int, step: int | None) -> Ended:
+    """Resume at ``step``; 0: from the beginning, None: from any checkpoint."""
     ends = train(output, "--resume", "auto", ranks=ranks)
     assert [end.status for end in ends] == [0] * ranks, ends
-    assert (f", step {step}\n" if step else "starting from step 0") in ends[0].out
+    words = "starting from step 0" if step == 0 else f", step {step or ''}"
+    assert words in ends[0].out
     return ends[0]
 
 
@@ -135,6 +147,38 @@ def test_after_kill_9_and_resume_the_records_are_the_undisturbed_runs(
     assert EPOCH_2.search(resumed.out)[0] == EPOCH_2.search(printed)[0]
     assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
     assert not (run / ".lock").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moment", "deed", "sent", "status", "step"),
+    [
+        ("forward", "hold", signal.SIGTERM, 75, None),  # saves the step where the ranks agree
+        ("forward", "hold", signal.SIGINT, 130, 0),
+        ("data", "raise", None, 1, 6),
+    ],
+)
+def test_after_every_other_end_and_resume_too(
+    start: Start,
+    train: Run,
+    undisturbed: Callable[[int], Any],
+    tmp_path: Path,
+    moment: str,
+    deed: str,
+    sent: signal.Signals | None,
+    status: int,
+    step: int | None,
+) -> None:
+    """A signal in step 3, Ctrl-C there, or an error at the first batch of the second epoch."""
+    [rank] = start(tmp_path, hurt=(0, moment, deed))
+    if sent is not None:
+        rank.wait_for("held now")
+        rank.send(sent)
+        (tmp_path / "go").touch()
+    ended = rank.end()
+    assert ended.status == status, ended
+    resume(train, tmp_path, ranks=1, step=step)
+    assert records(run_folder(tmp_path)) == records(undisturbed(1)[0])
 
 
 @pytest.mark.slow
@@ -207,26 +251,27 @@ def test_a_checkpoint_without_the_sums_resumes_and_says_what_is_missing(
     assert log[1].endswith(missing)
 
 
-def test_a_loss_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
-    """The step before a checkpoint is checked before it is written, whatever --log-every says."""
-    from common.errors import GroupError
-    from common.training import prepare_model_for_training, train_model
-    from common.training_engine.checkpoint_manager import CheckpointManager
+class NotFinite(torch.nn.CrossEntropyLoss):
+    """A loss that is NaN at the third call, though its gradients are finite."""
 
-    batches = [
-        (torch.full((4, 2), value), torch.zeros(4).long()) for value in (1.0, 1.0, torch.nan)
-    ]
-    model, criterion, optimizer = prepare_model_for_training(
-        torch.nn.Linear(2, 2), "cpu", 0.1, 0.9, 0.0, False
-    )
+    calls = 0
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(outputs, labels) + (math.nan if self.calls == 3 else 0.0)
+
+
+def test_a_loss_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+    """Its step is checked before the checkpoint is written, whatever ``log_every`` says."""
+    batches = [(torch.ones(4, 2), torch.zeros(4).long())] * 3
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     log, folder = tmp_path / "log.txt", tmp_path / "checkpoints"
     with pytest.raises(GroupError, match=r"not finite in epoch 1, step 3"):
         train_model(
-            *(model, "cpu", criterion, optimizer, 1, 1, batches, log, folder, False),
+            *(model, "cpu", NotFinite(), optimizer, 1, 1, batches, log, folder, False),
             saver=CheckpointManager(folder, every=1),
             log_every=100,
         )
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "Epoch_1_Step_1.pt",
-        "Epoch_1_Step_2.pt",
-    ]
+    saved = sorted(path.name for path in folder.iterdir())
+    assert saved == ["Epoch_1_Step_1.pt", "Epoch_1_Step_2.pt"]
