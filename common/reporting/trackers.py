@@ -61,9 +61,7 @@ class Trackers:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise _missing("--log-tensorboard", "tensorboard") from error
-            self._tensorboard = SummaryWriter(
-                str(folder / "tensorboard"), purge_step=first_step if first_step > 1 else None
-            )
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
     def log(self, numbers: Mapping[str, float], *, step: int) -> None:
         """Write the numbers of an optimiser step by name, e.g. "train/loss"."""
