@@ -72,7 +72,11 @@ def open_job(config: Config, launch: LaunchSpec, world: World, locks: ExitStack)
     grows = launch.largest_size is not None and launch.largest_size > launch.size
     may_start_again = launch.agent is not None and (launch.restarts > 0 or grows)
     record = parent / _AGENTS / launch.agent if launch.agent and may_start_again else None
-    mine = read_regular(record).decode() if record is not None and record.exists() else ""
+    mine = (
+        read_regular(record).decode(errors="replace")
+        if record is not None and record.exists()
+        else ""
+    )
     names = [name for name in gather_objects(world, mine) if name]
     resuming = bool(names)
     name = (

@@ -24,6 +24,7 @@ from msgspec import Meta
 
 from common.errors import UserError, reason_of
 from common.utils.atomic_files import read_regular, regular_target
+from common.utils.progress import console
 from common.utils.typed_json import Count
 
 _LOCK = ".lock"  # hidden: lab collect and the reports leave it out
@@ -80,11 +81,10 @@ def _locked_file(path: Path, advice: str) -> IO[bytes]:
                 f"or {advice}"
             ) from error
         except OSError as error:
-            from common.reporting.console import say  # imports torch, which lab compare avoids
-
-            say(
+            console.print(
                 f"warning: {path.parent} cannot be locked ({reason_of(error)}): do not start "
-                "another run in it"
+                "another run in it",
+                markup=False,
             )
             return file
         with contextlib.suppress(FileNotFoundError):

@@ -6,11 +6,15 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from common.distributed.collectives import gather_objects
+from common.distributed.process_group import World
 from common.errors import UserError
+from common.experiment.resume import _lock
 from common.reporting import run_lock
 from common.reporting.run_folder import RunFolder, new_run_name
 from common.reporting.run_lock import is_locked_by, lock_folder
@@ -22,6 +26,7 @@ from tests.helpers import (
     Started,
     free_port,
     make_image_folder,
+    run_ranks,
     start_part,
     user_environment,
 )
@@ -109,6 +114,26 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     with lock_folder(tmp_path, advice=ADVICE) as run:
         assert is_locked_by(tmp_path, run)
     assert not (tmp_path / ".lock").exists()
+
+
+def lock_on_each_disk(rank: int, parent: str) -> list[object]:
+    """Return for a shared folder, then for one of each rank, whether this rank keeps it."""
+    world, found = World(rank=rank, size=2), []
+    for folder in (Path(parent, "shared"), Path(parent, str(rank))):
+        folder.mkdir(exist_ok=True)
+        with ExitStack() as locks:
+            found.append(_lock(folder, world, locks))
+            # The run's random name. Rank 0 removes its file once all have read it.
+            found.append(gather_objects(world, json.loads((folder / ".lock").read_text())["run"]))
+    return found
+
+
+def test_each_disk_of_a_run_has_the_lock(tmp_path: Path) -> None:
+    for rank, (shares, one, owns, two) in enumerate(run_ranks(2, lock_on_each_disk, str(tmp_path))):
+        assert (shares, owns) == (rank == 0, True)
+        assert len(set(one)) == len(set(two)) == 1
+        assert one != two
+    assert not list(tmp_path.rglob(".lock"))
 
 
 def test_a_file_system_without_locks_is_named(
