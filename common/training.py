@@ -3,6 +3,7 @@
 Call ``prepare_model_for_training``, then ``train_model``, with any model and any loader.
 """
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -182,8 +183,8 @@ def train_model(
     }
     check_same_on_all_ranks(engine.world, amount, what="how much they train")
     last_callbacks = [
-        saver or CheckpointManager(Path(checkpoint_dir)),
         _EpochLog(Path(logs_path), rank, printed=callbacks is None),
+        saver or CheckpointManager(Path(checkpoint_dir)),  # last, so that no line is lost
     ]
     try:
         engine.prepare(optimizer, criterion, scheduler)
@@ -227,12 +228,15 @@ class _EpochLog(Callback):
             f"Avg Batch Duration: {result.mean_step_seconds:.3f} seconds, "
             f"Epoch Duration: {result.seconds:.3f} seconds"
         )
-        append_text(
-            self._path,
-            line + "\n",
-            name=f"the log {self._path}",
-            advice=": free some disk space, or allow writing there",
-        )
+        line += result.gap
+        if self._path != Path(os.devnull):
+            append_text(
+                self._path,
+                line + "\n",
+                name=f"the log {self._path}",
+                advice=": free some disk space, or allow writing there",
+                sync=True,
+            )
         if self._printed and self._world.is_rank0:
             print(line, flush=True)
 

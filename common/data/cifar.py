@@ -14,6 +14,7 @@ from torchvision.datasets.utils import check_integrity, extract_archive
 from common.data.dataset import Dataset, ImageSet
 from common.data.download import fetch, lock_for_download
 from common.errors import UserError, reason_of
+from common.utils.atomic_files import regular_target
 
 # The assignment's own: mean (125.3, 123.0, 113.9) and std (63.0, 62.1, 66.7) of 255.
 _CIFAR10_STATISTICS = (
@@ -105,6 +106,8 @@ def _download(kind: type[CIFAR10], data_dir: Path, url: str) -> None:
     """Download the archive unless it is there and whole, and unpack it."""
     # Not kind(download=True), which does nothing if only the list of classes is missing.
     archive = data_dir / kind.filename
+    for file, _ in (*kind.train_list, *kind.test_list):
+        regular_target(data_dir / kind.base_folder / file)  # writing to a FIFO would block
     if not check_integrity(str(archive), kind.tgz_md5):
         fetch(url, archive)
         if not check_integrity(str(archive), kind.tgz_md5):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from common.utils.atomic_files import regular_target
 from common.utils.progress import Counter, console
 
 _STALL_SECONDS = 60.0
@@ -37,11 +38,12 @@ def fetch(url: str, path: Path) -> None:
     Raises OSError, ValueError or http.client.HTTPException. Gives up on a host that sends nothing
     for a minute.
     """
+    target = regular_target(path)
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_STALL_SECONDS)  # urllib alone would wait for ever
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "data-parallel-lab"})
-        with urllib.request.urlopen(request) as response, path.open("wb") as file:
+        with urllib.request.urlopen(request) as response, target.open("wb") as file:
             length = response.headers.get("Content-Length")
             total = round(int(length) / _MEGABYTE) if length is not None else None
             size = f" ({total:,} MB)" if total else ""

@@ -9,6 +9,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from common.data.dataset import IMAGE_SIZE, Dataset, ImageSet, pixel_statistics
 from common.errors import UserError
+from common.utils.atomic_files import regular_target
 
 
 def load_folder(data_dir: Path, mirror: str | None) -> Dataset:
@@ -64,6 +65,7 @@ def _read(folder: Path, classes: list[str]) -> ImageSet:
 
 
 def _read_image(path: Path) -> np.ndarray:
+    regular_target(path)  # opening a FIFO would block
     try:
         with Image.open(path) as image:
             upright = ImageOps.exif_transpose(image)

@@ -11,7 +11,9 @@ from common.training_engine.checkpoint_manager import CheckpointManager
 
 
 @contextmanager
-def stop_on_signals(engine: TrainingEngine, checkpoints: CheckpointManager) -> Iterator[None]:
+def stop_on_signals(
+    engine: TrainingEngine, checkpoints: CheckpointManager
+) -> Iterator[CheckpointManager]:
     """On a signal to any rank, stop all ranks at the same step and save; then raise Stopped."""
     received: list[str] = []
 
@@ -21,7 +23,7 @@ def stop_on_signals(engine: TrainingEngine, checkpoints: CheckpointManager) -> I
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
-        yield
+        yield checkpoints
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

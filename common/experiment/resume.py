@@ -1,10 +1,10 @@
-"""Choose the folder that a run writes to, then the checkpoint that it resumes from.
+"""Choose and lock the folder that a run writes to, then the checkpoint that it resumes from.
 
 Workers that torchrun restarts find their folder by the name of their agent: torchrun's own process
 on each node, which outlives them. All ranks resume from the newest checkpoint on any node.
 """
 
-import secrets
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,14 @@ from common.distributed.process_group import World
 from common.errors import UserError
 from common.reporting.console import say
 from common.reporting.run_folder import RunFolder, new_run_name
-from common.utils.atomic_files import remove_unfinished
+from common.reporting.run_lock import is_locked_by, lock_folder
+from common.utils.atomic_files import (
+    check_folder,
+    read_regular,
+    regular_target,
+    remove_unfinished,
+    write_atomically,
+)
 
 _AGENTS = ".agents"
 _NOTHING_FOUND = ("", -1)  # path and step of no checkpoint
@@ -33,12 +40,15 @@ class Job:
     """A run and its folder on this node.
 
     resuming : whether the folder holds an earlier part of the same run.
+    keeps : whether this rank holds the folder's lock and removes what is left of an earlier part.
+        Rank 0 does, and the first rank of each node that does not share rank 0's disk.
     writes : whether this rank writes checkpoints. Rank 0 does; under torchrun with restarts, so
         does the first rank of each node that does not share rank 0's disk.
     """
 
     folder: RunFolder
     resuming: bool
+    keeps: bool
     writes: bool
 
 
@@ -50,56 +60,72 @@ class ResumePoint:
     entries: dict[str, Any]
 
 
-def open_job(config: Config, launch: LaunchSpec, world: World) -> Job:
-    """Choose and create the run's folder, with the same name on every node. Collective.
+def open_job(config: Config, launch: LaunchSpec, world: World, locks: ExitStack) -> Job:
+    """Choose, create and lock the run's folder, with the same name on every node. Collective.
 
-    Raises UserError if the folder cannot be written, or if --run-name exists already and --resume
-    is missing.
+    ``locks`` releases the lock. Raises UserError if the folder cannot be written or another process
+    writes there, or if --run-name exists already and --resume is missing.
     """
+    run_on_all_ranks(world, lambda: _check_paths(config, is_rank0=world.is_rank0))
     parent = config.reports_folder / config.experiment
     # Equal on all ranks, since collectives below depend on it.
     grows = launch.largest_size is not None and launch.largest_size > launch.size
     may_start_again = launch.agent is not None and (launch.restarts > 0 or grows)
     record = parent / _AGENTS / launch.agent if launch.agent and may_start_again else None
-    mine = record.read_text(encoding="utf-8") if record is not None and record.is_file() else ""
+    mine = (
+        read_regular(record).decode(errors="replace")
+        if record is not None and record.exists()
+        else ""
+    )
     names = [name for name in gather_objects(world, mine, schema=str) if name]
     resuming = bool(names)
-    name = max(names) if names else run_on_rank0(world, lambda: _new_name(config, parent))
-    if not resuming and config.run_name is not None:
-        exists = (parent / name / "config.json").exists()
-        resuming = any(gather_objects(world, exists, schema=bool))
+    name = (
+        max(names)
+        if names
+        else run_on_rank0(world, lambda: config.run_name or new_run_name(parent))
+    )
     folder = run_on_all_ranks(world, lambda: RunFolder(parent / name))
+    keeps = _lock(folder.path, world, locks)
+    if not resuming and config.run_name is not None:
+        exists = (folder.path / "config.json").exists()
+        run_on_all_ranks(world, lambda: _refuse(config, folder.path, exists and world.is_rank0))
+        resuming = any(gather_objects(world, exists, schema=bool))
     if record is not None and world.local_rank == 0:
-        record.parent.mkdir(parents=True, exist_ok=True)
-        record.write_text(name, encoding="utf-8")
-    own_disk = _own_disk(folder.path, world) if may_start_again else False
-    return Job(folder, resuming, world.is_rank0 or own_disk)
+        write_atomically(record, name.encode())
+    return Job(folder, resuming, keeps, world.is_rank0 or (keeps and may_start_again))
 
 
-def _new_name(config: Config, parent: Path) -> str:
-    if config.run_name is None:
-        return new_run_name(parent)
-    if (parent / config.run_name / "config.json").exists() and config.resume is None:
+def _check_paths(config: Config, *, is_rank0: bool) -> None:
+    """Raise UserError if a given path leads to something else than it must, e.g. to a FIFO."""
+    for folder in (config.reports_folder, config.data_folder):
+        check_folder(folder)
+    files = [config.checkpoint] if config.checkpoint is not None else []
+    if is_rank0 and config.resume not in (None, "auto"):
+        files.append(Path(config.resume))
+    for path in files:
+        regular_target(path)
+
+
+def _lock(folder: Path, world: World, locks: ExitStack) -> bool:
+    """Lock the folder on each disk; return whether this rank holds the lock of its. Collective."""
+    advice = "give another --run-name"
+    run = run_on_rank0(world, lambda: locks.enter_context(lock_folder(folder, advice=advice)))
+    keeps = world.is_rank0 or (world.local_rank == 0 and not is_locked_by(folder, run))
+
+    def lock_own() -> None:
+        if keeps and not world.is_rank0:
+            locks.enter_context(lock_folder(folder, advice=advice, run=run))
+
+    run_on_all_ranks(world, lock_own)
+    return keeps
+
+
+def _refuse(config: Config, folder: Path, exists: bool) -> None:
+    if exists and config.resume is None:
         raise UserError(
-            f"--run-name: {parent / config.run_name} holds a run already: add --resume auto to "
-            "resume it, or give another name"
+            f"--run-name: {folder} holds a run already: add --resume auto to resume it, or give "
+            "another name"
         )
-    return config.run_name
-
-
-def _own_disk(folder: Path, world: World) -> bool:
-    """Return whether this is its node's first rank and rank 0 has another disk. Collective."""
-
-    def mark() -> str:
-        name = f".seen-by-rank0-{secrets.token_hex(8)}"
-        (folder / name).touch()
-        return name
-
-    marker = folder / run_on_rank0(world, mark)  # --output-dir may differ from rank to rank
-    seen = gather_objects(world, marker.exists(), schema=bool)
-    if world.is_rank0:  # every rank has looked by now
-        marker.unlink()
-    return world.local_rank == 0 and not seen[world.rank]
 
 
 def find_checkpoint(config: Config, job: Job, world: World) -> ResumePoint | None:

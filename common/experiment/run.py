@@ -1,24 +1,23 @@
 """One run from beginning to end. Read ``run`` downward; setup.py builds what it uses."""
 
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from common.distributed.collectives import check_same_on_all_ranks, gather_objects
 from common.distributed.process_group import process_group, set_debug
 from common.experiment.graceful_stop import stop_on_signals
+from common.experiment.observers import build_progress, open_logger, open_profiler
 from common.experiment.resume import find_checkpoint, open_job
 from common.experiment.setup import (
     Setup,
     build_checkpoint_manager,
     build_engine,
     build_network,
-    build_progress,
     build_validator,
     choose_threads_and_algorithms,
     load_compute_profile,
     load_run_dataset,
-    open_logger,
-    open_profiler,
     prepare_model,
     price_of_determinism,
     warnings_on_rank0,
@@ -46,6 +45,11 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
 
     Raises UserError, GroupError, Stopped after a signal, RuntimeError if a collective breaks.
     """
+    with ExitStack() as locks:  # on the run's folder, until the report is written
+        _run(config, launch, locks)
+
+
+def _run(config: "Config", launch: "LaunchSpec", locks: ExitStack) -> None:
     began = time.perf_counter()
     if config.debug:
         set_debug()
@@ -58,7 +62,7 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
         check_same_on_all_ranks(world, code_facts(), what="their code")
         check_same_on_all_ranks(world, config.shared_settings(), what="their settings")
         choose_threads_and_algorithms(config, world)
-        job = open_job(config, launch, world)
+        job = open_job(config, launch, world, locks)
 
         dataset, contents = load_run_dataset(config, world)
         profile = load_compute_profile(config, world, dataset)
@@ -78,11 +82,12 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
 
         progress = build_progress(setup)
         validator = build_validator(setup, progress)
-        checkpoints = build_checkpoint_manager(setup, validator)
         with (
             open_logger(setup, progress) as logger,
             open_profiler(setup) as profiler,
-            stop_on_signals(engine, checkpoints),
+            stop_on_signals(
+                engine, build_checkpoint_manager(setup, validator, logger)
+            ) as checkpoints,
         ):
             model = train_model(
                 model,

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,16 +25,12 @@ from common.experiment.training_plan import TrainingPlan
 from common.experiment.validation import CountedLoader, evaluation_loader
 from common.models import PRETRAINED, build_model
 from common.profiling.comm_trace import Timeline
-from common.profiling.torch_profiler import step_profiler
 from common.reporting.console import Progress, say
 from common.reporting.run_folder import RunFolder
 from common.reporting.run_logger import RunLogger
-from common.reporting.trackers import Trackers
 from common.sync import build_sync_from
 from common.training import prepare_model_for_training
 from common.training_engine import (
-    AfterEachStep,
-    Callback,
     EarlyStop,
     TrainingEngine,
     Validator,
@@ -274,8 +270,13 @@ def build_validator(setup: Setup, progress: Progress) -> Validator:
     )
 
 
-def build_checkpoint_manager(setup: Setup, validator: Validator) -> CheckpointManager:
-    """Return the callback that writes checkpoints, with the plan and the best accuracy so far."""
+def build_checkpoint_manager(
+    setup: Setup, validator: Validator, logger: RunLogger
+) -> CheckpointManager:
+    """Return the callback that writes checkpoints, with the plan and the best accuracy so far.
+
+    Before each, ``logger`` puts the records of its steps on the disk.
+    """
     config = setup.config
     return CheckpointManager(
         setup.folder.checkpoints,
@@ -283,57 +284,10 @@ def build_checkpoint_manager(setup: Setup, validator: Validator) -> CheckpointMa
         keep=config.keep_checkpoints,
         writes=setup.job.writes,
         copy_to=config.checkpoint,
+        before=logger.sync,
         extra={
             "plan": asdict(setup.plan),
             "world_size": setup.world.size,
             "progress": validator.progress,
         },
     )
-
-
-def build_progress(setup: Setup) -> Progress:
-    """Return what shows the steps and the evaluated images; rank 0 alone prints."""
-    config = setup.config
-    return Progress(
-        setup.plan.total_steps,
-        done_steps=setup.entries.get("step", 0),
-        log_every=config.log_every,
-        global_batch_size=setup.plan.batch_size,
-        visible=setup.world.is_rank0,
-        emulated=config.emulated,
-    )
-
-
-@contextmanager
-def open_logger(setup: Setup, progress: Progress) -> Iterator[RunLogger]:
-    """Yield the callback that reports the training: progress, metrics, dashboards. Collective."""
-    config, world, folder = setup.config, setup.world, setup.folder
-
-    def build() -> Trackers:
-        return Trackers(
-            wandb=config.log_wandb and world.is_rank0,
-            tensorboard=config.log_tensorboard and world.is_rank0,
-            folder=folder.path,
-            name=f"{config.experiment}/{folder.path.name}",
-            settings=config.as_json(),
-        )
-
-    trackers = run_on_all_ranks(world, build)
-    done_steps = setup.entries.get("step", 0)
-    history = folder.earlier_steps(done_steps) if setup.job.resuming else []
-    with progress.bar or nullcontext():
-        yield RunLogger(world, folder, progress, trackers, history)
-    trackers.close()  # not after an error: it may take minutes before the other ranks are told
-
-
-@contextmanager
-def open_profiler(setup: Setup) -> Iterator[Callback]:
-    """Yield the callback that writes profile_rank<r>.json if --profile is set."""
-    name = f"profile_rank{setup.world.rank}.json"
-    trace = setup.folder.path / name if setup.config.profile else None
-    with step_profiler(trace) as after_step:
-        yield AfterEachStep(after_step)
-    if trace is not None and not trace.exists() and setup.world.is_rank0:
-        say(
-            "warning: --profile: the training was too short for a trace: train for at least 3 steps"
-        )

@@ -2,13 +2,19 @@
 
 ``RunFolder`` owns the paths and writes the files. Rank 0 writes all of them, except that each of
 the first 64 ranks writes its ``logs_rank{r}.txt``.
+
+Records hold each step and each epoch once, also if the run was killed and resumed. Before a
+checkpoint is written, the lines of all steps that it holds are on the disk (``sync``). A resumed
+run first removes the lines of later steps and epochs, and lines that are not whole (``cut``),
+since it repeats them.
 """
 
 import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -16,9 +22,20 @@ from typing import Any
 
 from common.profiling.step_timer import SECTIONS
 from common.training_engine import EpochReport, StepRecord
-from common.utils.atomic_files import append_text, write_atomically
+from common.utils.atomic_files import (
+    append_text,
+    check_folder,
+    regular_target,
+    whole_lines,
+    write_atomically,
+)
 
 _LOGGED_RANKS = 64
+_ADVICE = (
+    ": free some disk space, or allow writing there; if the run has written a checkpoint, "
+    "--resume auto continues from it"
+)
+_EPOCH_OF_LOG = re.compile(rb"\bEpoch: (\d+),")
 
 
 def new_run_name(parent: Path) -> str:
@@ -36,14 +53,23 @@ def new_run_name(parent: Path) -> str:
 
 
 class RunFolder:
-    """The folder ``path`` of one run, created if it is missing."""
+    """The folder ``path`` of one run, created if it is missing.
+
+    Raises UserError if it holds anything but regular files and folders: reading or writing a FIFO
+    would block.
+    """
 
     def __init__(self, path: Path) -> None:
+        check_folder(path)
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.report = path / "report.txt"
         self._metrics, self._epochs = path / "metrics.jsonl", path / "epochs.jsonl"
+        check_folder(self.checkpoints)
+        for entry in path.iterdir():
+            if not entry.is_dir() or entry in (self._metrics, self._epochs):
+                regular_target(entry)
 
     def log(self, rank: int) -> Path:
         """Return the path of a rank's log, one line per epoch; os.devnull for rank 64 and above.
@@ -82,29 +108,23 @@ class RunFolder:
         """Append a line to ``epochs.jsonl``."""
         _append(self._epochs, [asdict(report)])
 
-    def earlier_steps(self, last: int) -> list[StepRecord]:
-        """Return the recorded steps up to ``last``; remove later ones, which the run repeats."""
-        if not self._metrics.exists():
-            return []
-        lines = self._metrics.read_text(encoding="utf-8").splitlines()
-        entries = [entry for line in lines if (entry := _entry(line)) is not None]
-        kept = [entry for entry in entries if entry["step"] <= last]
-        if len(kept) < len(lines):
-            write_atomically(self._metrics, _json_lines(kept).encode())
-        return [
-            StepRecord(
-                epoch=entry["epoch"],
-                step=entry["step"],
-                samples=entry["local_samples"],
-                loss=_nan_for_null(entry["loss"]),
-                accuracy=_nan_for_null(entry["accuracy"]),
-                local_loss=_nan_for_null(entry["local_loss"]),
-                learning_rate=entry["learning_rate"],
-                seconds={name: entry[f"{name}_seconds"] for name in SECTIONS},
-                wait_seconds=entry.get("wait_seconds", 0.0),
-            )
-            for entry in kept
-        ]
+    def sync(self) -> None:
+        """Make the lines written so far survive a crash of the machine."""
+        for path in (self._metrics, self._epochs):
+            if path.exists():
+                append_text(path, "", name=str(path), advice=_ADVICE, sync=True)
+
+    def cut(self, *, step: int, epoch: int) -> None:
+        """Remove the lines after ``step`` and ``epoch``, the last ones of a checkpoint."""
+        _keep(self._metrics, lambda line: _number(line, "step") <= step)
+        _keep(self._epochs, lambda line: _number(line, "epoch") <= epoch)
+        for path in self.path.glob("logs_rank*.txt"):
+            _keep(path, lambda line: (found := _epoch_of_log(line)) is None or found <= epoch)
+
+    def earlier_steps(self) -> list[StepRecord]:
+        """Return the recorded steps, after ``cut``."""
+        lines = whole_lines(self._metrics) if self._metrics.exists() else []
+        return [_step_record(json.loads(line)) for line in lines]
 
 
 def _json_lines(entries: Iterable[Mapping[str, Any]]) -> str:
@@ -112,19 +132,43 @@ def _json_lines(entries: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _append(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
-    advice = (
-        ": free some disk space, or allow writing there; if the run has written a checkpoint, "
-        "--resume auto continues from it"
-    )
-    append_text(path, _json_lines(entries), name=str(path), advice=advice)
+    append_text(path, _json_lines(entries), name=str(path), advice=_ADVICE)
 
 
-def _entry(line: str) -> dict[str, Any] | None:
-    """Return the entry of a line; None if a full disk or a crash has cut the line short."""
+def _keep(path: Path, wanted: Callable[[bytes], bool]) -> None:
+    """Leave only the wanted lines in a file, if it exists."""
+    if not path.exists():
+        return
+    content = b"".join(line for line in whole_lines(path) if wanted(line))
+    if len(content) < path.stat().st_size:
+        write_atomically(path, content)
+
+
+def _number(line: bytes, name: str) -> float:
+    """Return the number ``name`` of a line; infinity if the line is damaged."""
     try:
-        return json.loads(line)
-    except ValueError:
-        return None
+        return float(json.loads(line)[name])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _epoch_of_log(line: bytes) -> int | None:
+    found = _EPOCH_OF_LOG.search(line)
+    return int(found[1]) if found else None
+
+
+def _step_record(entry: Mapping[str, Any]) -> StepRecord:
+    return StepRecord(
+        epoch=entry["epoch"],
+        step=entry["step"],
+        samples=entry["local_samples"],
+        loss=_nan_for_null(entry["loss"]),
+        accuracy=_nan_for_null(entry["accuracy"]),
+        local_loss=_nan_for_null(entry["local_loss"]),
+        learning_rate=entry["learning_rate"],
+        seconds={name: entry[f"{name}_seconds"] for name in SECTIONS},
+        wait_seconds=entry.get("wait_seconds", 0.0),
+    )
 
 
 def _nan_for_null(value: float | None) -> float:

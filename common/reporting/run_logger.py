@@ -34,7 +34,8 @@ class RunLogger(Callback):
         self._began, self.total_seconds = time.perf_counter(), 0.0
 
     def on_train_begin(self, engine: TrainingEngine, first_epoch: int) -> None:
-        """Start the clock of the progress."""
+        """Keep the engine, which counts the steps, and start the clock of the progress."""
+        self._engine = engine
         self._progress.begin()
 
     def on_steps(self, records: list[StepRecord]) -> None:
@@ -65,7 +66,8 @@ class RunLogger(Callback):
         if not self._world.is_rank0:
             return
         self._folder.append_epoch(report)
-        say(report.line() + (", best so far" if end.is_best else ""))
+        best = ", best so far" if end.is_best else ""
+        say(f"{report.line()}{best}{end.result.gap}")
         if end.stop_reason:
             say(end.stop_reason)
         numbers = {
@@ -77,7 +79,13 @@ class RunLogger(Callback):
             "epoch/train_accuracy": report.train_accuracy,
             "epoch/samples_per_second": report.samples_per_second,
         }
-        self._track(numbers, step=self.own_steps[-1].step)
+        self._track(numbers, step=self._engine.step)
+
+    def sync(self) -> None:
+        """Put the records so far on the disk, on rank 0; called before a checkpoint is written."""
+        if self._world.is_rank0:
+            self._folder.sync()
+            self._trackers.sync()
 
     def on_train_end(self) -> None:
         """Stop the clock, and show the last step."""

@@ -21,6 +21,8 @@ class Trackers:
     ----------
     folder : the run's folder, where both write. Weights & Biases also writes to its server if the
         user has an account.
+    first_step : the step that the run begins or resumes with; TensorBoard hides what an earlier
+        part of the run wrote from this step on.
 
     Raises UserError if a package is missing.
     """
@@ -33,6 +35,7 @@ class Trackers:
         folder: Path,
         name: str,
         settings: Mapping[str, Any],
+        first_step: int = 1,
     ) -> None:
         self._wandb = self._tensorboard = None
         if wandb:
@@ -58,7 +61,7 @@ class Trackers:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise _missing("--log-tensorboard", "tensorboard") from error
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
     def log(self, numbers: Mapping[str, float], *, step: int) -> None:
         """Write the numbers of an optimiser step by name, e.g. "train/loss"."""
@@ -67,6 +70,11 @@ class Trackers:
         if self._tensorboard is not None:
             for name, value in numbers.items():
                 self._tensorboard.add_scalar(name, value, step)
+
+    def sync(self) -> None:
+        """Write to the files what is still in memory; Weights & Biases writes by itself."""
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
 
     def close(self) -> None:
         """Write what is still in memory."""

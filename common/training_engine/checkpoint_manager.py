@@ -5,17 +5,26 @@ and ``load_state`` are methods of ``TrainingEngine``.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from common.checkpoint import checkpoint_path, checkpoints_by_age, save_checkpoint
 from common.distributed.collectives import gather_states, run_on_all_ranks
+from common.distributed.process_group import World
+from common.errors import UserError
 from common.training_engine.callbacks import Callback, EpochEnd
 from common.training_engine.evaluation_loop import unwrap
+from common.training_engine.metrics import EpochResult, sum_over_ranks
 
 if TYPE_CHECKING:
     from common.training_engine.engine import TrainingEngine
+
+_ADDITIVE = ("samples", "loss_sum", "correct")
+_SUMS = (*_ADDITIVE, "steps", "step_seconds", "steady_steps", "steady_seconds", "seconds")
 
 
 class CheckpointManager(Callback):
@@ -28,6 +37,7 @@ class CheckpointManager(Callback):
     extra : additional entries for each checkpoint, with their values at the time of writing.
     writes : whether this rank writes; None: rank 0 alone. Every rank calls every hook in any case.
     copy_to : a second file for the newest checkpoint; rank 0 writes it.
+    before : called on each rank before a checkpoint is written, to put the records on the disk.
     """
 
     def __init__(
@@ -39,9 +49,11 @@ class CheckpointManager(Callback):
         extra: Mapping[str, Any] | None = None,
         writes: bool | None = None,
         copy_to: Path | None = None,
+        before: Callable[[], None] | None = None,
     ) -> None:
         self._folder, self._every, self._keep, self._extra = folder, every, keep, extra or {}
         self._writes, self._copy_to = writes, copy_to
+        self._before = before or (lambda: None)
         self.newest: Path | None = None
 
     def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
@@ -52,6 +64,7 @@ class CheckpointManager(Callback):
         """Save every ``every`` steps, and when the ranks have agreed to stop. Collective then."""
         due = self._every is not None and self._engine.step % self._every == 0
         if self._engine.stopping or due:
+            self._engine.flush_metrics()
             self._engine.agree_on_buffers()
             entries = self._engine.state(
                 epoch=self._epoch - 1, loss=math.nan, step_in_epoch=step_in_epoch
@@ -75,6 +88,7 @@ class CheckpointManager(Callback):
         rank0 = self._engine.world.is_rank0
 
         def write() -> None:
+            self._before()
             if rank0 if self._writes is None else self._writes:
                 save_checkpoint(path, entries)
                 if self._keep is not None:
@@ -97,7 +111,7 @@ def state(
     ----------
     epoch : the last completed epoch.
     loss : that epoch's mean training loss on this rank.
-    step_in_epoch : number of steps completed in the next epoch.
+    step_in_epoch : number of steps completed in the next epoch; their sums are saved, too.
     """
     entries = {
         "epoch": epoch,
@@ -110,6 +124,8 @@ def state(
         "scaler_state_dict": engine.scaler.state_dict(),
         "sync_state_dicts": gather_states(engine.world, engine.sync.state_dict()),
     }
+    if step_in_epoch and engine.metrics is not None:
+        entries["epoch_sums"] = _gather_sums(engine.metrics.result, engine.world)
     if engine.ema is not None:
         entries |= {
             "ema_state_dict": engine.ema.module.state_dict(),
@@ -135,6 +151,34 @@ def load_state(engine: "TrainingEngine", entries: Mapping[str, Any]) -> None:
         )
         engine.ema.n_averaged.fill_(entries.get("ema_updates", 0))
     engine.step = entries.get("step", 0)
+    engine.resumed_epoch = _own_sums(entries.get("epoch_sums", []), engine.world)
     states = entries.get("sync_state_dicts") or []
     if engine.world.rank < len(states):
         engine.sync.load_state_dict(states[engine.world.rank])
+
+
+def _gather_sums(result: EpochResult, world: World) -> list[dict[str, float]]:
+    """Return what each rank has done in this epoch so far, by rank. Collective."""
+    rows = [[0.0] * len(_SUMS) for _ in range(world.size)]
+    rows[world.rank] = [getattr(result, name) for name in _SUMS]
+    return [dict(zip(_SUMS, row, strict=True)) for row in sum_over_ranks(world, rows)]
+
+
+def _own_sums(saved: object, world: World) -> EpochResult:
+    """Return what this rank has done of the epoch before the resume.
+
+    With another number of ranks, rank 0 takes over the samples of all: the sums over the ranks stay
+    the same. Raises UserError if ``saved`` is not what ``_gather_sums`` returned.
+    """
+    try:
+        ranks = msgspec.convert(saved, list[EpochResult], strict=False)
+    except msgspec.ValidationError as error:
+        raise UserError(f"the checkpoint's epoch_sums cannot be used: {error}") from error
+    if not ranks:
+        return EpochResult()
+    own = ranks[world.rank % len(ranks)]
+    if len(ranks) == world.size:
+        return own
+    taken_over = ranks if world.rank == 0 else []
+    totals = {name: sum(getattr(one, name) for one in taken_over) for name in _ADDITIVE}
+    return replace(own, **totals)

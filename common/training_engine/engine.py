@@ -35,9 +35,9 @@ from common.training_engine import batchnorm
 from common.training_engine.amp import autocast, choose_amp
 from common.training_engine.checkpoint_manager import load_state, state
 from common.training_engine.ema import build_ema
-from common.training_engine.epochs import MicroBatch, fit, train_epoch
+from common.training_engine.epochs import MicroBatch, fit, flush_metrics, train_epoch
 from common.training_engine.evaluation_loop import unwrap
-from common.training_engine.metrics import StepOutcome, sum_over_ranks
+from common.training_engine.metrics import EpochResult, MetricsBuffer, StepOutcome, sum_over_ranks
 from common.training_engine.train import train
 
 if TYPE_CHECKING:
@@ -131,12 +131,15 @@ class TrainingEngine:
         self.emulation: Emulation | None = None
         self.stopping = self.stop_requested = False
         self.first_batch_compared = False
+        self.metrics: MetricsBuffer | None = None  # of the epoch that trains
+        self.resumed_epoch = EpochResult()
 
     setup_distributed = staticmethod(setup_distributed)
     cleanup_distributed = staticmethod(cleanup_distributed)
     train = train
     fit = fit
     train_epoch = train_epoch
+    flush_metrics = flush_metrics
     state = state
     load_state = load_state
 

@@ -1,7 +1,6 @@
 """The loops around the training step: ``fit`` and ``train_epoch``, TrainingEngine's methods."""
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import nullcontext
 from functools import partial
@@ -64,9 +63,9 @@ def fit(
             after_step=partial(notify, "on_step_end"),
             **options,
         )
-        start_step = 0
-        if not result.step_seconds:
+        if not result.steps and not start_step:  # a resumed epoch may have no step left, but ends
             break
+        start_step = 0
         engine.world.activity.enter("end of the epoch")
         engine.agree_on_buffers()
         end = EpochEnd(epoch, result)
@@ -104,8 +103,7 @@ def train_epoch(
 
     Raises GroupError on every rank if the loss or the gradients are not finite on any rank.
     """
-    began = time.perf_counter()
-    metrics = MetricsBuffer(
+    metrics = engine.metrics = MetricsBuffer(
         engine.world,
         engine.timer,
         epoch=epoch,
@@ -115,6 +113,8 @@ def train_epoch(
         on_steps=on_steps,
     )
     if start_step:
+        metrics.resume(engine.resumed_epoch, start_step=start_step)
+        engine.resumed_epoch = EpochResult()
         _skip_steps(loader, epoch, start_step)
     sizes = getattr(loader, "global_batch_sizes", None)
     engine.model.train()
@@ -136,19 +136,28 @@ def train_epoch(
                 engine.step, outcome, samples=local_samples, learning_rate=rate, times=times
             )
             if metrics.due:
-                engine.stopping = metrics.flush(stop=engine.stop_requested)
+                flush_metrics(engine)
             if after_step is not None:
                 after_step(index + 1)
             if engine.stopping:
                 metrics.result.complete = sizes is not None and index + 1 == len(sizes)
                 break
         engine.timer.take()  # discards the time spent asking for a batch after the last one
-        engine.stopping = metrics.flush(stop=engine.stop_requested) or engine.stopping
+        flush_metrics(engine)
     except BaseException:
         metrics.flush_local()
         raise
-    metrics.result.seconds = time.perf_counter() - began
     return metrics.result
+
+
+def flush_metrics(engine: "TrainingEngine") -> None:
+    """Record the steps since the last flush, and agree whether to stop. Collective.
+
+    Call it before a checkpoint within an epoch, which then holds no step that is not recorded.
+    Raises GroupError on every rank if the loss or the gradients are not finite on any rank.
+    """
+    assert engine.metrics is not None  # train_epoch sets it
+    engine.stopping = engine.metrics.flush(stop=engine.stop_requested) or engine.stopping
 
 
 def _skip_steps(loader: Iterable[MicroBatch], epoch: int, start_step: int) -> None:

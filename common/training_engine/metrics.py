@@ -5,9 +5,9 @@ then serves all steps since the last flush.
 """
 
 import math
-import statistics
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -46,19 +46,33 @@ class StepRecord:
 
 @dataclass
 class EpochResult:
-    """What this rank did in one epoch.
+    """What this rank did in one epoch, also before a resume.
 
     samples : number of training samples. loss_sum, correct : their summed loss, and how many were
-    predicted correctly. step_seconds, seconds : time of each step, and of the whole epoch.
+    predicted correctly. steps, step_seconds : steps and their time; ``steady_`` leaves out the
+    first step of each process, which warms up. seconds : time of the whole epoch.
     complete : False if a request to stop ended the epoch early.
+    missing_steps : the epoch's first steps whose numbers are lost, since a checkpoint of an older
+    version did not hold them.
     """
 
     samples: int = 0
     loss_sum: float = 0.0
     correct: float = 0.0
-    step_seconds: list[float] = field(default_factory=list)
+    steps: int = 0
+    step_seconds: float = 0.0
+    steady_steps: int = 0
+    steady_seconds: float = 0.0
     seconds: float = 0.0
     complete: bool = True
+    missing_steps: int = 0
+
+    @property
+    def gap(self) -> str:
+        """The words that follow the epoch's line if it covers a part only."""
+        if not self.missing_steps:
+            return ""
+        return f", without its first {self.missing_steps} steps, whose numbers the checkpoint lacks"
 
     @property
     def loss(self) -> float:
@@ -72,8 +86,10 @@ class EpochResult:
 
     @property
     def mean_step_seconds(self) -> float:
-        """Mean time of a step, without the first one, which warms up."""
-        return statistics.fmean(self.step_seconds[1:] or self.step_seconds or [math.nan])
+        """Mean time of a step, without those that warm up if there are others."""
+        if self.steady_steps:
+            return self.steady_seconds / self.steady_steps
+        return self.step_seconds / self.steps if self.steps else math.nan
 
 
 @dataclass(frozen=True)
@@ -168,6 +184,8 @@ class MetricsBuffer:
     overflow_is_normal : infinite gradients are no error, since a GradScaler skips such steps.
     equal_gradients : all ranks hold the same gradients after ``synchronize``.
     on_steps : takes the records of the flushed steps.
+
+    The attribute ``result`` holds the epoch's sums up to the last flush.
     """
 
     def __init__(
@@ -181,13 +199,21 @@ class MetricsBuffer:
         equal_gradients: bool,
         on_steps: Callable[[list[StepRecord]], None] | None,
     ) -> None:
+        self._began = time.perf_counter()
+        self.result = EpochResult()
         self._world, self._timer, self._epoch, self._log_every = world, timer, epoch, log_every
         self._overflow_is_normal, self._equal_gradients = overflow_is_normal, equal_gradients
         self._on_steps = on_steps or (lambda _records: None)
         self._pending: list[_Pending] = []
         self._interval = 1
         self._clock_offset = clock_offset(world)
-        self.result = EpochResult()
+        self._warm = False
+
+    def resume(self, result: EpochResult, *, start_step: int) -> None:
+        """Add to the sums of the epoch's first ``start_step`` steps, before the first step here."""
+        result.missing_steps = start_step - result.steps
+        self._began -= result.seconds
+        self.result = result
 
     def add(
         self,
@@ -241,7 +267,7 @@ class MetricsBuffer:
             self.result.loss_sum += loss_sum
             self.result.correct += correct
             self.result.samples += step.samples
-        self.result.step_seconds += seconds[:good]
+        self._count_time(seconds[:good])
         if good:
             self._on_steps(
                 [
@@ -258,6 +284,15 @@ class MetricsBuffer:
             steps = int(_FLUSH_SECONDS / max(mean_seconds, 1e-6))
             self._interval = max(1, min(self._log_every, steps))
         return stop_requests > 0
+
+    def _count_time(self, seconds: list[float]) -> None:
+        result, steady = self.result, seconds if self._warm else seconds[1:]
+        result.steps += len(seconds)
+        result.step_seconds += sum(seconds)
+        result.steady_steps += len(steady)
+        result.steady_seconds += sum(steady)
+        result.seconds = time.perf_counter() - self._began
+        self._warm = self._warm or bool(seconds)
 
     def _wait_seconds(self, pending: list[_Pending]) -> list[float]:
         """Return how long each step's "sync" waited for the slowest rank. Collective."""

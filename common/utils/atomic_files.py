@@ -19,8 +19,6 @@ from typing import IO
 from common.errors import UserError, reason_of
 
 _UNFINISHED = ".unfinished"
-
-
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -59,12 +57,28 @@ def read_regular(path: Path, *, most_bytes: int | None = None) -> bytes:
 def regular_target(path: Path) -> Path:
     """Return the file that writing to ``path`` replaces: the end of its symbolic links.
 
-    Raises UserError if something other than a regular file is there.
+    Raises UserError if something other than a regular file is there, OSError if the path leads
+    through a file or a loop of links.
     """
     target = Path(os.path.realpath(path))
     with contextlib.suppress(FileNotFoundError):
         _check_regular(path, os.stat(target))
     return target
+
+
+def check_folder(path: Path) -> None:
+    """Raise UserError if something other than a folder is at ``path``; it may be missing."""
+    if os.path.lexists(path) and not path.is_dir():
+        raise UserError(f"{path} is not a folder: give the path of a folder")
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file, each with its end, without a last one that is not whole.
+
+    Its writer is still writing, was killed, or the disk was full. Raises as ``read_regular``.
+    """
+    lines = read_regular(path).splitlines(keepends=True)
+    return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:
@@ -91,11 +105,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
                 os.replace(file.name, path)  # before closing the file releases the lock
             finally:
                 Path(file.name).unlink(missing_ok=True)  # gone already, unless writing failed
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _sync_folder(path.parent)
     except OSError as error:
         raise UserError(
             f"{path} could not be written ({reason_of(error)}): make room or permit writing there, "
@@ -103,18 +113,33 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         ) from error
 
 
-def append_text(path: Path, text: str, *, name: str, advice: str = "") -> None:
+def append_text(path: Path, text: str, *, name: str, advice: str = "", sync: bool = False) -> None:
     """Append to a file, and make its folder if that is missing.
+
+    A line appended in one call survives the end of the process; with ``sync`` the whole file also
+    survives a crash of the machine.
 
     Raises UserError with ``name`` and ``advice`` if the file cannot be written.
     """
     try:
         path = regular_target(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(text)
+        with path.open("ab") as file:
+            file.write(text.encode())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+                _sync_folder(path.parent)
     except OSError as error:
         raise UserError(f"{name} could not be written ({reason_of(error)}){advice}") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from common.distributed.spawn import rank_commands, run_local_ranks
 from common.errors import GroupError
+from common.utils.atomic_files import regular_target
 from common.utils.system import free_port
 from lab.cluster import Cluster
 from lab.compare.outcomes import describe_failure
@@ -92,7 +93,9 @@ def _run_over_loopback(
     with contextlib.ExitStack() as files:
         exits = run_local_ranks(
             rank_commands(command, nodes, port=free_port()),
-            outputs=[files.enter_context(path.open("wb")) for path in paths.values()],
+            outputs=[
+                files.enter_context(regular_target(path).open("wb")) for path in paths.values()
+            ],
             limit_seconds=limit_seconds,
         )
     if exits.timed_out:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.cost_model.calibration_file import calibration_path
+from common.utils.atomic_files import regular_target
 from common.utils.grouping import grouped
 from common.utils.paths import IN_CHECKOUT
 from lab.compare.cells import Run
@@ -148,7 +149,7 @@ def _state(run: Run, before: dict[str, dict[str, Any]]) -> State:
     if known := before.get(str(run.path.relative_to(run.folder))):
         return State(run, "done", known)
     log = output_file(run, 0)
-    with contextlib.suppress(OSError), log.open("rb") as file:
+    with contextlib.suppress(OSError), regular_target(log).open("rb") as file:
         if not try_lock(file, fcntl.LOCK_SH):  # the run holds it
             return State(run, "running")
     why = why_failed(run)

@@ -21,7 +21,7 @@ from typing import IO
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.spawn import run_local_ranks
 from common.errors import GroupError, UserError
-from common.utils.atomic_files import write_atomically
+from common.utils.atomic_files import regular_target, write_atomically
 from common.utils.processes import shell_status
 from lab.compare.cells import Run, node_command
 from lab.compare.job_plan import (
@@ -93,7 +93,7 @@ def _claimed(path: Path) -> Iterator[IO[bytes]]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab")
+        file = regular_target(path).open("ab")
     except OSError as error:
         raise UserError(
             f"{path} cannot be written ({error.strerror}): allow writing there on each node"

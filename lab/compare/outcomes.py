@@ -24,7 +24,10 @@ def read_json(path: Path) -> Any:
 
 
 def _read_lines(path: Path) -> list[Any]:
-    return _parsed(path, lambda text: [json.loads(line) for line in text.splitlines()])
+    """Return a file's whole lines; a run that is writing may not have finished the last one."""
+    return _parsed(
+        path, lambda text: [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
+    )
 
 
 def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:

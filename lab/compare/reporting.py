@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from common.errors import INTERRUPTED, UserError
+from common.reporting.run_lock import lock_folder
 from common.utils.paths import new_folder
 from lab.compare.executors import Executors
 from lab.compare.imported_runs import collect
@@ -32,7 +33,8 @@ def compare_and_report(
     folder, results = open_comparison(settings, reports=reports, anew=anew, command=command)
     status = 0
     try:
-        run_comparison(settings, folder, results, executors, predicts=predicts)
+        with lock_folder(folder, advice="start another comparison with --new"):
+            run_comparison(settings, folder, results, executors, predicts=predicts)
     except KeyboardInterrupt:
         status, results = INTERRUPTED, read_results(folder / "results.json")
         console.print(

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from common.errors import UserError
+from common.utils.atomic_files import regular_target
 from lab.plot_style import color, grid, label_beside, marker, plt, style
 from lab.predict.tables import PredictedStep
 
@@ -58,6 +59,7 @@ def draw_scaling(
         notes = "\n".join(line for each in summary for line in textwrap.wrap(each, 130))
         figure.supxlabel(notes, x=0.005, ha="left", fontsize=7)
         try:
+            regular_target(path)
             figure.savefig(path, dpi=150)
         except OSError as error:
             raise UserError(

@@ -217,6 +217,18 @@ def after_the_rename(act: Act) -> None:
     os.replace = hurt
 
 
+def within_the_epoch(act: Act) -> None:
+    """Act when the second epoch's first checkpoint has its name, before the epoch ends."""
+    replace = os.replace
+
+    def hurt(source: Any, target: Any) -> None:
+        replace(source, target)
+        if Path(target).name.startswith("Epoch_2_Step_"):
+            act()
+
+    os.replace = hurt
+
+
 def while_another_writes(act: Act) -> None:
     """Act while this rank waits for the rank that writes the second epoch's checkpoint."""
     from common.training_engine import checkpoint_manager as saving
@@ -254,6 +266,7 @@ MOMENTS = {
     "writing": while_writing,
     "renaming": before_the_rename,
     "renamed": after_the_rename,
+    "within": within_the_epoch,
     "waiting": while_another_writes,
     "data": in_its_data,
     "loading": while_loading,

@@ -157,6 +157,39 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
+    """The first part logs step 3, which no checkpoint holds, and is killed before it closes."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def board(first_step: int) -> Trackers:
+        return Trackers(
+            wandb=False,
+            tensorboard=True,
+            folder=tmp_path,
+            name="run",
+            settings={},
+            first_step=first_step,
+        )
+
+    def shown() -> list[tuple[int, float]]:
+        events = EventAccumulator(str(tmp_path / "tensorboard"))
+        events.Reload()
+        return [(scalar.step, scalar.value) for scalar in events.Scalars("train/loss")]
+
+    first = board(1)
+    for step in (1, 2, 3):
+        first.log({"train/loss": float(step)}, step=step)
+        first.sync()  # before a checkpoint
+    assert shown() == [(1, 1.0), (2, 2.0), (3, 3.0)], "on the disk, though the board is open"
+    second = board(3)
+    for step in (3, 4):
+        second.log({"train/loss": 10.0 * step}, step=step)
+    second.close()
+    assert shown() == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+    first.close()
+
+
 def test_a_package_that_is_missing_ends_all_ranks_with_one_line(tmp_path: Path) -> None:
     """All ranks stop before training, although only rank 0 needs the package."""
     (tmp_path / "without.py").write_text(WITHOUT)

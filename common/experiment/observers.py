@@ -1,0 +1,69 @@
+"""What shows and records a run while it trains: the progress, the logger and the profiler."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from common.distributed.collectives import run_on_all_ranks
+from common.experiment.setup import Setup
+from common.profiling.torch_profiler import step_profiler
+from common.reporting.console import Progress, say
+from common.reporting.run_logger import RunLogger
+from common.reporting.trackers import Trackers
+from common.training_engine import AfterEachStep, Callback, StepRecord
+
+
+def build_progress(setup: Setup) -> Progress:
+    """Return what shows the steps and the evaluated images; rank 0 alone prints."""
+    config = setup.config
+    return Progress(
+        setup.plan.total_steps,
+        done_steps=setup.entries.get("step", 0),
+        log_every=config.log_every,
+        global_batch_size=setup.plan.batch_size,
+        visible=setup.world.is_rank0,
+        emulated=config.emulated,
+    )
+
+
+@contextmanager
+def open_logger(setup: Setup, progress: Progress) -> Iterator[RunLogger]:
+    """Yield the callback that reports the training: progress, metrics, dashboards. Collective.
+
+    First remove what the folder records of steps that this run repeats.
+    """
+    config, world, folder = setup.config, setup.world, setup.folder
+    done_steps = setup.entries.get("step", 0)
+
+    def build() -> Trackers:
+        return Trackers(
+            wandb=config.log_wandb and world.is_rank0,
+            tensorboard=config.log_tensorboard and world.is_rank0,
+            folder=folder.path,
+            name=f"{config.experiment}/{folder.path.name}",
+            settings=config.as_json(),
+            first_step=done_steps + 1,
+        )
+
+    def take_over() -> list[StepRecord]:
+        if setup.job.keeps:
+            folder.cut(step=done_steps, epoch=setup.entries.get("epoch", 0))
+        return folder.earlier_steps() if world.is_rank0 else []
+
+    history = run_on_all_ranks(world, take_over) if setup.job.resuming else []
+    trackers = run_on_all_ranks(world, build)
+    with progress.bar or nullcontext():
+        yield RunLogger(world, folder, progress, trackers, history)
+    trackers.close()  # not after an error: it may take minutes before the other ranks are told
+
+
+@contextmanager
+def open_profiler(setup: Setup) -> Iterator[Callback]:
+    """Yield the callback that writes profile_rank<r>.json if --profile is set."""
+    name = f"profile_rank{setup.world.rank}.json"
+    trace = setup.folder.path / name if setup.config.profile else None
+    with step_profiler(trace) as after_step:
+        yield AfterEachStep(after_step)
+    if trace is not None and not trace.exists() and setup.world.is_rank0:
+        say(
+            "warning: --profile: the training was too short for a trace: train for at least 3 steps"
+        )

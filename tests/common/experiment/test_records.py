@@ -1,0 +1,277 @@
+"""The records of a run that was killed and resumed are those of the undisturbed run.
+
+Each step and each epoch has one line in ``metrics.jsonl``, ``epochs.jsonl`` and the logs, and each
+line has the undisturbed run's numbers. Real processes train two epochs of six steps and save every
+four steps.
+"""
+
+import functools
+import json
+import math
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.checkpoint import load_checkpoint, save_checkpoint
+from common.errors import GroupError
+from common.training import train_model
+from common.training_engine.checkpoint_manager import CheckpointManager
+from tests.helpers import ROOT, TINY, Ended, Started, free_port, make_image_folder, user_environment
+
+STEPS, SAVED = 12, 8
+EPOCH_2 = re.compile(r"Epoch 2: train loss \S+ accuracy \S+")
+Start = Callable[..., list[Started]]
+Run = Callable[..., list[Ended]]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Return a function that starts a training in the folder ``output`` and returns its ranks."""
+    images = make_image_folder(tmp_path_factory.mktemp("images"))
+
+    def run(
+        output: Path, *flags: object, ranks: int = 1, hurt: tuple[int, str, str] = (-1, "", "")
+    ) -> list[Started]:
+        command = [
+            sys.executable,
+            ROOT / "tests" / "helpers" / "hurt.py",
+            *hurt,
+            ROOT / "PartTwo" / "main.py",
+            *TINY,
+            *("--sync", "all_reduce", "--dataset", "folder", "--data-dir", images),
+            *("--batch-size", 4, "--epochs", 2, "--checkpoint-every", 4, "--log-every", 5),
+            *("--threads", 1, "--timeout", 20, "--output-dir", output, "--run-name", "same"),
+            *("--master-ip", "127.0.0.1", "--master-port", free_port(), "--num-nodes", ranks),
+            *flags,
+        ]
+        output.mkdir(exist_ok=True)
+        return [
+            Started(
+                [str(word) for word in (*command, "--rank", rank)],
+                cwd=output,
+                env=user_environment(),
+                forked=True,
+            )
+            for rank in range(ranks)
+        ]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def train(start: Start) -> Run:
+    """Return a function that trains as ``start`` does and returns how each rank ended."""
+    return lambda *arguments, **more: [one.end() for one in start(*arguments, **more)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
+    """Return a function that trains undisturbed, once for each number of ranks.
+
+    It returns the run's folder and what rank 0 printed.
+    """
+
+    @functools.cache
+    def trained(ranks: int) -> tuple[Path, str]:
+        output = tmp_path_factory.mktemp("undisturbed")
+        ends = train(output, ranks=ranks)
+        assert [end.status for end in ends] == [0] * ranks, ends
+        return run_folder(output), ends[0].out
+
+    return trained
+
+
+def run_folder(output: Path) -> Path:
+    return output / "PartTwo-all_reduce" / "same"
+
+
+def records(run: Path) -> dict[str, list[Any]]:
+    """Return the lines of every record by file, without times."""
+    found: dict[str, list[Any]] = {}
+    for path in (run / "metrics.jsonl", run / "epochs.jsonl"):
+        lines = path.read_text().splitlines() if path.exists() else []
+        found[path.name] = [
+            {key: value for key, value in json.loads(line).items() if "second" not in key}
+            for line in lines
+        ]
+    for path in sorted(run.glob("logs_rank*.txt")):
+        lines = path.read_text().splitlines()
+        found[path.name] = [line.partition(", Avg Batch")[0] for line in lines]
+    return found
+
+
+def resume(train: Run, output: Path, *, ranks: int, step: int | None) -> Ended:
+    """Resume at ``step``; 0: from the beginning, None: from any checkpoint."""
+    ends = train(output, "--resume", "auto", ranks=ranks)
+    assert [end.status for end in ends] == [0] * ranks, ends
+    words = "starting from step 0" if step == 0 else f", step {step or ''}"
+    assert words in ends[0].out
+    return ends[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "victim", "moment", "step"),
+    [
+        (1, 0, "within", SAVED),
+        pytest.param(2, 0, "within", SAVED, marks=pytest.mark.slow),
+        pytest.param(2, 1, "data", 6, marks=pytest.mark.slow),
+        pytest.param(2, 0, "forward", 0, marks=pytest.mark.slow),  # in step 3
+    ],
+)
+def test_after_kill_9_and_resume_the_records_are_the_undisturbed_runs(
+    train: Run,
+    undisturbed: Callable[[int], Any],
+    tmp_path: Path,
+    ranks: int,
+    victim: int,
+    moment: str,
+    step: int,
+) -> None:
+    """Also what rank 0 prints of the resumed epoch, and the number of steps in the summary."""
+    reference, printed = undisturbed(ranks)
+    ends = train(tmp_path, ranks=ranks, hurt=(victim, moment, "kill"))
+    assert ends[victim].status == -signal.SIGKILL, ends
+    run = run_folder(tmp_path)
+    recorded = [line["step"] for line in records(run)["metrics.jsonl"]]
+    assert recorded[:step] == list(range(1, step + 1)), "recorded before the checkpoint"
+    resumed = resume(train, tmp_path, ranks=ranks, step=step)
+    assert records(run) == records(reference)
+    assert len(records(run)["metrics.jsonl"]) == STEPS
+    assert EPOCH_2.search(resumed.out)[0] == EPOCH_2.search(printed)[0]
+    assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
+    assert not (run / ".lock").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moment", "deed", "sent", "status", "step"),
+    [
+        ("forward", "hold", signal.SIGTERM, 75, None),  # saves the step where the ranks agree
+        ("forward", "hold", signal.SIGINT, 130, 0),
+        ("data", "raise", None, 1, 6),
+    ],
+)
+def test_after_every_other_end_and_resume_too(
+    start: Start,
+    train: Run,
+    undisturbed: Callable[[int], Any],
+    tmp_path: Path,
+    moment: str,
+    deed: str,
+    sent: signal.Signals | None,
+    status: int,
+    step: int | None,
+) -> None:
+    """A signal in step 3, Ctrl-C there, or an error at the first batch of the second epoch."""
+    [rank] = start(tmp_path, hurt=(0, moment, deed))
+    if sent is not None:
+        rank.wait_for("held now")
+        rank.send(sent)
+        (tmp_path / "go").touch()
+    ended = rank.end()
+    assert ended.status == status, ended
+    resume(train, tmp_path, ranks=1, step=step)
+    assert records(run_folder(tmp_path)) == records(undisturbed(1)[0])
+
+
+@pytest.mark.slow
+def test_a_resume_from_an_older_checkpoint_removes_the_lines_after_it(
+    train: Run, undisturbed: Callable[[int], Any], tmp_path: Path
+) -> None:
+    """The newest checkpoints are damaged, and the last line of the metrics is cut off."""
+    reference, _ = undisturbed(1)
+    shutil.copytree(reference, run_folder(tmp_path))
+    run = run_folder(tmp_path)
+    for name in ("Epoch_2.pt", "Epoch_2_Step_12.pt", "Epoch_2_Step_8.pt"):
+        (run / "checkpoints" / name).write_bytes(b"damaged")
+    metrics = run / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-9])
+    resume(train, tmp_path, ranks=1, step=6)
+    assert records(run) == records(reference)
+
+
+def test_an_epoch_resumed_at_its_last_step_still_ends(
+    train: Run, undisturbed: Callable[[int], Any], tmp_path: Path
+) -> None:
+    """The run was killed between the checkpoint of the last step and that of the epoch.
+
+    No step is left, but the epoch is validated, recorded and saved.
+    """
+    reference, printed = undisturbed(1)
+    shutil.copytree(reference, run_folder(tmp_path))
+    run = run_folder(tmp_path)
+    (run / "checkpoints" / "Epoch_2.pt").unlink()
+    resumed = resume(train, tmp_path, ranks=1, step=STEPS)
+    assert records(run) == records(reference)
+    assert EPOCH_2.search(resumed.out)[0] == EPOCH_2.search(printed)[0]
+    one, other = (load_checkpoint(at / "checkpoints" / "Epoch_2.pt") for at in (run, reference))
+    assert one["loss"] == other["loss"]
+
+
+@pytest.mark.slow
+def test_on_another_number_of_ranks_the_epoch_keeps_its_sums(train: Run, tmp_path: Path) -> None:
+    """Two ranks resume what one has begun, and one what two have begun.
+
+    The epoch's loss is the mean over all its steps, also over those before the resume.
+    """
+    for before, after in ((1, 2), (2, 1)):
+        output = tmp_path / f"{before}-{after}"
+        train(output, "--shards", 2, ranks=before, hurt=(0, "within", "kill"))
+        ends = train(output, "--shards", 2, "--resume", "auto", ranks=after)
+        assert [end.status for end in ends] == [0] * after, ends
+        found = records(run_folder(output))
+        losses = [line["loss"] for line in found["metrics.jsonl"] if line["epoch"] == 2]
+        assert len(losses) == 6
+        assert found["epochs.jsonl"][-1]["train_loss"] == pytest.approx(sum(losses) / 6)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_the_sums_resumes_and_says_what_is_missing(
+    train: Run, undisturbed: Callable[[int], Any], tmp_path: Path
+) -> None:
+    """Older versions wrote none."""
+    shutil.copytree(undisturbed(1)[0], run_folder(tmp_path))
+    saved = run_folder(tmp_path) / "checkpoints"
+    entries = load_checkpoint(saved / f"Epoch_2_Step_{SAVED}.pt")
+    del entries["epoch_sums"]
+    shutil.rmtree(saved)
+    save_checkpoint(saved / f"Epoch_2_Step_{SAVED}.pt", entries)
+    resumed = resume(train, tmp_path, ranks=1, step=SAVED)
+    missing = ", without its first 2 steps, whose numbers the checkpoint lacks"
+    assert re.search(rf"Epoch 2: train loss .*{missing}\n", resumed.out)
+    log = (run_folder(tmp_path) / "logs_rank0.txt").read_text().splitlines()
+    assert len(log) == 2
+    assert log[1].endswith(missing)
+
+
+class NotFinite(torch.nn.CrossEntropyLoss):
+    """A loss that is NaN at the third call, though its gradients are finite."""
+
+    calls = 0
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(outputs, labels) + (math.nan if self.calls == 3 else 0.0)
+
+
+def test_a_loss_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+    """Its step is checked before the checkpoint is written, whatever ``log_every`` says."""
+    batches = [(torch.ones(4, 2), torch.zeros(4).long())] * 3
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    log, folder = tmp_path / "log.txt", tmp_path / "checkpoints"
+    with pytest.raises(GroupError, match=r"not finite in epoch 1, step 3"):
+        train_model(
+            *(model, "cpu", NotFinite(), optimizer, 1, 1, batches, log, folder, False),
+            saver=CheckpointManager(folder, every=1),
+            log_every=100,
+        )
+    saved = sorted(path.name for path in folder.iterdir())
+    assert saved == ["Epoch_1_Step_1.pt", "Epoch_1_Step_2.pt"]
