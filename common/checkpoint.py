@@ -2,26 +2,73 @@
 
 A checkpoint is one ``torch.save`` file with ``epoch``, ``model_state_dict``,
 ``optimizer_state_dict``, ``loss`` and whatever else an exact resume needs. Its entry ``sha256`` is
-a digest of all other entries, since torch does not detect flipped bits.
+a digest of all other entries, since torch does not detect flipped bits, and ``saved_at`` the time
+of saving.
 """
 
 import io
+import math
+import os
 import pickle
 import re
-import zipfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
-from torch import nn
+from msgspec import Meta
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
 from common.errors import UserError, first_line, reason_of
-from common.utils.atomic_files import write_atomically
+from common.tensor_archive import read_archive, read_plain_values
+from common.utils.atomic_files import read_regular, write_atomically
 from common.utils.hashing import digest
+from common.utils.typed_json import Count
 
 _REQUIRED = ("epoch", "model_state_dict", "optimizer_state_dict", "loss")
 _NAME = re.compile(r"Epoch_(\d+)(?:_Step_(\d+))?\.pt$")
+
+
+class _Plan(msgspec.Struct):
+    """What a restarted run takes from the plan; ``refuse_other_training`` compares the rest."""
+
+    batch_size: Annotated[int, Meta(ge=1, le=2**53)]
+    shards: Annotated[int, Meta(ge=1, le=2**53)]
+
+
+class _Progress(msgspec.Struct):
+    best_accuracy: float = -1.0
+    in_a_row: Count = 0
+
+
+_Moment = Annotated[float, Meta(ge=0, le=1e12)]  # seconds since 1970
+
+
+class _Order(msgspec.Struct):
+    saved_at: _Moment | None = None
+    step: Count = 0
+
+
+class _Entries(msgspec.Struct):
+    """The entries of a checkpoint whose types are checked; others are kept as they are."""
+
+    epoch: Count
+    loss: float  # NaN within an epoch
+    model_state_dict: dict[str, Any]
+    optimizer_state_dict: dict[str, Any]
+    saved_at: _Moment = 0.0
+    step: Count = 0
+    step_in_epoch: Count = 0
+    plan: _Plan | None = None
+    progress: _Progress | None = None
+    scheduler_state_dict: dict[str, Any] | None = None
+    scaler_state_dict: dict[str, Any] | None = None
+    sync_state_dicts: list[dict[str, Any]] | None = None
+    ema_state_dict: dict[str, Any] | None = None
+    ema_updates: Count = 0
 
 
 def checkpoint_path(folder: Path, epoch: int, step: int | None = None) -> Path:
@@ -40,14 +87,15 @@ def checkpoints_by_age(folder: Path) -> list[Path]:
 
 
 def save_checkpoint(path: Path, entries: Mapping[str, Any]) -> None:
-    """Write ``entries`` and their digest to ``path`` atomically.
+    """Write ``entries``, the time and their digest to ``path`` atomically.
 
     The content goes to a temporary file, which is synced and then renamed. Raises UserError if the
     disk is full or the folder cannot be written; the temporary file is then removed, and an
     existing file at ``path`` stays unchanged.
     """
+    content = {"saved_at": time.time(), **entries}
     buffer = io.BytesIO()
-    torch.save({**entries, "sha256": digest(entries)}, buffer)
+    torch.save({**content, "sha256": digest(content)}, buffer)
     write_atomically(Path(path), buffer.getbuffer())
 
 
@@ -55,23 +103,15 @@ def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[st
     """Read and verify a checkpoint, from a file or from a file's bytes; its tensors are on the CPU.
 
     Raises UserError if it is missing, truncated, altered, hostile (anything but tensors and plain
-    values) or not a checkpoint of this kind. If DistributedDataParallel wrapped the model, the
-    prefix ``module.`` is removed from the parameters' names.
+    values), larger than half of the memory or not a checkpoint of this kind. It takes at most twice
+    the file's size in memory, and 300 MB. If DistributedDataParallel wrapped the model, the prefix
+    ``module.`` is removed from the parameters' names.
     """
     name = name or ("(its bytes)" if isinstance(source, bytes) else str(source))
-    try:
-        content = source if isinstance(source, bytes) else Path(source).read_bytes()
-    except OSError as error:
-        raise UserError(f"checkpoint {name} cannot be read ({reason_of(error)})") from error
-    entries = _unpickle(content, name)
+    entries = _read(source, name)
     if not isinstance(entries, dict) or any(key not in entries for key in _REQUIRED):
         raise UserError(
             f"{name} is not a training checkpoint: it needs the entries {', '.join(_REQUIRED)}"
-        )
-    state = entries["model_state_dict"]
-    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise UserError(
-            f"{name} is not a training checkpoint: its model_state_dict holds no tensors by name"
         )
     kept = entries.pop("sha256", None)
     if kept is not None and kept != digest(entries):
@@ -79,25 +119,40 @@ def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[st
             f"checkpoint {name} is damaged: its contents do not match its SHA-256; use an earlier "
             "one"
         )
+    try:
+        msgspec.convert(entries, _Entries)
+    except msgspec.ValidationError as error:
+        raise UserError(
+            f"{name} is not a training checkpoint of this project: {first_line(error)}; use "
+            "another one"
+        ) from error
+    entries.pop("saved_at", None)
+    state = entries["model_state_dict"]
     unwrapped = {key.removeprefix("module."): value for key, value in state.items()}
     return entries | {"model_state_dict": unwrapped}
 
 
-def _unpickle(content: bytes, name: str) -> Any:
+def _read(source: Path | bytes, name: str) -> Any:
     """Return what ``torch.save`` wrote; UserError if it is damaged or could run code."""
     try:
-        # torch ignores the CRC-32 of names and plain values.
-        if zipfile.is_zipfile(io.BytesIO(content)):
-            with zipfile.ZipFile(io.BytesIO(content)) as file:
-                if (damaged := file.testzip()) is not None:
-                    raise zipfile.BadZipFile(f"the CRC-32 of {damaged} is wrong")
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        most_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        if not isinstance(source, bytes):
+            source = read_regular(Path(source), most_bytes=most_bytes)
+        return read_archive(source)
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"checkpoint {name} cannot be read ({reason_of(error)})") from error
     except pickle.UnpicklingError as error:
         raise UserError(
             f"checkpoint {name} is refused: it is damaged, or holds more than tensors and plain "
-            "values, which could run code when loaded"
+            f"values, which could run code when loaded ({first_line(error)[:100]})"
         ) from error
-    except Exception as error:  # damaged bytes can raise anything: zlib.error, struct.error, ...
+    except MemoryError as error:
+        raise UserError(
+            f"checkpoint {name} does not fit into memory: free twice its size, or use another one"
+        ) from error
+    except Exception as error:  # damaged bytes can raise anything: BadZipFile, struct.error, ...
         raise UserError(
             f"checkpoint {name} is cut or damaged ({first_line(error)[:100]}): use an earlier one"
         ) from error
@@ -119,10 +174,99 @@ def load_model_state(model: nn.Module, entries: Mapping[str, Any], *, name: str)
     model.load_state_dict(state)
 
 
+def load_optimizer_state(optimizer: Optimizer, entries: Mapping[str, Any], *, name: str) -> None:
+    """Load a checkpoint's optimizer state. UserError if it belongs to another optimizer or model.
+
+    torch checks the number of parameters only, and would fail in the first step.
+    """
+    state, own = entries["optimizer_state_dict"], optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    names = {"momentum_buffer"}
+    if isinstance(optimizer, AdamW):
+        names = {"step", "exp_avg", "exp_avg_sq"}
+    try:
+        for saved, group in zip(state["param_groups"], own["param_groups"], strict=True):
+            differing = [key for key in saved.keys() & group if not fits(saved[key], group[key])]
+            if differing:
+                raise ValueError(f"{differing[0]} is {saved[differing[0]]!r}")
+        for index, entry in state["state"].items():
+            scalars = {"step": torch.tensor(0.0)}
+            like = {key: scalars.get(key, parameters[index]) for key in names}
+            if entry.keys() != names or not all(
+                value is None or fits(value, like[key]) for key, value in entry.items()
+            ):
+                raise ValueError(f"the state of parameter {index} has other names or shapes")
+        optimizer.load_state_dict(state)
+    except Exception as error:  # plain values of any type can raise anything
+        raise UserError(
+            f"checkpoint {name} holds another optimizer's state ({first_line(error)[:100]}): give "
+            "the --opt and --model that it was trained with"
+        ) from error
+
+
+def load_plain_state(owner: Any, state: Mapping[str, Any], *, name: str) -> None:
+    """Load the state of a scheduler, a GradScaler or a strategy. UserError if it is another's."""
+    try:
+        own = owner.state_dict()
+        differing = [
+            key
+            for key in state
+            if (not fits(state[key], own[key]) if key in own else hasattr(type(owner), key))
+        ]
+        if differing:
+            raise ValueError(f"{differing[0]} is {str(state[differing[0]])[:40]}")
+        owner.load_state_dict(state)
+    except Exception as error:  # plain values of any type can raise anything
+        raise UserError(
+            f"checkpoint {name} holds the state of another {type(owner).__name__} "
+            f"({first_line(error)[:100]}): give the flags that it was trained with"
+        ) from error
+
+
+def fits(value: Any, like: Any) -> bool:
+    """Whether a saved value can replace one of this program's: it has the type and the shape.
+
+    None and an empty list fit anything: what is set only during training.
+    """
+    if value is None or like is None:
+        return True
+    if isinstance(like, Tensor):
+        return isinstance(value, Tensor) and value.shape == like.shape
+    if isinstance(like, list | tuple):
+        same = isinstance(value, list | tuple) and len(like) in (0, len(value))
+        return same and all(map(fits, value, like))
+    if isinstance(like, Mapping):
+        return isinstance(value, Mapping) and all(
+            fits(value[key], like[key]) for key in value.keys() & like
+        )
+    if isinstance(like, bool | str):
+        return isinstance(value, type(like))
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def time_of_saving(path: Path) -> tuple[float, int]:
+    """Return when a checkpoint was saved, in seconds since 1970, and its step; nothing is verified.
+
+    Without a record, or where it cannot be read, the file's time of change counts, and step 0.
+    """
+    try:
+        entries = msgspec.convert(read_plain_values(path), _Order)
+    except Exception:  # a damaged file can raise anything; load_checkpoint says what it is
+        entries = _Order()
+    if entries.saved_at is not None:
+        return entries.saved_at, entries.step
+    try:
+        return path.stat().st_mtime, entries.step
+    except OSError:  # another process has just deleted it
+        return 0.0, 0
+
+
 def newest_checkpoint(folders: list[Path]) -> tuple[Path | None, list[str]]:
-    """Return the newest good checkpoint, the first folder's first, and why others were skipped."""
+    """Return the good checkpoint that was saved last, and why newer ones were skipped."""
     skipped: list[str] = []
-    for path in (path for folder in folders for path in checkpoints_by_age(folder)):
+    # Sorting keeps the order of equal ones: the most advanced first.
+    found = [path for folder in folders for path in checkpoints_by_age(folder) if path.is_file()]
+    for path in sorted(found, key=time_of_saving, reverse=True):
         try:
             load_checkpoint(path)
             return path, skipped

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from common.checkpoint import load_model_state
+from common.checkpoint import load_model_state, load_optimizer_state
 from common.distributed.collectives import broadcast_checkpoint, check_same_on_all_ranks
 from common.distributed.process_group import current_world
 from common.errors import UserError
@@ -97,13 +97,7 @@ def prepare_model_for_training(
 
 def _load_optimizer(optimizer: Optimizer, entries: Mapping[str, Any], name: str) -> None:
     given = [dict(group) for group in optimizer.param_groups]
-    try:
-        optimizer.load_state_dict(entries["optimizer_state_dict"])
-    except (ValueError, KeyError) as error:
-        raise UserError(
-            f"checkpoint {name} holds another optimizer's state ({error}): give the --opt and "
-            "--model that it was trained with"
-        ) from error
+    load_optimizer_state(optimizer, entries, name=name)
     kept = [
         f"{key} {group.get(saved, group[key])} (not {asked[key]})"
         for asked, group in zip(given, optimizer.param_groups, strict=True)

@@ -53,6 +53,8 @@ check_job() {
     while [ $first -lt $# ] && [[ ${COMMAND[first]} != *Part*/main.py ]]; do first=$((first + 1)); done
     [ $first -eq $# ] || use_part "${COMMAND[@]:first}"
     LOGS=$OUTPUT/slurm-$JOB
+    # After a backslash, srun would not replace %t by the task's number.
+    [[ $LOGS != *\\* ]] || fail "$LOGS has a backslash: give --output-dir a folder without one"
     mkdir -p "$LOGS" || fail "$LOGS cannot be created: give --output-dir FOLDER, a folder that all nodes can write to"
 }
 
@@ -61,7 +63,12 @@ check_job() {
 use_part() {
     local settings previous='' word
     settings=$("$PYTHON" "$@" --print-config 2>&1) || fail "$1: ${settings#error: }"
-    setting() { sed -n "s/^$1 = \"\(.*\)\"$/\1/p" <<< "$settings"; }
+    # The values are written as in JSON: one line each, with quotes and newlines escaped.
+    setting() {
+        local value
+        value=$(sed -n "s/^$1 = \(\".*\"\)$/\1/p" <<< "$settings")
+        [ -z "$value" ] || "$PYTHON" -c 'import json, sys; print(json.loads(sys.argv[1]), end="")' "$value"
+    }
     DATASET=$(setting dataset)
     DATA=$(setting data_dir)
     MIRROR=$(setting mirror)
@@ -80,7 +87,9 @@ use_part() {
     ! grep -Eq '^measure_only = true|^compute = "[^r]' <<< "$settings" || measures=1
     [ -z "$measures" ] || [ "$RESTARTS" = 0 ] || name=$name-$RESTARTS
     [ -n "$RUN" ] || { RUN=$name; COMMAND+=(--run-name "$RUN"); }
-    [ -n "$measures" ] || [ -z "$(compgen -G "$OUTPUT/*/$RUN/config.json")" ] || COMMAND+=(--resume auto)
+    for word in "$OUTPUT"/*/"$RUN"/config.json; do
+        [ -n "$measures" ] || [ ! -e "$word" ] || { COMMAND+=(--resume auto); break; }
+    done
     # A part sets its threads itself; without this, torchrun prints a warning.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     [ -z "${STAGE_DATA-}" ] || { STAGE=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/slurm-$JOB-data; COMMAND+=(--data-dir "$STAGE"); }
@@ -157,7 +166,7 @@ on_each_node() {
     (
         trap : TERM
         {
-            srun --nodes="$NODES" --output="$LOGS/task%t.log" --open-mode=append --wait=300 bash launch/slurm-task.sh "$@"
+            srun --nodes="$NODES" --output="${LOGS//%/%%}/task%t.log" --open-mode=append --wait=300 bash launch/slurm-task.sh "$@"
             ended=$?
         } 2> >(tee "$LOGS/srun-$RESTARTS.log" >&2)
         wait "$!"  # for tee: the end of srun's output names the task that failed first

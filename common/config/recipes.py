@@ -8,9 +8,12 @@ from typing import Any
 
 from common.config.schema import EXPECTED, Config, has_type
 from common.errors import UserError
+from common.utils.atomic_files import read_regular
 from common.utils.grouping import grouped
 from common.utils.paths import RECIPES
 from common.utils.registry import choices_text, closest
+
+_MOST_BYTES = 2**20
 
 
 def find_recipe(name: str) -> Path:
@@ -35,7 +38,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     ``Config`` checks the rest.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(read_regular(path, most_bytes=_MOST_BYTES).decode())
     # ValueError: not TOML, not UTF-8, or a number of 5000 digits
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"recipe {path} cannot be read: {error}") from error

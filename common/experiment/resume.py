@@ -6,10 +6,11 @@ on each node, which outlives them. All ranks resume from the newest checkpoint o
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint import load_checkpoint, newest_checkpoint
+from common.checkpoint import load_checkpoint, newest_checkpoint, time_of_saving
 from common.config.schema import Config
 from common.distributed.collectives import (
     broadcast_checkpoint,
@@ -32,7 +33,7 @@ from common.utils.atomic_files import (
 )
 
 _AGENTS = ".agents"
-_NOTHING_FOUND = ("", -1)  # path and step of no checkpoint
+_NOTHING_FOUND = ("", -1.0, -1)  # path, time of saving and step of no checkpoint
 
 
 @dataclass(frozen=True)
@@ -141,9 +142,11 @@ def find_checkpoint(config: Config, job: Job, world: World) -> ResumePoint | Non
     path, source = wanted, 0
     if wanted == "auto":
         mine = _newest_here(config, job) if world.local_rank == 0 else _NOTHING_FOUND
-        found = gather_objects(world, mine, schema=tuple[str, int])
-        source = max(range(world.size), key=lambda rank: (found[rank][1], -rank))
-        path, step = found[source]
+        found = gather_objects(world, mine, schema=tuple[str, float, int])
+        # Of one run, the step counts, since clocks differ; of several, the one that was saved last.
+        order = itemgetter(2) if job.resuming else itemgetter(1, 2)
+        source = max(range(world.size), key=lambda rank: order(found[rank]))  # the lowest rank's
+        path, _, step = found[source]
         if world.is_rank0:
             where = f" on rank {source}'s node" if source else ""
             own = job.resuming or config.run_name is not None
@@ -158,20 +161,21 @@ def find_checkpoint(config: Config, job: Job, world: World) -> ResumePoint | Non
     return ResumePoint(path, broadcast_checkpoint(world, path, source=source))
 
 
-def _newest_here(config: Config, job: Job) -> tuple[str, int]:
-    """Return the path and step of the newest valid checkpoint that this node can read."""
+def _newest_here(config: Config, job: Job) -> tuple[str, float, int]:
+    """Return the newest valid checkpoint that this node can read: path, time of saving, step."""
     if not job.resuming and config.checkpoint is not None and config.checkpoint.exists():
         try:
-            return str(config.checkpoint), load_checkpoint(config.checkpoint).get("step", 0)
+            load_checkpoint(config.checkpoint)
+            return str(config.checkpoint), *time_of_saving(config.checkpoint)
         except UserError as error:
             say(f"warning: {error}")
     folders = [job.folder.checkpoints] if job.resuming else []
     if not job.resuming and config.run_name is None:
         # Not for a named run: a scheduler's new job must not resume another job's training.
-        folders = sorted(job.folder.path.parent.glob("*/checkpoints"), reverse=True)
+        folders = sorted(job.folder.path.parent.glob("*/checkpoints"))
     for folder in folders:
         remove_unfinished(folder)
     path, skipped = newest_checkpoint(folders)
     for reason in skipped:
         say(f"warning: {reason}")
-    return (str(path), load_checkpoint(path).get("step", 0)) if path else _NOTHING_FOUND
+    return (str(path), *time_of_saving(path)) if path else _NOTHING_FOUND

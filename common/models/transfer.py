@@ -5,6 +5,7 @@ The network has learned from images of 224x224 pixels, normalised with ImageNet'
 """
 
 import hashlib
+import io
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -16,6 +17,10 @@ from torchvision.models import ResNet18_Weights
 from torchvision.models import resnet18 as torchvision_resnet18
 
 from common.errors import UserError, first_line, reason_of
+from common.tensor_archive import read_archive
+from common.utils.atomic_files import read_regular
+
+_MOST_BYTES = 2**29  # ResNet-18 has 47 MB
 
 
 class Transfer(nn.Module):
@@ -81,7 +86,13 @@ def load_pretrained(model: Transfer, source: str | None) -> str:
             "one as saved by "
             "torch.save(torchvision.models.resnet18(weights='DEFAULT').state_dict(), FILE)"
         )
-    model.network.load_state_dict(own | {name: given[name] for name in wanted})
+    try:
+        model.network.load_state_dict(own | {name: given[name] for name in wanted})
+    except Exception as error:  # tensors without data, sparse or quantised ones
+        raise UserError(
+            f"--pretrained-weights: {where} holds weights that cannot be copied "
+            f"({first_line(error)[:100]}): copy the file again"
+        ) from error
     return where
 
 
@@ -92,7 +103,11 @@ def _read(source: str | None, where: str) -> Any:
         cached = cached.with_name(f"{hashlib.sha256(where.encode()).hexdigest()[:16]}.pth")
     try:
         if source is not None and "://" not in source:
-            return torch.load(Path(source), map_location="cpu", weights_only=True)
+            content = read_regular(Path(source), most_bytes=_MOST_BYTES)
+            if content.startswith(b"PK"):
+                return read_archive(content)
+            # torchvision's own files are of the format before torch 1.6.
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         return torch.hub.load_state_dict_from_url(
             where,
             map_location="cpu",
@@ -101,6 +116,8 @@ def _read(source: str | None, where: str) -> Any:
             check_hash=source is None,
             file_name=cached.name,
         )
+    except UserError:
+        raise
     except (
         URLError,
         TimeoutError,

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from common.checkpoint import checkpoint_path, checkpoints_by_age, save_checkpoint
+from common.checkpoint import (
+    checkpoint_path,
+    checkpoints_by_age,
+    load_model_state,
+    load_optimizer_state,
+    load_plain_state,
+    save_checkpoint,
+)
 from common.distributed.collectives import gather_states, run_on_all_ranks
 from common.distributed.process_group import World
 from common.errors import UserError
@@ -137,24 +144,24 @@ def state(
 def load_state(engine: "TrainingEngine", entries: Mapping[str, Any]) -> None:
     """Resume from a checkpoint's entries, except weights and optimiser, which are loaded before.
 
-    Call ``prepare`` first.
+    Call ``prepare`` first. Raises UserError if they belong to another training.
     """
+    name = "to resume from"
     if engine.scheduler is not None and entries.get("scheduler_state_dict") is not None:
-        engine.scheduler.load_state_dict(entries["scheduler_state_dict"])
+        load_plain_state(engine.scheduler, entries["scheduler_state_dict"], name=name)
         # Again, since building the scheduler has changed the learning rates.
-        engine.optimizer.load_state_dict(entries["optimizer_state_dict"])
+        load_optimizer_state(engine.optimizer, entries, name=name)
     if entries.get("scaler_state_dict"):
-        engine.scaler.load_state_dict(entries["scaler_state_dict"])
+        load_plain_state(engine.scaler, entries["scaler_state_dict"], name=name)
     if engine.ema is not None:
-        engine.ema.module.load_state_dict(
-            entries.get("ema_state_dict") or entries["model_state_dict"]
-        )
+        averages = entries.get("ema_state_dict") or entries["model_state_dict"]
+        load_model_state(engine.ema.module, {"model_state_dict": averages}, name=name)
         engine.ema.n_averaged.fill_(entries.get("ema_updates", 0))
     engine.step = entries.get("step", 0)
     engine.resumed_epoch = _own_sums(entries.get("epoch_sums", []), engine.world)
     states = entries.get("sync_state_dicts") or []
     if engine.world.rank < len(states):
-        engine.sync.load_state_dict(states[engine.world.rank])
+        load_plain_state(engine.sync, states[engine.world.rank], name=name)
 
 
 def _gather_sums(result: EpochResult, world: World) -> list[dict[str, float]]:

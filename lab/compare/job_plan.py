@@ -157,7 +157,7 @@ def how_to_run(runs: Sequence[Run]) -> str:
 
 def by_hand(folder: Path) -> str:
     """Return the command that starts run K on each of its nodes."""
-    return f"lab run-cell {folder} --run K --master-ip IP --num-nodes N --rank R"
+    return f"lab run-cell {shlex.quote(str(folder))} --run K --master-ip IP --num-nodes N --rank R"
 
 
 def runs_by_nodes(runs: Sequence[Run]) -> str:

@@ -128,12 +128,14 @@ def _find_unfinished(
 
     now : facts of the machine that must be the same; of the code if ``planned``.
     """
+    found = []
     for path in sorted(reports.glob("compare-*/results.json"), reverse=True):
         try:
-            results = read_results(path)
+            found.append((path, read_results(path)))
         except UserError as error:
             console.print(f"notice: {error}", soft_wrap=True)
-            continue
+    # By the recorded time; a folder may have been renamed.
+    for path, results in sorted(found, key=lambda one: one[1]["created"], reverse=True):
         asked = settings.as_json() | {"command": results["settings"].get("command")}
         if results["finished"] or results["settings"] != asked or ("plan" in results) != planned:
             continue

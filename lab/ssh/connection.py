@@ -22,6 +22,11 @@ LOST = 255
 _KEPT_LINES = 1000
 
 
+def printable(text: str) -> str:
+    """Return text of a host without what a terminal would obey."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 @dataclass
 class HostConnection:
     """The connection to one host.
@@ -88,7 +93,7 @@ class HostConnection:
         # ssh writes at the file's one offset, so a seek would let it write over what is there.
         text = os.pread(self.errors.fileno(), written, 0)
         lines = text.decode(errors="replace").splitlines()
-        return [line.strip() for line in lines if line.strip()]
+        return [printable(line.strip()) for line in lines if line.strip()]
 
     def end_input(self) -> None:
         """Close the remote agent's input, so that it ends everything."""

@@ -7,7 +7,6 @@ this, a slow terminal or a busy caller loses no host.
 """
 
 import contextlib
-import json
 import math
 import secrets
 import subprocess
@@ -17,7 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lab.ssh.connection import LOST, HostConnection
+import msgspec
+
+from lab.ssh.connection import LOST, HostConnection, printable
 from lab.ssh.hosts import Host, SSHOptions, program
 
 _AT_ONCE = 64
@@ -26,6 +27,17 @@ _POLL_SECONDS = 0.2
 _LEAVE_SECONDS = 15.0
 _ERRORS_SECONDS = 2.0
 _READ_BYTES = 1 << 13
+_MOST_BYTES = 1 << 26  # of one message; a piece of a file has 6 MB
+
+
+class _Message(msgspec.Struct):
+    """A message of the remote agent: an answer, a line of the command, or its end."""
+
+    answer: str | None = None
+    result: Any = None
+    error: str | None = None
+    line: str | None = None
+    ended: int | None = None
 
 
 class HostConnections:
@@ -168,6 +180,10 @@ class HostConnections:
                 # While a stopped terminal blocks this thread, silence says nothing about the host.
                 connection.heard = math.inf
                 line += piece
+                if len(line) > _MOST_BYTES:
+                    connection.errors.write(b"it sent a message of more than 64 MB\n")
+                    connection.kill()
+                    return
                 if piece.endswith(b"\n"):
                     self._handle(connection, bytes(line))
                     line.clear()
@@ -177,20 +193,23 @@ class HostConnections:
     def _handle(self, connection: HostConnection, line: bytes) -> None:
         """Handle a message of the remote agent, or a line of the login shell."""
         _, token, text = line.partition(self._token.encode())
-        message: dict[str, Any] = {}
+        message = _Message()
         if token and line.endswith(b"\n"):
-            with contextlib.suppress(
-                ValueError
-            ):  # another program of the shell wrote into the line
-                message = json.loads(text)
-        if "line" in message:
-            connection.lines.append(message["line"])
-            self.on_line(connection.host.rank, message["line"])
-        elif "ended" in message:
-            self._note_end(connection.host.rank, message["ended"])
-        elif "answer" in message:
+            # DecodeError: another program of the shell wrote into the line.
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                message = msgspec.json.decode(text, type=_Message)
+        if message.line is not None:
+            connection.lines.append(message.line)
+            self.on_line(connection.host.rank, message.line)
+        elif message.ended is not None:
+            self._note_end(connection.host.rank, message.ended)
+        elif message.answer is not None:
             connection.ready = True  # its first message is an answer
-            connection.answers[message["answer"]] = message
+            connection.answers[message.answer] = (
+                {"result": message.result}
+                if message.error is None
+                else {"error": printable(message.error)}
+            )
         elif not connection.ready:
             connection.errors.write(line)
         self._changed.set()

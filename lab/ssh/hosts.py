@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError
+from common.utils.typed_json import shown
 
 CONNECT_SECONDS = 10
 _REMOTE = ("remote_handlers.py", "remote_agent.py")
@@ -24,6 +25,9 @@ _BOOTSTRAP = (
     '[t.extend(f.read(n - len(t)) or sys.exit("cut")) for _ in iter(lambda: len(t) < n, False)]; '
     'exec(compile(bytes(t), "lab/ssh/remote_agent.py", "exec"), {"__name__": "lab_remote_agent"})'
 )
+# user@name, ssh://user@name:port, [address%interface]. A dash would begin an option of ssh, and
+# ProxyCommand and Match of ~/.ssh/config pass a name to a shell.
+_NAME = re.compile(r"(?:ssh://)?(?:[\w.+][\w.+-]*@)?[\w.:\[][\w.:%\[\]-]*/?")
 _OWN_PYTHON = (
     'cd -- "$0" 2>/dev/null && test -x .venv/bin/python && exec .venv/bin/python -c "$1"; '
     'exec python3 -c "$1"'
@@ -69,10 +73,10 @@ def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
                 f"--hosts: got {text!r}, which has an empty name: remove the comma before or after "
                 "it"
             )
-        if name.startswith("-") or re.search(r"\s", name):
+        if not _NAME.fullmatch(name):
             raise UserError(
-                f"--hosts: {name!r} is not a host name: give names as ssh knows them, separated by "
-                "commas"
+                f"--hosts: {shown(name)} is not a host name: give names as ssh knows them, "
+                "separated by commas"
             )
         if names.count(name) > 1 and not shares_a_port:
             raise UserError(

@@ -13,6 +13,7 @@ import platform
 import runpy
 import socket
 import socketserver
+import stat
 import sys
 import threading
 import time
@@ -167,13 +168,23 @@ def runs(
         files = _files(run, checkpoints)
         is_run = any(path == "config.json" or path.startswith("logs_rank") for path in files)
         if is_run and (names or any(one.st_mtime >= since for one in files.values())):
+            digests = {path: _digest(run / path) for path in files}
             found[name] = {
-                path: [status.st_size, _digest(run / path)] for path, status in files.items()
+                path: [files[path].st_size, digest]
+                for path, digest in digests.items()
+                if digest is not None
             }
     return {"reports": str(root), "runs": found}
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path) -> "str | None":
+    """Return the SHA-256 of a file; None if the run has just deleted it."""
+    with contextlib.suppress(FileNotFoundError):
+        return _digest_of_existing(path)
+    return None
+
+
+def _digest_of_existing(path: Path) -> str:
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
         for piece in iter(lambda: file.read(1 << 20), b""):
@@ -183,23 +194,31 @@ def _digest(path: Path) -> str:
 
 def _files(run: Path, checkpoints: bool) -> "dict[str, os.stat_result]":
     """Return the status of each file of a run, without hidden files: they are unfinished."""
-    return {
-        str(path.relative_to(run)): path.stat()
-        for path in run.rglob("*")
-        if not path.is_symlink()
-        and path.is_file()
-        and not path.name.startswith(".")
-        and (checkpoints or path.relative_to(run).parts[0] != "checkpoints")
-    }
+    found = {}
+    for path in run.rglob("*"):
+        name = path.relative_to(run)
+        if path.name.startswith(".") or (name.parts[0] == "checkpoints" and not checkpoints):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # the run has just deleted it
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode):
+                found[str(name)] = status
+    return found
 
 
-def read(reports: str, path: str, offset: int) -> "list[Any]":
-    """Return inode and size of a file below the reports folder, and a piece of it in base64."""
-    with open(os.path.join(reports, path), "rb") as file:
-        status = os.fstat(file.fileno())
-        file.seek(offset)
-        piece = base64.b64encode(file.read(_PIECE_BYTES)).decode()
-        return [status.st_ino, status.st_size, piece]
+def read(reports: str, path: str, offset: int) -> "list[Any] | None":
+    """Return inode and size of a file below the reports folder, and a piece of it in base64.
+
+    None if there is no such file any more.
+    """
+    try:
+        with open(os.path.join(reports, path), "rb") as file:
+            status = os.fstat(file.fileno())
+            file.seek(offset)
+            piece = base64.b64encode(file.read(_PIECE_BYTES)).decode()
+            return [status.st_ino, status.st_size, piece]
+    except FileNotFoundError:
+        return None
 
 
 HANDLERS = {

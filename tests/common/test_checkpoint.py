@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import common.checkpoint
 import common.utils.atomic_files
 from common.checkpoint import (
     checkpoint_path,
@@ -677,10 +678,10 @@ def _whole(path):
 
 
 def test_newest_passes_over_damaged_ones(saved, tmp_path):
-    """The newest checkpoint is the highest epoch, as a number, in the first folder that has one.
+    """Of checkpoints saved at the same time, the newest is the highest epoch, as a number.
 
-    A damaged, cut or foreign file is skipped and named with its reason. Temporary and other files
-    do not count.
+    Then the first folder counts. A damaged, cut or foreign file is skipped and named with its
+    reason. Temporary and other files do not count.
     """
     content = saved[0]
     old, new = tmp_path / "old", tmp_path / "new"
@@ -703,9 +704,42 @@ def test_newest_passes_over_damaged_ones(saved, tmp_path):
     found, passed_over = newest_checkpoint([new, old])
     assert found == new / "Epoch_2.pt"
     assert len(passed_over) == 3
-    for line, name in zip(passed_over, ("Epoch_100.pt", "Epoch_11.pt", "Epoch_3.pt"), strict=True):
-        assert name in line
+    for name in ("Epoch_100.pt", "Epoch_11.pt", "Epoch_3.pt"):
+        [line] = [line for line in passed_over if name in line]
         assert "\n" not in line
+
+
+def test_newest_is_the_one_saved_last(tmp_path, monkeypatch):
+    """The time of saving decides, not the folder's name, the file's name or its time of change.
+
+    Of equal times the higher step counts. A checkpoint without a record of its time has its file's
+    time of change. Nothing but the chosen one is read whole.
+    """
+    plain = {"epoch": 1, "loss": 0.0, "model_state_dict": {}, "optimizer_state_dict": {}}
+    folders = [tmp_path / name for name in ("z-old", "a-new", "m-same-time")]
+    saved_at = (1_000.0, 3_000.0, 3_000.0)
+    for folder, moment, step in zip(folders, saved_at, (90, 5, 6), strict=True):
+        monkeypatch.setattr(common.checkpoint.time, "time", lambda moment=moment: moment)
+        save_checkpoint(folder / f"Epoch_{100 - step}.pt", plain | {"step": step})
+    os.utime(folders[0] / "Epoch_10.pt", (9e8, 9e8))
+    loaded = []
+    load = common.checkpoint.load_checkpoint
+    monkeypatch.setattr(
+        common.checkpoint, "load_checkpoint", lambda path: loaded.append(path) or load(path)
+    )
+    newest = folders[2] / "Epoch_94.pt"
+    assert newest_checkpoint(folders) == newest_checkpoint(folders[::-1]) == (newest, [])
+    assert loaded == [newest, newest]
+    newest.write_bytes(newest.read_bytes()[:-40])  # its time of change is now
+    found, [why] = newest_checkpoint(folders)
+    assert found == folders[1] / "Epoch_95.pt"
+    assert "Epoch_94.pt" in why
+    without = tmp_path / "without"
+    without.mkdir()
+    torch.save(plain, without / "Epoch_1.pt")
+    for changed_at, expected in ((2_000, found), (4_000, without / "Epoch_1.pt")):
+        os.utime(without / "Epoch_1.pt", (changed_at, changed_at))
+        assert newest_checkpoint([*folders[:2], without])[0] == expected
 
 
 def test_newest_of_nothing_good(saved, tmp_path):

@@ -467,6 +467,26 @@ def test_bad_input_is_one_clear_message(jobs: Jobs) -> None:
     assert "start it with sbatch" in jobs.slurm.run("bash", TORCHRUN, *DDP, check=False)
 
 
+def test_values_with_quotes_newlines_and_what_a_shell_or_slurm_replaces(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """Every file is in the folder as it was given, and a second job finds the run and resumes."""
+    folder = tmp_path / 'it\'s "a" $(touch mark)`touch mark`;\n* [x] 100%t & $HOME'
+    command = (*ALL_REDUCE, *SETTINGS, "--output-dir", folder, "--run-name", "my-run")
+    outputs = []
+    for steps in (("--stop-after-epoch", 1), ()):
+        outputs.append(tmp_path / f"out{len(outputs)}")
+        options = ("--output", outputs[-1], "--nodes=2", ASSIGNMENT)
+        job = jobs.slurm.sbatch(*options, *command, *SHORT, *steps)
+        jobs.finish(job)
+        logs = {path.name for path in (folder / f"slurm-{job}").iterdir()}
+        assert {"task0.log", "task1.log"} <= logs
+    assert (folder / "PartTwo-all_reduce" / "my-run" / "summary.json").exists()
+    assert "resuming from" in outputs[1].read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name, "out0", "out1"]
+    assert not (ROOT / "mark").exists()
+
+
 @pytest.mark.usefixtures("on_four_nodes")
 def test_a_folder_of_each_node_is_good_enough_where_the_job_never_goes_back(
     jobs: Jobs, tmp_path: Path

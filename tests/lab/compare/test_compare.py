@@ -124,6 +124,15 @@ def asks(**changes):
     )
 
 
+def test_the_unfinished_comparison_that_began_last_is_resumed(tmp_path):
+    """Its recorded time counts, not the folder's name."""
+    for name, created in (("z", "2026-01-01T00:00:00"), ("a", "2026-02-01T00:00:00")):
+        folder, results = open_comparison(asks(), reports=tmp_path, anew=True)
+        (folder / "results.json").write_text(json.dumps(results | {"created": created}))
+        folder.rename(tmp_path / f"compare-{name}")
+    assert open_comparison(asks(), reports=tmp_path)[0] == tmp_path / "compare-a"
+
+
 # --- what is started ---
 
 

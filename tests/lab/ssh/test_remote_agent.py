@@ -17,13 +17,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
+from common.errors import UserError
 from common.utils.source_hash import source_digests
 from lab.cli import main
-from lab.ssh.collect import _copy_runs, _fetch, _is_safe
+from lab.ssh import remote_handlers
+from lab.ssh.collect import Listing, _copy_runs, _fetch, _is_safe
 from lab.ssh.hosts import Host, SSHOptions, program, ssh_command
+from lab.ssh.remote_handlers import read, runs
 from tests.helpers import LONG, ROOT, Started, start_lab, wait_until
 
 
@@ -132,9 +136,11 @@ def test_a_beat_is_answered_and_keeps_it_alive_and_an_end_is_told_when_all_is_go
     assert facts["script_there"]
     assert facts["code"] == source_digests(), "of the code that the ranks compare, too"
     one.send(do="read", reports="/no/such", path="x", offset=0)
+    assert one.answer() == {"answer": "read", "result": None}, "a file that has gone"
+    one.send(do="read", reports="/", path="etc", offset=0)
     assert one.answer() == {
         "answer": "read",
-        "error": "[Errno 2] No such file or directory: '/no/such/x'",
+        "error": "[Errno 21] Is a directory: '/etc'",
     }, "a request that breaks is answered, too"
 
 
@@ -308,6 +314,34 @@ class _SendingHost:
         return {0: {"result": [1, 2, base64.b64encode(b"{}").decode()]}}
 
 
+class _EndlessHost(_SendingHost):
+    """Sends another inode, a growing size, or a size of a petabyte with every piece."""
+
+    def __init__(self, *, inode: int, bytes_more: int) -> None:
+        super().__init__()
+        self.facts, self.more = [0, 2], (inode, bytes_more)
+
+    def ask(self, what: str, *, path: str, **values: int) -> dict[int, dict[str, list]]:
+        self.facts = [fact + more for fact, more in zip(self.facts, self.more, strict=True)]
+        return {0: {"result": [*self.facts, base64.b64encode(b"x" * 4).decode()]}}
+
+
+@pytest.mark.parametrize(("inode", "more"), [(1, 9), (0, 2**50)])
+def test_a_host_that_never_ends_a_file_is_given_up(inode: int, more: int) -> None:
+    with pytest.raises(UserError, match=r"node 0 \(a\): best.pt .*copy it by hand"):
+        _fetch(_EndlessHost(inode=inode, bytes_more=more), 0, "/r", "best.pt", 6)
+
+
+@pytest.mark.parametrize("result", [[1, 2], "x", [1, 2, "not base64!"], [1, 2, None], {}])
+def test_another_answer_than_a_piece_is_one_message(result: object) -> None:
+    class Host(_SendingHost):
+        def ask(self, what: str, **_values: object) -> dict:
+            return {0: {"result": result}}
+
+    with pytest.raises(UserError, match="sent another answer"):
+        _fetch(Host(), 0, "/r", "best.pt", 6)
+
+
 class _ReplacingHost(_SendingHost):
     """Replaces a file of 6 bytes by one of 8 after its first piece; a piece has at most 4 bytes."""
 
@@ -322,6 +356,68 @@ def test_a_file_that_is_replaced_while_it_is_fetched_arrives_whole() -> None:
     assert _fetch(_ReplacingHost(), 0, "/r", "best.pt", 6) == b"newnewer"
 
 
+def test_a_run_that_goes_on_meanwhile(tmp_path: Path) -> None:
+    """Its records grow, are cut and are replaced, and a checkpoint goes, while they are copied.
+
+    What arrives is a whole state of each file, and a later collect completes it.
+    """
+    run, here = tmp_path / "PartTwo-ring" / "2026", tmp_path / "here"
+    (run / "checkpoints").mkdir(parents=True)
+    for name in ("config.json", "metrics.jsonl", "epochs.jsonl", "summary.json"):
+        (run / name).write_text("old\n")
+    (run / "checkpoints" / "Epoch_1.pt").write_text("old\n")
+
+    class RunningHost(_SendingHost):
+        changes = True
+
+        def ask(
+            self, what: str, *, nodes: list, limit_seconds: float, **values: str | int
+        ) -> dict[int, dict]:
+            if self.changes:
+                with (run / "metrics.jsonl").open("a") as file:
+                    file.write("new\n")
+                (run / "epochs.jsonl").write_text("cu")
+                (run / "new").write_text("replaced\n")
+                (run / "new").rename(run / "summary.json")
+                (run / "checkpoints" / "Epoch_1.pt").unlink()
+                self.changes = False
+            return {0: {"result": read(**values)}}
+
+    host = RunningHost()
+    for copied in (4, 0):
+        found = runs("/", str(tmp_path), ["PartTwo-ring/2026"], 0.0, checkpoints=True)
+        listing = msgspec.convert(found, Listing)
+        outcome = _copy_runs(host, {0: listing}, here)
+        assert (outcome.written, outcome.kept) == (copied, [])
+    there = {path.name: path.read_text() for path in run.iterdir() if path.is_file()}
+    copies = {path.name: path.read_text() for path in (here / "PartTwo-ring/2026").iterdir()}
+    assert copies == there
+    assert there["metrics.jsonl"] == "old\nnew\n"
+
+
+def test_files_that_go_while_they_are_listed_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "PartTwo-ring" / "2026"
+    run.mkdir(parents=True)
+    for name in ("config.json", "a", "b"):
+        (run / name).write_text("{}")
+    digest, lstat = remote_handlers._digest_of_existing, Path.lstat
+
+    def digest_later(path: Path) -> str:
+        (run / "a").unlink(missing_ok=True)
+        return digest(path)
+
+    def lstat_later(path: Path) -> os.stat_result:
+        (run / "b").unlink(missing_ok=True)
+        return lstat(path)
+
+    monkeypatch.setattr(remote_handlers, "_digest_of_existing", digest_later)
+    monkeypatch.setattr(Path, "lstat", lstat_later)
+    [files] = runs("/", str(tmp_path), [], 0.0, checkpoints=True)["runs"].values()
+    assert list(files) == ["config.json"]
+
+
 def test_files_come_only_under_safe_names_and_replace_no_different_one(tmp_path: Path) -> None:
     """This holds whatever names a host lists."""
     here = tmp_path / "here"
@@ -332,7 +428,10 @@ def test_files_come_only_under_safe_names_and_replace_no_different_one(tmp_path:
     digest = hashlib.sha256(b"{}").hexdigest()
     files = {name: [2, digest] for name in (*new, "../../../out")}
     other = {"out/x": [2, digest]}
-    listing = {"reports": "/r", "runs": {"PartTwo-ring/2026": files, "..": other, "/etc": other}}
+    (tmp_path / "outside").mkdir()
+    (here / "PartTwo-ring" / "2026" / "link").symlink_to(tmp_path / "outside")
+    files |= {"link/x": [2, digest], ".hidden": [2, digest]}
+    listing = Listing("/r", {"PartTwo-ring/2026": files, "..": other, "/etc": other})
     host = _SendingHost()
     outcome = _copy_runs(host, {0: listing, 1: listing}, here)
     run = here / "PartTwo-ring" / "2026"
@@ -344,6 +443,8 @@ def test_files_come_only_under_safe_names_and_replace_no_different_one(tmp_path:
     assert (run / "other").read_text() == "[]"
     assert (outcome.written, outcome.same, outcome.kept) == (3, 1, [run / "other"])
     assert outcome.runs["PartTwo-ring/2026"] == [0, 1]
+    assert len(outcome.refused) == 5
+    assert not list((tmp_path / "outside").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,80 @@
+"""Recipe files that somebody else has written: one error at most, and no file touched."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from common.config.parser import parse_arguments
+from common.config.recipes import find_recipe, read_recipe
+from common.errors import UserError
+from common.utils.paths import RECIPES
+from tests.helpers.hostile import CASES, damaged, run_cases, untouched
+
+VALUES = st.sampled_from(
+    [
+        "0",
+        "-1",
+        "1e308",
+        "-1e308",
+        "nan",
+        "inf",
+        "true",
+        '""',
+        '"x"',
+        '"../x"',
+        '"\\u001b[2J"',
+        '"\\u0000"',
+        "[]",
+        "{}",
+        "9" * 4000,
+        "1979-05-27",
+        '"' + "x" * 5000 + '"',
+        "[" * 300 + "]" * 300,
+    ]
+)
+
+
+def _parse(path: Path) -> Any:
+    arguments = ["--recipe", str(path)]
+    return parse_arguments("PartThree", "", {}, ("ddp",), arguments, program=None)
+
+
+@CASES
+def test_damaged_recipes(tmp_path: Path, cases: int) -> None:
+    """Damaged bytes of a good recipe, and impossible values of its keys."""
+    path = tmp_path / "recipe.toml"
+    good = sorted(RECIPES.glob("*.toml"))[0].read_bytes()
+    keys = re.findall(r"^([\w-]+) *=", good.decode(), re.MULTILINE)
+
+    def check(content: bytes) -> None:
+        path.write_bytes(content)
+        with untouched(tmp_path):
+            read_recipe(find_recipe(str(path)))
+            _parse(path)
+
+    run_cases(cases, damaged(good), check)
+    lines = st.lists(st.tuples(st.sampled_from(keys), VALUES), min_size=1, max_size=4)
+    run_cases(
+        cases,
+        lines.map(
+            lambda pairs: "\n".join(f"{key} = {value}" for key, value in dict(pairs).items())
+        ),
+        lambda text: check(text.encode()),
+    )
+
+
+def test_a_recipe_that_is_no_small_regular_file(tmp_path: Path) -> None:
+    """A FIFO does not block, and neither a device, a folder nor a file of 64 GB is read."""
+    os.mkfifo(tmp_path / "fifo.toml")
+    (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "device.toml").symlink_to("/dev/zero")
+    (tmp_path / "missing.toml").symlink_to("nowhere")
+    with (tmp_path / "large.toml").open("wb") as file:
+        file.truncate(2**36)
+    for name in ("fifo", "folder", "device", "missing", "large"):
+        with pytest.raises(UserError, match=f"{name}.toml"):
+            read_recipe(find_recipe(str(tmp_path / f"{name}.toml")))
