@@ -12,14 +12,14 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
 from common.errors import UserError
-from common.utils.environment import DEFAULT_MASTER_PORT
+from common.utils.environment import DEFAULT_MASTER_PORT, run_token
 from common.utils.network import resolve
 from common.utils.system import free_port
 
@@ -35,6 +35,8 @@ class LaunchSpec:
     restarts : how often torchrun may restart the workers.
     agent : a name of the process that restarts this node's workers.
     stale_addresses : whether restarted workers under Gloo would read their predecessors' addresses.
+
+    token : the secret of the run, by which rank 0 knows its ranks; "" for none.
     """
 
     rank: int = 0
@@ -47,6 +49,7 @@ class LaunchSpec:
     restarts: int = 0
     agent: str | None = None
     stale_addresses: bool = False
+    token: str = field(default_factory=run_token, repr=False)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous as env_rendezvous
 
 from common.distributed.failures import (
     FailureReport,
@@ -18,7 +19,8 @@ from common.distributed.failures import (
     open_sockets,
 )
 from common.distributed.launch_env import LaunchSpec, launch_from_environment
-from common.distributed.rendezvous import RankPlacement, rendezvous
+from common.distributed.admission import RankPlacement
+from common.distributed.rendezvous import check_in, rendezvous
 from common.errors import GroupError, Stopped, UserError, first_line
 from common.utils.network import interface_of, route_to
 
@@ -104,12 +106,15 @@ def open_group(
     """
     assert launch.master_ip is not None  # a process without a group opens none
     _choose_interface(launch.master_ip)
-    store = None
+    rendezvous_store = None
+    store: dist.Store
     if launch.local_rank is not None and launch.local_size is not None:  # known under torchrun
         gpus_suffice = torch.cuda.device_count() >= launch.local_size
         placement = RankPlacement(launch.local_rank, launch.local_size, gpus_suffice)
+        store = _store_of_torchrun(launch, timeout_seconds)
     else:
-        store, placement = rendezvous(launch, timeout_seconds)
+        rendezvous_store, placement = rendezvous(launch, timeout_seconds)
+        store = dist.PrefixStore("group", rendezvous_store)
     backend = _choose_backend(backend, placement)
     device = torch.device("cpu")
     if backend == "nccl":
@@ -122,20 +127,34 @@ def open_group(
             world_size=launch.size,
             timeout=timedelta(seconds=timeout_seconds),
             device_id=device if backend == "nccl" else None,
-            init_method="env://" if store is None else None,
-            store=None if store is None else dist.PrefixStore("group", store),
+            store=store,
         )
     except RuntimeError as error:
-        met = "the ranks met" if store is not None else "torchrun started the ranks to meet"
         raise GroupError(
-            f"{met} at {launch.master_ip}:{launch.master_port}, but {backend} could not connect "
-            f"them: {first_line(error)}. If the nodes have several networks, set "
+            f"the ranks met at {launch.master_ip}:{launch.master_port}, but {backend} could not "
+            f"connect them: {first_line(error)}. If the nodes have several networks, set "
             "GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) to the interface that joins them"
         ) from error
     world = World(
         launch.rank, launch.size, placement.local_rank, placement.local_size, device, backend
     )
-    return world, store
+    return world, rendezvous_store
+
+
+def _store_of_torchrun(launch: LaunchSpec, timeout_seconds: float) -> dist.Store:
+    """Return the store that torchrun's ranks share, once all of them have shown their token."""
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        # As init_process_group does for env://: torchrun's own store, or one on rank 0's node.
+        store, _, _ = next(env_rendezvous("env://", launch.rank, launch.size, timeout=timeout))
+    except RuntimeError as error:
+        raise GroupError(
+            f"torchrun started the ranks to meet at {launch.master_ip}:{launch.master_port}, but "
+            f"rank {launch.rank} found no store there: {first_line(error)}"
+        ) from error
+    check_in(dist.PrefixStore("rendezvous", store), launch, timeout_seconds)
+    store.set_timeout(timeout)
+    return dist.PrefixStore("default_pg", store)
 
 
 def _choose_interface(master_ip: str) -> None:

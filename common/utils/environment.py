@@ -6,8 +6,10 @@ Imports torch only inside functions. Reads /proc on Linux and asks the standard 
 import os
 import platform
 import resource
+import secrets
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -15,12 +17,24 @@ from common.utils.paths import IN_CHECKOUT, REPOSITORY
 from common.utils.system import lines_of, usable_cores
 
 DEFAULT_MASTER_PORT = 29500
+RUN_TOKEN = "LAB_RUN_TOKEN"
+"""The variable with the run's token: a secret that every rank of a run has."""
 _PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "matplotlib", "pillow")
 
 
 def setting(name: str) -> str | None:
     """Return an environment variable that the user may have set."""
     return os.environ.get(name)
+
+
+def run_token() -> str:
+    """Return the run's token; "" if the environment has none."""
+    return os.environ.get(RUN_TOKEN, "")
+
+
+def with_run_token(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables with a token: the one that they have, else a new one."""
+    return {**variables, RUN_TOKEN: variables.get(RUN_TOKEN) or secrets.token_hex(16)}
 
 
 def environment() -> dict[str, Any]:
