@@ -8,9 +8,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import torch.distributed as dist
+from msgspec import Meta
 
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.rank0_store import Wait, address_of
@@ -31,6 +32,9 @@ _POLL_SECONDS = 0.05
 _FETCH_SECONDS = 1.0  # for the other ranks to fetch rank 0's message before its store ends
 _MOST_BYTES = 4096
 _MOST_LINES = 10
+_AT_ONCE = 1000
+
+_Line = Annotated[str, Meta(max_length=10_000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Decision:
     """What rank 0 answers to a rank that has the token: its placement, or why there is no run."""
 
     placement: RankPlacement | None = None
-    error: str = ""
+    error: _Line = ""
 
 
 def place_ranks(peers: Sequence[Peer]) -> list[RankPlacement]:
@@ -115,26 +119,29 @@ class Admission:
 
     def _invite(self, joined: list[Peer]) -> None:
         invitation = Invitation(self._nonce, bool(self._launch.token), joined)
-        self._store.set(INVITATION, encode(invitation))
+        self._store.set(INVITATION, encode(invitation).decode())
 
     def _next(self) -> Arrival | None:
-        """Return the next arrival that has the token; None if there is none now.
+        """Return the next arrival that has the token; None if there is none now."""
+        for _ in range(_AT_ONCE):  # a flood of others must not outlast the timeout
+            try:
+                content = self._store.queue_pop(QUEUE, block=False)
+            except dist.QueueEmptyError:
+                return None
+            if arrival := self._checked(content):
+                return arrival
+        return None
 
-        Answers those without it, and says who they are.
-        """
+    def _checked(self, content: bytes) -> Arrival | None:
+        """Return the arrival if its sender has the token; else refuse it."""
         try:
-            content = self._store.queue_pop(QUEUE, block=False)
-        except dist.QueueEmptyError:
-            return None
-        try:
-            assert len(content) <= _MOST_BYTES
-            arrival = decode(content, Arrival, name="an arrival")
-        except (AssertionError, UserError):
+            arrival = decode(content[: _MOST_BYTES + 1], Arrival, name="an arrival")
+        except UserError:
             self._refuse("a message that no rank of this version sends")
             return None
         if arrival.nonce == self._nonce and arrival.proves(self._launch.token):
             return arrival
-        self._store.set(ANSWER.format(arrival.sender), encode(Answer("", "0" * 64)))
+        self._store.set(ANSWER.format(arrival.sender), encode(Answer("", "0" * 64)).decode())
         if arrival.nonce == self._nonce:  # else it answers the invitation of earlier ranks
             peer = arrival.peer
             reason = explain_mismatch(here=arrival.has_token, there=bool(self._launch.token))
@@ -164,7 +171,7 @@ class Admission:
 
     def _answer(self, arrival: Arrival, decision: Decision) -> None:
         answer = Answer.to(arrival, encode(decision).decode(), self._launch.token)
-        self._store.set(ANSWER.format(arrival.sender), encode(answer))
+        self._store.set(ANSWER.format(arrival.sender), encode(answer).decode())
 
     def _end(self, message: str, cause: Arrival | None = None) -> NoReturn:
         """Tell every rank why there is no run, also those that still arrive; then raise."""
@@ -172,8 +179,8 @@ class Admission:
             self._answer(arrival, Decision(error=message))
         deadline = time.monotonic() + _FETCH_SECONDS
         while time.monotonic() < deadline:
-            if arrival := self._next():
-                self._answer(arrival, Decision(error=message))
+            if (late := self._next()) is not None:
+                self._answer(late, Decision(error=message))
             else:
                 time.sleep(_POLL_SECONDS)
         raise GroupError(message)

@@ -11,15 +11,15 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous as env_rendezvous
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
+from common.distributed.admission import RankPlacement
 from common.distributed.failures import (
     FailureReport,
     explain_collective_failure,
     open_sockets,
 )
 from common.distributed.launch_env import LaunchSpec, launch_from_environment
-from common.distributed.admission import RankPlacement
 from common.distributed.rendezvous import check_in, rendezvous
 from common.errors import GroupError, Stopped, UserError, first_line
 from common.utils.network import interface_of, route_to
@@ -108,13 +108,11 @@ def open_group(
     _choose_interface(launch.master_ip)
     rendezvous_store = None
     store: dist.Store
-    if launch.local_rank is not None and launch.local_size is not None:  # known under torchrun
-        gpus_suffice = torch.cuda.device_count() >= launch.local_size
-        placement = RankPlacement(launch.local_rank, launch.local_size, gpus_suffice)
-        store = _store_of_torchrun(launch, timeout_seconds)
-    else:
+    if launch.opens_store:
         rendezvous_store, placement = rendezvous(launch, timeout_seconds)
         store = dist.PrefixStore("group", rendezvous_store)
+    else:
+        store, placement = _meet_under_torchrun(launch, timeout_seconds)
     backend = _choose_backend(backend, placement)
     device = torch.device("cpu")
     if backend == "nccl":
@@ -141,20 +139,32 @@ def open_group(
     return world, rendezvous_store
 
 
-def _store_of_torchrun(launch: LaunchSpec, timeout_seconds: float) -> dist.Store:
-    """Return the store that torchrun's ranks share, once all of them have shown their token."""
-    timeout = timedelta(seconds=timeout_seconds)
+def _meet_under_torchrun(
+    launch: LaunchSpec, timeout_seconds: float
+) -> tuple[dist.Store, RankPlacement]:
+    """Return the store and the placement of a rank of torchrun, once rank 0 has admitted all.
+
+    The store is torchrun's own, or one that torch opens on rank 0's node.
+    """
+    assert launch.master_ip is not None
+    assert launch.local_rank is not None
+    assert launch.local_size is not None
+    host = f"[{launch.master_ip}]" if ":" in launch.master_ip else launch.master_ip
+    address, timeout = f"{host}:{launch.master_port}", timedelta(seconds=timeout_seconds)
     try:
-        # As init_process_group does for env://: torchrun's own store, or one on rank 0's node.
-        store, _, _ = next(env_rendezvous("env://", launch.rank, launch.size, timeout=timeout))
+        meeting = torch_rendezvous(f"tcp://{address}", launch.rank, launch.size, timeout=timeout)
+        store, _, _ = next(meeting)
     except RuntimeError as error:
         raise GroupError(
-            f"torchrun started the ranks to meet at {launch.master_ip}:{launch.master_port}, but "
-            f"rank {launch.rank} found no store there: {first_line(error)}"
+            f"torchrun started the ranks to meet at {address}, but rank {launch.rank} found no "
+            f"store there: {first_line(error)}"
         ) from error
     check_in(dist.PrefixStore("rendezvous", store), launch, timeout_seconds)
     store.set_timeout(timeout)
-    return dist.PrefixStore("default_pg", store)
+    gpus_suffice = torch.cuda.device_count() >= launch.local_size
+    return dist.PrefixStore("default_pg", store), RankPlacement(
+        launch.local_rank, launch.local_size, gpus_suffice
+    )
 
 
 def _choose_interface(master_ip: str) -> None:

@@ -71,7 +71,7 @@ def rendezvous(launch: LaunchSpec, timeout_seconds: float) -> tuple[dist.TCPStor
 
 
 def check_in(store: dist.Store, launch: LaunchSpec, timeout_seconds: float) -> RankPlacement:
-    """As ``rendezvous``, over a store that the launcher has opened, perhaps for earlier ranks, too."""
+    """As ``rendezvous``, over a launcher's store, which may still hold what earlier ranks wrote."""
     return _within(timeout_seconds, launch, lambda wait: _join(store, launch, wait))
 
 
@@ -114,8 +114,7 @@ def _ask_rank0(store: dist.Store, launch: LaunchSpec, wait: Wait, gpus: int) -> 
     peer = this_peer(gpus)
     while True:
         invitation = _invitation(store, launch, wait)
-        # A launcher's store may still hold the invitation of earlier ranks.
-        if invitation.joined and launch.local_rank is None:
+        if invitation.joined and launch.opens_store:  # else it may be the one of earlier ranks
             raise GroupError(_late(launch, invitation, peer))
         wait.whom = lambda: f"the other ranks; this one has joined {address_of(launch)}"
         sender = new_nonce()
@@ -157,12 +156,16 @@ def _answer(store: dist.Store, launch: LaunchSpec, wait: Wait, arrival: Arrival)
             f"what answers at {address_of(launch)} is not rank 0 of this run: "
             f"{explain_mismatch(here=bool(launch.token), there=True)}"
         )
-    return decode(answer.content.encode(), Decision, name=f"the answer of {address_of(launch)}")
+    return _parse(answer.content.encode(), Decision, launch)
 
 
 def _read(store: dist.Store, key: str, schema: type[T], launch: LaunchSpec) -> T:
+    return _parse(store.get(key), schema, launch)
+
+
+def _parse(content: bytes, schema: type[T], launch: LaunchSpec) -> T:
     try:
-        return decode(store.get(key), schema, name="its message")
+        return decode(content, schema, name="its message")
     except UserError as error:
         raise GroupError(
             f"what answers at {address_of(launch)} is not rank 0 of this version: {error}"
