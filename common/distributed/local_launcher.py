@@ -36,8 +36,7 @@ def launch_local_ranks(
     try:
         exits = run_local_ranks(
             [[sys.executable, "-u", *command]] * len(variables),
-            environment=environment,
-            rank_variables=variables,
+            environments=[{**environment, **one} for one in variables],
             stop_signal=lambda: received[0] if received else None,
             stop_seconds=_SAVE_SECONDS,
         )

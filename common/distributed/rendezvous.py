@@ -63,11 +63,11 @@ def rendezvous(launch: LaunchSpec, timeout_seconds: float) -> tuple[dist.TCPStor
     another machine than the address that the other ranks connect to.
     """
 
-    def meet(wait: Wait) -> tuple[dist.TCPStore, RankPlacement]:
+    def join(wait: Wait) -> tuple[dist.TCPStore, RankPlacement]:
         store = serve(launch, wait) if launch.rank == 0 else connect(launch, wait)
         return store, _join(store, launch, wait)
 
-    return _within(timeout_seconds, launch, meet)
+    return _within(timeout_seconds, launch, join)
 
 
 def check_in(store: dist.Store, launch: LaunchSpec, timeout_seconds: float) -> RankPlacement:
@@ -75,8 +75,8 @@ def check_in(store: dist.Store, launch: LaunchSpec, timeout_seconds: float) -> R
     return _within(timeout_seconds, launch, lambda wait: _join(store, launch, wait))
 
 
-def _within(timeout_seconds: float, launch: LaunchSpec, meet: Callable[[Wait], T]) -> T:
-    """Return the result of ``meet``, and meanwhile print for whom this rank waits."""
+def _within(timeout_seconds: float, launch: LaunchSpec, join: Callable[[Wait], T]) -> T:
+    """Return the result of ``join``, and meanwhile print for whom this rank waits."""
     wait = Wait(
         timeout_seconds,
         time.monotonic() + timeout_seconds,
@@ -84,7 +84,7 @@ def _within(timeout_seconds: float, launch: LaunchSpec, meet: Callable[[Wait], T
     )
     # If rank 0's node pauses or its link is cut, the store's operations block until TCP times out.
     # A thread lets this rank give up before that.
-    joining = in_thread(lambda: meet(wait))
+    joining = in_thread(lambda: join(wait))
     pause, last_answer = _FIRST_NOTICE_SECONDS, _FETCH_SECONDS + _LAST_ANSWER_SECONDS
     while not concurrent.futures.wait([joining], min(pause, wait.left + last_answer)).done:
         if wait.left + last_answer <= 0:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from common.utils.environment import with_run_token
+from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.processes import kill_on_parent_exit
 
 _POLL_SECONDS = 0.05
@@ -51,8 +51,7 @@ def run_local_ranks(
     commands: Sequence[Sequence[str]],
     *,
     outputs: Sequence[IO[bytes] | None] = (),
-    environment: Mapping[str, str] = os.environ,
-    rank_variables: Sequence[Mapping[str, str]] = (),
+    environments: Sequence[Mapping[str, str]] = (),
     limit_seconds: float = math.inf,
     grace_seconds: float = 8.0,
     stop_signal: Callable[[], int | None] = lambda: None,
@@ -63,17 +62,19 @@ def run_local_ranks(
     After the first failure the other ranks have ``grace_seconds`` to report why they fail, too.
     After ``limit_seconds`` or an exception (Ctrl-C), all are killed together with every process
     that they started. On Linux the ranks are also killed if this process is killed. Several ranks
-    get the run's token, a new one unless ``environment`` has one.
+    get the run's token, a new one unless the environment has one.
 
     Parameters
     ----------
     outputs : a file for each rank's stdout and stderr; None, or no files: this process's own.
-    rank_variables : each rank's own environment variables, in addition to ``environment``.
+    environments : of each rank; none: this process's own.
     stop_signal : asked every 0.05 s. Once it returns a signal, the ranks receive it and have
         ``stop_seconds`` (default: ``grace_seconds``) to save and end.
     """
+    environments = environments or [os.environ] * len(commands)
     if len(commands) > 1:
-        environment = with_run_token(environment)
+        token = with_run_token(environments[0])[RUN_TOKEN]
+        environments = [{**environment, RUN_TOKEN: token} for environment in environments]
     processes: list[subprocess.Popen] = []
     failed: list[int] = []
     deadline, stopping = time.monotonic() + limit_seconds, False
@@ -86,7 +87,7 @@ def run_local_ranks(
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output and subprocess.STDOUT,
-                    env={**environment, **(rank_variables[rank] if rank_variables else {})},
+                    env=environments[rank],
                     start_new_session=True,
                     preexec_fn=kill_on_parent_exit(),
                 )

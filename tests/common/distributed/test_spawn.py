@@ -200,7 +200,7 @@ def test_each_rank_writes_to_its_own_file_in_the_environment_given(tmp_path: Pat
         exits = run_local_ranks(
             [python(code, rank) for rank in range(2)],
             outputs=[first, second],
-            environment={**os.environ, "GREETING": "hello"},
+            environments=[{**os.environ, "GREETING": "hello"}] * 2,
         )
     assert exits.statuses == (0, 0)
     assert [path.read_text() for path in paths] == [

@@ -61,7 +61,7 @@ def test_the_nodes_of_a_cluster_share_a_token_and_rank_0_listens_at_its_address(
     for drop in (-1, 1):
         command = f"timeout 60 sh -c '{listening}' & python {program} {flags} --drop {drop}"
         _, told[drop] = lab.run("run", "--nodes", "2", "--", "sh", "-c", command)
-    tokens = re.findall(r"token (\w+)", told[-1] + told[1])
+    tokens = re.findall(r"token (\w{64})", told[-1] + told[1])
     assert len(tokens) == 4, told
     assert tokens[0] == tokens[1] != "none"
     assert tokens[0] not in tokens[2:], "each run has its own"
