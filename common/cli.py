@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from common.config.parser import parse_arguments
 from common.config.recipes import print_recipe
@@ -24,10 +23,11 @@ from common.config.schema import Config
 from common.distributed.launch_env import (
     LaunchSpec,
     choose_gpus,
-    launcher_command,
+    local_rank_variables,
     processes_to_start,
     resolve_launch,
 )
+from common.distributed.local_launcher import launch_local_ranks
 from common.errors import INTERRUPTED, TO_BE_CONTINUED, GroupError, Stopped, UserError
 from common.sync import BUILT_IN, BY_HAND
 from common.utils.environment import read_settings
@@ -81,7 +81,11 @@ def main(
             return 0
         choose_gpus(config.gpu_ids)
         if processes := processes_to_start(config.launch_flags):
-            _become_launcher(config, processes, [*_target(part, path), *arguments])
+            return launch_local_ranks(
+                [*_target(part, path), *(one for one in arguments if one != "--distributed")],
+                local_rank_variables(config.launch_flags, processes),
+                {"OMP_NUM_THREADS": "1"} | os.environ,  # run() sets the threads
+            )
         launch = _launch_of_part(config)
     except UserError as error:
         return _say(f"error: {error}", 2)
@@ -164,15 +168,8 @@ def _explain(error: Exception) -> str | None:
 
 
 def _target(part: str, path: str | None) -> list[str]:
-    """Return what torchrun starts: the part's file, or without one this module."""
+    """Return what a launcher starts: the part's file, or without one this module."""
     return ["-m", "common.cli", part] if path is None else [path]
-
-
-def _become_launcher(config: Config, processes: int, command: list[str]) -> NoReturn:
-    """Replace this process by torchrun; it sets RANK, so that no rank becomes a launcher."""
-    arguments = launcher_command(config.launch_flags, processes, command)
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ  # run() sets the threads
-    os.execve(sys.executable, [sys.executable, *arguments], environment)
 
 
 def _say(message: str, status: int) -> int:

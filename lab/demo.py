@@ -66,7 +66,7 @@ def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
     """Run one way on ``ranks`` local processes and return its summary; None if a process failed."""
     with tempfile.TemporaryFile() as errors:
         exits = run_local_ranks(
-            rank_commands(command, ranks, port=free_port()),
+            rank_commands(command, ranks, port=free_port(address="127.0.0.1")),
             outputs=[None, *[errors] * (ranks - 1)],
             limit_seconds=_LIMIT_SECONDS,
         )

@@ -7,6 +7,7 @@
 #   PYTHON        default: .venv/bin/python, else python3
 #   MASTER        address of the first node
 #   REQUEUES      how often the job may requeue itself (default: 20)
+#   LAB_RUN_TOKEN  the run's token (default: a new one)
 #   STAGE_DATA=1  copy the dataset to each node's own disk, TMPDIR
 #   LAB_OUTPUT    for programs other than the parts: where the tasks' output goes (default: reports)
 
@@ -48,6 +49,9 @@ check_job() {
     command -v "$PYTHON" > /dev/null || fail "$PYTHON is not on $(hostname): set PYTHON to an interpreter that all nodes have, or run \`make setup\`"
     COMMAND=("$@")
     OUTPUT=$(realpath -m "${LAB_OUTPUT:-reports}")
+    # The secret by which rank 0 knows the job's ranks: new at every start, and in no file. srun
+    # gives the tasks this shell's environment.
+    export LAB_RUN_TOKEN=${LAB_RUN_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
     RUN='' DATASET='' DATA='' MIRROR='' STAGE=''
     local first=0
     while [ $first -lt $# ] && [[ ${COMMAND[first]} != *Part*/main.py ]]; do first=$((first + 1)); done

@@ -1,8 +1,8 @@
 """Which rank this process is, of how many, and where the ranks meet.
 
 The order of the calls: ``choose_gpus`` limits the GPUs that this process sees.
-``processes_to_start`` decides whether it starts the ranks (with ``launcher_command``) or is a rank
-itself. A rank combines its flags and torchrun's environment variables with ``resolve_launch``;
+``processes_to_start`` decides whether it starts the ranks (with ``local_rank_variables``) or is a
+rank itself. A rank combines its flags and torchrun's environment variables with ``resolve_launch``;
 callers without flags use ``launch_from_environment``. torch is imported only inside functions,
 after the GPUs are chosen.
 """
@@ -11,9 +11,8 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import psutil
@@ -24,8 +23,9 @@ from common.utils.environment import (
     TorchrunVariables,
     read_settings,
     read_torchrun,
+    run_token,
 )
-from common.utils.network import resolve
+from common.utils.network import listening_address, resolve
 from common.utils.system import free_port
 
 _START_OTHERWISE = "start with torchrun, or unset RANK and WORLD_SIZE"
@@ -42,6 +42,8 @@ class LaunchSpec:
     restarts : how often torchrun may restart the workers.
     agent : a name of the process that restarts this node's workers.
     stale_addresses : whether restarted workers under Gloo would read their predecessors' addresses.
+
+    token : the secret of the run, by which rank 0 knows its ranks; "" for none.
     """
 
     rank: int = 0
@@ -54,6 +56,12 @@ class LaunchSpec:
     restarts: int = 0
     agent: str | None = None
     stale_addresses: bool = False
+    token: str = field(default_factory=run_token, repr=False)
+
+    @property
+    def opens_store(self) -> bool:
+        """Whether rank 0 opens the store where the ranks meet; else their launcher decides."""
+        return self.local_rank is None or (self.agent is None and self.local_size == self.size)
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,7 @@ def launch_from_environment(rank: int, world_size: int) -> LaunchSpec:
         found.master_port or DEFAULT_MASTER_PORT,
         found.local_rank if torchrun else None,
         found.local_world_size if torchrun else None,
+        agent=_agent() if "TORCHELASTIC_RUN_ID" in os.environ else None,
     )
 
 
@@ -252,21 +261,20 @@ def processes_to_start(flags: LaunchFlags, environment: Mapping[str, str] = os.e
     return gpus or 2
 
 
-def launcher_command(flags: LaunchFlags, processes: int, command: Sequence[str]) -> list[str]:
-    """Return Python's arguments to start ``processes`` ranks of ``command`` on this machine."""
+def local_rank_variables(flags: LaunchFlags, processes: int) -> list[dict[str, str]]:
+    """Return the environment variables, torchrun's, that make a process one of ``processes`` ranks.
+
+    The ranks meet at 127.0.0.1 and a free port, unless the flags give another address.
+    """
     host, port = _master_address(flags)
-    arguments = [argument for argument in command if argument != "--distributed"]
-    return [
-        "-P",
-        str(Path(__file__).with_name("local_launcher.py")),
-        "--nproc-per-node",
-        str(processes),
-        "--master-addr",
-        host or "127.0.0.1",
-        "--master-port",
-        str(port or free_port()),
-        *arguments,
-    ]
+    host = host or "127.0.0.1"
+    group = {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port or free_port(address=listening_address(host)[0])),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+    }
+    return [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def choose_gpus(ids: str | None) -> None:

@@ -12,7 +12,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
+from common.distributed.admission import RankPlacement
 from common.distributed.failures import (
     FailureReport,
     broken_collective,
@@ -21,7 +23,7 @@ from common.distributed.failures import (
 )
 from common.distributed.heartbeat import Activity, Heartbeat
 from common.distributed.launch_env import LaunchSpec, launch_from_environment
-from common.distributed.rendezvous import RankPlacement, rendezvous
+from common.distributed.rendezvous import check_in, rendezvous
 from common.errors import GroupError, Stopped, UserError, first_line
 from common.utils.network import interface_of, route_to
 
@@ -129,12 +131,13 @@ def open_group(
     """
     assert launch.master_ip is not None  # a process without a group opens none
     _choose_interface(launch.master_ip)
-    store = None
-    if launch.local_rank is not None and launch.local_size is not None:  # known under torchrun
-        gpus_suffice = torch.cuda.device_count() >= launch.local_size
-        placement = RankPlacement(launch.local_rank, launch.local_size, gpus_suffice)
+    rendezvous_store = None
+    store: dist.Store
+    if launch.opens_store:
+        rendezvous_store, placement = rendezvous(launch, timeout_seconds)
+        store = dist.PrefixStore("group", rendezvous_store)
     else:
-        store, placement = rendezvous(launch, timeout_seconds)
+        store, placement = _meet_under_torchrun(launch, timeout_seconds)
     backend = _choose_backend(backend, placement)
     device = torch.device("cpu")
     if backend == "nccl":
@@ -147,20 +150,46 @@ def open_group(
             world_size=launch.size,
             timeout=timedelta(seconds=timeout_seconds),
             device_id=device if backend == "nccl" else None,
-            init_method="env://" if store is None else None,
-            store=None if store is None else dist.PrefixStore("group", store),
+            store=store,
         )
     except RuntimeError as error:
-        met = "the ranks met" if store is not None else "torchrun started the ranks to meet"
         raise GroupError(
-            f"{met} at {launch.master_ip}:{launch.master_port}, but {backend} could not connect "
-            f"them: {first_line(error)}. If the nodes have several networks, set "
+            f"the ranks met at {launch.master_ip}:{launch.master_port}, but {backend} could not "
+            f"connect them: {first_line(error)}. If the nodes have several networks, set "
             "GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) to the interface that joins them"
         ) from error
     world = World(
         launch.rank, launch.size, placement.local_rank, placement.local_size, device, backend
     )
-    return world, store
+    return world, rendezvous_store
+
+
+def _meet_under_torchrun(
+    launch: LaunchSpec, timeout_seconds: float
+) -> tuple[dist.Store, RankPlacement]:
+    """Return the store and the placement of a rank of torchrun, once rank 0 has admitted all.
+
+    The store is torchrun's own, or one that torch opens on rank 0's node.
+    """
+    assert launch.master_ip is not None
+    assert launch.local_rank is not None
+    assert launch.local_size is not None
+    host = f"[{launch.master_ip}]" if ":" in launch.master_ip else launch.master_ip
+    address, timeout = f"{host}:{launch.master_port}", timedelta(seconds=timeout_seconds)
+    try:
+        meeting = torch_rendezvous(f"tcp://{address}", launch.rank, launch.size, timeout=timeout)
+        store, _, _ = next(meeting)
+    except RuntimeError as error:
+        raise GroupError(
+            f"torchrun started the ranks to meet at {address}, but rank {launch.rank} found no "
+            f"store there: {first_line(error)}"
+        ) from error
+    check_in(dist.PrefixStore("rendezvous", store), launch, timeout_seconds)
+    store.set_timeout(timeout)
+    gpus_suffice = torch.cuda.device_count() >= launch.local_size
+    return dist.PrefixStore("default_pg", store), RankPlacement(
+        launch.local_rank, launch.local_size, gpus_suffice
+    )
 
 
 def _choose_interface(master_ip: str) -> None:

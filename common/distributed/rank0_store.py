@@ -4,8 +4,10 @@ Rank 0 opens it with ``serve``, which checks that the address given leads to it;
 calls ``connect``, which tries again until rank 0 is there. rendezvous.py says what the ranks write.
 """
 
+import errno
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from common.distributed.launch_env import LaunchSpec
 from common.errors import GroupError, UserError, first_line
-from common.utils.network import is_own, own_addresses
+from common.utils.network import is_own, listen, listening_address, own_addresses
 from common.utils.processes import in_thread
 from common.utils.system import free_port
 
@@ -37,17 +39,43 @@ class Wait:
 
 
 def serve(launch: LaunchSpec, wait: Wait) -> dist.TCPStore:
-    """Rank 0: open the store that the others connect to."""
-    if launch.master_port != (free := free_port(launch.master_port)):
-        raise UserError(
+    """Rank 0: open the store that the others connect to.
+
+    It listens at the address given alone, unless other machines may know this one by another.
+    """
+    assert launch.master_ip is not None  # a process without a group has no rendezvous
+    address, reason = listening_address(launch.master_ip)
+    try:
+        listener = listen(address, launch.master_port)
+    except OSError as error:
+        raise _cannot_listen(launch, address, error) from error
+    # torch closes the descriptor with the store, and does not if the store cannot be opened.
+    store = _store(
+        replace(launch, master_ip=address or "127.0.0.1"), wait.seconds, listener=listener.detach()
+    )
+    if not is_own(launch.master_ip):
+        _check_reached(store, launch)
+    if reason:
+        print(
+            f"rank 0: {reason}, so port {launch.master_port} is open on all addresses of this "
+            "machine: let a firewall close it to all but the nodes",
+            file=sys.stderr,
+            flush=True,
+        )
+    return store
+
+
+def _cannot_listen(launch: LaunchSpec, address: str, error: OSError) -> UserError:
+    free = free_port(max(1024, launch.master_port + 1), address=address)
+    if error.errno == errno.EADDRINUSE:
+        return UserError(
             f"port {launch.master_port} is taken on this machine, by another run or by another "
             f"rank 0 of this one: end that one, or add --master-port {free} on every node"
         )
-    if is_own(launch.master_ip or ""):
-        return _store(launch, wait.seconds)
-    store = _store(replace(launch, master_ip="127.0.0.1"), wait.seconds)  # serves all addresses
-    _check_reached(store, launch)
-    return store
+    return UserError(
+        f"rank 0 cannot listen at {address_of(launch)} ({error.strerror}): add --master-port "
+        f"{free} on every node"
+    )
 
 
 def _check_reached(store: dist.TCPStore, launch: LaunchSpec) -> None:
@@ -79,7 +107,9 @@ def _check_reached(store: dist.TCPStore, launch: LaunchSpec) -> None:
         )
 
 
-def _store(launch: LaunchSpec, timeout_seconds: float) -> dist.TCPStore:
+def _store(
+    launch: LaunchSpec, timeout_seconds: float, *, listener: int | None = None
+) -> dist.TCPStore:
     assert launch.master_ip is not None  # a process without a group has no rendezvous
     return dist.TCPStore(
         launch.master_ip,
@@ -87,6 +117,7 @@ def _store(launch: LaunchSpec, timeout_seconds: float) -> dist.TCPStore:
         is_master=launch.rank == 0,
         wait_for_workers=False,  # torch would not say which ones are missing
         timeout=timedelta(seconds=timeout_seconds),
+        master_listen_fd=listener,
     )
 
 

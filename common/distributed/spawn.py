@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
+from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.processes import kill_on_parent_exit
 
 _POLL_SECONDS = 0.05
@@ -50,23 +51,30 @@ def run_local_ranks(
     commands: Sequence[Sequence[str]],
     *,
     outputs: Sequence[IO[bytes] | None] = (),
-    environment: Mapping[str, str] | None = None,
+    environments: Sequence[Mapping[str, str]] = (),
     limit_seconds: float = math.inf,
     grace_seconds: float = 8.0,
-    stop_requested: Callable[[], bool] = lambda: False,
+    stop_signal: Callable[[], int | None] = lambda: None,
+    stop_seconds: float | None = None,
 ) -> RankExits:
     """Run ``commands[rank]`` for every rank and return how they ended, once no process is left.
 
     After the first failure the other ranks have ``grace_seconds`` to report why they fail, too.
     After ``limit_seconds`` or an exception (Ctrl-C), all are killed together with every process
-    that they started. On Linux the ranks are also killed if this process is killed.
+    that they started. On Linux the ranks are also killed if this process is killed. Several ranks
+    get the run's token, a new one unless the environment has one.
 
     Parameters
     ----------
     outputs : a file for each rank's stdout and stderr; None, or no files: this process's own.
-    stop_requested : asked every 0.05 s. Once it returns True, the ranks receive SIGTERM and have
-        ``grace_seconds`` to save and end.
+    environments : of each rank; none: this process's own.
+    stop_signal : asked every 0.05 s. Once it returns a signal, the ranks receive it and have
+        ``stop_seconds`` (default: ``grace_seconds``) to save and end.
     """
+    environments = environments or [os.environ] * len(commands)
+    if len(commands) > 1:
+        token = with_run_token(environments[0])[RUN_TOKEN]
+        environments = [{**environment, RUN_TOKEN: token} for environment in environments]
     processes: list[subprocess.Popen] = []
     failed: list[int] = []
     deadline, stopping = time.monotonic() + limit_seconds, False
@@ -79,7 +87,7 @@ def run_local_ranks(
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output and subprocess.STDOUT,
-                    env=environment,
+                    env=environments[rank],
                     start_new_session=True,
                     preexec_fn=kill_on_parent_exit(),
                 )
@@ -87,12 +95,13 @@ def run_local_ranks(
         while True:
             statuses = [process.poll() for process in processes]
             ended = [rank for rank, status in enumerate(statuses) if status and rank not in failed]
-            stops_now = stop_requested() and not stopping
-            if stops_now:
+            if not stopping and (number := stop_signal()) is not None:
                 stopping = True
                 for process in processes:
-                    process.terminate()
-            if stops_now or (ended and not failed):
+                    process.send_signal(number)
+                limit = grace_seconds if stop_seconds is None else stop_seconds
+                deadline = min(deadline, time.monotonic() + limit)
+            if ended and not failed and not stopping:
                 deadline = min(deadline, time.monotonic() + grace_seconds)
             failed += ended
             if None not in statuses or time.monotonic() > deadline:

@@ -181,7 +181,7 @@ def _in_processes(
         worker = [sys.executable, "-P", "-m", "common.training_engine.worker", name]
         exits = run_local_ranks(
             [[*worker, str(rank)] for rank in range(world_size)],
-            environment=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+            environments=[os.environ | {"PYTHONPATH": os.pathsep.join(path)}] * world_size,
             grace_seconds=_GRACE_SECONDS,
         )
         return _result(_read_outcomes(folder, world_size), exits)

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import resource
+import secrets
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ from common.utils.typed_json import shown
 
 T = TypeVar("T")
 DEFAULT_MASTER_PORT = 29500
+RUN_TOKEN = "LAB_RUN_TOKEN"
+"""The variable with the run's token: a secret that every rank of a run has."""
 _PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "matplotlib", "pillow")
 _WHOLE_NUMBER = re.compile("[0-9]{1,18}")
 
@@ -138,6 +141,16 @@ def _read(schema: type[T], environment: Mapping[str, str], *, advice: str) -> T:
 def setting(name: str) -> str | None:
     """Return an environment variable that the user may have set."""
     return os.environ.get(name)
+
+
+def run_token() -> str:
+    """Return the run's token; "" if the environment has none."""
+    return os.environ.get(RUN_TOKEN, "")
+
+
+def with_run_token(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables with a token: the one that they have, else a new one."""
+    return {**variables, RUN_TOKEN: variables.get(RUN_TOKEN) or secrets.token_hex(16)}
 
 
 def environment() -> dict[str, Any]:

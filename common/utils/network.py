@@ -55,6 +55,34 @@ def is_own(host: str) -> bool:
     return any(address in own or is_loopback(address) for address in resolve(host))
 
 
+def listening_address(host: str) -> tuple[str, str]:
+    """Return the address at which to listen so that others reach ``host``, this machine.
+
+    "" stands for all addresses of this machine; then the second text says why they are needed.
+    """
+    addresses = resolve(host)
+    if not is_own(host):
+        return "", f"{host} is not an address of this machine"
+    if is_loopback(host):
+        return min(addresses), ""  # 127.0.0.1 of localhost, which may be ::1, too
+    if len(addresses) > 1 or is_loopback(*addresses):
+        return "", f"other machines may know {host} by another address"
+    return addresses.pop(), ""
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address of this machine, or at all of them ("").
+
+    Raises OSError, with EADDRINUSE if the port is taken.
+    """
+    if address:
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(place, family=family)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
 def is_loopback(address: str) -> bool:
     """Return whether the address reaches no other machine."""
     return address.startswith("127.") or address in ("::1", "localhost")

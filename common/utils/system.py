@@ -70,12 +70,16 @@ def open_descriptors() -> list[int]:
     return []
 
 
-def free_port(start: int = 0) -> int:
-    """Return the first TCP port from ``start`` on that nothing listens on (0: any)."""
+def free_port(start: int = 0, *, address: str = "") -> int:
+    """Return the first TCP port from ``start`` on that nothing listens on (0: any).
+
+    address : of this machine; "" for all of them.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in range(start, 65536):
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        with socket.socket(family) as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", port))
+            probe.bind((address, port))
             return probe.getsockname()[1]
     raise UserError(f"no free port from {start} on: give a lower --master-port")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import INTERRUPTED, UserError
-from common.utils.environment import setting
+from common.utils.environment import RUN_TOKEN, setting
 from common.utils.paths import REPORTS, new_folder
 from common.utils.processes import find_root_failure, shell_status
 from lab.cluster import control
@@ -186,7 +186,8 @@ def shell(args: argparse.Namespace) -> int:
     if not args.flags:
         say(f"a shell on node {args.node} of cluster {pid}; leave it with exit")
     command = args.flags or [setting("SHELL") or "/bin/sh"]
-    environment = node_environment(os.environ, nodes=cluster["nodes"], interface="eth0")
+    variables = {**os.environ, RUN_TOKEN: cluster["token"]}  # to start ranks of the same run
+    environment = node_environment(variables, nodes=cluster["nodes"], interface="eth0")
     return control.enter(cluster["host"], args.node, command, environment=environment)
 
 

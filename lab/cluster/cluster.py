@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from common.errors import GroupError, UserError
+from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.system import free_port
 from lab.cluster import network, tools
 from lab.cluster.channel import Channel
@@ -63,7 +64,7 @@ class Cluster:
 
     ``warnings`` lists what the kernel cannot do. ``latency_seconds`` is the delay that each link
     adds; None if none. ``host_pid`` is the first process in the cluster's namespaces, as seen from
-    outside.
+    outside. ``token`` is the secret by which rank 0 knows the ranks of this cluster.
     Raises UserError, with the setting to change, if the machine allows no namespaces.
     """
 
@@ -93,6 +94,7 @@ class Cluster:
         self._ends: list[End] = []
         self._output: dict[int, list[str]] = {node: [] for node in range(nodes)}
         self._port = _PORT
+        self.token = with_run_token(os.environ)[RUN_TOKEN]
 
     def _check(self, rate: str | None, latency: str | None) -> None:
         if self.loopback:
@@ -162,9 +164,9 @@ class Cluster:
         for node in chosen:
             self._check_node(node)
         if self.loopback and not self._running:  # nodes that join later use the same port
-            self._port = free_port()
+            self._port = free_port(address="127.0.0.1")
         node_variables = node_environment(
-            {**os.environ, **(environment or {})},
+            {**os.environ, RUN_TOKEN: self.token, **(environment or {})},
             nodes=self.nodes,
             interface=None if self.loopback else "eth0",
         )

@@ -64,7 +64,12 @@ def _answer(cluster: Cluster, fault: Mapping[str, Any]) -> dict[str, Any]:
     try:
         if fault:
             cluster.fault(**fault)
-        return {"nodes": cluster.nodes, "loopback": cluster.loopback, "host": cluster.host_pid}
+        return {
+            "nodes": cluster.nodes,
+            "loopback": cluster.loopback,
+            "host": cluster.host_pid,
+            "token": cluster.token,
+        }
     except (UserError, RuntimeError) as error:
         return {"error": str(error)}
 
@@ -100,7 +105,7 @@ def find(pid: int | None) -> int:
 
 
 def ask(pid: int, **fault: Any) -> dict[str, Any]:
-    """Ask the ``lab cluster run`` with this process id for its nodes, loopback and host.
+    """Ask the ``lab cluster run`` with this process id for its nodes, loopback, host and token.
 
     fault : arguments of ``Cluster.fault``, to cause a fault first; none: only ask.
     Raises UserError if the cluster refuses or does not answer.

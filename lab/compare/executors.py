@@ -92,7 +92,7 @@ def _run_over_loopback(
     paths = {rank: logs.with_name(f"{logs.name}-rank{rank}.txt") for rank in range(nodes)}
     with contextlib.ExitStack() as files:
         exits = run_local_ranks(
-            rank_commands(command, nodes, port=free_port()),
+            rank_commands(command, nodes, port=free_port(address="127.0.0.1")),
             outputs=[
                 files.enter_context(regular_target(path).open("wb")) for path in paths.values()
             ],

@@ -154,7 +154,7 @@ def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> tuple[int, str]:
             [[sys.executable, *node_command(run), *flags]],
             outputs=[log],
             grace_seconds=_GRACE_SECONDS,
-            stop_requested=lambda: bool(received),
+            stop_signal=lambda: signal.SIGTERM if received else None,
         )
     finally:
         for number, handler in before.items():

@@ -11,7 +11,14 @@ from collections.abc import Callable
 import psutil
 
 from common.utils.environment import setting
-from common.utils.network import interface_of, is_loopback, is_own, route_to
+from common.utils.network import (
+    interface_of,
+    is_loopback,
+    is_own,
+    listen,
+    listening_address,
+    route_to,
+)
 from lab.doctor.check_result import FAILURE, OK, WARNING, CheckRequest, CheckResult, reason
 
 _PROBE_SECONDS = 5.0
@@ -115,7 +122,7 @@ def check_port(request: CheckRequest) -> CheckResult | None:
         return None
     port = request.master_port
     try:
-        socket.create_server(("", port)).close()  # with SO_REUSEADDR, as torch's store does
+        listen(listening_address(request.master_ip)[0] if request.master_ip else "", port).close()
     except PermissionError:
         return CheckResult(
             "port", FAILURE, f"only root may use {port}", "give a --master-port of 1024 or more"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from common.utils.network import route_to
+from common.utils.network import listen, listening_address, route_to
 from lab.doctor.check_result import CheckRequest, reason
 from lab.doctor.connectivity import (
     answer_probes,
@@ -53,7 +53,7 @@ def connect_nodes(
     *,
     host: str | None = None,
     clock: Callable[[], float] = time.time,
-    open_listener: Callable[[tuple[str, int]], socket.socket] = socket.create_server,
+    open_listener: Callable[[str, int], socket.socket] = listen,
 ) -> tuple[dict[int, NodeReport], list[str]]:
     """Connect to the other nodes' doctors.
 
@@ -64,12 +64,13 @@ def connect_nodes(
     plus about 20 s. ``open_listener`` opens the socket for the others. Raises OSError on rank 0
     if the master's port is taken, and on every rank if there is no route to the master.
     """
-    listener = open_listener(("", 0))
+    own = route_to(request.master_ip)
+    listener = open_listener(own, 0)
     with answer_probes(request.rank, listener):
         report = NodeReport(
             request.rank,
             host or socket.gethostname(),
-            route_to(request.master_ip),
+            own,
             listener.getsockname()[1],
             dict(facts),
         )
@@ -86,7 +87,8 @@ def _collect_nodes(
     problems: list[str] = []
     deadline = time.monotonic() + request.timeout_seconds
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("", request.master_port)))
+        address, _ = listening_address(request.master_ip)
+        listener = stack.enter_context(listen(address, request.master_port))
         while len(nodes) < request.num_nodes and time.monotonic() < deadline:
             # An error means another program, or a node that has gone: the node counts as missing.
             with contextlib.suppress(OSError, KeyError, TypeError):

@@ -6,6 +6,7 @@ Order: read the flags, connect, ask the hosts for problems, find the master's ad
 
 import argparse
 import contextlib
+import os
 import resource
 import signal
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 from common.errors import INTERRUPTED, TO_BE_CONTINUED, UserError
+from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.paths import BASE, new_folder
 from common.utils.processes import find_root_failure, shell_status
 from lab.processes.prefixed_output import PrefixedOutput, say
@@ -120,7 +122,9 @@ def _run(
     master: str,
     record: Record,
 ) -> int:
-    environment = {"PYTHONUNBUFFERED": "1"}
+    # The agents get the token through ssh, where no process list and no file shows it.
+    token = with_run_token(os.environ)[RUN_TOKEN]
+    environment = {"PYTHONUNBUFFERED": "1", RUN_TOKEN: token}
     if commands.kind == "torchrun":
         # Otherwise restarted workers would read the addresses of their predecessors.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

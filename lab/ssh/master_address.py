@@ -27,8 +27,10 @@ def find_master(connections: HostConnections, facts: Sequence[Facts], *, port: i
     others = range(1, len(connections.hosts))
     candidates = _candidates(connections, facts, others)
     token = secrets.token_hex(16)
+    # A router that translates addresses forwards to one of these, too.
+    own = facts[0]["addresses"] or ["127.0.0.1"]
     listening = connections.ask(
-        "listen", nodes=[0], limit_seconds=_RESOLVE_SECONDS, port=port, token=token
+        "listen", nodes=[0], limit_seconds=_RESOLVE_SECONDS, addresses=own, port=port, token=token
     )[0]
     if "error" in listening:
         why = listening["error"].rpartition("] ")[2].lower()  # without [Errno 98]

@@ -109,10 +109,10 @@ class _TokenServer(socketserver.ThreadingTCPServer):
 _servers: "list[_TokenServer]" = []
 
 
-def listen(port: int, token: str) -> None:
-    """Send the token to everyone who connects to a port, until ``stop_listening``.
+def listen(addresses: "Sequence[str]", port: int, token: str) -> None:
+    """Send the token to everyone who connects to a port of these addresses of this host.
 
-    OSError if the port is taken.
+    Ends with ``stop_listening``. OSError if the port is taken.
     """
 
     class SendToken(socketserver.StreamRequestHandler):
@@ -123,9 +123,10 @@ def listen(port: int, token: str) -> None:
                 self.wfile.write(token.encode())
                 self.connection.recv(1)  # the client closes first, so that the port is free at once
 
-    server = _TokenServer(("", port), SendToken)
-    threading.Thread(target=server.serve_forever, args=[0.1], daemon=True).start()
-    _servers.append(server)
+    for address in addresses:
+        server = _TokenServer((address, port), SendToken)
+        threading.Thread(target=server.serve_forever, args=[0.1], daemon=True).start()
+        _servers.append(server)
 
 
 def stop_listening() -> None:

@@ -18,6 +18,7 @@ from common.checkpoint import load_checkpoint, newest_checkpoint
 from common.config.parser import parse_arguments
 from common.config.schema import Config
 from common.sync import BUILT_IN
+from common.utils.environment import RUN_TOKEN
 from lab.cluster import Cluster
 from tests.helpers import LONG, ROOT, free_port, wait_until
 from tests.helpers.cluster import REFUSED, with_word
@@ -142,6 +143,11 @@ def test_the_parts_of_the_manifests_belong_together() -> None:
     assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     environment = {entry["name"]: entry.get("value") for entry in trainer["env"]}
     assert environment["PET_RDZV_ID"] == config.run_name
+    [token] = (entry for entry in trainer["env"] if entry["name"] == RUN_TOKEN)
+    assert "value" not in token, "the token is in a Secret, not in the manifest"
+    secret = token["valueFrom"]["secretKeyRef"]
+    created = f"kubectl create secret generic {secret['name']} --from-literal={secret['key']}="
+    assert created in (ROOT / "docs" / "kubernetes.md").read_text()
     to_save = int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
     assert config.timeout < to_save < patch["terminationGracePeriodSeconds"], (
         "ranks, torchrun, kubelet: in this order"

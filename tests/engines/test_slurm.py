@@ -7,6 +7,7 @@ signal or a lost node.
 import contextlib
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -319,6 +320,28 @@ def test_the_first_failure_is_shown_and_the_others_lie_in_their_files(
     assert [(tmp_path / f"slurm-{job}" / f"task{rank}.log").read_text() for rank in range(4)] == [
         f"line of {rank}\nerror: {rank} broke\n" for rank in range(4)
     ]
+
+
+@pytest.mark.usefixtures("on_four_nodes")
+def test_the_tasks_of_a_job_share_a_token_that_is_in_no_file(jobs: Jobs, tmp_path: Path) -> None:
+    """A rank without it is refused, and the next job has another."""
+    tokens = []
+    for drop in ("-1", "1"):
+        job = jobs.slurm.sbatch(
+            *("--output", tmp_path / "out", "--nodes=2", ASSIGNMENT),
+            *(ROOT / "tests" / "helpers" / "tokens.py", "--drop", drop),
+            environment={"LAB_OUTPUT": str(tmp_path)},
+        )
+        assert jobs.slurm.wait(job) == "COMPLETED", jobs.slurm.output(job)
+        logs = [(tmp_path / f"slurm-{job}" / f"task{task}.log").read_text() for task in range(2)]
+        [token] = set(re.findall(r"token (\w{64})", "".join(logs)))
+        tokens.append(token)
+        if drop == "-1":
+            assert [log.count("met") for log in logs] == [1, 1], logs
+        else:
+            assert "rank 0: refused a process on n2" in logs[0]
+            assert "refused rank 1: rank 0 has a run token and this rank has none" in logs[1]
+    assert tokens[0] != tokens[1]
 
 
 @pytest.mark.usefixtures("on_four_nodes")

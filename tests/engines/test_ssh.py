@@ -320,6 +320,27 @@ def test_the_masters_address_is_one_that_the_others_reach(
         on_hosts("umount /etc/hosts; ip link delete a0; ip route delete unreachable 10.9.0.2; true")
 
 
+def test_the_ranks_of_a_launch_have_a_token_which_nobody_else_sees(
+    machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank without it is refused; neither process lists nor the launch's files show it."""
+    flags = "--master-ip {master} --master-port {port} --num-nodes {nodes} --rank {rank}"
+    monkeypatch.setenv("LAB_RUN_TOKEN", "the-token-of-this-launch")
+    shown = 'test -n "$LAB_RUN_TOKEN" && ! ps -ef | grep -v grep | grep -q "$LAB_RUN_TOKEN"'
+    logs = tmp_path / "logs"
+    for drop in (-1, 1):
+        command = f"{shown} && python {ROOT}/tests/helpers/tokens.py {flags} --drop {drop}"
+        status, output = machines.run(*("launch", *ALL, "--logs", logs, "--", "sh", "-c", command))
+        assert status == 0, output
+        assert len(set(re.findall(r"token (\w{64})", output))) == 1, output
+        if drop < 0:
+            assert output.count("| met") == 3, output
+        else:
+            assert "refused rank 1: rank 0 has a run token and this rank has none" in output
+            assert "rank 0: refused a process on" in output
+    assert not any(b"the-token" in path.read_bytes() for path in logs.rglob("*.*"))
+
+
 def refused(
     machines: Machines, folder: Path, *arguments: object, config: Path | None = None
 ) -> list[str]:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from common.utils.network import listen
 from lab.doctor.check_result import CheckRequest
 from lab.doctor.node_exchange import connect_nodes
 from lab.doctor.node_findings import results_of
@@ -61,10 +62,10 @@ class Deaf(Closed):
 def find(settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Run the node and return its results by name."""
     ahead = settings.get("clock_ahead", 0.0)
-    listeners: dict[str, Callable[[tuple[str, int]], Any]] = {
-        "open": socket.create_server,
-        "closed": Closed,
-        "deaf": Deaf,
+    listeners: dict[str, Callable[[str, int], Any]] = {
+        "open": listen,
+        "closed": lambda *address: Closed(address),
+        "deaf": lambda *address: Deaf(address),
     }
     request = CheckRequest(
         "127.0.0.1",

@@ -141,12 +141,16 @@ class Pods:
 
     def _environment(self, pod: int) -> dict[str, str]:
         limits = self._trainer["resourcesPerNode"]["limits"]
-        own = {
-            entry["name"]: entry["value"]
-            if "value" in entry
-            else limits[entry["valueFrom"]["resourceFieldRef"]["resource"].removeprefix("limits.")]
-            for entry in self._trainer["env"]
-        }
+        own = {}
+        for entry in self._trainer["env"]:
+            source = entry.get("valueFrom", {})
+            if "secretKeyRef" in source:
+                own[entry["name"]] = f"the secret {source['secretKeyRef']['name']}"
+            elif "resourceFieldRef" in source:
+                resource = source["resourceFieldRef"]["resource"]
+                own[entry["name"]] = limits[resource.removeprefix("limits.")]
+            else:
+                own[entry["name"]] = entry["value"]
         places = {
             "PET_NNODES": str(self._trainer["numNodes"]),
             "PET_NPROC_PER_NODE": str(self._trainer["numProcPerNode"]),

@@ -26,7 +26,7 @@ from common.config.schema import Config, flag
 from common.data import DATASETS
 from common.distributed.launch_env import (
     LaunchSpec,
-    launcher_command,
+    local_rank_variables,
     processes_to_start,
     resolve_launch,
 )
@@ -262,18 +262,19 @@ def test_under_a_launcher_each_process_is_a_rank_and_starts_no_other(command: st
 def test_a_command_that_starts_its_ranks_hands_on_its_own_arguments(
     command: str, processes: int, meeting: tuple[str, int | None]
 ) -> None:
-    """torchrun's command line has the process count, the address, the file and the ranks' flags."""
-    config, words = parse(command), shlex.split(command)[1:]
+    """The ranks get their number, their count and the address as torchrun would give them."""
+    config = parse(command)
     assert processes_to_start(config.launch_flags, {}) == processes
-    launcher = launcher_command(config.launch_flags, processes, words)
-    assert Path(launcher[1]).name == "local_launcher.py"
-    options = dict(zip(launcher[2:8:2], launcher[3:8:2], strict=True))
-    assert options["--nproc-per-node"] == str(processes)
-    assert options["--master-addr"] == meeting[0]
-    assert 0 < int(options["--master-port"]) == (meeting[1] or int(options["--master-port"]))
-    assert launcher[8] == "PartThree/main.py"
-    assert "--distributed" not in launcher
-    assert dataclasses.replace(parse(launcher[8:]), distributed=config.distributed) == config
+    ranks = local_rank_variables(config.launch_flags, processes)
+    launches = [resolve_launch(config.launch_flags, rank) for rank in ranks]
+    assert [launch.rank for launch in launches] == list(range(processes))
+    assert [launch.local_rank for launch in launches] == list(range(processes))
+    assert {(launch.size, launch.local_size) for launch in launches} == {(processes, processes)}
+    [place] = {(launch.master_ip, launch.master_port) for launch in launches}
+    assert place[0] == meeting[0]
+    assert 0 < place[1] == (meeting[1] or place[1])
+    assert all(launch.opens_store for launch in launches)
+    assert processes_to_start(config.launch_flags, ranks[0]) == 0
 
 
 def test_two_launchers_at_once_meet_on_ports_of_their_own() -> None:
@@ -284,8 +285,8 @@ def test_two_launchers_at_once_meet_on_ports_of_their_own() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         for _ in range(20):
-            command = launcher_command(parse(EMA).launch_flags, 4, ["PartThree/main.py"])
-            ports.append(int(command[command.index("--master-port") + 1]))
+            [rank, *_] = local_rank_variables(parse(EMA).launch_flags, 4)
+            ports.append(int(rank["MASTER_PORT"]))
         assert taken.getsockname()[1] not in ports
     assert len(set(ports)) > 1
 

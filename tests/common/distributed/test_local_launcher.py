@@ -1,9 +1,18 @@
-"""``--distributed`` ends with the ranks' own message and status, not with torchrun's report."""
+"""``--distributed``: status and last line, signals, the token, and where the ranks listen."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
-from tests.helpers import run_part
+import psutil
+import pytest
+
+from common.distributed.local_launcher import launch_local_ranks
+from common.utils.environment import RUN_TOKEN
+from tests.helpers import ROOT, free_port, run_part, start_part, wait_until
 
 
 def test_a_failure_ends_with_the_message_of_the_ranks(tmp_path: Path) -> None:
@@ -16,7 +25,126 @@ def test_a_failure_ends_with_the_message_of_the_ranks(tmp_path: Path) -> None:
     )
     assert ended.status == 1, ended
     *told, last = ended.err.strip().splitlines()
-    # torchrun may end the second rank before it prints
     assert told, ended.err
     assert all("--batch-size: got 1 for 2 ranks" in line for line in told), ended.err
     assert re.fullmatch(r"rank [01] ended first, with status 1; its message is above", last)
+
+
+STOPS = """
+import os, pathlib, signal, sys
+def end(number, frame): sys.exit(int(sys.argv[2]) if sys.argv[2] != "-" else 128 + number)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1): signal.signal(number, end)
+pathlib.Path(sys.argv[1], os.environ["RANK"]).touch()
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "rank_status", "status"),
+    [
+        (signal.SIGTERM, "75", 75),
+        (signal.SIGUSR1, "75", 75),
+        (signal.SIGTERM, "-", 143),
+        (signal.SIGINT, "-", 130),
+    ],
+)
+def test_a_signal_is_passed_on_and_the_ranks_are_awaited(
+    tmp_path: Path, number: int, rank_status: str, status: int
+) -> None:
+    code = (
+        "import os, sys\n"
+        "from common.distributed.local_launcher import launch_local_ranks\n"
+        f"command = ['-c', {STOPS!r}, {str(tmp_path)!r}, {rank_status!r}]\n"
+        "sys.exit(launch_local_ranks(command, [{'RANK': '0'}, {'RANK': '1'}], os.environ))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    launcher = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    try:
+        wait_until(lambda: {path.name for path in tmp_path.iterdir()} == {"0", "1"}, "two ranks")
+        launcher.send_signal(number)
+        assert launcher.wait(30) == status
+    finally:
+        launcher.kill()
+        launcher.wait(10)
+
+
+def test_the_ranks_share_a_new_token_in_each_run_or_the_users(tmp_path: Path) -> None:
+    write = (
+        "import os, pathlib, sys\n"
+        "name = os.environ['RANK']\n"
+        f"pathlib.Path(sys.argv[1], name).write_text(os.environ[{RUN_TOKEN!r}])"
+    )
+    ranks, found = [{"RANK": "0"}, {"RANK": "1"}], []
+    own = {name: value for name, value in os.environ.items() if name != RUN_TOKEN}
+    for environment in (own, own, {**own, RUN_TOKEN: "mine"}):
+        assert launch_local_ranks(["-c", write, str(tmp_path)], ranks, environment) == 0
+        [token] = {(tmp_path / rank).read_text() for rank in "01"}
+        found.append(token)
+    assert found[2] == "mine"
+    assert found[0] != found[1]
+    assert all(re.fullmatch("[0-9a-f]{32}", token) for token in found[:2])
+
+
+@pytest.mark.slow
+def test_local_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
+    """Their store and Gloo; and neither command line nor files have the token."""
+    started = start_part(
+        "PartTwo",
+        *("--distributed", "--world-size", 2, "--dataset", "digits", "--batch-size", 16),
+        *("--max-steps", 500, "--log-every", 1, "--threads", 1, "--output-dir", tmp_path),
+        cwd=tmp_path,
+        env={RUN_TOKEN: "the-token-of-this-run"},
+        cold=True,
+    )
+    started.wait_for("writing to")  # the group is open
+    processes = psutil.Process(started.process.pid).children(recursive=True)
+    listening = [
+        connection.laddr.ip
+        for process in processes
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    commands = [" ".join(process.cmdline()) for process in processes]
+    started.process.send_signal(signal.SIGTERM)
+    ended = started.end()
+    assert ended.status in (75, 128 + signal.SIGTERM), ended
+    assert len(listening) >= 3, "the store, and Gloo of each rank"
+    assert set(listening) <= {"127.0.0.1", "::1"}, listening
+    assert "the-token" not in " ".join(commands) + ended.out + ended.err
+    for path in tmp_path.rglob("*"):
+        assert path.is_dir() or b"the-token" not in path.read_bytes(), path
+
+
+DROPS = """
+import os, runpy, sys
+if os.environ["RANK"] == "1": os.environ.pop("LAB_RUN_TOKEN")
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_rank_without_the_token_is_refused(tmp_path: Path) -> None:
+    drops = tmp_path / "drops.py"
+    drops.write_text(DROPS)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("--master-addr", "127.0.0.1", "--master-port", str(free_port()), drops),
+            *(ROOT / "PartTwo" / "main.py", "--dataset", "digits", "--max-steps", "2"),
+            *("--threads", "1", "--timeout", "20", "--output-dir", tmp_path / "out"),
+        ],
+        env=os.environ | {RUN_TOKEN: "the-token", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert re.search(
+        r"error \(rank 1\): rank 0 at \S+ refused rank 1: rank 0 has a run token and this rank",
+        done.stderr,
+    ), done.stderr
+    assert re.search(r"rank 0: refused a process on \S+ \(process \d+\)", done.stderr)
+    assert not (tmp_path / "out").exists()

@@ -13,13 +13,25 @@ import pytest
 import torch.distributed as dist
 
 from common.distributed import rendezvous as rendezvous_module
+from common.distributed.admission import RankPlacement, place_ranks
 from common.distributed.launch_env import LaunchSpec
-from common.distributed.rendezvous import Peer, RankPlacement, place_ranks, rendezvous
+from common.distributed.rendezvous import rendezvous
+from common.distributed.run_token import Peer
 from common.errors import GroupError
 from tests.helpers import ROOT, free_port
 from tests.helpers.cluster import needs_namespaces
 
-_ASKS = ("set", "get", "add", "check", "wait", "compare_set", "multi_get", "multi_set")
+_ASKS = (
+    "set",
+    "get",
+    "add",
+    "check",
+    "wait",
+    "compare_set",
+    "multi_get",
+    "multi_set",
+    "queue_push",
+)
 
 
 def test_ranks_of_a_machine_sit_there_in_their_order() -> None:

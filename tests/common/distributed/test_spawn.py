@@ -106,7 +106,7 @@ def test_a_stop_lets_the_ranks_save_and_end(tmp_path: Path) -> None:
     exits = run_local_ranks(
         [python(SAVES, path) for path in ready],
         grace_seconds=LONG,
-        stop_requested=lambda: all(path.exists() for path in ready),
+        stop_signal=lambda: signal.SIGTERM if all(path.exists() for path in ready) else None,
     )
     assert exits.statuses == (75, 75)
     assert not exits.timed_out
@@ -118,7 +118,11 @@ def test_a_rank_that_ignores_the_stop_is_killed_after_the_grace_period(tmp_path:
     ignores = (
         f"import signal; signal.signal(15, signal.SIG_IGN); open({str(ready)!r}, 'w'); {SLEEP}"
     )
-    exits = run_local_ranks([python(ignores)], grace_seconds=1.0, stop_requested=ready.exists)
+    exits = run_local_ranks(
+        [python(ignores)],
+        grace_seconds=1.0,
+        stop_signal=lambda: signal.SIGTERM if ready.exists() else None,
+    )
     assert exits == RankExits((-signal.SIGKILL,), (), False)
 
 
@@ -136,10 +140,10 @@ time.sleep(60)
 def test_nothing_is_left_of_a_rank_and_its_children(tmp_path: Path, ends_by: str) -> None:
     pids = tmp_path / "pids"
 
-    def stop_requested() -> bool:
+    def stop_signal() -> None:
         if ends_by == "exception" and pids.exists():
             raise KeyboardInterrupt
-        return False
+        return
 
     commands = [python(PARENT, pids)]
     if ends_by == "failure":
@@ -149,7 +153,7 @@ def test_nothing_is_left_of_a_rank_and_its_children(tmp_path: Path, ends_by: str
             commands,
             limit_seconds=3.0 if ends_by == "limit" else LONG,
             grace_seconds=0.2,
-            stop_requested=stop_requested,
+            stop_signal=stop_signal,
         )
     except KeyboardInterrupt:
         assert ends_by == "exception"
@@ -196,7 +200,7 @@ def test_each_rank_writes_to_its_own_file_in_the_environment_given(tmp_path: Pat
         exits = run_local_ranks(
             [python(code, rank) for rank in range(2)],
             outputs=[first, second],
-            environment={**os.environ, "GREETING": "hello"},
+            environments=[{**os.environ, "GREETING": "hello"}] * 2,
         )
     assert exits.statuses == (0, 0)
     assert [path.read_text() for path in paths] == [

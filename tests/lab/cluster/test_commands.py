@@ -50,6 +50,28 @@ def test_output_is_prefixed_and_kept_by_node(lab: Lab) -> None:
     assert (lab.folder / "logs" / "node1.log").read_text().splitlines()[0] == "from 1 of 2"
 
 
+@pytest.mark.slow
+@needs_namespaces
+def test_the_nodes_of_a_cluster_share_a_token_and_rank_0_listens_at_its_address(lab: Lab) -> None:
+    """A rank without the token is refused; with it the same command works."""
+    program = ROOT / "tests" / "helpers" / "tokens.py"
+    flags = "--master-ip {master} --master-port {port} --num-nodes {nodes} --rank {rank}"
+    told = {}
+    listening = "until ss -ltnH | grep .; do sleep 0.05; done"  # in vain on node 1
+    for drop in (-1, 1):
+        command = f"timeout 60 sh -c '{listening}' & python {program} {flags} --drop {drop}"
+        _, told[drop] = lab.run("run", "--nodes", "2", "--", "sh", "-c", command)
+    tokens = re.findall(r"token (\w{64})", told[-1] + told[1])
+    assert len(tokens) == 4, told
+    assert tokens[0] == tokens[1] != "none"
+    assert tokens[0] not in tokens[2:], "each run has its own"
+    assert told[-1].count("| met") == 2, told[-1]
+    assert "refused rank 1: rank 0 has a run token and this rank has none" in told[1]
+    assert "1 of 2 ranks came to" in told[1], "and rank 0 waited on"
+    assert re.search(r"LISTEN .* 10\.9\.0\.1:29500 ", told[1]), told[1]
+    assert not re.search(r"LISTEN .* (\*|0\.0\.0\.0|\[::\]):", told[1]), told[1]
+
+
 @pytest.mark.parametrize(
     "loopback",
     [

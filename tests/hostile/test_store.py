@@ -1,0 +1,192 @@
+"""Strangers at the port where the ranks meet: none becomes a rank, runs code or ends the run."""
+
+import contextlib
+import json
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from common.distributed.admission import ANSWER, INVITATION, QUEUE, Decision
+from common.distributed.launch_env import LaunchSpec
+from common.distributed.rendezvous import rendezvous
+from common.distributed.run_token import Answer, Arrival, Invitation, new_nonce, this_peer
+from common.errors import GroupError
+from common.utils.typed_json import decode, encode
+from tests.helpers import free_port
+from tests.helpers.hostile import CASES, altered, damaged, run_cases
+
+TOKEN = "the right one"
+ESCAPES = "\x1b[2J\x1b]0;owned\x07"
+
+
+class Ranks:
+    """Two ranks in threads; rank 1 starts with ``finish``, once the strangers have been here."""
+
+    def __init__(self, threads: ThreadPoolExecutor, token: str) -> None:
+        self._threads = threads
+        self.launch = LaunchSpec(0, 2, "127.0.0.1", free_port(), token=token)
+        self.root = threads.submit(rendezvous, self.launch, 20.0)
+
+    def store(self) -> dist.TCPStore:
+        """Return a stranger's connection to the store, once rank 0 has opened it."""
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection(("127.0.0.1", self.launch.master_port), 5).close()
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.02)
+        store = dist.TCPStore(
+            "127.0.0.1",
+            self.launch.master_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=10),
+        )
+        store.wait([INVITATION])
+        return store
+
+    def joins(self, token: str, timeout_seconds: float = 20.0) -> Any:
+        """Return the placement of a rank 1 with this token, or raise its error."""
+        launch = replace(self.launch, rank=1, token=token)
+        return self._threads.submit(rendezvous, launch, timeout_seconds).result(40)[1]
+
+    def finish(self) -> None:
+        """Assert that the rightful rank 1 still joins."""
+        assert self.joins(self.launch.token).local_rank == 1
+        assert self.root.result(40)[1].local_rank == 0
+
+
+@contextlib.contextmanager
+def ranks(token: str = TOKEN) -> Iterator[Ranks]:
+    with ThreadPoolExecutor(4) as threads:
+        yield Ranks(threads, token)
+
+
+def arrival(store: dist.TCPStore, **changes: Any) -> Arrival:
+    """Return what a stranger who knows the protocol, but no token, sends as rank 1."""
+    invitation = decode(store.get(INVITATION), Invitation, name="invitation")
+    return replace(
+        Arrival(invitation.nonce, new_nonce(), 1, 2, this_peer(0), True), **changes
+    ).signed("guessed")
+
+
+@pytest.mark.parametrize(
+    ("root", "other", "here", "there"),
+    [
+        (TOKEN, "another", "its LAB_RUN_TOKEN is not rank 0's", "its LAB_RUN_TOKEN is not"),
+        (TOKEN, "", "rank 0 has a run token and this rank has none", "rank 0 has a run token and"),
+        ("", TOKEN, "this rank has a run token and rank 0 has none", "this rank has a run token"),
+    ],
+)
+def test_a_rank_with_another_token_is_refused_and_its_number_stays_free(
+    root: str, other: str, here: str, there: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ranks(root) as group:
+        with pytest.raises(GroupError, match=f"refused rank 1: {here}"):
+            group.joins(other)
+        group.finish()
+    said = capsys.readouterr().err
+    assert said.count("refused a process on") == 1, said
+    assert f"(process {os.getpid()}) that wants to be rank 1: {there}" in said
+    assert "the right one" not in said
+
+
+def test_a_rank_does_not_believe_a_store_that_lacks_its_token() -> None:
+    """A stranger who is at the address first cannot place this rank, or speak to its terminal."""
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    for content in ('{"error":"' + ESCAPES.encode("unicode_escape").decode() + '"}', "{}"):
+        store.set(INVITATION, encode(Invitation(new_nonce(), True, [])).decode())
+        with ThreadPoolExecutor(1) as threads:
+            launch = LaunchSpec(1, 2, "127.0.0.1", port, token=TOKEN)
+            joining = threads.submit(rendezvous, launch, 10.0)
+            found = decode(store.queue_pop(QUEUE), Arrival, name="arrival")
+            answer = Answer.to(found, content, "guessed")
+            store.set(ANSWER.format(found.sender), encode(answer).decode())
+            with pytest.raises(GroupError, match="is not rank 0 of this run") as refused:
+                joining.result(20)
+        assert "\x1b" not in str(refused.value)
+
+
+class Bomb:
+    """Pickled, it leaves a file where it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable, tuple[str]]:
+        return os.mkdir, (str(self._path),)
+
+
+def test_strangers_cost_a_line_each_and_run_no_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bomb = pickle.dumps(Bomb(tmp_path / "owned"))
+    with ranks() as group:
+        store = group.store()
+        for garbage in (
+            bomb,
+            b"",
+            b"\x00" * 100,
+            b"x" * 1_000_000,
+            b"[" * 100_000,
+            encode({"host": ESCAPES}),
+            encode(arrival(store)).replace(b'"rank":1', b'"rank":99999'),
+        ):
+            store.queue_push(QUEUE, garbage)
+        claimed = arrival(store)
+        store.queue_push(QUEUE, encode(claimed))
+        store.wait([ANSWER.format(claimed.sender)])
+        for _ in range(3000):  # more than rank 0 takes at once
+            store.queue_push(QUEUE, bomb)
+        group.finish()
+    said = capsys.readouterr().err
+    assert said.count("rank 0: refused") == 10, said
+    assert "(the last such line)" in said
+    assert "\x1b" not in said
+    assert not (tmp_path / "owned").exists()
+
+
+def test_bytes_that_are_no_store_protocol_leave_the_meeting_alone() -> None:
+    """While the ranks meet, strangers send garbage and stay connected, or only connect."""
+    with ranks() as group, contextlib.ExitStack() as stack:
+        group.store()
+        for kind in range(256):
+            place = ("127.0.0.1", group.launch.master_port)
+            stranger = stack.enter_context(socket.create_connection(place, 5))
+            with contextlib.suppress(OSError):  # the store has closed the connection
+                stranger.sendall(bytes([kind]) + os.urandom(kind))
+        group.finish()
+
+
+@CASES
+def test_altered_messages_are_refused_or_read(cases: int) -> None:
+    """Whatever is in the store: one error, and no proof without the token."""
+    good = Arrival(new_nonce(), new_nonce(), 1, 2, this_peer(0), True).signed(TOKEN)
+    contents = (
+        (Arrival, good),
+        (Answer, Answer.to(good, '{"error":"x"}', TOKEN)),
+        (Invitation, Invitation(new_nonce(), True, [this_peer(1)])),
+        (Decision, Decision(error="no")),
+    )
+    for schema, content in contents:
+        plain = json.loads(encode(content))
+
+        def read(raw: bytes, schema: Any = schema) -> None:
+            found = decode(raw, schema, name="message")
+            if isinstance(found, Arrival) and found != good:
+                assert not found.proves(TOKEN)
+
+        values = altered(plain).map(lambda value: json.dumps(value).encode())
+        run_cases(cases, values | damaged(encode(content)), read)
