@@ -6,20 +6,27 @@
 import socket
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from msgspec.structs import asdict
 
 from common.distributed.clock_offset import clock_offset
 from common.distributed.collectives import gather_objects
 from common.profiling.comm_trace import Timeline
+from common.reporting.run_files import (
+    FORMAT,
+    RankRow,
+    RanksFile,
+    RankTimeline,
+    StepSeconds,
+    TimelineFile,
+)
 from common.training_engine import StepRecord, TrainingEngine
 from common.utils.environment import peak_memory_bytes
 
 if TYPE_CHECKING:
     from common.experiment.setup import Setup
-
-FORMAT = 1
 
 
 def timed(
@@ -67,33 +74,38 @@ def gather_measurements(
     world, timeline = setup.world, engine.timeline
     steps = timed(own_steps, setup.config.untimed_steps, timeline)
     recorded_step = timeline.busiest_step(clock_offset(world)) if timeline else None
-    row = {
-        "rank": world.rank,
-        "host": socket.gethostname(),
-        "threads": torch.get_num_threads(),
-        "seconds": median_seconds(steps, engine.sync.period),
-        "peak_memory_bytes": peak_memory_bytes(),
-        "bytes_sent": timeline.sent_bytes_a_step if timeline else None,
-        "messages": timeline.messages_a_step if timeline else None,
-    }
+    row = RankRow(
+        rank=world.rank,
+        host=socket.gethostname(),
+        threads=torch.get_num_threads(),
+        seconds=cast(StepSeconds, median_seconds(steps, engine.sync.period)),
+        peak_memory_bytes=peak_memory_bytes(),
+        bytes_sent=timeline.sent_bytes_a_step if timeline else None,
+        messages=timeline.messages_a_step if timeline else None,
+    )
     rows = gather_objects(world, (row, recorded_step))
     if not world.is_rank0 or not steps:
         return
-    facts = {"format": FORMAT, "sync": setup.config.sync}
-    measured = {
-        "world_size": world.size,
-        "first_step": steps[0].step,
-        "steps": len(steps),
-        "ranks": [row for row, _ in rows],
-    }
-    setup.folder.write_json("ranks.json", facts | measured)
+    measured = RanksFile(
+        sync=setup.config.sync,
+        world_size=world.size,
+        first_step=steps[0].step,
+        steps=len(steps),
+        ranks=[row for row, _ in rows],
+    )
+    setup.folder.write_json("ranks.json", asdict(measured))
     recorded = [recorded_step for _, recorded_step in rows if recorded_step is not None]
     if recorded:
-        step = {"step": recorded[0]["step"], "ranks": _from_zero(recorded)}
-        setup.folder.write_json("timeline.json", facts | step)
+        step = TimelineFile(
+            format=FORMAT,
+            sync=setup.config.sync,
+            step=recorded[0]["step"],
+            ranks=_from_zero(recorded),
+        )
+        setup.folder.write_json("timeline.json", step)
 
 
-def _from_zero(recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _from_zero(recorded: list[dict[str, Any]]) -> list[RankTimeline]:
     """Return every rank's step, with times from the earliest moment of any rank."""
     zero = min(
         begin
@@ -102,16 +114,16 @@ def _from_zero(recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for begin, _ in spans
     )
     return [
-        {
-            "rank": rank,
-            "sections": {
-                name: [[begin - zero, end - zero] for begin, end in spans]
+        RankTimeline(
+            rank=rank,
+            sections={
+                name: [(begin - zero, end - zero) for begin, end in spans]
                 for name, spans in recorded_step["sections"].items()
             },
-            "messages": [
+            messages=[
                 message | {"begin": message["begin"] - zero, "end": message["end"] - zero}
                 for message in recorded_step["messages"]
             ],
-        }
+        )
         for rank, recorded_step in enumerate(recorded)
     ]

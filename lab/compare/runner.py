@@ -5,7 +5,6 @@
 processes.
 """
 
-import json
 import shutil
 import statistics
 import time
@@ -20,7 +19,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from common.cost_model.calibration_file import count
 from common.emulation.compute_profile import load_profile
 from common.errors import UserError
-from common.utils.atomic_files import write_atomically
 from common.utils.paths import new_folder
 from common.utils.progress import duration
 from lab.compare.cells import Run, in_turns, node_command, plan_cells, profile_file
@@ -101,7 +99,7 @@ def _begin(
         runs = [[run.cell["id"], run.repeat] for run in in_turns(folder, settings, cells)]
         results["plan"] = {"code": dict(code), "runs": runs}
     if profile is not None:  # the comparison's own copy, which stays the same
-        write_atomically(profile_file(folder), json.dumps(profile.as_json(), indent=1).encode())
+        profile.save(profile_file(folder))
     write_results(folder / "results.json", results)
     return folder, results
 
