@@ -20,12 +20,13 @@ from common.errors import UserError
 from common.sync.message_cost import GradientSize
 from common.utils.paths import REPORTS
 from common.utils.typed_json import (
+    Facts,
     Finite,
     LocalTime,
-    Plain,
     Ranks,
     Seconds,
     Text,
+    check_facts,
     label,
     read_versioned,
     write_json,
@@ -96,9 +97,10 @@ class Calibration:
     network: Network
     compute: ComputeModel
     fits: dict[Text, FitRecord]
-    machine: dict[Text, Plain]
+    machine: Facts
 
     def __post_init__(self) -> None:
+        check_facts(self.machine, name="machine")
         datetime.fromisoformat(self.made)  # ValueError: no such day
         if self.ranks_here > self.ranks:
             raise ValueError(

@@ -21,6 +21,7 @@ from common.utils.typed_json import (
     Share,
     Step,
     Text,
+    shown,
 )
 
 FORMAT = 1  # of ranks.json and timeline.json
@@ -68,16 +69,16 @@ class RanksFile(Struct, kw_only=True):
 
     format: Count = FORMAT
     sync: Name = "none"
-    world_size: Ranks
+    world_size: Ranks | None = None
     first_step: Step = 1
     steps: Step | None = None
     ranks: Annotated[list[RankRow], Meta(min_length=1, max_length=65_536)]
 
     def __post_init__(self) -> None:
-        if [row["rank"] for row in self.ranks] != list(range(self.world_size)):
+        found, size = [row["rank"] for row in self.ranks], self.world_size or len(self.ranks)
+        if found != list(range(size)):
             raise ValueError(
-                f"ranks: got {len(self.ranks)} rows, expected one for each of world_size, "
-                f"{self.world_size}, in order"
+                f"ranks: got those of {shown(found)}, expected 0 to {size - 1} in order"
             )
 
 
@@ -114,10 +115,10 @@ class TimelineFile(TypedDict):
 class Summary(Struct, kw_only=True):
     """``summary.json``: what the run ended with."""
 
-    part: Text
+    part: Text = ""
     recipe: Text | None = None
-    sync: Name
-    nodes: Ranks
+    sync: Name = "none"
+    nodes: Ranks = 1
     backend: Text | None = None
     device: Text = "cpu"
     emulated: bool = False
@@ -189,7 +190,7 @@ class RunConfig(TrainingFacts, kw_only=True):
 
 
 class MachineFacts(TypedDict, total=False):
-    """The entries of ``environment.json`` that are more than text; any ``Plain`` may be there."""
+    """The entries of ``environment.json`` that are more than text; any others may be there."""
 
     cpu: Text | None
     gpus: list[Text]
@@ -197,34 +198,34 @@ class MachineFacts(TypedDict, total=False):
     usable_cores: Ranks
 
 
-class StepLine(Struct):
+class StepLine(Struct, kw_only=True):
     """A line of ``metrics.jsonl``, as a StepRecord (common/training_engine/metrics.py) has it."""
 
-    epoch: Count
+    epoch: Count = 0
     step: Step
     loss: Finite | None
-    accuracy: Share | None
-    local_loss: Finite | None
-    local_samples: Count
-    learning_rate: Finite
-    data_seconds: Seconds
-    forward_seconds: Seconds
-    backward_seconds: Seconds
-    sync_seconds: Seconds
-    update_seconds: Seconds
+    accuracy: Share | None = None
+    local_loss: Finite | None = None
+    local_samples: Count = 0
+    learning_rate: Finite = 0.0
+    data_seconds: Seconds = 0.0
+    forward_seconds: Seconds = 0.0
+    backward_seconds: Seconds = 0.0
+    sync_seconds: Seconds = 0.0
+    update_seconds: Seconds = 0.0
     wait_seconds: Seconds = 0.0
 
 
-class EpochLine(Struct):
+class EpochLine(Struct, kw_only=True):
     """A line of ``epochs.jsonl``, as an EpochReport (common/training_engine/metrics.py) has it."""
 
     epoch: Step
-    train_loss: Finite | None
-    train_accuracy: Share | None
-    val_loss: Finite | None
+    train_loss: Finite | None = None
+    train_accuracy: Share | None = None
+    val_loss: Finite | None = None
     val_accuracy: Share | None
-    ema_val_loss: Finite | None
-    ema_val_accuracy: Share | None
-    learning_rate: Finite
-    samples_per_second: Annotated[float, Meta(ge=0, le=1e15)]
+    ema_val_loss: Finite | None = None
+    ema_val_accuracy: Share | None = None
+    learning_rate: Finite = 0.0
+    samples_per_second: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
     seconds: Seconds

@@ -166,8 +166,10 @@ def _card_rows(
     if summary.step_seconds and summary.section_seconds:
         step_row = f"{summary.step_seconds:.3f} s (median of {count(timed_steps, 'step')})"
         share = 100 * (summary.sync_share or 0.0)
-        sync_row = f"{summary.section_seconds['sync']:.3f} s ({share:.0f} % of a step), of which "
+        sync_row = (
+            f"{summary.section_seconds['sync']:.3f} s ({share:.0f} % of a step), of which "
             f"{summary.wait_seconds:.3f} s waiting for slower ranks"
+        )
     if setup.world.size == 1:
         sync_row = "none: one rank"
     speed = _throughput(run_logger)

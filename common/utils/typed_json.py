@@ -27,18 +27,19 @@ Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Bytes = Annotated[float, Meta(ge=0, le=2**60)]
-Finite = Annotated[float, Meta(ge=-1e39, le=1e39)]  # what a 32-bit float holds, and a little more
+_MOST_NUMBER = 1e39  # a 32-bit float holds a little less
+Finite = Annotated[float, Meta(ge=-_MOST_NUMBER, le=_MOST_NUMBER)]
 _CONTROL = r"\x00-\x08\x0b-\x1f\x7f-\x9f"  # a terminal obeys them; tab and newline are harmless
 _CALM = rf"^[^{_CONTROL}]*\Z"
 _MOST_TEXT = 100_000
 Text = Annotated[str, Meta(max_length=_MOST_TEXT, pattern=_CALM)]
 Name = Annotated[str, Meta(pattern=r"^\w[\w.-]{0,99}\Z")]  # safe as a part of a path, or in HTML
 LocalTime = Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{6})?\Z")]
-_Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-_Scalar = _Whole | Finite | bool | Text | None
-_Scalars = Annotated[list[_Scalar], Meta(max_length=100_000)]
-Plain = _Whole | Finite | bool | Text | None | _Scalars | dict[Text, _Scalar]
-"""A setting or a fact that is only shown: at most a list or an object, neither of them nested."""
+Facts = dict[str, Any]
+"""Settings or facts that are mostly only shown; ``check_facts`` checks them.
+
+Not a union of texts, lists and objects: msgspec 0.22 crashes where a text with a pattern is in one.
+"""
 
 MOST_BYTES = 32 * 2**20
 _MOST_SHOWN = 60
@@ -77,6 +78,23 @@ def convert(value: Any, schema: type[T], *, name: str) -> T:
         return msgspec.convert(value, schema)
     except msgspec.ValidationError as error:
         raise UserError(name + _explain(str(error), encode(value), schema)) from error
+
+
+def check_facts(facts: Facts, *, name: str) -> None:
+    """Raise UserError unless each fact is a plain value, or a list or an object of plain values."""
+    for key, fact in facts.items():
+        inner = [*fact, *fact.values()] if isinstance(fact, dict) else fact
+        if not all(map(_is_plain, [key, *(inner if isinstance(inner, list) else [inner])])):
+            raise UserError(
+                f"{name}[{shown(key)}]: got {shown(fact)}, expected text without control "
+                "characters, a number, true, false, null, or a list or an object of these"
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) <= _MOST_TEXT and re.match(_CALM, value) is not None
+    return value is None or (isinstance(value, int | float) and abs(value) <= _MOST_NUMBER)
 
 
 def encode(value: Any, *, indent: int = -1) -> bytes:

@@ -19,7 +19,7 @@ from common.reporting.run_files import (
     Summary,
 )
 from common.utils.processes import find_root_failure
-from common.utils.typed_json import Plain, Text, calm, convert, read_json, read_lines
+from common.utils.typed_json import Facts, calm, check_facts, convert, read_json, read_lines
 from lab.compare.cells import Run
 
 T = TypeVar("T")
@@ -37,8 +37,10 @@ def read_run_file(path: Path, schema: type[T]) -> T:
 
 def read_environment(path: Path) -> dict[str, Any]:
     """Return the content of a run's ``environment.json``. UserError as by ``read_run_file``."""
-    facts = read_run_file(path, dict[Text, Plain])
-    convert(facts, MachineFacts, name=str(path))
+    facts = read_run_file(path, Facts)
+    with _named_as_of_a_run(path):
+        check_facts(facts, name=str(path))
+        convert(facts, MachineFacts, name=str(path))
     return facts
 
 

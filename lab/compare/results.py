@@ -28,7 +28,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path, PurePath
-from typing import Annotated, Any, NotRequired, Required, TypedDict, TypeVar, cast
+from typing import Annotated, Any, NotRequired, Required, TypedDict, TypeVar
 
 from msgspec import Meta
 
@@ -40,16 +40,17 @@ from common.utils.typed_json import (
     MOST_BYTES,
     Bytes,
     Count,
+    Facts,
     Finite,
     LocalTime,
     Name,
-    Plain,
     Ranks,
     Seconds,
     Seed,
     Share,
     Step,
     Text,
+    check_facts,
     check_version,
     convert,
     decode,
@@ -67,7 +68,6 @@ CellId = Annotated[str, Meta(pattern=r"^\w[\w.-]{0,199}\Z")]
 LinkRate = Annotated[str, Meta(pattern=r"^[\w. /]{1,40}\Z")] | Annotated[float, Meta(gt=0, le=1e18)]
 _BatchSize = Annotated[int, Meta(ge=1, le=2**40)] | Annotated[float, Meta(gt=0, le=2**40)]
 _Many = Annotated[list[Text], Meta(max_length=100_000)]
-_Facts = dict[Text, Plain]
 
 
 class RepeatEntry(TypedDict, total=False):
@@ -86,7 +86,7 @@ class RepeatEntry(TypedDict, total=False):
     started: LocalTime | None
     timed_steps: Step | None
     message: Text
-    machine: _Facts
+    machine: Facts
     crowded: bool
 
 
@@ -141,7 +141,7 @@ class PredictionEntry(TypedDict):
 
     made: LocalTime
     cells: dict[CellId, PredictedCell]
-    calibration: NotRequired[_Facts]
+    calibration: NotRequired[Facts]
 
 
 class PlanEntry(TypedDict):
@@ -160,12 +160,12 @@ class Results(TypedDict):
     created: LocalTime
     finished: bool
     emulated: NotRequired[bool]
-    settings: _Facts
-    environment: _Facts
+    settings: Facts
+    environment: Facts
     warnings: _Many
     differences: NotRequired[_Many]
     prediction: NotRequired[PredictionEntry | None]
-    groups: NotRequired[dict[Text, _Facts]]
+    groups: NotRequired[dict[Text, Facts]]
     cells: Annotated[list[CellEntry], Meta(max_length=100_000)]
     timelines: dict[CellId, TimelineFile]
     plan: NotRequired[PlanEntry]
@@ -199,13 +199,13 @@ def read_results(path: Path) -> dict[str, Any]:
         if "format" not in found:
             raise UserError(f"{path} is no results.json of lab compare")
         check_version(found["format"], FORMAT, name=str(path))
-        results = cast(dict[str, Any], decode(content, Results, name=str(path)))
-        _check_rules(results, str(path))
+        decode(content, Results, name=str(path))
+        _check_rules(found, str(path))
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist: give the folder of a comparison") from error
     except UserError as error:
         raise UserError(f"{error}; the file is unchanged") from error
-    return results
+    return found
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
@@ -219,10 +219,24 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
 
 def _check_rules(results: Mapping[str, Any], name: str) -> None:
     """Raise UserError if entries do not fit each other, or a folder leads out of the comparison."""
-    convert(results["environment"], MachineFacts, name=f"{name}: environment")
-    convert(results["settings"], KnownSettings, name=f"{name}: settings")
-    for group, facts in results.get("groups", {}).items():
-        convert(facts, KnownSettings, name=f"{name}: groups[{shown(group)}]")
+    prediction = results.get("prediction") or {}
+    facts = {
+        "environment": (results["environment"], MachineFacts),
+        "settings": (results["settings"], KnownSettings),
+        "prediction.calibration": (prediction.get("calibration", {}), Facts),
+        **{
+            f"groups[{shown(group)}]": (settings, KnownSettings)
+            for group, settings in results.get("groups", {}).items()
+        },
+        **{
+            f"cells[{index}].repeats.machine": (repeat.get("machine", {}), MachineFacts)
+            for index, cell in enumerate(results["cells"])
+            for repeat in cell["repeats"]
+        },
+    }
+    for place, (entries, schema) in facts.items():
+        check_facts(entries, name=f"{name}: {place}")
+        convert(entries, schema, name=f"{name}: {place}")
     ids = [cell["id"] for cell in results["cells"]]
     if twice := next((one for one in ids if ids.count(one) > 1), None):
         raise UserError(f"{name}: two cells have the id {twice}")

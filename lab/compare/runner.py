@@ -130,7 +130,7 @@ def _find_unfinished(
         try:
             results = read_results(path)
         except UserError as error:
-            console.print(f"notice: {error}", soft_wrap=True)
+            console.print(f"notice: {error}", markup=False, soft_wrap=True)
             continue
         asked = settings.as_json() | {"command": results["settings"].get("command")}
         if results["finished"] or results["settings"] != asked or ("plan" in results) != planned:
@@ -228,7 +228,7 @@ def _run_missing(
         soft_wrap=True,
     )
     for warning in results["warnings"]:
-        console.print(f"warning: {warning}", soft_wrap=True)
+        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
     with _progress_bar() as bar:
         began = time.monotonic()
         task = bar.add_task("", total=len(to_do), left=time_left.after(0, 0.0))

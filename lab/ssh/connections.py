@@ -7,7 +7,6 @@ this, a slow terminal or a busy caller loses no host.
 """
 
 import contextlib
-import json
 import math
 import secrets
 import subprocess
@@ -15,8 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+from msgspec import Meta
+
+from common.errors import UserError
+from common.utils.typed_json import decode
 from lab.ssh.connection import LOST, HostConnection
 from lab.ssh.hosts import Host, SSHOptions, program
 
@@ -26,6 +29,16 @@ _POLL_SECONDS = 0.2
 _LEAVE_SECONDS = 15.0
 _ERRORS_SECONDS = 2.0
 _READ_BYTES = 1 << 13
+
+
+class AgentMessage(TypedDict, total=False):
+    """A message of remote_agent.py: a line of output, the end of the command, or an answer."""
+
+    line: str
+    ended: Annotated[int, Meta(ge=-255, le=255)]
+    answer: str
+    result: Any
+    error: str
 
 
 class HostConnections:
@@ -177,12 +190,11 @@ class HostConnections:
     def _handle(self, connection: HostConnection, line: bytes) -> None:
         """Handle a message of the remote agent, or a line of the login shell."""
         _, token, text = line.partition(self._token.encode())
-        message: dict[str, Any] = {}
+        message: AgentMessage = {}
         if token and line.endswith(b"\n"):
-            with contextlib.suppress(
-                ValueError
-            ):  # another program of the shell wrote into the line
-                message = json.loads(text)
+            # UserError: another program of the shell wrote into the line
+            with contextlib.suppress(UserError):
+                message = decode(text, AgentMessage, name="the message")
         if "line" in message:
             connection.lines.append(message["line"])
             self.on_line(connection.host.rank, message["line"])
@@ -190,7 +202,7 @@ class HostConnections:
             self._note_end(connection.host.rank, message["ended"])
         elif "answer" in message:
             connection.ready = True  # its first message is an answer
-            connection.answers[message["answer"]] = message
+            connection.answers[message["answer"]] = dict(message)
         elif not connection.ready:
             connection.errors.write(line)
         self._changed.set()
