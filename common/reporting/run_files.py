@@ -82,7 +82,7 @@ class RanksFile(Struct, kw_only=True):
             )
 
 
-class Message(TypedDict):
+class SentMessage(TypedDict):
     """A collective or a message: bytes of the rank's tensor, bytes that it sends, its times."""
 
     kind: Name
@@ -100,7 +100,7 @@ class RankTimeline(TypedDict):
 
     rank: Rank
     sections: dict[_Section, _Spans]
-    messages: Annotated[list[Message], Meta(max_length=1_000_000)]
+    messages: Annotated[list[SentMessage], Meta(max_length=1_000_000)]
 
 
 class TimelineFile(TypedDict):

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from common.errors import INTERRUPTED, UserError
 from common.utils.environment import setting

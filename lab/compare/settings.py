@@ -74,6 +74,11 @@ class Settings:
                 "global batch: give fewer nodes or a larger --batch-size",
             ),
             (
+                bool(self.seeds) and min(self.seeds) >= 0,
+                f"--seed: got {' '.join(map(str, self.seeds)) or 'nothing'}, give whole numbers of "
+                "at least 0",
+            ),
+            (
                 self.until_accuracy is None or 0 < self.until_accuracy <= 1,
                 f"--until-accuracy: got {self.until_accuracy}, give a fraction above 0 and of at "
                 "most 1, e.g. 0.6",
