@@ -57,6 +57,8 @@ def hostile(content):
 def check_reader(tmp_path, cases, name, content, use):
     """Write each case to a file, and let ``use`` read and use it; nothing may be written."""
     path = tmp_path / name
+    path.write_text(json.dumps(content))
+    use(path)  # the good file is accepted, and what is slow to import is there
 
     def check(case):
         path.write_bytes(case)
@@ -235,6 +237,8 @@ def test_a_run_folder_that_is_accepted_can_be_reported(cases, tmp_path):
         lambda name: st.tuples(st.just(name), hostile(json.loads(contents[name])))
     )
 
+    render(collect([folder], scaling="strong"))
+
     def check(case):
         name, content = case
         (folder / name).write_bytes(content)
@@ -299,6 +303,24 @@ def test_a_plan_that_is_accepted_names_its_runs(cases, tmp_path):
 
     good = json.loads((folder / "results.json").read_text())
     check_reader(folder, cases, "results.json", good, use)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda r: r["settings"].update(seeds=[-1]), "settings: --seed: got -1"),
+        (lambda r: r["settings"].update(repeats=10**12), "--repeats: got 1000000000000"),
+        (lambda r: r["plan"].update(runs=[["ring-n2", 0], ["ring-n2", 9]]), "plan in it is dama"),
+        (lambda r: r["cells"][1].update(sync="unknown"), "the plan in it is damaged"),
+    ],
+)
+def test_a_damaged_plan_is_refused(change, said, tmp_path):
+    settings = Settings(nodes=(1, 2), sync=("ring",), repeats=2)
+    folder, results = open_comparison(settings, reports=tmp_path, code={"torch": "2"})
+    change(results)
+    (folder / "results.json").write_text(json.dumps(results))
+    with pytest.raises(UserError, match=said):
+        planned_run(folder, 1)
 
 
 # --- a folder that somebody sent ---
