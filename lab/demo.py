@@ -4,22 +4,23 @@ Each way starts by its own command, as on real nodes. A distributed way runs as 
 machine.
 """
 
-import json
 import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from common.distributed.spawn import rank_commands, run_local_ranks
+from common.reporting.run_files import Summary
 from common.utils.paths import IN_CHECKOUT, REPORTS, part_command
 from common.utils.progress import duration
 from common.utils.system import free_port
+from common.utils.typed_json import read_json
 
 WAYS = (
     ("PartOne", "none", 1),
@@ -62,7 +63,7 @@ def main() -> int:
     return 0
 
 
-def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
+def run_way(command: list[str], ranks: int) -> Summary | None:
     """Run one way on ``ranks`` local processes and return its summary; None if a process failed."""
     with tempfile.TemporaryFile() as errors:
         exits = run_local_ranks(
@@ -78,10 +79,10 @@ def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
     if any(exits.statuses):
         return None
     newest = max(REPORTS.glob("*/*/summary.json"), key=lambda path: path.stat().st_mtime)
-    return json.loads(newest.read_text(encoding="utf-8"))
+    return read_json(newest, Summary)
 
 
-def show(results: list[dict[str, Any]]) -> None:
+def show(results: Sequence[Summary]) -> None:
     """Print a table of the ways, and the paths of their reports."""
     table = Table(title="VGG-11 in four ways, on scikit-learn's digits", box=SIMPLE_HEAD, padding=0)
     for heading in _HEADINGS:
@@ -90,20 +91,22 @@ def show(results: list[dict[str, Any]]) -> None:
         )
     for result in results:
         equal = "only one"
-        if result["nodes"] > 1:
-            equal = "yes" if result["ranks_hold_equal_weights"] else "NO"
+        if result.nodes > 1:
+            equal = "yes" if result.ranks_hold_equal_weights else "NO"
         table.add_row(
-            f"{result['part']}: {result['sync']}",
-            str(result["nodes"]),
-            f"{result['step_seconds']:.3f}",
-            f"{result['section_seconds']['sync']:.3f}" if result["nodes"] > 1 else "none",
-            f"{100 * result['test_accuracy']:.1f} %",
+            f"{result.part}: {result.sync}",
+            str(result.nodes),
+            f"{result.step_seconds or 0.0:.3f}",
+            f"{result.section_seconds['sync']:.3f}"
+            if result.nodes > 1 and result.section_seconds
+            else "none",
+            f"{100 * (result.test_accuracy or 0.0):.1f} %",
             equal,
         )
     console.print()
     console.print(table)
     for result in results:
-        console.print(str(Path(result["folder"]) / "report.txt"), soft_wrap=True)
+        console.print(str(Path(result.folder) / "report.txt"), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -4,22 +4,66 @@
 ``load_calibration`` reads and checks it, ``describe`` returns its content as text for a person.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
-from common.cost_model.compute_model import ComputeModel, ComputeProfile
+from msgspec import Meta
+
+from common.cost_model.compute_model import ComputeModel
 from common.cost_model.event_model import Network, Rate
 from common.errors import UserError
 from common.sync.message_cost import GradientSize
 from common.utils.paths import REPORTS
-from common.utils.versioned_json import label, non_negative, non_negatives, read_versioned
+from common.utils.typed_json import (
+    Facts,
+    Finite,
+    LocalTime,
+    Ranks,
+    Seconds,
+    Text,
+    check_facts,
+    label,
+    read_versioned,
+    write_json,
+)
 
 FORMAT = 1
 LARGE_STEP = 256  # samples of the step whose time ``describe`` shows
 QUIET_SHARE = 0.1  # of the cores, that other processes may take without a warning
 _KIND = "calibration"
+_MOST_ENTRIES = 2**40
+_LEAST_SECONDS_PER_BYTE = 1e-15  # a million GB/s
+
+
+_Interval = tuple[Finite, Finite]
+
+
+class FitRecord(TypedDict):
+    """What lab/fitting.py found: values, their 95 % intervals, and the points it fitted."""
+
+    values: Annotated[list[Finite], Meta(min_length=1, max_length=10)]
+    intervals: Annotated[list[_Interval], Meta(min_length=1, max_length=10)]
+    worst_relative_error: Annotated[float, Meta(ge=0, le=1e9)]
+    points: Annotated[list[tuple[Finite, Seconds, Finite]], Meta(max_length=10_000)]
+
+
+@dataclass(frozen=True)
+class GradientShape:
+    """A gradient's shape, and the bytes of one of its entries."""
+
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31)], ...], Meta(max_length=8)]
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        if self.itemsize not in (1, 2, 4, 8):
+            raise ValueError(f"itemsize: got {self.itemsize}, expected 1, 2, 4 or 8 bytes")
+        if math.prod(self.shape) > _MOST_ENTRIES:
+            raise ValueError(f"shape: got {self.shape}, expected at most {_MOST_ENTRIES:,} entries")
 
 
 @dataclass(frozen=True)
@@ -41,19 +85,34 @@ class Calibration:
     machine : common.utils.environment.environment of rank 0.
     """
 
-    name: str
-    made: str
+    name: Text
+    made: LocalTime
     quick: bool
-    ranks: int
-    ranks_here: int
-    cores: int
-    others_share: float
-    model: str
-    gradients: tuple[GradientSize, ...]
+    ranks: Ranks
+    ranks_here: Ranks
+    cores: Ranks
+    others_share: Annotated[float, Meta(ge=0, le=100)]
+    model: Text
+    gradients: Annotated[tuple[GradientShape, ...], Meta(min_length=1, max_length=100_000)]
     network: Network
     compute: ComputeModel
-    fits: Mapping[str, Any]
-    machine: Mapping[str, Any]
+    fits: dict[Text, FitRecord]
+    machine: Facts
+
+    def __post_init__(self) -> None:
+        check_facts(self.machine, name="machine")
+        datetime.fromisoformat(self.made)  # ValueError: no such day
+        if self.ranks_here > self.ranks:
+            raise ValueError(
+                f"ranks_here: got {self.ranks_here}, expected at most ranks, {self.ranks}"
+            )
+        if missing := self.network.kinds.keys() - self.fits.keys():
+            raise ValueError(f"fits.{min(missing)} is missing: network.kinds has it")
+
+    @cached_property
+    def gradient_sizes(self) -> list[GradientSize]:
+        """The gradients' bytes, in the order of the parameters."""
+        return [GradientSize(one.shape, one.itemsize) for one in self.gradients]
 
     @property
     def over_loopback(self) -> bool:
@@ -62,10 +121,11 @@ class Calibration:
 
     def as_json(self) -> dict[str, Any]:
         """Return the file's content."""
-        gradients = [
-            {"shape": list(size.shape), "itemsize": size.itemsize} for size in self.gradients
-        ]
-        return label(_KIND, FORMAT) | asdict(self) | {"gradients": gradients}
+        return label(_KIND, FORMAT) | asdict(self)
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically. Raises UserError if a number is out of its range."""
+        write_json(path, self.as_json(), Calibration)
 
 
 def calibration_path() -> Path:
@@ -91,11 +151,12 @@ def find_calibration(path: Path | None = None) -> tuple[Calibration, bool]:
 def load_calibration(path: Path) -> Calibration:
     """Read and check a calibration.
 
-    Raises UserError if the file is missing, cut, foreign or of another version.
+    Raises UserError if the file is missing, cut, foreign or of a newer version, or if it holds an
+    impossible number.
     """
     try:
         return read_versioned(
-            path, _from_json, kind=_KIND, version=FORMAT, missing=f"no calibration at {path}"
+            path, Calibration, kind=_KIND, version=FORMAT, missing=f"no calibration at {path}"
         )
     except UserError as error:
         raise UserError(f"{error}: run `lab calibrate` to write a new one") from error
@@ -159,28 +220,6 @@ def _describe_rate(kind: str, rate: Rate, fit: Mapping[str, Any]) -> str:
 
 
 def _gigabytes(seconds_per_byte: float) -> str:
-    return f"{1e-9 / seconds_per_byte:.2f} GB/s" if seconds_per_byte else "no time per byte"
-
-
-def _from_json(content: dict[str, Any]) -> Calibration:
-    network, compute = content["network"], content["compute"]
-    if not compute["profiles"] or not content["gradients"]:
-        raise ValueError("no compute profile or no gradients")
-    kinds = {kind: Rate(**non_negatives(rate)) for kind, rate in network["kinds"].items()}
-    costs = non_negatives({name: value for name, value in network.items() if name != "kinds"})
-    parsed = {
-        "network": Network(**costs, kinds=kinds),
-        "compute": ComputeModel(
-            tuple(ComputeProfile(**non_negatives(profile)) for profile in compute["profiles"]),
-            tuple(compute["ready_bytes"]),
-            tuple(compute["ready_shares"]),
-        ),
-        "gradients": tuple(
-            GradientSize(
-                [int(non_negative(length)) for length in size["shape"]],
-                int(non_negative(size["itemsize"])),
-            )
-            for size in content["gradients"]
-        ),
-    }
-    return Calibration(**content | parsed)
+    if seconds_per_byte < _LEAST_SECONDS_PER_BYTE:
+        return "no time per byte"
+    return f"{1e-9 / seconds_per_byte:.2f} GB/s"

@@ -8,7 +8,15 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated
 
+from msgspec import Meta
+
+from common.utils.typed_json import Count, Ranks, Share
+
+LEAST_SECONDS = 1e-9  # of a step's forward and backward
+PartSeconds = Annotated[float, Meta(ge=0, le=1e4)]
 LEAST_SAMPLES = 2  # per rank: BatchNorm needs two, and training refuses fewer
 
 
@@ -47,22 +55,44 @@ class ComputeProfile:
     rank's samples. The update takes ``update_seconds``, whatever the batch.
     """
 
-    ranks: int
-    threads: int
-    before_fixed_seconds: float
-    before_sample_seconds: float
-    backward_fixed_seconds: float
-    backward_sample_seconds: float
-    update_seconds: float
+    ranks: Ranks
+    threads: Ranks
+    before_fixed_seconds: PartSeconds
+    before_sample_seconds: PartSeconds
+    backward_fixed_seconds: PartSeconds
+    backward_sample_seconds: PartSeconds
+    update_seconds: PartSeconds
+
+    def __post_init__(self) -> None:
+        sample = self.before_sample_seconds + self.backward_sample_seconds
+        if self.before_fixed_seconds + self.backward_fixed_seconds + sample < LEAST_SECONDS:
+            raise ValueError(
+                f"forward and backward take no time, expected at least {LEAST_SECONDS} s"
+            )
 
 
 @dataclass(frozen=True)
 class ComputeModel:
     """Profiles by rising number of ranks, and the order in which gradients become ready."""
 
-    profiles: tuple[ComputeProfile, ...]
-    ready_bytes: tuple[int, ...] = ()
-    ready_shares: tuple[float, ...] = ()
+    profiles: Annotated[tuple[ComputeProfile, ...], Meta(min_length=1, max_length=1000)]
+    ready_bytes: Annotated[tuple[Count, ...], Meta(max_length=100_000)] = ()
+    ready_shares: Annotated[tuple[Share, ...], Meta(max_length=100_000)] = ()
+
+    def __post_init__(self) -> None:
+        columns = {
+            "the ranks of profiles": [profile.ranks for profile in self.profiles],
+            "ready_bytes": self.ready_bytes,
+            "ready_shares": self.ready_shares,
+        }
+        for name, values in columns.items():
+            if any(one > other for one, other in pairwise(values)):
+                raise ValueError(f"{name} must rise from each entry to the next")
+        if len(self.ready_bytes) != len(self.ready_shares):
+            raise ValueError(
+                f"ready_bytes has {len(self.ready_bytes)} entries, ready_shares "
+                f"{len(self.ready_shares)}: expected as many"
+            )
 
     def at(self, samples: float, *, ranks_here: int = 1) -> StepCompute:
         """Return the step of a rank with ``samples`` samples, one of ``ranks_here`` on its machine.

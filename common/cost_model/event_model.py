@@ -10,10 +10,14 @@ Optimization of Collective Communication Operations in MPICH, 2005).
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from msgspec import Meta
 
 from common.cost_model.compute_model import StepCompute
 from common.sync.message_cost import Operation
 from common.sync.message_plans import MessagePlan
+from common.utils.typed_json import Share, Text
 
 # Bytes on a link for each byte of payload: TCP, IP and Ethernet headers (measured on shaped links).
 HEADERS = 1.06
@@ -27,6 +31,10 @@ LARGEST_NODES = 100_000
 _SAMPLED_RANKS = 32
 
 
+MessageSeconds = Annotated[float, Meta(ge=0, le=1e3)]
+ByteSeconds = Annotated[float, Meta(ge=0, le=1)]
+
+
 @dataclass(frozen=True)
 class Rate:
     """The cost of one kind of operation: seconds per message, and per byte on the busiest link.
@@ -35,9 +43,9 @@ class Rate:
     takes longer than a small message does.
     """
 
-    alpha_seconds: float
-    beta_seconds_per_byte: float
-    floor_seconds: float = 0.0
+    alpha_seconds: MessageSeconds
+    beta_seconds_per_byte: ByteSeconds
+    floor_seconds: MessageSeconds = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,12 +65,12 @@ class Network:
         at all, as with a free core; 1: the two take turns.
     """
 
-    alpha_seconds: float
-    beta_seconds_per_byte: float
-    gamma_seconds_per_byte: float = 0.0
-    copy_seconds_per_byte: float = 0.0
-    kinds: Mapping[str, Rate] = field(default_factory=dict)
-    overlap_cost: float = 0.0
+    alpha_seconds: MessageSeconds
+    beta_seconds_per_byte: ByteSeconds
+    gamma_seconds_per_byte: ByteSeconds = 0.0
+    copy_seconds_per_byte: ByteSeconds = 0.0
+    kinds: Mapping[Text, Rate] = field(default_factory=dict)
+    overlap_cost: Share = 0.0
 
     def rate(self, kind: str) -> Rate:
         """Return the rate of operations of that kind."""

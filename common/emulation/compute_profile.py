@@ -8,23 +8,38 @@ import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from common.errors import UserError
 from common.utils.paths import REPORTS
-from common.utils.versioned_json import label, non_negative, non_negatives, read_versioned
+from common.utils.typed_json import (
+    LocalTime,
+    Ranks,
+    Seconds,
+    Text,
+    label,
+    read_versioned,
+    write_json,
+)
 
 FORMAT = 1
 MEASURED = "measured"
 _KIND = "compute profile"
 
 
+LayerSeconds = Annotated[float, Meta(ge=0, le=1e4)]
+_Pixels = Annotated[int, Meta(ge=1, le=65_536)]
+_LEAST = 1e-9  # seconds of a whole pass
+
+
 @dataclass(frozen=True)
 class SectionTime:
     """Seconds over samples: ``fixed_seconds`` + ``sample_seconds`` x samples."""
 
-    fixed_seconds: float
-    sample_seconds: float
+    fixed_seconds: LayerSeconds
+    sample_seconds: LayerSeconds
 
     def at(self, samples: float) -> float:
         """Return the seconds for that number of samples."""
@@ -35,10 +50,10 @@ class SectionTime:
 class Layer:
     """One call of a layer: its seconds, and the parameters whose gradients its backward makes."""
 
-    name: str
+    name: Text
     forward: SectionTime
     backward: SectionTime
-    parameters: tuple[str, ...] = ()
+    parameters: Annotated[tuple[Text, ...], Meta(max_length=100_000)] = ()
 
 
 @dataclass(frozen=True)
@@ -59,17 +74,25 @@ class Profile:
         seconds that the lines give).
     """
 
-    name: str
-    machine: str
-    device: str
-    threads: int
-    made: str
-    model: str
-    image: tuple[int, int]
-    layers: tuple[Layer, ...]
-    update_seconds: float
-    others_share: float = 0.0
-    steps: tuple[tuple[float, float, float], ...] = ()
+    name: Text
+    machine: Text
+    device: Text
+    threads: Ranks
+    made: LocalTime
+    model: Text
+    image: tuple[_Pixels, _Pixels]
+    layers: Annotated[tuple[Layer, ...], Meta(min_length=1, max_length=100_000)]
+    update_seconds: LayerSeconds
+    others_share: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    steps: Annotated[tuple[tuple[Seconds, Seconds, Seconds], ...], Meta(max_length=1000)] = ()
+
+    def __post_init__(self) -> None:
+        if not any(layer.parameters for layer in self.layers):
+            raise ValueError("no layer has parameters")
+        for way in ("forward", "backward"):
+            times = [getattr(layer, way) for layer in self.layers]
+            if math.fsum(time.fixed_seconds + time.sample_seconds for time in times) < _LEAST:
+                raise ValueError(f"{way} takes no time, expected at least {_LEAST} s")
 
     def forward_seconds(self, samples: float) -> float:
         """Return the seconds of forward, loss included."""
@@ -87,6 +110,10 @@ class Profile:
     def as_json(self) -> dict[str, Any]:
         """Return the file's content."""
         return label(_KIND, FORMAT) | asdict(self)
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically. Raises UserError if a number is out of its range."""
+        write_json(path, self.as_json(), Profile)
 
 
 def profile_path(choice: str, *, model: str) -> Path:
@@ -111,14 +138,14 @@ def load_profile(
     """Read and check a profile of ``model`` on images of (height, width) ``image``.
 
     machine : this machine's processor; "measured" is refused if another machine made the profile.
-    Raises UserError if the file is missing, cut, foreign, of another version, of another model or
-    of other images.
+    Raises UserError if the file is missing, cut, foreign, of a newer version, of another model or
+    of other images, or if a number in it is impossible.
     """
     path = profile_path(choice, model=model)
     again = how_to_make(choice, model)
     try:
         profile = read_versioned(
-            path, _from_json, kind=_KIND, version=FORMAT, missing=f"there is no profile {path}"
+            path, Profile, kind=_KIND, version=FORMAT, missing=f"there is no profile {path}"
         )
         if profile.model != model:
             raise UserError(
@@ -146,25 +173,3 @@ def how_to_make(choice: str, model: str) -> str:
     named = "" if choice == MEASURED else f" --profile {Path(choice).stem}"
     of_model = "" if model == "vgg11" else f" --model {model}"
     return f"`lab calibrate{named}{of_model}` measures one"
-
-
-def _from_json(content: dict[str, Any]) -> Profile:
-    height, width = content["image"]
-    parsed = {
-        "image": (int(height), int(width)),
-        "update_seconds": non_negative(content["update_seconds"]),
-        "layers": tuple(
-            Layer(
-                str(layer["name"]),
-                SectionTime(**non_negatives(layer["forward"])),
-                SectionTime(**non_negatives(layer["backward"])),
-                tuple(map(str, layer["parameters"])),
-            )
-            for layer in content["layers"]
-        ),
-        "steps": tuple(tuple(map(non_negative, step)) for step in content["steps"]),
-    }
-    profile = Profile(**content | parsed)
-    if not any(layer.parameters for layer in profile.layers):
-        raise ValueError("no layer with parameters")
-    return profile

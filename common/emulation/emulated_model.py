@@ -42,7 +42,7 @@ class Emulation:
     def __init__(self, model: nn.Module, profile: Profile, *, rank: int, classes: int) -> None:
         self._profile, self._classes = profile, classes
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        _check_parameters(profile, trained)
+        check_parameters(profile, trained)
         generator = torch.Generator().manual_seed(rank)
         self._layers = [
             (
@@ -129,7 +129,7 @@ class _Gradient:
         return tensor.detach()  # another tensor on the same memory, so that it has no other owner
 
 
-def _check_parameters(profile: Profile, trained: Mapping[str, nn.Parameter]) -> None:
+def check_parameters(profile: Profile, trained: Mapping[str, nn.Parameter]) -> None:
     """Raise UserError unless the profile names exactly the parameters of ``trained``, once each."""
     named = [name for layer in profile.layers for name in layer.parameters]
     wrong = {name for name in (*named, *trained) if named.count(name) != 1 or name not in trained}

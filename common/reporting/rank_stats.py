@@ -6,48 +6,45 @@
 import socket
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import torch
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from common.distributed.clock_offset import clock_offset
 from common.distributed.collectives import gather_objects
 from common.profiling.comm_trace import Timeline
+from common.reporting.run_files import (
+    FORMAT,
+    RankRow,
+    RanksFile,
+    RankTimeline,
+    SentMessage,
+    StepSeconds,
+    TimelineFile,
+)
 from common.training_engine import StepRecord, TrainingEngine
 from common.utils.environment import peak_memory_bytes
+from common.utils.typed_json import Step
 
 if TYPE_CHECKING:
     from common.experiment.setup import Setup
-
-FORMAT = 1
-
-
-class _RankRow(TypedDict):
-    """A row of ``ranks.json``."""
-
-    rank: int
-    host: str
-    threads: int
-    seconds: dict[str, float] | None
-    peak_memory_bytes: int
-    bytes_sent: float | None
-    messages: float | None
-
-
-class _MessageSpan(TypedDict):
-    kind: str
-    bytes: int
-    sent_bytes: float
-    begin: float
-    end: float
 
 
 class _RecordedStep(TypedDict):
     """A rank's part of ``timeline.json``; begins and ends in seconds."""
 
-    step: int
+    step: Step
     sections: dict[str, list[tuple[float, float]]]
-    messages: list[_MessageSpan]
+    messages: list[SentMessage]
+
+
+class _Measured(Struct):
+    """What a rank sends to rank 0; without steps it has no row, without --timeline no step."""
+
+    row: RankRow | None
+    recorded_step: _RecordedStep | None
 
 
 def timed(
@@ -94,34 +91,45 @@ def gather_measurements(
     """Have rank 0 write ``ranks.json`` and, if steps were recorded, ``timeline.json``."""
     world, timeline = setup.world, engine.timeline
     steps = timed(own_steps, setup.config.untimed_steps, timeline)
-    recorded_step: Any = timeline.busiest_step(clock_offset(world)) if timeline else None
-    row: _RankRow = {
-        "rank": world.rank,
-        "host": socket.gethostname(),
-        "threads": torch.get_num_threads(),
-        "seconds": median_seconds(steps, engine.sync.period),
-        "peak_memory_bytes": peak_memory_bytes(),
-        "bytes_sent": timeline.sent_bytes_a_step if timeline else None,
-        "messages": timeline.messages_a_step if timeline else None,
-    }
-    rows = gather_objects(world, (row, recorded_step), schema=tuple[_RankRow, _RecordedStep | None])
+    row = RankRow(
+        rank=world.rank,
+        host=socket.gethostname(),
+        threads=torch.get_num_threads(),
+        seconds=cast(StepSeconds, median_seconds(steps, engine.sync.period)),
+        peak_memory_bytes=peak_memory_bytes(),
+        bytes_sent=timeline.sent_bytes_a_step if timeline else None,
+        messages=timeline.messages_a_step if timeline else None,
+    )
+    mine = _Measured(
+        row if steps else None,
+        cast(
+            "_RecordedStep | None",
+            timeline.busiest_step(clock_offset(world)) if timeline else None,
+        ),
+    )
+    all_ranks = gather_objects(world, mine, schema=_Measured)
     if not world.is_rank0 or not steps:
         return
-    facts = {"format": FORMAT, "sync": setup.config.sync}
-    measured = {
-        "world_size": world.size,
-        "first_step": steps[0].step,
-        "steps": len(steps),
-        "ranks": [row for row, _ in rows],
-    }
-    setup.folder.write_json("ranks.json", facts | measured)
-    recorded = [recorded_step for _, recorded_step in rows if recorded_step is not None]
+    measured = RanksFile(
+        sync=setup.config.sync,
+        world_size=world.size,
+        first_step=steps[0].step,
+        steps=len(steps),
+        ranks=[one.row for one in all_ranks if one.row is not None],
+    )
+    setup.folder.write_json("ranks.json", asdict(measured))
+    recorded = [one.recorded_step for one in all_ranks if one.recorded_step is not None]
     if recorded:
-        step = {"step": recorded[0]["step"], "ranks": _from_zero(recorded)}
-        setup.folder.write_json("timeline.json", facts | step)
+        step = TimelineFile(
+            format=FORMAT,
+            sync=setup.config.sync,
+            step=recorded[0]["step"],
+            ranks=_from_zero(recorded),
+        )
+        setup.folder.write_json("timeline.json", step)
 
 
-def _from_zero(recorded: Sequence[_RecordedStep]) -> list[dict[str, Any]]:
+def _from_zero(recorded: Sequence[_RecordedStep]) -> list[RankTimeline]:
     """Return every rank's step, with times from the earliest moment of any rank."""
     zero = min(
         begin
@@ -130,16 +138,16 @@ def _from_zero(recorded: Sequence[_RecordedStep]) -> list[dict[str, Any]]:
         for begin, _ in spans
     )
     return [
-        {
-            "rank": rank,
-            "sections": {
-                name: [[begin - zero, end - zero] for begin, end in spans]
+        RankTimeline(
+            rank=rank,
+            sections={
+                name: [(begin - zero, end - zero) for begin, end in spans]
                 for name, spans in recorded_step["sections"].items()
             },
-            "messages": [
+            messages=[
                 message | {"begin": message["begin"] - zero, "end": message["end"] - zero}
                 for message in recorded_step["messages"]
             ],
-        }
+        )
         for rank, recorded_step in enumerate(recorded)
     ]

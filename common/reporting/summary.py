@@ -4,13 +4,16 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from msgspec.structs import asdict
 
 from common.cost_model.calibration_file import count
 from common.evaluation import generate_eval_report
 from common.profiling.step_timer import SECTIONS
 from common.reporting.console import card, say
 from common.reporting.rank_stats import median_seconds, timed
+from common.reporting.run_files import SectionSeconds, Summary
 from common.reporting.run_logger import RunLogger
 from common.training_engine import Predictions, StepRecord, TrainingEngine
 from common.utils.environment import peak_memory_bytes
@@ -54,17 +57,10 @@ def report(
         _draw(setup, history, results[0])
     steps = timed(history, setup.config.untimed_steps, engine.timeline)
     seconds = median_seconds(steps, engine.sync.period)
-    summary = _summary(setup, history, seconds, results) | {
-        "total_seconds": run_logger.total_seconds,
-        "wall_seconds": time.perf_counter() - setup.began,
-        "ranks_hold_equal_weights": ranks_equal,
-        "checkpoint": str(checkpoint) if checkpoint else None,
-        "resumed_from": setup.checkpoint.path if setup.checkpoint is not None else None,
-        "peak_memory_bytes": peak_memory_bytes(),
-        "folder": str(setup.folder.path),
-        **extra,
-    }
-    setup.folder.write_json("summary.json", summary)
+    summary = _summary(
+        setup, run_logger, seconds, results, checkpoint=checkpoint, ranks_equal=ranks_equal
+    )
+    setup.folder.write_json("summary.json", asdict(summary) | dict(extra))
     title = setup.config.recipe or f"{setup.config.part}: {setup.config.sync}"
     rows = _card_rows(setup, run_logger, summary, timed_steps=len(steps))
     card(f"{title}, EMULATED" if setup.config.emulated else title, rows)
@@ -114,51 +110,65 @@ def _draw(setup: "Setup", history: Sequence[StepRecord], result: Mapping[str, An
 
 def _summary(
     setup: "Setup",
-    history: Sequence[StepRecord],
+    run_logger: RunLogger,
     seconds: Mapping[str, float] | None,
     results: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
+    *,
+    checkpoint: Path | str | None,
+    ranks_equal: bool,
+) -> Summary:
     config, world, batch_size = setup.config, setup.world, setup.plan.batch_size
+    history = run_logger.history
     step = seconds["step"] if seconds else None
     nothing = {"test_loss": None, "accuracy": None}
     result, ema_result = [*results, nothing, nothing][:2]
-    return {
-        "part": config.part,
-        "recipe": config.recipe,
-        "sync": config.sync,
-        "nodes": world.size,
-        "backend": world.backend,
-        "device": world.device.type,
-        "emulated": config.emulated,
-        "compute": config.compute,
-        "dataset": config.dataset,
-        "model": config.model,
-        "global_batch_size": batch_size,
-        "steps": len(history),
-        "last_step": history[-1].step if history else None,
-        "step_seconds": step,
-        "section_seconds": {name: seconds[name] for name in SECTIONS} if seconds else None,
-        "wait_seconds": seconds["wait"] if seconds else None,
-        "sync_share": seconds["sync"] / step if seconds and step else None,
-        "samples_per_second": batch_size / step if step else None,
-        "train_loss_last_step": history[-1].loss if history else None,
-        "test_loss": result["test_loss"],
-        "test_accuracy": result["accuracy"],
-        "ema_test_loss": ema_result["test_loss"],
-        "ema_test_accuracy": ema_result["accuracy"],
-    }
+    return Summary(
+        part=config.part,
+        recipe=config.recipe,
+        sync=config.sync,
+        nodes=world.size,
+        backend=world.backend,
+        device=world.device.type,
+        emulated=config.emulated,
+        compute=config.compute,
+        dataset=config.dataset,
+        model=config.model,
+        global_batch_size=batch_size,
+        steps=len(history),
+        last_step=history[-1].step if history else None,
+        step_seconds=step,
+        section_seconds=cast(SectionSeconds, {name: seconds[name] for name in SECTIONS})
+        if seconds
+        else None,
+        wait_seconds=seconds["wait"] if seconds else None,
+        sync_share=seconds["sync"] / step if seconds and step else None,
+        samples_per_second=batch_size / step if step else None,
+        train_loss_last_step=history[-1].loss if history else None,
+        test_loss=result["test_loss"],
+        test_accuracy=result["accuracy"],
+        ema_test_loss=ema_result["test_loss"],
+        ema_test_accuracy=ema_result["accuracy"],
+        total_seconds=run_logger.total_seconds,
+        wall_seconds=time.perf_counter() - setup.began,
+        ranks_hold_equal_weights=ranks_equal,
+        checkpoint=str(checkpoint) if checkpoint else None,
+        resumed_from=setup.checkpoint.path if setup.checkpoint is not None else None,
+        peak_memory_bytes=peak_memory_bytes(),
+        folder=str(setup.folder.path),
+    )
 
 
 def _card_rows(
-    setup: "Setup", run_logger: RunLogger, summary: Mapping[str, Any], *, timed_steps: int
+    setup: "Setup", run_logger: RunLogger, summary: Summary, *, timed_steps: int
 ) -> dict[str, Any]:
     """Return the rows of the card by name."""
     step_row, sync_row = "none: nothing was left to train", "-"
-    if summary["step_seconds"]:
-        step_row = f"{summary['step_seconds']:.3f} s (median of {count(timed_steps, 'step')})"
+    if summary.step_seconds and summary.section_seconds:
+        step_row = f"{summary.step_seconds:.3f} s (median of {count(timed_steps, 'step')})"
+        share = 100 * (summary.sync_share or 0.0)
         sync_row = (
-            f"{summary['section_seconds']['sync']:.3f} s ({100 * summary['sync_share']:.0f} % of a "
-            f"step), of which {summary['wait_seconds']:.3f} s waiting for slower ranks"
+            f"{summary.section_seconds['sync']:.3f} s ({share:.0f} % of a step), of which "
+            f"{summary.wait_seconds:.3f} s waiting for slower ranks"
         )
     if setup.world.size == 1:
         sync_row = "none: one rank"
@@ -170,25 +180,25 @@ def _card_rows(
         "step time": step_row,
         "exposed communication": sync_row,
         "training time": f"{run_logger.total_seconds:.1f} s, {speed}",
-        "wall time": f"{summary['wall_seconds']:.1f} s, with start-up and evaluation",
+        "wall time": f"{summary.wall_seconds:.1f} s, with start-up and evaluation",
     }
-    if summary["test_accuracy"] is not None:
+    if summary.test_accuracy is not None:
         images = len(setup.dataset.test)
         chance = 1 / len(setup.dataset.class_names)
         guessing = f", near chance ({100 * chance:.0f} %)"
-        rows["test accuracy"] = f"{100 * summary['test_accuracy']:.2f} % of {images:,} images" + (
-            guessing if summary["test_accuracy"] < _NEAR_CHANCE * chance else ""
+        rows["test accuracy"] = f"{100 * summary.test_accuracy:.2f} % of {images:,} images" + (
+            guessing if summary.test_accuracy < _NEAR_CHANCE * chance else ""
         )
-        rows["test loss"] = f"{summary['test_loss']:.3f}"
-    if summary["ema_test_accuracy"] is not None:
-        rows["EMA accuracy"] = f"{100 * summary['ema_test_accuracy']:.2f} %, averaged weights"
+        rows["test loss"] = f"{summary.test_loss:.3f}"
+    if summary.ema_test_accuracy is not None:
+        rows["EMA accuracy"] = f"{100 * summary.ema_test_accuracy:.2f} %, averaged weights"
     rows["equal weights"] = "only one rank"
     if setup.world.size > 1:
-        equal = summary["ranks_hold_equal_weights"]
+        equal = summary.ranks_hold_equal_weights
         rows["equal weights"] = (
             "yes, on all ranks" if equal else "NO: the ranks hold different weights"
         )
-    tested, folder = summary["test_accuracy"] is not None, setup.folder
+    tested, folder = summary.test_accuracy is not None, setup.folder
     return rows | ({"report": folder.report} if tested else {"folder": folder.path})
 
 

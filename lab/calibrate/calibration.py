@@ -5,7 +5,6 @@ user started. Neither runs the training that is predicted later: messages are ti
 steps train on noise without messages.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from common.distributed.process_group import process_group
 from common.errors import UserError
 from common.models import MODELS
 from common.training_engine import launch_distributed_training
-from common.utils.atomic_files import write_atomically
 from common.utils.progress import console
 from common.utils.registry import choices_text
 from common.utils.system import usable_cores
@@ -110,8 +108,5 @@ def calibrate_nodes(
 
 def save_calibration(calibration: Calibration, path: Path | None = None) -> Calibration:
     """Write the file atomically (default: ``calibration_path()``), and return the calibration."""
-    write_atomically(
-        path or calibration_path(),
-        json.dumps(calibration.as_json(), indent=1, allow_nan=False).encode(),
-    )
+    calibration.save(path or calibration_path())
     return calibration

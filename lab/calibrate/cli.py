@@ -105,7 +105,7 @@ def _calibrate(args: argparse.Namespace) -> int:
 def _profile_layers(args: argparse.Namespace, name: str) -> int:
     """Measure the time of each layer on this machine, and write the profile of that name."""
     from common.emulation.compute_profile import profile_path
-    from lab.calibrate.layer_profile import describe_profile, measure_profile, save_profile
+    from lab.calibrate.layer_profile import describe_profile, measure_profile
 
     path = profile_path(name, model=args.model)
     if name == "real":
@@ -113,7 +113,7 @@ def _profile_layers(args: argparse.Namespace, name: str) -> int:
     profile = measure_profile(
         Path(name).stem, model=args.model, device=args.device, rounds=2 if args.quick else 5
     )
-    save_profile(profile, path)
+    profile.save(path)
     _print(*describe_profile(profile), f"written to {path}")
     return 0
 

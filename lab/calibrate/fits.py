@@ -6,9 +6,9 @@ from dataclasses import asdict
 from datetime import datetime
 from itertools import accumulate
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
-from common.cost_model.calibration_file import Calibration, count
+from common.cost_model.calibration_file import Calibration, FitRecord, GradientShape, count
 from common.cost_model.compute_model import ComputeModel, ComputeProfile
 from common.cost_model.event_model import Network, Rate, loads
 from common.sync.message_cost import KINDS
@@ -56,15 +56,15 @@ def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Cal
         cores=cores,
         model=model,
         others_share=mean_share(noise),
-        gradients=tuple(found["gradients"]),
+        gradients=tuple(GradientShape(size.shape, size.itemsize) for size in found["gradients"]),
         network=network,
         compute=ComputeModel(
             tuple(profiles),
             # backward makes the last parameter's gradient first
-            tuple(accumulate(reversed(found["gradients"]))),
+            tuple(accumulate(map(int, reversed(found["gradients"])))),
             tuple(accumulate(reversed(shares), max)),
         ),
-        fits={name: asdict(one) for name, one in fits.items()},
+        fits={name: cast(FitRecord, asdict(one)) for name, one in fits.items()},
         machine=ranks[0]["environment"],
     )
 

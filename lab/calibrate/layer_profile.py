@@ -3,14 +3,12 @@
 ``measure_profile`` trains the real model on noise, in one process with all cores, with several
 numbers of samples in turns; hooks record when each layer ends. Work between two layers (an
 addition, a reshape) counts towards the second, so that the layers' times add up to the step's.
-``save_profile`` writes the file.
+``Profile.save`` writes the file.
 """
 
-import json
 import statistics
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from common.cost_model.calibration_file import count, noise_warning
 from common.emulation.compute_profile import Layer, Profile, SectionTime
 from common.errors import UserError
 from common.profiling.layer_timer import Call, LayerTimer
-from common.utils.atomic_files import write_atomically
 from common.utils.environment import environment
 from common.utils.progress import Counter, console
 from common.utils.system import tune_malloc, usable_cores
@@ -71,11 +68,6 @@ def measure_profile(
         return _fit_profile(name, model, image, device, steps)
     finally:
         torch.set_num_threads(threads)
-
-
-def save_profile(profile: Profile, path: Path) -> None:
-    """Write the file atomically."""
-    write_atomically(path, json.dumps(profile.as_json(), indent=1, allow_nan=False).encode())
 
 
 def describe_profile(profile: Profile) -> list[str]:

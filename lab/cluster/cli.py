@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from common.errors import INTERRUPTED, UserError
 from common.utils.environment import RUN_TOKEN, setting
@@ -200,7 +199,7 @@ def fault(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find_node(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+def _find_node(args: argparse.Namespace) -> tuple[int, control.ClusterFacts]:
     """Return the process id of the chosen cluster, and its facts, see ``control.ask``."""
     pid = control.find(args.cluster)
     cluster = control.ask(pid)

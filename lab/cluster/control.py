@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from common.errors import UserError
 from common.utils.processes import shell_status
@@ -25,6 +25,16 @@ from lab.cluster.program import NOT_FOUND
 
 _MOST_BYTES = 65536
 _ANSWER_SECONDS = 70.0
+
+
+class ClusterFacts(TypedDict, total=False):
+    """The answer to other terminals: nodes, their process on the host, token; or an error."""
+
+    nodes: int
+    loopback: bool
+    host: int
+    token: str
+    error: str
 
 
 def _name(pid: int | str) -> str:
@@ -47,6 +57,8 @@ def served(cluster: Cluster) -> Iterator[None]:
 
 def _serve(listener: socket.socket, cluster: Cluster) -> None:
     """Answer one request after the other until the listener is shut down; runs in a thread."""
+    from common.utils.typed_json import decode  # slow to import, and --help imports this file
+
     with contextlib.suppress(OSError):
         while True:
             connection, _ = listener.accept()
@@ -55,11 +67,15 @@ def _serve(listener: socket.socket, cluster: Cluster) -> None:
                 credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
                 _, user, _ = struct.unpack("3i", credentials)
                 if user in (0, os.getuid()):  # abstract sockets have no permissions
-                    request = json.loads(connection.recv(_MOST_BYTES))
+                    request = decode(
+                        connection.recv(_MOST_BYTES),
+                        dict[str, int | str | None],
+                        name="the request",
+                    )
                     connection.sendall(json.dumps(_answer(cluster, request)).encode())
 
 
-def _answer(cluster: Cluster, fault: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(cluster: Cluster, fault: Mapping[str, Any]) -> ClusterFacts:
     """Cause the fault, if any; return facts about the cluster for other terminals, or an error."""
     try:
         if fault:
@@ -70,7 +86,7 @@ def _answer(cluster: Cluster, fault: Mapping[str, Any]) -> dict[str, Any]:
             "host": cluster.host_pid,
             "token": cluster.token,
         }
-    except (UserError, RuntimeError) as error:
+    except (UserError, RuntimeError, TypeError) as error:  # TypeError: no such argument
         return {"error": str(error)}
 
 
@@ -104,12 +120,14 @@ def find(pid: int | None) -> int:
     return pid
 
 
-def ask(pid: int, **fault: Any) -> dict[str, Any]:
+def ask(pid: int, **fault: Any) -> ClusterFacts:
     """Ask the ``lab cluster run`` with this process id for its nodes, loopback, host and token.
 
     fault : arguments of ``Cluster.fault``, to cause a fault first; none: only ask.
     Raises UserError if the cluster refuses or does not answer.
     """
+    from common.utils.typed_json import decode
+
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_ANSWER_SECONDS)
@@ -121,7 +139,9 @@ def ask(pid: int, **fault: Any) -> dict[str, Any]:
             f"cluster {pid} does not answer ({error.strerror or error}): check that its "
             "lab cluster run still runs"
         ) from error
-    found = json.loads(answer) if answer else {"error": "the cluster has ended"}
+    found: ClusterFacts = {"error": "the cluster has ended"}
+    if answer:
+        found = decode(answer, ClusterFacts, name=f"the answer of cluster {pid}")
     if "error" in found:
         raise UserError(found["error"])
     return found

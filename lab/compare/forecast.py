@@ -13,6 +13,7 @@ from typing import Any
 from common.cost_model.compute_model import StepCompute, local_samples
 from common.cost_model.event_model import Network, Prediction, predict_step
 from common.emulation.compute_profile import Profile
+from common.emulation.emulated_model import check_parameters
 from common.models import build_model
 from common.sync.message_cost import GradientSize
 from common.sync.message_plans import MessagePlan
@@ -135,12 +136,16 @@ def emulated_compute(
 def emulated_compute_at(
     profile: Profile, *, batch_size: int, scaling: str
 ) -> tuple[Callable[[int], StepCompute], list[GradientSize]]:
-    """Return a node's emulated step by the number of nodes, and the gradients' sizes."""
+    """Return a node's emulated step by the number of nodes, and the gradients' sizes.
+
+    Raises UserError if the profile names other parameters than the model.
+    """
     trained = {
         name: parameter
         for name, parameter in build_model(profile.model, _CLASSES).named_parameters()
         if parameter.requires_grad
     }
+    check_parameters(profile, trained)
     gradients = GradientSize.of(trained.values())
 
     def compute_at(nodes: int) -> StepCompute:

@@ -9,43 +9,21 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from common.emulation.compute_profile import Profile
 from common.errors import UserError
+from common.reporting.run_files import RunConfig, TrainingFacts
 from common.utils.grouping import grouped
 from lab.compare.cells import new_cell
-from lab.compare.outcomes import MACHINE_FACTS, ranks_share_cores, read_json, read_repeat
+from lab.compare.outcomes import (
+    MACHINE_FACTS,
+    ranks_share_cores,
+    read_environment,
+    read_repeat,
+    read_run_file,
+)
 from lab.compare.results import FORMAT, distinct, summarise, take_timeline
 
-_TRAINING = (
-    "dataset",
-    "training_images",
-    "model",
-    "batch_size",
-    "seed",
-    "learning_rate",
-    "schedule",
-    "warmup_steps",
-    "warmup_epochs",
-    "milestones",
-    "step_factor",
-    "scale_lr",
-    "total_steps",
-    "opt",
-    "momentum",
-    "nesterov",
-    "weight_decay",
-    "label_smoothing",
-    "clip_norm",
-    "accumulation_steps",
-    "amp",
-    "amp_dtype",
-    "sync_batchnorm",
-    "pretrained_weights",
-    "unfreeze",
-    "input_size",
-    "normalise",
-    "untimed_steps",
-    "compute",
-)
+_TRAINING = TrainingFacts.__struct_fields__
 
 
 def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
@@ -86,23 +64,27 @@ def _read(folder: Path, scaling: str) -> dict[str, Any]:
             f"{folder} is not the folder of a run: it has no config.json. Give the folder that "
             f"rank 0 wrote, reports/<part>-<sync>/<time>{found}"
         )
-    config, environment = read_json(folder / "config.json"), read_json(folder / "environment.json")
-    nodes = config["world_size"]
-    repeat = read_repeat(folder, seed=config["seed"])
-    repeat["timed_steps"] = read_json(folder / "ranks.json").get("steps")
-    facts = (
-        {name: config.get(name) for name in _TRAINING}
+    config = read_run_file(folder / "config.json", RunConfig)
+    environment = read_environment(folder / "environment.json")
+    repeat = read_repeat(folder, seed=config.seed)
+    if len(repeat["ranks"]) != config.world_size:
+        raise UserError(
+            f"{folder} does not fit together: config.json has world_size {config.world_size}, "
+            f"ranks.json {len(repeat['ranks'])}: copy the run again"
+        )
+    facts: dict[str, Any] = (
+        {name: getattr(config, name) for name in _TRAINING}
         | {name: environment.get(name) for name in MACHINE_FACTS}
         | {"compute": _compute(folder, config)}
     )
     if scaling == "weak":
-        facts["batch_size"] /= nodes
+        facts["batch_size"] /= config.world_size
         facts["total_steps"] = None  # an epoch has fewer steps on more nodes
     return {
         "folder": folder,
-        "sync": config["sync"] if nodes > 1 else "none",
-        "nodes": nodes,
-        "batch_size": config["batch_size"],
+        "sync": config.sync if config.world_size > 1 else "none",
+        "nodes": config.world_size,
+        "batch_size": config.batch_size,
         "facts": facts,
         "repeat": repeat,
         "environment": environment,
@@ -135,12 +117,12 @@ def _cells(
     return ordered, results["timelines"]
 
 
-def _compute(folder: Path, config: Mapping[str, Any]) -> str:
+def _compute(folder: Path, config: RunConfig) -> str:
     """Return "real", or name and date of the profile of emulated compute, which identify it."""
-    if config.get("compute", "real") == "real":
+    if config.compute == "real":
         return "real"
-    profile = read_json(folder / "profile.json")
-    return f"{profile['name']} of {profile['made']}"
+    profile = read_run_file(folder / "profile.json", Profile)
+    return f"{profile.name} of {profile.made}"
 
 
 def _difference(name: str, runs: Sequence[Mapping[str, Any]]) -> str:

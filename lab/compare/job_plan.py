@@ -15,6 +15,7 @@ from typing import Any
 
 from common.cost_model.calibration_file import calibration_path, load_calibration
 from common.errors import UserError
+from common.sync import STRATEGIES
 from common.utils.grouping import grouped
 from common.utils.paths import IN_CHECKOUT, REPOSITORY
 from common.utils.source_hash import code_facts
@@ -84,18 +85,20 @@ def planned_runs(folder: Path, results: dict[str, Any]) -> list[Run]:
             f"{folder} is a comparison that lab compare runs itself, not a plan: give a folder "
             "that lab compare --plan made"
         )
-    settings = Settings.from_json(results["settings"])
+    file = folder / "results.json"
+    settings = Settings.from_json(results["settings"], name=f"{file}: settings")
     cells = {cell["id"]: cell for cell in results["cells"]}
-    try:
-        return [
-            Run(folder, settings, cells[cell], int(repeat), number)
-            for number, (cell, repeat) in enumerate(results["plan"]["runs"])
-        ]
-    except (KeyError, TypeError, ValueError) as error:
+    runs = results["plan"]["runs"]
+    if any(cell not in cells or repeat >= len(settings.seeds_to_run) for cell, repeat in runs) or {
+        cell["sync"] for cell in results["cells"]
+    } - set(STRATEGIES):
         raise UserError(
-            f"{folder / 'results.json'}: the plan in it is damaged; make a new one by lab compare "
-            "--plan --new"
-        ) from error
+            f"{file}: the plan in it is damaged; make a new one by lab compare --plan --new"
+        )
+    return [
+        Run(folder, settings, cells[cell], repeat, number)
+        for number, (cell, repeat) in enumerate(runs)
+    ]
 
 
 def planned_run(folder: Path, number: int) -> tuple[Run, dict[str, str]]:

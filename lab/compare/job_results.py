@@ -10,12 +10,15 @@ import fcntl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
+
+from msgspec import Meta, Struct
 
 from common.cost_model.calibration_file import calibration_path
 from common.utils.atomic_files import regular_target
 from common.utils.grouping import grouped
 from common.utils.paths import IN_CHECKOUT
+from common.utils.typed_json import Text
 from lab.compare.cells import Run
 from lab.compare.job_plan import (
     by_hand,
@@ -32,11 +35,19 @@ from lab.compare.outcomes import (
     describe_failure,
     failed_run,
     ranks_share_cores,
-    read_json,
+    read_environment,
+    read_run_file,
 )
 from lab.compare.results import distinct, summarise, take_timeline, write_results
 
 _SHOWN = 5
+
+
+class FailureNote(Struct):
+    """What a rank of a failed run leaves: its exit status and its machine."""
+
+    status: Annotated[int, Meta(ge=-255, le=255)]
+    host: Text
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,9 @@ def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
         "finished": len(done) == len(runs),
         "differences": _differences(done),
         "groups": groups if len(groups) > 1 else {},
-        "environment": read_json(environments[0]) if environments else results["environment"],
+        "environment": read_environment(environments[0])
+        if environments
+        else results["environment"],
     }
     to_do = [state.run for state in states if state.word in ("missing", "failed")]
     results["warnings"] = _warnings(states, to_do, results)
@@ -121,7 +134,7 @@ def why_failed(run: Run) -> str | None:
     """Return which rank failed first and its error message; None if no rank noted a failure."""
     notes = sorted(run.logs.glob("rank*.failed.json"), key=lambda path: path.stat().st_mtime_ns)
     statuses = {
-        int(path.name.removeprefix("rank").split(".")[0]): read_json(path)["status"]
+        int(path.name.removeprefix("rank").split(".")[0]): read_run_file(path, FailureNote).status
         for path in notes
     }
     logs = {rank: output_file(run, rank) for rank in statuses}
@@ -165,7 +178,7 @@ def _state(run: Run, before: dict[str, dict[str, Any]]) -> State:
 def _where(run: Run, outcome: dict[str, Any]) -> dict[str, Any]:
     """Return the kind of machine that a run was on, and whether more ranks than cores shared it."""
     path = run.path / "environment.json"
-    machine = read_json(path) if path.exists() else {}
+    machine = read_environment(path) if path.exists() else {}
     return {
         "machine": {name: machine.get(name) for name in MACHINE_FACTS},
         "crowded": ranks_share_cores(outcome["ranks"], machine, emulated=run.settings.emulated),

@@ -8,7 +8,6 @@ of the rank that failed first. No other run writes there.
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ from common.distributed.spawn import run_local_ranks
 from common.errors import GroupError, UserError
 from common.utils.atomic_files import regular_target, write_atomically
 from common.utils.processes import shell_status
+from common.utils.typed_json import encode
 from lab.compare.cells import Run, node_command
 from lab.compare.job_plan import (
     code_of_runs,
@@ -32,7 +32,7 @@ from lab.compare.job_plan import (
     output_file,
     planned_run,
 )
-from lab.compare.job_results import try_lock, why_failed
+from lab.compare.job_results import FailureNote, try_lock, why_failed
 from lab.compare.outcomes import describe_times
 
 _POLL_SECONDS = 0.1
@@ -183,8 +183,8 @@ def _note_failure(run: Run, launch: LaunchSpec, log: IO[bytes], status: int, why
     if why:
         log.write(f"error: {why}\n".encode())
         log.flush()
-    record = {"status": status, "host": os.uname().nodename}
-    write_atomically(failure_file(run, launch.rank), json.dumps(record).encode())
+    note = FailureNote(status, os.uname().nodename)
+    write_atomically(failure_file(run, launch.rank), encode(note))
 
 
 def _wait_for_others(run: Run) -> None:

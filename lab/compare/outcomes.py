@@ -3,57 +3,75 @@
 ``read_run`` returns the repeat of a finished run, ``failed_run`` that of a failed one.
 """
 
-import json
+import contextlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from common.errors import UserError
+from common.errors import UserError, reason_of
+from common.reporting.run_files import (
+    EpochLine,
+    MachineFacts,
+    RanksFile,
+    RunConfig,
+    StepLine,
+    Summary,
+)
 from common.utils.processes import find_root_failure
+from common.utils.typed_json import Facts, calm, check_facts, convert, read_json, read_lines
 from lab.compare.cells import Run
+
+T = TypeVar("T")
 
 MACHINE_FACTS = ("cpu", "gpus", "torch", "usable_cores")
 """The facts of ``environment.json`` that must agree for times to be comparable."""
 _NOT_REACHED = {"seconds_to_accuracy": None, "steps_to_accuracy": None}
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file of a run. UserError if it is missing or cut."""
-    return _parsed(path, json.loads)
+def read_run_file(path: Path, schema: type[T]) -> T:
+    """Return a JSON file of a run. UserError if it is missing or does not fit its schema."""
+    with _named_as_of_a_run(path):
+        return read_json(path, schema)
 
 
-def _read_lines(path: Path) -> list[Any]:
-    """Return a file's whole lines; a run that is writing may not have finished the last one."""
-    return _parsed(
-        path, lambda text: [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
-    )
+def read_environment(path: Path) -> dict[str, Any]:
+    """Return the content of a run's ``environment.json``. UserError as by ``read_run_file``."""
+    facts = read_run_file(path, Facts)
+    with _named_as_of_a_run(path):
+        check_facts(facts, name=str(path))
+        convert(facts, MachineFacts, name=str(path))
+    return facts
 
 
-def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
+@contextlib.contextmanager
+def _named_as_of_a_run(path: Path) -> Iterator[None]:
+    """Say in an error about ``path`` what may be wrong with the run's folder."""
+    advice = "the run has not finished, or its folder was not copied completely"
     try:
-        return parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}): the run has not finished, or its folder was not "
-            "copied completely"
-        ) from error
+        yield
+    except FileNotFoundError as error:
+        raise UserError(f"{path} cannot be read ({reason_of(error)}): {advice}") from error
+    except UserError as error:
+        raise UserError(f"{error}: {advice}") from error
 
 
 def read_repeat(folder: Path, *, seed: int) -> dict[str, Any]:
     """Return what a finished run left in ``folder``, as a repeat. UserError if it is not whole."""
-    summary, ranks = read_json(folder / "summary.json"), read_json(folder / "ranks.json")
+    summary = read_run_file(folder / "summary.json", Summary)
+    ranks = read_run_file(folder / "ranks.json", RanksFile)
+    with _named_as_of_a_run(folder / "metrics.jsonl"):
+        steps = read_lines(folder / "metrics.jsonl", StepLine)
     return {
         "folder": str(folder),
         "seed": seed,
         "status": "done",
-        "ranks": ranks["ranks"],
-        "losses": [
-            [entry["step"], entry["loss"]] for entry in _read_lines(folder / "metrics.jsonl")
-        ],
-        "test_accuracy": summary["test_accuracy"],
+        "ranks": ranks.ranks,
+        "timed_steps": ranks.steps,
+        "losses": [[line.step, line.loss] for line in steps],
+        "test_accuracy": summary.test_accuracy,
         **_NOT_REACHED,
-        "equal_weights": summary["ranks_hold_equal_weights"],
+        "equal_weights": summary.ranks_hold_equal_weights,
     }
 
 
@@ -72,7 +90,7 @@ def failed_run(run: Run, message: str) -> dict[str, Any]:
         "folder": str(run.path.relative_to(run.folder)),
         "seed": run.seed,
         "status": "failed",
-        "message": message,
+        "message": calm(message),
         "ranks": [],
         "losses": [],
         "test_accuracy": None,
@@ -86,13 +104,15 @@ def time_to_accuracy(path: Path, accuracy: float) -> dict[str, float | int | Non
     Evaluations do not count.
     """
     seconds = 0.0
-    steps_per_epoch = read_json(path / "config.json")["steps_per_epoch"]
-    for epoch in _read_lines(path / "epochs.jsonl"):
-        seconds += epoch["seconds"]
-        if epoch["val_accuracy"] is not None and epoch["val_accuracy"] >= accuracy:
+    steps_per_epoch = read_run_file(path / "config.json", RunConfig).steps_per_epoch
+    with _named_as_of_a_run(path / "epochs.jsonl"):
+        epochs = read_lines(path / "epochs.jsonl", EpochLine)
+    for epoch in epochs:
+        seconds += epoch.seconds
+        if epoch.val_accuracy is not None and epoch.val_accuracy >= accuracy:
             return {
                 "seconds_to_accuracy": seconds,
-                "steps_to_accuracy": epoch["epoch"] * steps_per_epoch,
+                "steps_to_accuracy": epoch.epoch * steps_per_epoch,
             }
     return dict(_NOT_REACHED)
 

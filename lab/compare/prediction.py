@@ -29,12 +29,13 @@ from common.sync.message_cost import GradientSize
 from common.utils.environment import environment
 from common.utils.grouping import grouped
 from common.utils.progress import duration
+from common.utils.typed_json import read_json
 from lab.calibrate.calibration import calibrate, default_ranks, save_calibration
-from lab.calibrate.link_probe import network_from
+from lab.calibrate.link_probe import MeasuredLinks, network_from
 from lab.compare.cells import cell_suffix, profile_file
 from lab.compare.executors import Executors
 from lab.compare.forecast import Link, emulated_compute_at, forecast_on_links, kinds_of
-from lab.compare.outcomes import MACHINE_FACTS, read_json
+from lab.compare.outcomes import MACHINE_FACTS
 from lab.compare.settings import Settings
 from lab.predict.tables import compute_of
 from lab.units import parse_rate
@@ -167,7 +168,7 @@ def _compute(
         own_machines=own_machines,
     )
     source = f"calibrated on {calibration.name}, {calibration.made}"
-    return compute_at, calibration.gradients, source
+    return compute_at, calibration.gradient_sizes, source
 
 
 def _calibrate(results: dict[str, Any], settings: Settings, folder: Path) -> Calibration:
@@ -251,4 +252,4 @@ def _measure_network(
     )
     if message is not None:
         raise GroupError(f"the messages of {nodes} nodes could not be measured: {message}")
-    return network_from(read_json(output), rate_bits=parse_rate(rate))
+    return network_from(read_json(output, MeasuredLinks), rate_bits=parse_rate(rate))

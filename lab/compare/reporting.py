@@ -70,6 +70,8 @@ def plan_and_describe(
 def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
     """Report on runs that were started by hand, or again on one comparison, in its own folder."""
     comparisons = [run for run in runs if (run / "results.json").exists()]
+    for folder in comparisons:
+        _refuse_links(folder)
     if comparisons and len(runs) > 1:
         raise UserError(
             f"{comparisons[0]} is a comparison: give only this folder, or only folders of runs"
@@ -86,9 +88,22 @@ def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
         folder = new_folder(reports, "report")
         write_results(folder / "results.json", results)
     for difference in results["differences"]:
-        console.print(f"not comparable: {difference}", soft_wrap=True)
+        console.print(f"not comparable: {difference}", markup=False, soft_wrap=True)
     _write_and_print(folder, results)
     return 0
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise UserError if a name in ``folder`` leads out of it, or to a FIFO or a device.
+
+    The folder may come from somebody else, and the report replaces files in it.
+    """
+    for path in folder.iterdir():
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise UserError(
+                f"{path} is a link or no regular file, and the report could write through it: "
+                "remove it, or copy the comparison without links"
+            )
 
 
 def _write_and_print(folder: Path, results: dict[str, Any]) -> None:

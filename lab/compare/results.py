@@ -23,84 +23,236 @@ repeats of the mean over the ranks. ``interval`` is the 95 % interval of the mea
 Student's t, [null, null] for a single repeat. Cells of different ``group`` are not comparable.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
-from typing import Any, TypeVar
+from pathlib import Path, PurePath
+from typing import Annotated, Any, NotRequired, Required, TypedDict, TypeVar
+
+from msgspec import Meta
 
 from common.errors import UserError
-from common.utils.atomic_files import write_atomically
+from common.reporting.run_files import MachineFacts, RankRow, StepTime, TimelineFile
+from common.utils.atomic_files import read_regular
 from common.utils.grouping import grouped
-from lab.compare.outcomes import read_json
+from common.utils.typed_json import (
+    MOST_BYTES,
+    Bytes,
+    Count,
+    Facts,
+    Finite,
+    LocalTime,
+    Name,
+    Ranks,
+    Seconds,
+    Seed,
+    Share,
+    Step,
+    Text,
+    check_facts,
+    check_version,
+    convert,
+    decode,
+    shown,
+    write_json,
+)
+from lab.compare.outcomes import read_run_file
 
 V = TypeVar("V")
 
 FORMAT = 1
 TIMES = ("step", "data", "forward", "backward", "sync", "update", "wait", "wire")
-_PARTS_OF_RESULTS = {
-    "format": int,
-    "kind": str,
-    "created": str,
-    "finished": bool,
-    "settings": dict,
-    "environment": dict,
-    "warnings": list,
-    "cells": list,
-    "timelines": dict,
-}
-_PARTS_OF_CELL = {
-    "id": str,
-    "sync": str,
-    "nodes": int,
-    "status": str,
-    "repeats": list,
-    "group": int,
-}
+
+CellId = Annotated[str, Meta(pattern=r"^\w[\w.-]{0,199}\Z")]
+LinkRate = Annotated[str, Meta(pattern=r"^[\w. /]{1,40}\Z")] | Annotated[float, Meta(gt=0, le=1e18)]
+_BatchSize = Annotated[int, Meta(ge=1, le=2**40)] | Annotated[float, Meta(gt=0, le=2**40)]
+_Many = Annotated[list[Text], Meta(max_length=100_000)]
+
+
+class RepeatEntry(TypedDict, total=False):
+    """A run of a cell; what is not required was not recorded, or not yet."""
+
+    folder: Required[Text]
+    seed: Required[Seed]
+    status: Required[Annotated[str, Meta(pattern=r"^(done|failed)\Z")]]
+    ranks: Required[Annotated[list[RankRow], Meta(max_length=65_536)]]
+    losses: Annotated[list[tuple[Step, Finite | None]], Meta(max_length=10_000_000)]
+    test_accuracy: Share | None
+    seconds_to_accuracy: Seconds | None
+    steps_to_accuracy: Count | None
+    equal_weights: bool
+    repeat: Count
+    started: LocalTime | None
+    timed_steps: Step | None
+    message: Text
+    machine: Facts
+    crowded: bool
+
+
+class MedianEntry(TypedDict, total=False):
+    """Medians over the repeats; None if unknown."""
+
+    step: StepTime | None
+    data: Seconds | None
+    forward: Seconds | None
+    backward: Seconds | None
+    sync: Seconds | None
+    update: Seconds | None
+    wait: Seconds | None
+    wire: Finite | None
+    peak_memory_bytes: Bytes | None
+    root_bytes_sent: Bytes | None
+    others_bytes_sent: Bytes | None
+
+
+class CellEntry(TypedDict):
+    """A strategy on a number of nodes."""
+
+    id: CellId
+    sync: Name
+    nodes: Ranks
+    rate: LinkRate | None
+    batch_size: _BatchSize | None
+    exact: bool
+    group: Annotated[int, Meta(ge=0, le=100_000)]
+    oversubscribed: bool
+    status: Annotated[str, Meta(pattern=r"^(done|partial|failed|pending)\Z")]
+    message: Text | None
+    repeats: Annotated[list[RepeatEntry], Meta(max_length=100_000)]
+    median: MedianEntry | None
+    interval: dict[Name, tuple[Finite | None, Finite | None]] | None
+
+
+class PredictedCell(TypedDict, total=False):
+    """What the event model says about a cell."""
+
+    step_seconds: Required[StepTime]
+    compute_seconds: Seconds
+    sync_seconds: Seconds
+    bound: Text
+    in_scope: bool
+    why: Text
+    bytes_sent: Annotated[list[Bytes], Meta(max_length=65_536)]
+
+
+class PredictionEntry(TypedDict):
+    """What was predicted before the first run."""
+
+    made: LocalTime
+    cells: dict[CellId, PredictedCell]
+    calibration: NotRequired[Facts]
+
+
+class PlanEntry(TypedDict):
+    """The runs that other programs start: cell and repeat of each; ``to_do`` are their numbers."""
+
+    code: dict[Text, Text]
+    runs: Annotated[list[tuple[CellId, Count]], Meta(max_length=1_000_000)]
+    to_do: NotRequired[list[Count]]
+
+
+class Results(TypedDict):
+    """The whole file."""
+
+    format: int
+    kind: Annotated[str, Meta(pattern=r"^(compare|report)\Z")]
+    created: LocalTime
+    finished: bool
+    emulated: NotRequired[bool]
+    settings: Facts
+    environment: Facts
+    warnings: _Many
+    differences: NotRequired[_Many]
+    prediction: NotRequired[PredictionEntry | None]
+    groups: NotRequired[dict[Text, Facts]]
+    cells: Annotated[list[CellEntry], Meta(max_length=100_000)]
+    timelines: dict[CellId, TimelineFile]
+    plan: NotRequired[PlanEntry]
+
+
+class KnownSettings(TypedDict, total=False):
+    """The settings, of all runs or of a group, with which the report computes."""
+
+    dataset: Text | None
+    scaling: Annotated[str, Meta(pattern=r"^(strong|weak)\Z")] | None
+    batch_size: _BatchSize | None
+    num_classes: Annotated[int, Meta(ge=1, le=10**6)] | None
+    until_accuracy: Share | None
+    compute: Text | None
+    rates: list[LinkRate | None] | None
+    flags: list[Text] | None
+    gpus: list[Text] | None
+    amp: bool | None
+    amp_dtype: Annotated[str, Meta(pattern=r"^(fp16|bf16)\Z")] | None
 
 
 def read_results(path: Path) -> dict[str, Any]:
     """Return the content of a ``results.json``.
 
-    Raises UserError with the file's name if it is cut, of another program or of another format.
+    Raises UserError with the file's name if it is cut, of another program or of a newer format, or
+    if a value in it is impossible.
     """
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}): it is cut off, or not a results.json; the file is "
-            "unchanged"
-        ) from error
-    if not isinstance(results, dict) or "format" not in results:
-        raise UserError(f"{path} is no results.json of lab compare; the file is unchanged")
-    if results["format"] != FORMAT:
-        raise UserError(
-            f"{path} has format {results['format']!r}, this version reads {FORMAT}: use the "
-            "version that wrote it; the file is unchanged"
-        )
-    _check_parts(path, results, _PARTS_OF_RESULTS, "")
-    for index, cell in enumerate(results["cells"]):
-        _check_parts(path, cell, _PARTS_OF_CELL, f"cells[{index}].")
-    if "plan" in results:
-        _check_parts(path, results["plan"], {"code": dict, "runs": list}, "plan.")
-    return results
-
-
-def _check_parts(path: Path, content: Any, parts: Mapping[str, type], prefix: str) -> None:
-    for name, kind in parts.items():
-        if not isinstance(content, dict) or not isinstance(content.get(name), kind):
-            raise UserError(
-                f"{path}: {prefix}{name} is missing or no {kind.__name__}; the file is unchanged"
-            )
+        content = read_regular(path, most_bytes=MOST_BYTES)
+        found = decode(content, dict[str, Any], name=str(path))
+        if "format" not in found:
+            raise UserError(f"{path} is no results.json of lab compare")
+        check_version(found["format"], FORMAT, name=str(path))
+        decode(content, Results, name=str(path))
+        _check_rules(found, str(path))
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist: give the folder of a comparison") from error
+    except UserError as error:
+        raise UserError(f"{error}; the file is unchanged") from error
+    return found
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Write ``results.json`` completely or not at all."""
-    write_atomically(
-        path, (json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-    )
+    """Write ``results.json`` completely or not at all.
+
+    Raises UserError, and leaves the file as it is, if a value does not fit the schema.
+    """
+    _check_rules(results, f"{path} cannot be written")
+    write_json(path, results, Results)
+
+
+def _check_rules(results: Mapping[str, Any], name: str) -> None:
+    """Raise UserError if entries do not fit each other, or a folder leads out of the comparison."""
+    prediction = results.get("prediction") or {}
+    facts = {
+        "environment": (results["environment"], MachineFacts),
+        "settings": (results["settings"], KnownSettings),
+        "prediction.calibration": (prediction.get("calibration", {}), Facts),
+        **{
+            f"groups[{shown(group)}]": (settings, KnownSettings)
+            for group, settings in results.get("groups", {}).items()
+        },
+        **{
+            f"cells[{index}].repeats.machine": (repeat.get("machine", {}), MachineFacts)
+            for index, cell in enumerate(results["cells"])
+            for repeat in cell["repeats"]
+        },
+    }
+    for place, (entries, schema) in facts.items():
+        check_facts(entries, name=f"{name}: {place}")
+        convert(entries, schema, name=f"{name}: {place}")
+    ids = [cell["id"] for cell in results["cells"]]
+    if twice := next((one for one in ids if ids.count(one) > 1), None):
+        raise UserError(f"{name}: two cells have the id {twice}")
+    for cell in results["cells"]:
+        for repeat in cell["repeats"]:
+            path = PurePath(repeat["folder"])
+            if results["kind"] == "compare" and (path.is_absolute() or ".." in path.parts):
+                raise UserError(
+                    f"{name}: cell {cell['id']} has a repeat in {shown(repeat['folder'])}, "
+                    "expected a folder in the comparison's own"
+                )
+            if repeat["status"] == "done" and len(repeat["ranks"]) != cell["nodes"]:
+                raise UserError(
+                    f"{name}: a repeat of cell {cell['id']} has {len(repeat['ranks'])} ranks, "
+                    f"expected {cell['nodes']}"
+                )
 
 
 def take_timeline(
@@ -115,7 +267,7 @@ def take_timeline(
         outcome["started"] = _started(folder / outcome["folder"])
     timeline = folder / outcome["folder"] / "timeline.json"
     if outcome["status"] == "done" and cell["id"] not in results["timelines"] and timeline.exists():
-        results["timelines"][cell["id"]] = read_json(timeline)
+        results["timelines"][cell["id"]] = read_run_file(timeline, TimelineFile)
 
 
 def _started(run: Path) -> str | None:

@@ -5,7 +5,6 @@
 processes.
 """
 
-import json
 import shutil
 import statistics
 import time
@@ -20,7 +19,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from common.cost_model.calibration_file import count
 from common.emulation.compute_profile import load_profile
 from common.errors import UserError
-from common.utils.atomic_files import write_atomically
 from common.utils.paths import new_folder
 from common.utils.progress import duration
 from lab.compare.cells import Run, in_turns, node_command, plan_cells, profile_file
@@ -101,7 +99,7 @@ def _begin(
         runs = [[run.cell["id"], run.repeat] for run in in_turns(folder, settings, cells)]
         results["plan"] = {"code": dict(code), "runs": runs}
     if profile is not None:  # the comparison's own copy, which stays the same
-        write_atomically(profile_file(folder), json.dumps(profile.as_json(), indent=1).encode())
+        profile.save(profile_file(folder))
     write_results(folder / "results.json", results)
     return folder, results
 
@@ -133,7 +131,7 @@ def _find_unfinished(
         try:
             found.append((path, read_results(path)))
         except UserError as error:
-            console.print(f"notice: {error}", soft_wrap=True)
+            console.print(f"notice: {error}", markup=False, soft_wrap=True)
     # By the recorded time; a folder may have been renamed.
     for path, results in sorted(found, key=lambda one: one[1]["created"], reverse=True):
         asked = settings.as_json() | {"command": results["settings"].get("command")}
@@ -232,7 +230,7 @@ def _run_missing(
         soft_wrap=True,
     )
     for warning in results["warnings"]:
-        console.print(f"warning: {warning}", soft_wrap=True)
+        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
     with _progress_bar() as bar:
         began = time.monotonic()
         task = bar.add_task("", total=len(to_do), left=time_left.after(0, 0.0))

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ _STRATEGY_FLAGS = {
     "--powersgd-rank": int,
     "--averaging-period": int,
 }
+_MOST = 10**6
 _AVERAGING_PERIOD = 4  # the default of local_sgd
 
 
@@ -57,10 +58,10 @@ class Settings:
             "--epochs": (self.epochs,),
         }
         for flag, values in counts.items():
-            if not values or min(values) < 1:
+            if not values or min(values) < 1 or max(values) > _MOST:
                 raise UserError(
                     f"{flag}: got {' '.join(map(str, values)) or 'nothing'}, give whole numbers "
-                    "of at least 1"
+                    f"from 1 to {_MOST:,}"
                 )
         unknown = [name for name in self.sync if name not in STRATEGIES]
         if unknown:
@@ -71,6 +72,11 @@ class Settings:
                 self.scaling == "weak" or max(self.nodes) <= self.batch_size,
                 f"--nodes: got {max(self.nodes)}, more than the {self.batch_size} samples of a "
                 "global batch: give fewer nodes or a larger --batch-size",
+            ),
+            (
+                bool(self.seeds) and min(self.seeds) >= 0,
+                f"--seed: got {' '.join(map(str, self.seeds)) or 'nothing'}, give whole numbers of "
+                "at least 0",
             ),
             (
                 self.until_accuracy is None or 0 < self.until_accuracy <= 1,
@@ -129,12 +135,13 @@ class Settings:
         return values | {"rates": [*(self.rates or (None,))]}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Settings":
-        """Return the settings with these values of ``as_json``; ignore other keys."""
-        known = {field.name: values[field.name] for field in fields(cls)}
-        known["rates"] = [rate for rate in known["rates"] if rate is not None]
-        arguments: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in known.items()
-        }
-        return cls(**arguments)
+    def from_json(cls, values: Mapping[str, Any], *, name: str) -> "Settings":
+        """Return the settings with these values of ``as_json``; ignore other keys.
+
+        Raises UserError that begins with ``name`` if a value is none that a comparison can have.
+        """
+        from common.utils.typed_json import convert  # slow to import, and --help imports this file
+
+        rates = values.get("rates")
+        known = [rate for rate in rates if rate is not None] if isinstance(rates, list) else rates
+        return convert({**values, "rates": known}, cls, name=name)

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from common.errors import UserError
+from common.utils.typed_json import decode
 from lab.doctor.check_result import reason
 
 _LONGEST_BYTES = 1 << 20
@@ -46,8 +48,8 @@ def receive(connection: socket.socket, *, deadline: float) -> dict[str, Any]:
             raise ConnectionResetError("it closed the connection")
         content += piece
     try:
-        return dict(json.loads(content))
-    except (TypeError, ValueError) as error:
+        return decode(content, dict[str, Any], name="the message")
+    except UserError as error:
         raise OSError("the other end is not lab doctor") from error
 
 

@@ -59,7 +59,7 @@ def summarize(
     )
     return [
         source,
-        f"{calibration.model}, {sum(calibration.gradients) / 1e6:.1f} MB of gradients, "
+        f"{calibration.model}, {sum(calibration.gradient_sizes) / 1e6:.1f} MB of gradients, "
         f"{'global batch' if scaling == 'strong' else 'batch of a node'} {batch_size}; {where}",
         f"network: {link}; all_reduce: {duration_text(ring.alpha_seconds)} a message, "
         f"{bandwidth_text(ring.beta_seconds_per_byte)}; summing: "

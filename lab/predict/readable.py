@@ -9,7 +9,7 @@ _BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 
 def bandwidth_text(seconds_per_byte: float) -> str:
     """Return the inverse of a time per byte: 8.07e-10 is ``1.24 GB/s``, 0 is ``unlimited``."""
-    return _scaled(1 / seconds_per_byte, _BANDWIDTHS) if seconds_per_byte > 0 else "unlimited"
+    return _scaled(1 / seconds_per_byte, _BANDWIDTHS) if seconds_per_byte > 1e-15 else "unlimited"
 
 
 def duration_text(seconds: float) -> str:

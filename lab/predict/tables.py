@@ -101,7 +101,7 @@ def predict_table(
         compute = compute_of(calibration, count, **settings)
         try:
             step = predict_step(
-                plan, calibration.gradients, count, network=network, compute=compute
+                plan, calibration.gradient_sizes, count, network=network, compute=compute
             )
         except NotImplementedError:
             return PredictedStep(name, count, note="no formula")
@@ -134,7 +134,7 @@ def scaling_limits_of(
         for scaling in SCALINGS
         for limit in scaling_limits(
             plans,
-            calibration.gradients,
+            calibration.gradient_sizes,
             network=calibration.network.over(rate_bits=rate_bits, latency_seconds=latency_seconds),
             batch_size=batch_size,
             scaling=scaling,

@@ -57,11 +57,13 @@ def pairs(content: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _value(name: str, value: Any) -> str:
-    if name == "least time of an all_reduce":  # by link: "4 nodes, 1gbit"
+    if name == "least time of an all_reduce" and isinstance(
+        value, Mapping
+    ):  # by link: "4 nodes, 1gbit"
         return "; ".join(f"{time} on {_link(link)}" for link, time in value.items())
     if name in _UNITS and isinstance(value, float):
         return _UNITS[name](value)
-    if name == "rates" and value:
+    if name == "rates" and value and isinstance(value, list):
         return ", ".join(map(rate_text, value))
     return _text(value)
 

@@ -111,7 +111,7 @@ class CellRow:
     def speedup_interval(self) -> Interval | None:
         """The range of the speed-up over both step intervals; infinite if this cell's reaches 0."""
         one, own = (row.interval("step") if row else None for row in (self.baseline, self))
-        if one is None or own is None:
+        if one is None or own is None or own[1] <= 0:
             return None
         high = one[1] / own[0] if own[0] > 0 else math.inf
         return one[0] / own[1] * self._sample_ratio, high * self._sample_ratio

@@ -8,7 +8,6 @@ from common.cost_model.event_model import HEADERS, Network, Rate, loads
 from common.emulation.compute_profile import Layer, Profile, SectionTime
 from common.models import build_model
 from common.sync.message_cost import GradientSize
-from lab.calibrate.layer_profile import save_profile
 from lab.calibrate.link_probe import LARGE, LARGEST, SMALL, measure_links, network_from
 from lab.cluster.tools import namespaces_refused
 from lab.compare.cells import plan_cells
@@ -152,7 +151,7 @@ def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(t
 
     A busy machine makes steps longer, never shorter.
     """
-    save_profile(_vgg_profile(), tmp_path / "even.json")
+    _vgg_profile().save(tmp_path / "even.json")
     done = start_lab(
         "compare",
         "--nodes",

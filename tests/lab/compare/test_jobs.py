@@ -151,7 +151,9 @@ def test_settings_come_back_as_they_were():
         asks(flags=("--threads", "1"), until_accuracy=0.5),
     ):
         assert (
-            Settings.from_json(json.loads(json.dumps(settings.as_json() | {"command": "lab"})))
+            Settings.from_json(
+                json.loads(json.dumps(settings.as_json() | {"command": "lab"})), name="x"
+            )
             == settings
         )
 

@@ -84,12 +84,12 @@ def test_bytes_that_no_timeline_counted_are_unknown_not_zero():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"format": 1, "kind"', "cut off, or not a results.json"),
-        ("[1, 2]", "is no results.json"),
+        ('{"format": 1, "kind"', "is cut off or not JSON"),
+        ("[1, 2]", r"got \[1, 2\], expected an object"),
         ("{}", "is no results.json"),
         ('{"format": 2}', "has format 2, this version reads 1"),
         ('{"format": 1}', "kind is missing"),
-        ("[" * 100_000, "cut off, or not a"),
+        ("[" * 100_000, "expected an object"),
     ],
 )
 def test_foreign_results_are_named(content, message, tmp_path):
@@ -106,7 +106,7 @@ def test_every_cell_is_checked(tmp_path):
     whole = {
         "format": 1,
         "kind": "compare",
-        "created": "now",
+        "created": "2026-01-01T00:00:00",
         "finished": True,
         "settings": {},
         "environment": {},
@@ -116,7 +116,7 @@ def test_every_cell_is_checked(tmp_path):
     }
     path = tmp_path / "results.json"
     path.write_text(json.dumps(whole))
-    with pytest.raises(UserError, match=r"cells\[0\]\.nodes is missing or no int"):
+    with pytest.raises(UserError, match=r"cells\[0\]\.nodes: got '2', expected a whole number"):
         read_results(path)
 
 

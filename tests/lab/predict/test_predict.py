@@ -80,7 +80,7 @@ def test_the_rate_is_that_of_the_links():
         table([4], ["ring", "gather_scatter"], rate_bits=rate, latency_seconds=None)
         for rate in (1e9, 1e8)
     )
-    payload = sum(REFERENCE.gradients)
+    payload = sum(REFERENCE.gradient_sizes)
     for name, share in (("ring", 1.5), ("gather_scatter", 6)):
         more = slow[name, 4].prediction.sync_seconds - fast[name, 4].prediction.sync_seconds
         assert more == pytest.approx(share * payload * 8 * 1.06 * (1 / 1e8 - 1 / 1e9), rel=0.01)

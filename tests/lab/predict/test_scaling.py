@@ -149,7 +149,7 @@ def test_the_search_finds_what_every_number_of_nodes_gives(rate, latency, scalin
 
     found = scaling_limits(
         strategies,
-        REFERENCE.gradients,
+        REFERENCE.gradient_sizes,
         network=network,
         compute_at=at,
         batch_size=300,
@@ -159,7 +159,11 @@ def test_the_search_finds_what_every_number_of_nodes_gives(rate, latency, scalin
     for one in found:
         seconds = [
             step_seconds(
-                strategies[one.sync], REFERENCE.gradients, nodes, network=network, compute=at(nodes)
+                strategies[one.sync],
+                REFERENCE.gradient_sizes,
+                nodes,
+                network=network,
+                compute=at(nodes),
             )
             for nodes in range(1, 151)
         ]

@@ -1,0 +1,413 @@
+"""Hostile JSON files: every reader refuses them with one message, or what it accepts can be used.
+
+Each generated case starts from a good file, so that it reaches deep into the reader.
+"""
+
+import io
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+from rich.console import Console
+
+from common.cost_model.calibration_file import describe, load_calibration, reference_path
+from common.emulation.compute_profile import Layer, Profile, SectionTime, load_profile
+from common.errors import UserError
+from lab.cli import main
+from lab.compare.imported_runs import collect
+from lab.compare.job_plan import planned_run
+from lab.compare.results import read_results, write_results
+from lab.compare.runner import open_comparison
+from lab.compare.settings import Settings
+from lab.predict.printing import summarize
+from lab.predict.tables import message_plans, predict_table, scaling_limits_of
+from lab.report import html, tables, view
+from lab.report.drawings import timeline
+from lab.report.terminal import print_answer
+from tests.helpers.hostile import CASES, altered, damaged, run_cases, untouched
+from tests.lab.compare.test_results import write_run
+
+SAMPLE = Path(__file__).parents[2] / "reports/samples/compare-digits-1gbit/results.json"
+GOOD = json.loads(reference_path().read_text())
+PLANS = message_plans(["none", "gather_scatter", "ring", "ddp"])
+SECOND = SectionTime(0.1, 0.01)
+PROFILE = Profile(
+    name="p",
+    machine="m",
+    device="cpu",
+    threads=1,
+    made="2026-01-01T00:00:00",
+    model="vgg11",
+    image=(32, 32),
+    layers=(Layer("conv", SECOND, SECOND, ("weight", "bias")), Layer("relu", SECOND, SECOND)),
+    update_seconds=0.1,
+    steps=((16.0, 0.5, 0.6),),
+)
+
+
+def hostile(content):
+    """Return a strategy: bytes of the good content altered, or damaged."""
+    whole = json.dumps(content).encode()
+    return altered(content).map(lambda value: json.dumps(value).encode()) | damaged(whole)
+
+
+def check_reader(tmp_path, cases, name, content, use):
+    """Write each case to a file, and let ``use`` read and use it; nothing may be written."""
+    path = tmp_path / name
+    path.write_text(json.dumps(content))
+    use(path)  # the good file is accepted, and what is slow to import is there
+
+    def check(case):
+        path.write_bytes(case)
+        with untouched(tmp_path):
+            use(path)
+
+    run_cases(cases, hostile(content), check)
+
+
+# --- calibrations and profiles ---
+
+
+def shortened(calibration):
+    """Return the reference with few gradients and points, so that changes hit what matters."""
+    fits = {name: fit | {"points": fit["points"][:1]} for name, fit in calibration["fits"].items()}
+    compute = calibration["compute"] | {"ready_bytes": [40, 100], "ready_shares": [0.5, 1.0]}
+    gradients = calibration["gradients"][:2]
+    return calibration | {"fits": fits, "compute": compute, "gradients": gradients}
+
+
+def predict(path):
+    """Read a calibration, predict from it, and check that all numbers are finite."""
+    calibration = load_calibration(path)
+    rows = predict_table([1, 2, 100_000], None, None, PLANS, 256, "strong", calibration=calibration)
+    limits = scaling_limits_of(PLANS, calibration, 1e9, None, 256)
+    lines = [
+        *describe(calibration),
+        *summarize(calibration, None, None, batch_size=256, scaling="strong", is_reference=False),
+    ]
+    numbers = json.dumps([asdict(row) for row in [*rows, *limits]], allow_nan=False)
+    assert "inf" not in " ".join(lines) + numbers
+
+
+@CASES
+def test_a_calibration_that_is_accepted_predicts_finite_numbers(cases, tmp_path):
+    check_reader(tmp_path, cases, "c.json", shortened(GOOD), predict)
+
+
+def changed(place, value):
+    """Return the reference calibration with another value at ``place``, e.g. "network.kinds"."""
+    content = json.loads(json.dumps(GOOD))
+    *names, last = place.split("/")
+    target = content
+    for name in names:
+        target = target[int(name) if isinstance(target, list) else name]
+    target[int(last) if isinstance(target, list) else last] = value
+    return json.dumps(content).encode()
+
+
+PROFILES = "compute/profiles"
+HOSTILE = [
+    (b"", "is cut off or not JSON"),
+    (b"null", "got None, expected an object"),
+    (b"[1]", "got [1], expected an object"),
+    (b"[" * 200_000, "expected an object"),
+    (b'{"format": 1}', "is not a calibration of this project"),
+    (b"\xff\xfe", "is cut off or not JSON"),
+    (json.dumps(GOOD).encode()[:3000], "is cut off or not JSON"),
+    (changed("format", 2), "has format 2, this version reads 1"),
+    (changed("format", True), "has format True, this version reads 1"),
+    (changed("format", "1"), "has format '1', this version reads 1"),
+    (changed("network/alpha_seconds", 1e308), "network.alpha_seconds: got 1e+308, expected a"),
+    (changed("network/alpha_seconds", -1), "network.alpha_seconds: got -1, expected a number >= 0"),
+    (changed("network/alpha_seconds", 10**400), "expected a number that 64 bits can hold"),
+    (changed("network/kinds/ring", {}), "network.kinds['ring'].alpha_seconds is missing"),
+    (changed("network/kinds/all_reduce/beta_seconds_per_byte", "x"), "['all_reduce'].beta_secon"),
+    (changed("network/overlap_cost", 2), "network.overlap_cost: got 2, expected a number <= 1"),
+    (changed("network", []), "network: got [], expected an object"),
+    (changed("gradients", []), "gradients: got [], expected a list of length >= 1"),
+    (changed("gradients/0/shape", [2**30, 2**30]), "expected at most 1,099,511,627,776 entries"),
+    (changed("gradients/0/itemsize", 3), "itemsize: got 3, expected 1, 2, 4 or 8 bytes"),
+    (changed("gradients/0/shape", [1.5]), "gradients[0].shape[0]: got 1.5, expected a whole"),
+    (changed("cores", 0), "cores: got 0, expected a whole number >= 1"),
+    (changed("cores", 10**9), "cores: got 1000000000, expected a whole number <= 65536"),
+    (changed("ranks_here", 9), "ranks_here: got 9, expected at most ranks, 2"),
+    (changed("others_share", None), "others_share: got None, expected a number"),
+    (changed("made", "yesterday"), "made: got 'yesterday', expected text"),
+    (changed("made", "2026-13-01T00:00:00"), "month must be in 1..12"),
+    (changed("name", "\x1b]0;x\x07"), "expected text without control characters"),
+    (changed("machine", {"cpu": [["x"]]}), "machine['cpu']: got [['x']], expected text"),
+    (changed("quick", "no"), "quick: got 'no', expected true or false"),
+    (changed(PROFILES, []), "compute.profiles: got [], expected a list of length >= 1"),
+    (changed(f"{PROFILES}/0/ranks", 0), "compute.profiles[0].ranks: got 0, expected a whole"),
+    (changed(f"{PROFILES}/0/ranks", 3), "the ranks of profiles must rise"),
+    (changed("compute/ready_shares", [0.5]), "entries, ready_shares 1: expected as many"),
+    (changed("fits", {}), "is missing: network.kinds has it"),
+    (changed("fits/ring", {"intervals": []}), "fits['ring']."),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_calibration_gives_one_exact_message(content, said, tmp_path):
+    path = tmp_path / "c.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as raised:
+        load_calibration(path)
+    message = str(raised.value)
+    assert said in message
+    assert message.startswith((f"the calibration {path}", f"{path} is not a calibration"))
+    assert message.endswith(": run `lab calibrate` to write a new one")
+    assert message.isprintable()
+
+
+def test_a_calibration_that_is_no_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for path, kind in ((tmp_path / "fifo", "a FIFO"), (tmp_path, "a folder")):
+        with pytest.raises(UserError, match=f"is {kind}, not a regular file"):
+            load_calibration(path)
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 2**34)
+    with pytest.raises(UserError, match="at most 33,554,432 are read"):
+        load_calibration(tmp_path / "large")
+
+
+@CASES
+def test_a_profile_that_is_accepted_gives_finite_times(cases, tmp_path):
+    def use(path):
+        profile = load_profile(str(path), model="vgg11")
+        ready = profile.ready_seconds(256)
+        assert max(ready.values()) > 0
+        json.dumps([profile.forward_seconds(256), ready], allow_nan=False)
+
+    check_reader(tmp_path, cases, "p.json", PROFILE.as_json(), use)
+
+
+# --- results and run folders ---
+
+
+def smaller(results):
+    """Return results with two cells, short lists, and a failed repeat."""
+    results = json.loads(json.dumps(results))
+    results["cells"] = results["cells"][:2]
+    kept = [cell["id"] for cell in results["cells"]]
+    for cell in results["cells"]:
+        for repeat in cell["repeats"]:
+            repeat["losses"] = repeat["losses"][:3]
+    results["cells"][1]["repeats"][2] |= {"status": "failed", "message": "why", "ranks": []}
+    results["timelines"] = {
+        name: step
+        | {"ranks": [rank | {"messages": rank["messages"][:2]} for rank in step["ranks"][:2]]}
+        for name, step in results["timelines"].items()
+        if name in kept
+    }
+    return results
+
+
+def render(results):
+    """Make all texts of the report, without drawing figures."""
+    blocks = view.blocks(results)
+    tables.markdown(blocks)
+    tables.csv_text(blocks)
+    for key, step in results["timelines"].items():
+        json.dumps(timeline.trace(step, key), allow_nan=False)
+    page = html.render(results, [(block, []) for block in blocks], [])
+    shown = io.StringIO()
+    print_answer(Console(file=shown), results)
+    assert "\x1b" not in shown.getvalue() + page
+    return page
+
+
+@CASES
+def test_results_that_are_accepted_can_be_reported(cases, tmp_path):
+    good = smaller(json.loads(SAMPLE.read_text()))
+    check_reader(tmp_path, cases, "results.json", good, lambda path: render(read_results(path)))
+
+
+@CASES
+def test_a_run_folder_that_is_accepted_can_be_reported(cases, tmp_path):
+    folder = write_run(tmp_path / "run")
+    step = json.loads(SAMPLE.read_text())["timelines"]["all_reduce-n4-1gbit"]
+    (folder / "timeline.json").write_text(json.dumps(step))
+    good = {path.name: path.read_bytes() for path in folder.iterdir()}
+    one_line = good["metrics.jsonl"].splitlines()[0]
+    contents = good | {"metrics.jsonl": one_line}
+    strategy = st.sampled_from(sorted(good)).flatmap(
+        lambda name: st.tuples(st.just(name), hostile(json.loads(contents[name])))
+    )
+
+    render(collect([folder], scaling="strong"))
+
+    def check(case):
+        name, content = case
+        (folder / name).write_bytes(content)
+        try:
+            with untouched(tmp_path):
+                for scaling in ("strong", "weak"):
+                    render(collect([folder], scaling=scaling))
+        finally:
+            (folder / name).write_bytes(good[name])
+
+    run_cases(cases, strategy, check)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", '{"world_size": "x"}', "world_size: got 'x', expected a whole number"),
+        ("config.json", "{}", "config.json: batch_size is missing"),
+        ("config.json", "[1]", "config.json: got [1], expected an object"),
+        ("ranks.json", '{"ranks": []}', "ranks.json: ranks: got [], expected a list of length"),
+        ("environment.json", '{"usable_cores": []}', "usable_cores: got [], expected a whole"),
+        ("summary.json", '{"test_accuracy": 2}', "test_accuracy: got 2, expected a number <= 1"),
+        ("metrics.jsonl", '{"step": 1, "loss": 1}\n{"step"', "metrics.jsonl, line 2 is cut off"),
+        ("metrics.jsonl", '{"step": "a", "loss": 1}', "line 1: step: got 'a', expected a whole"),
+        ("timeline.json", '{"ranks": 3}', "timeline.json: ranks: got 3, expected a list"),
+    ],
+)
+def test_a_run_that_cannot_be_reported_is_named(name, content, said, tmp_path, capsys):
+    folder = write_run(tmp_path / "run")
+    (folder / name).write_text(content)
+    assert main(["report", str(folder), "--output-dir", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert said in error, error
+    assert "the run has not finished, or its folder was not copied completely" in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [(0, "world_size: got 0, expected a whole number >= 1"), (3, "config.json has world_size 3")],
+)
+def test_a_run_whose_files_contradict_each_other_is_refused(size, said, tmp_path):
+    folder = write_run(tmp_path / "run", world_size=size)
+    with pytest.raises(UserError, match=said):
+        collect([folder], scaling="strong")
+
+
+# --- plans ---
+
+
+@CASES
+def test_a_plan_that_is_accepted_names_its_runs(cases, tmp_path):
+    settings = Settings(nodes=(1, 2), sync=("ring",), repeats=2)
+    folder, _ = open_comparison(settings, reports=tmp_path, code={"torch": "2"})
+
+    def use(path):
+        run, _ = planned_run(path.parent, 1)
+        for inside in (run.path, run.logs):
+            assert Path(os.path.normpath(inside)).is_relative_to(folder)
+        assert run.title
+        assert run.seed >= 0
+
+    good = json.loads((folder / "results.json").read_text())
+    check_reader(folder, cases, "results.json", good, use)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda r: r["settings"].update(seeds=[-1]), "settings: --seed: got -1"),
+        (lambda r: r["settings"].update(repeats=10**12), "--repeats: got 1000000000000"),
+        (lambda r: r["plan"].update(runs=[["ring-n2", 0], ["ring-n2", 9]]), "plan in it is dama"),
+        (lambda r: r["cells"][1].update(sync="unknown"), "the plan in it is damaged"),
+    ],
+)
+def test_a_damaged_plan_is_refused(change, said, tmp_path):
+    settings = Settings(nodes=(1, 2), sync=("ring",), repeats=2)
+    folder, results = open_comparison(settings, reports=tmp_path, code={"torch": "2"})
+    change(results)
+    (folder / "results.json").write_text(json.dumps(results))
+    with pytest.raises(UserError, match=said):
+        planned_run(folder, 1)
+
+
+# --- a folder that somebody sent ---
+
+SCRIPT = "</script><script>alert(1)</script><img src=x onerror=\"alert('2')\">"
+
+
+def foreign(tmp_path, change):
+    """Return the folder of a comparison from elsewhere, changed by ``change``."""
+    results = smaller(json.loads(SAMPLE.read_text()))
+    change(results)
+    folder = tmp_path / "foreign"
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps(results))
+    return folder
+
+
+def test_texts_of_a_foreign_folder_stay_texts(tmp_path, capsys):
+    """Neither HTML, nor rich's markup, nor escape sequences of a terminal."""
+
+    def change(results):
+        results["warnings"] = [SCRIPT, "[/bold] [link=x]"]
+        results["differences"] = [f"model: {SCRIPT} [/red]"]
+        results["settings"] |= {"command": SCRIPT, "model": SCRIPT, SCRIPT: SCRIPT}
+        results["environment"] |= {"cpu": SCRIPT, SCRIPT: [SCRIPT]}
+        results["prediction"]["calibration"] = {SCRIPT: SCRIPT}
+        for cell in results["cells"]:
+            cell["message"] = SCRIPT
+            cell["repeats"][0]["ranks"][0]["host"] = SCRIPT
+            results["prediction"]["cells"][cell["id"]] |= {"why": SCRIPT, "in_scope": False}
+
+    folder = foreign(tmp_path, change)
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    assert "<script>alert" not in page
+    assert "<img" not in page
+    assert "&lt;/script&gt;&lt;script&gt;alert(1)" in page
+    assert "[/red]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda r: r["cells"][0].update(id="../../x"), r"cells\[0\]\.id: got '../../x'"),
+        (lambda r: r["cells"][0].update(sync="../x"), r"cells\[0\]\.sync: got '../x'"),
+        (lambda r: r["timelines"].update({"/tmp/x": {}}), "a name in timelines"),
+        (lambda r: r["cells"][0]["repeats"][0].update(folder="/etc"), "has a repeat in '/etc'"),
+        (lambda r: r["cells"][0]["repeats"][0].update(folder="a/../../b"), "expected a folder in"),
+        (lambda r: r["warnings"].append("\x1b[2J"), "text without control characters"),
+        (lambda r: r["cells"][0].update(nodes=0), r"cells\[0\]\.nodes: got 0, expected a whole"),
+        (lambda r: r["cells"].append(r["cells"][0]), "two cells have the id none-n1"),
+        (lambda r: r["cells"][0]["repeats"][0].update(ranks=[]), "has 0 ranks, expected 1"),
+        (lambda r: r["cells"][0]["median"].update(step=0), r"median\.step: got 0, expected"),
+        (lambda r: r["settings"].update(scaling="odd"), "settings: scaling: got 'odd'"),
+        (lambda r: r.update(format=2), "has format 2, this version reads 1"),
+    ],
+)
+def test_results_that_lead_out_of_their_folder_or_lie_are_refused(change, said, tmp_path):
+    folder = foreign(tmp_path, change)
+    with pytest.raises(UserError, match=said) as raised, untouched(folder):
+        read_results(folder / "results.json")
+    assert str(raised.value).endswith("the file is unchanged")
+
+
+def test_a_report_writes_through_no_link_and_into_no_fifo(tmp_path, capsys):
+    mine = tmp_path / "mine.txt"
+    mine.write_text("mine")
+    for make in (lambda path: path.symlink_to(mine), os.mkfifo):
+        for name in ("report.html", "table.md", "step_time.png"):
+            folder = foreign(tmp_path, lambda results: None)
+            make(folder / name)
+            assert main(["report", str(folder)]) == 2
+            assert f"{folder / name} is a link or no regular file" in capsys.readouterr().err
+            for path in folder.iterdir():
+                path.unlink()
+            folder.rmdir()
+    assert mine.read_text() == "mine"
+
+
+def test_results_that_could_not_be_read_again_are_not_written(tmp_path):
+    folder = foreign(tmp_path, lambda results: None)
+    results = read_results(folder / "results.json")
+    results["cells"][0]["repeats"][0]["ranks"][0]["seconds"]["step"] = float("nan")
+    with untouched(folder), pytest.raises(UserError, match=r"cannot be written: .*step"):
+        write_results(folder / "results.json", results)
+
+
+def test_committed_samples_are_still_read():
+    load_calibration(reference_path())
+    assert read_results(SAMPLE)["finished"]
