@@ -101,7 +101,7 @@ class Heartbeat:
         self._stall: str | None = None
         self._broken: tuple[str, bool] | None = None  # the collective, whether it timed out
         self._first_broken: float | None = None
-        self._all_informed = False
+        self._all_informed = self._store_closed = False
         self._stood_still: tuple[str, float] | None = None  # a message, and when it was over
         self._place_since = (0, time.monotonic())
         self._wake, self._closing = threading.Event(), False
@@ -136,8 +136,11 @@ class Heartbeat:
                 return self._stall or None
             rank0 = self._sightings.seen().get(0)
             if self._rank and rank0 and waited > _WAKE_SECONDS and self._is_silent(rank0):
-                mine = {0: rank0, self._rank: Seen(self._sample())}
-                return find_stall(mine, broken_seconds=waited)
+                # A rank 0 that stands still keeps its store's connections, one that ended does not.
+                mine = msgspec.structs.replace(self._sample(), timed_out=not self._store_closed)
+                ranks = {0: rank0, self._rank: Seen(mine)}
+                if found := find_stall(ranks, broken_seconds=waited):
+                    return found
             time.sleep(_POLL_SECONDS)
         return None
 
@@ -156,12 +159,16 @@ class Heartbeat:
 
     def _run(self) -> None:
         exchange = self._lead if self._rank == 0 else self._follow
-        with suppress(dist.DistError):  # the store has ended with rank 0
+        try:
             while True:
                 exchange()
                 if self._closing:
                     return
                 self._pause()
+        except dist.DistNetworkError:
+            self._store_closed = True
+        except dist.DistStoreError:  # rank 0 has not answered for the store's timeout
+            pass
 
     def _lead(self) -> None:
         """Rank 0: read every rank's beat, and decide which one stalled if the group is broken."""

@@ -17,6 +17,7 @@ from common.utils.typed_json import Count, Seconds
 SILENT_SECONDS = 3.0
 """Without a sign of life for this long, a rank has ended or stands still."""
 _SETTLE_SECONDS = 4.0  # after a rank was killed, its silence takes this long to show
+_REPORT_SECONDS = 1.5  # until all ranks whose collective broke have said how
 _NOTICED_SECONDS = 8.0  # at most this long before the others noticed, a rank was killed
 
 Place = Literal[
@@ -93,10 +94,12 @@ def find_stall(ranks: Mapping[int, Seen], *, broken_seconds: float) -> str | Non
         for rank, seen in ranks.items()
         if seen.silent_seconds >= SILENT_SECONDS and not seen.beat.broken
     }
-    if silent:
+    timed_out = any(beat.timed_out for beat in beats.values())
+    # A rank that times out closes its connections: another may report that before it.
+    if silent and (timed_out or broken_seconds >= _REPORT_SECONDS):
         found = [_silence(rank, seconds, beats, broken_seconds) for rank, seconds in silent.items()]
         return _sentence(found, silent, beats)
-    if any(beat.timed_out for beat in beats.values()):
+    if timed_out:
         backward = {beat.where for beat in beats.values() if beat.broken and beat.place in _STEP}
         busy = {
             rank: beat
@@ -111,7 +114,7 @@ def find_stall(ranks: Mapping[int, Seen], *, broken_seconds: float) -> str | Non
             return _sentence(found, busy, beats)
         if broken_seconds >= _SETTLE_SECONDS:
             return _different_collectives(beats)
-    return "" if broken_seconds >= _SETTLE_SECONDS else None
+    return "" if not silent and broken_seconds >= _SETTLE_SECONDS else None
 
 
 def _silence(rank: int, seconds: float, beats: Mapping[int, Beat], broken_seconds: float) -> str:
