@@ -339,7 +339,7 @@ def test_the_tasks_of_a_job_share_a_token_that_is_in_no_file(jobs: Jobs, tmp_pat
         if drop == "-1":
             assert [log.count("met") for log in logs] == [1, 1], logs
         else:
-            assert "rank 0: refused a process on n2" in logs[0]
+            assert "rank 0: refused a process on node1 " in logs[0]
             assert "refused rank 1: rank 0 has a run token and this rank has none" in logs[1]
     assert tokens[0] != tokens[1]
 
