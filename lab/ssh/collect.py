@@ -26,7 +26,7 @@ from lab.ssh.connections import HostConnections
 from lab.ssh.hosts import Host, SSHOptions, first_of, parse_hosts
 from lab.ssh.launch import read_ssh_options
 from lab.ssh.probe import refuse, unreached_hosts
-from lab.ssh.record import Launch, Plain, newest_launch, read_launch
+from lab.ssh.record import LaunchRecord, Plain, newest_launch, read_launch
 
 _ANSWER_SECONDS = 600.0
 _MOST_NAMED = 8
@@ -137,7 +137,7 @@ def _collect_request(args: argparse.Namespace) -> CollectRequest:
     )
 
 
-def _recorded_hosts(launch: Launch, folder: Path) -> list[Host]:
+def _recorded_hosts(launch: LaunchRecord, folder: Path) -> list[Host]:
     """Return the hosts of a launch, after the same check as those of --hosts."""
     given = [host.given for host in launch.hosts]
     try:
@@ -150,7 +150,7 @@ def _recorded_hosts(launch: Launch, folder: Path) -> list[Host]:
     return hosts
 
 
-def _name_flags_to_repeat(launch: Launch, args: argparse.Namespace) -> None:
+def _name_flags_to_repeat(launch: LaunchRecord, args: argparse.Namespace) -> None:
     """Name the recorded flags that run programs and that the user has not given again."""
     flags = [("--ssh-option", one) for one in launch.ssh_options if one not in args.ssh_option]
     if launch.ssh_config and args.ssh_config is None:

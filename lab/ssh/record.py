@@ -42,7 +42,7 @@ class LaunchedHost(msgspec.Struct):
     python: Plain = ""
 
 
-class Launch(msgspec.Struct, kw_only=True):
+class LaunchRecord(msgspec.Struct, kw_only=True):
     """The content of launch.json."""
 
     format: int = FORMAT
@@ -74,12 +74,12 @@ def launch_content(
     commands: NodeCommands,
     *,
     master: str | None,
-) -> Launch:
+) -> LaunchRecord:
     """Return the content of launch.json before the start.
 
     master : the address of rank 0, if the command needs one.
     """
-    return Launch(
+    return LaunchRecord(
         command=list(commands.words),
         began=f"{datetime.now():%Y-%m-%dT%H:%M:%S}",
         hosts=[
@@ -104,7 +104,7 @@ class Record:
     UserError if the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, prefixed: PrefixedOutput, content: Launch) -> None:
+    def __init__(self, folder: Path, prefixed: PrefixedOutput, content: LaunchRecord) -> None:
         self.folder, self.prefixed, self._began = folder, prefixed, time.monotonic()
         self._content = content
         try:
@@ -143,7 +143,7 @@ class Record:
         write_atomically(self.folder / _FILE, content + b"\n")
 
 
-def read_launch(folder: Path) -> Launch:
+def read_launch(folder: Path) -> LaunchRecord:
     """Return launch.json of a folder. UserError if it has none, or none of this format."""
     path = folder / _FILE
     try:
@@ -154,7 +154,7 @@ def read_launch(folder: Path) -> Launch:
                 "version that wrote it"
             )
         if (label.format, label.what) == (FORMAT, _WHAT):
-            return read_json(path, Launch)
+            return read_json(path, LaunchRecord)
     except FileNotFoundError:
         pass
     raise UserError(

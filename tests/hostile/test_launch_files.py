@@ -16,7 +16,7 @@ from lab.ssh.collect import Listing, _checked, _collect_request
 from lab.ssh.connection import printable
 from lab.ssh.connections import HostConnections
 from lab.ssh.hosts import Host, SSHOptions, parse_hosts, ssh_command
-from lab.ssh.record import Launch, newest_launch, read_launch
+from lab.ssh.record import LaunchRecord, newest_launch, read_launch
 from tests.helpers.hostile import CASES, VALUES, altered, damaged, run_cases, untouched
 
 LAUNCH: dict[str, Any] = {
@@ -186,7 +186,7 @@ def test_the_newest_launch_is_the_one_that_began_last(tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    content = msgspec.convert(LAUNCH, Launch)
+    content = msgspec.convert(LAUNCH, LaunchRecord)
     assert msgspec.to_builtins(content) == LAUNCH
     assert read_launch(_write(tmp_path / "launch-1")) == content
 
