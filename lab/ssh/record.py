@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
-from common.utils.typed_json import Finite, encode, read_json, shown
+from common.utils.typed_json import Finite, check_version, encode, read_json
 from lab.processes.prefixed_output import PrefixedOutput
 from lab.ssh.command import NodeCommands
 from lab.ssh.hosts import Host, SSHOptions
@@ -62,7 +62,7 @@ class LaunchRecord(msgspec.Struct, kw_only=True):
     seconds: float | None = None
 
 
-class _Label(msgspec.Struct):
+class _LaunchLabel(msgspec.Struct):
     format: int = 0
     what: str = ""
 
@@ -147,13 +147,9 @@ def read_launch(folder: Path) -> LaunchRecord:
     """Return launch.json of a folder. UserError if it has none, or none of this format."""
     path = folder / _FILE
     try:
-        label = read_json(path, _Label)
-        if label.what == _WHAT and label.format > FORMAT:
-            raise UserError(
-                f"{path} has format {shown(label.format)}, this version reads {FORMAT}: use the "
-                "version that wrote it"
-            )
-        if (label.format, label.what) == (FORMAT, _WHAT):
+        label = read_json(path, _LaunchLabel)
+        if label.what == _WHAT:
+            check_version(label.format, FORMAT, name=str(path))
             return read_json(path, LaunchRecord)
     except FileNotFoundError:
         pass
