@@ -8,19 +8,20 @@ Rank RANK does the DEED at the MOMENT: in the first step of the second epoch or,
 once per epoch, at that epoch's checkpoint. All other code is the project's own, which here also
 knows ``--model tiny`` and ``--model wide``. The deeds:
 
-- ``kill`` sends this process SIGKILL, ``stop`` sends SIGSTOP.
+- ``hold`` waits until the working folder contains a file ``go``, so that a test can disturb this
+  process from outside, and waits once more where an interrupted run looks for its checkpoints.
 - ``raise`` raises the OSError of a broken file.
 - ``sleep`` sleeps for two minutes.
-- ``hold`` waits until the working folder contains a file ``go``.
-- ``limit`` stops the process from writing any file beyond 5 KB.
 - ``pace`` waits for the number of seconds in the file $PACE. It reads the file repeatedly, so a
   smaller number takes effect at once.
+
+With the variable SMALL_DISK, e.g. ``/path/of/a/folder:300k``, the RANK sees a disk of this size
+there, which ends with its process.
 """
 
+import ctypes
 import os
-import resource
 import runpy
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -29,16 +30,8 @@ from typing import Any
 
 STEPS_AN_EPOCH = 2
 _FIRST_BIG = 1_000_000
+_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000  # CLONE_NEWNS, CLONE_NEWUSER of <linux/sched.h>
 Act = Callable[..., None]
-
-
-def _kill(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _stop(*_: object) -> None:
-    print("stopped now", flush=True)
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _raise(*_: object) -> None:
@@ -56,14 +49,50 @@ def _hold(*_: object) -> None:
         time.sleep(0.02)  # between two checks
 
 
+def _hold_after_interrupt() -> None:
+    from common import cli
+
+    newest_checkpoint = cli._newest_checkpoint
+
+    def hold(*arguments: Any) -> str:
+        if sys.exc_info()[0] is KeyboardInterrupt:
+            print("held again", flush=True)
+            while not Path("go again").exists():
+                time.sleep(0.02)  # between two checks
+        return newest_checkpoint(*arguments)
+
+    cli._newest_checkpoint = hold
+
+
 def _pace(*_: object) -> None:
     began = time.monotonic()
     while time.monotonic() < began + float(Path(os.environ["PACE"]).read_text()):
         time.sleep(0.02)  # between two checks
 
 
-def _limit(*_: object) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5120, 5120))
+def while_importing(act: Act) -> None:
+    """Act when the program begins to import what it runs."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "common.experiment.run":
+                act()
+
+    sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
+
+
+def while_meeting(act: Act) -> None:
+    """Act before the rank joins; its main thread waits for the others meanwhile."""
+    from common.distributed import rendezvous
+
+    join = rendezvous._join
+
+    def hurt(*arguments: Any) -> None:
+        act()
+        join(*arguments)
+
+    rendezvous._join = hurt
 
 
 def at_each_step(act: Act) -> None:
@@ -172,6 +201,33 @@ def while_writing(act: Act) -> None:
     files._open_unfinished = hurt
 
 
+def at_the_end_of_an_epoch(act: Act) -> None:
+    """Act when the second epoch's steps are done and nothing is written about the epoch yet."""
+    from common.reporting.run_logger import RunLogger
+
+    on_epoch_end = RunLogger.on_epoch_end
+
+    def hurt(logger: Any, end: Any) -> None:
+        if end.epoch == 2:
+            act()
+        on_epoch_end(logger, end)
+
+    RunLogger.on_epoch_end = hurt
+
+
+def at_the_end(act: Act) -> None:
+    """Act when the group is closed: rank 0 writes the report next, the others end."""
+    from common.experiment import run
+
+    for name in ("report", "report_end_of_rank"):
+
+        def hurt(*arguments: Any, then: Any = getattr(run, name), **more: Any) -> None:
+            act()
+            then(*arguments, **more)
+
+        setattr(run, name, hurt)
+
+
 def before_the_rename(act: Act) -> None:
     """Act when the second epoch's checkpoint is complete on disk but not yet renamed."""
     replace = os.replace
@@ -226,26 +282,34 @@ def in_its_data(act: Act) -> None:
 
 
 MOMENTS = {
+    "importing": while_importing,
+    "meeting": while_meeting,
+    "loading": while_loading,
+    "data": in_its_data,
+    "steps": at_each_step,
     "forward": in_forward,
     "collective": in_a_collective,
-    "evaluation": in_evaluation,
+    "epoch": at_the_end_of_an_epoch,
     "writing": while_writing,
     "renaming": before_the_rename,
     "renamed": after_the_rename,
     "waiting": while_another_writes,
-    "data": in_its_data,
-    "loading": while_loading,
-    "steps": at_each_step,
+    "evaluation": in_evaluation,
+    "end": at_the_end,
 }
-DEEDS = {
-    "kill": _kill,
-    "stop": _stop,
-    "raise": _raise,
-    "sleep": _sleep,
-    "hold": _hold,
-    "limit": _limit,
-    "pace": _pace,
-}
+DEEDS = {"hold": _hold, "raise": _raise, "sleep": _sleep, "pace": _pace}
+
+
+def mount_small_disk(folder: str, size: str) -> None:
+    """Mount an empty disk of this size on ``folder``, for this process and its children alone."""
+    user, group, libc = os.getuid(), os.getgid(), ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEW_MOUNTS | _NEW_USER):
+        raise OSError(ctypes.get_errno(), "no namespace for mounts")
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    if libc.mount(b"none", folder.encode(), b"tmpfs", 0, f"size={size}".encode()):
+        raise OSError(ctypes.get_errno(), "no disk could be mounted")
 
 
 def main(rank: str, moment: str, deed: str, part: str, *arguments: str) -> None:
@@ -259,9 +323,14 @@ def main(rank: str, moment: str, deed: str, part: str, *arguments: str) -> None:
     models.MODELS |= {
         name: f"tiny_model:{name}" for name in ("tiny", "wide")
     }  # before flags are read; tiny_model.py is in this file's folder
-    mine = arguments[arguments.index("--rank") + 1] if "--rank" in arguments else os.environ["RANK"]
+    alone = os.environ.get("RANK", "0")
+    mine = arguments[arguments.index("--rank") + 1] if "--rank" in arguments else alone
     if mine == rank:
+        if disk := os.environ.get("SMALL_DISK"):
+            mount_small_disk(*disk.rsplit(":", 1))
         MOMENTS[moment](DEEDS[deed])
+        if deed == "hold":
+            _hold_after_interrupt()
     sys.argv = [part, *arguments]
     runpy.run_path(part, run_name="__main__")
 
