@@ -1,5 +1,9 @@
-"""The pictures of one run: its loss over the steps, and its confusion matrix."""
+"""The pictures of one run: its loss over the steps, and its confusion matrix.
 
+Both raise UserError if the file cannot be written.
+"""
+
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ from matplotlib.figure import Figure  # without pyplot, which would look for a s
 from matplotlib.ticker import MaxNLocator
 
 from common.reporting.figure_style import ACCENT, INK, PAPER, RC
+from common.utils.atomic_files import write_atomically
 
 _DPI = 240  # a loss curve of 2016 and a matrix of ten classes of 1600 pixels across
 _SHARES = LinearSegmentedColormap.from_list("shares", [PAPER, "#9cc3e6", ACCENT, "#06315c"])
@@ -45,7 +50,7 @@ def draw_loss(path: Path, *, steps: Sequence[int], losses: Sequence[float], titl
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid()
         axes.legend()
-        figure.savefig(path, dpi=_DPI)
+        _save(figure, path, dpi=_DPI)
 
 
 def draw_confusion_matrix(
@@ -88,4 +93,10 @@ def draw_confusion_matrix(
                     fontsize=8,
                     color=PAPER if shares[row, column] > 0.4 else INK,
                 )
-        figure.savefig(path, dpi=_DPI if few else 150)
+        _save(figure, path, dpi=_DPI if few else 150)
+
+
+def _save(figure: Figure, path: Path, *, dpi: int) -> None:
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=dpi)
+    write_atomically(path, content.getbuffer())
