@@ -14,12 +14,8 @@ knows ``--model tiny`` and ``--model wide``. The deeds:
 - ``sleep`` sleeps for two minutes.
 - ``pace`` waits for the number of seconds in the file $PACE. It reads the file repeatedly, so a
   smaller number takes effect at once.
-
-With the variable SMALL_DISK, e.g. ``/path/of/a/folder:300k``, the RANK sees a disk of this size
-there, which ends with its process.
 """
 
-import ctypes
 import os
 import runpy
 import sys
@@ -30,7 +26,6 @@ from typing import Any
 
 STEPS_AN_EPOCH = 2
 _FIRST_BIG = 1_000_000
-_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000  # CLONE_NEWNS, CLONE_NEWUSER of <linux/sched.h>
 Act = Callable[..., None]
 
 
@@ -191,9 +186,11 @@ def while_writing(act: Act) -> None:
             write = file.write
 
             def write_half(content: Any) -> None:
-                write(content[: len(content) // 2])
+                half = len(content) // 2
+                write(content[:half])
                 file.flush()
                 act()
+                write(content[half:])
 
             file.write = write_half
         return file
@@ -219,13 +216,14 @@ def at_the_end(act: Act) -> None:
     """Act when the group is closed: rank 0 writes the report next, the others end."""
     from common.experiment import run
 
-    for name in ("report", "report_end_of_rank"):
-
-        def hurt(*arguments: Any, then: Any = getattr(run, name), **more: Any) -> None:
+    def acting(then: Act) -> Act:
+        def hurt(*arguments: Any, **more: Any) -> None:
             act()
             then(*arguments, **more)
 
-        setattr(run, name, hurt)
+        return hurt
+
+    run.report, run.report_end_of_rank = acting(run.report), acting(run.report_end_of_rank)
 
 
 def before_the_rename(act: Act) -> None:
@@ -300,18 +298,6 @@ MOMENTS = {
 DEEDS = {"hold": _hold, "raise": _raise, "sleep": _sleep, "pace": _pace}
 
 
-def mount_small_disk(folder: str, size: str) -> None:
-    """Mount an empty disk of this size on ``folder``, for this process and its children alone."""
-    user, group, libc = os.getuid(), os.getgid(), ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_NEW_MOUNTS | _NEW_USER):
-        raise OSError(ctypes.get_errno(), "no namespace for mounts")
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    if libc.mount(b"none", folder.encode(), b"tmpfs", 0, f"size={size}".encode()):
-        raise OSError(ctypes.get_errno(), "no disk could be mounted")
-
-
 def main(rank: str, moment: str, deed: str, part: str, *arguments: str) -> None:
     """Install the hook on its rank, then run the part in this process."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
@@ -326,8 +312,6 @@ def main(rank: str, moment: str, deed: str, part: str, *arguments: str) -> None:
     alone = os.environ.get("RANK", "0")
     mine = arguments[arguments.index("--rank") + 1] if "--rank" in arguments else alone
     if mine == rank:
-        if disk := os.environ.get("SMALL_DISK"):
-            mount_small_disk(*disk.rsplit(":", 1))
         MOMENTS[moment](DEEDS[deed])
         if deed == "hold":
             _hold_after_interrupt()
