@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from common.config.parser import parse_arguments
 from common.config.recipes import print_recipe
@@ -181,8 +183,16 @@ def _end_soon_after_interrupt() -> None:
     """Make Ctrl-C end the process even inside a collective, where Python does not see the signal.
 
     The interpreter's C handler writes the signal's number to a socket at once. A thread reads it,
-    gives the main thread a few seconds to end cleanly, then ends the process.
+    gives the main thread a few seconds to end cleanly, then ends the process. A second Ctrl-C
+    changes nothing: it would end the cleaning up, with a traceback.
     """
+
+    def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else SIGINT is ignored
+        signal.signal(signal.SIGINT, interrupt)
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 

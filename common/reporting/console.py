@@ -12,13 +12,23 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from torch import Tensor
 
+from common.errors import UserError, reason_of
 from common.training_engine import StepRecord
 from common.utils.progress import Clock, Counter, console, duration, progress_bar
 
 
 def say(text: str) -> None:
-    """Print a line, above the progress bar if there is one."""
-    console.print(text, markup=False)
+    """Print a line, above the progress bar if there is one.
+
+    Raises UserError if the output goes to a file that cannot be written.
+    """
+    try:
+        console.print(text, markup=False)
+    except OSError as error:
+        raise UserError(
+            f"the output could not be written ({reason_of(error)}): make room where it goes, or "
+            "send it elsewhere"
+        ) from error
 
 
 class Progress:

@@ -1,4 +1,7 @@
-"""The pictures of one run: its loss over the steps, and its confusion matrix."""
+"""The pictures of one run: its loss over the steps, and its confusion matrix.
+
+Both raise UserError if the file cannot be written.
+"""
 
 import io
 from collections.abc import Sequence
@@ -47,7 +50,7 @@ def draw_loss(path: Path, *, steps: Sequence[int], losses: Sequence[float], titl
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid()
         axes.legend()
-        _write(figure, path, dpi=_DPI)
+        _save(figure, path, dpi=_DPI)
 
 
 def draw_confusion_matrix(
@@ -90,10 +93,10 @@ def draw_confusion_matrix(
                     fontsize=8,
                     color=PAPER if shares[row, column] > 0.4 else INK,
                 )
-        _write(figure, path, dpi=_DPI if few else 150)
+        _save(figure, path, dpi=_DPI if few else 150)
 
 
-def _write(figure: Figure, path: Path, *, dpi: int) -> None:
+def _save(figure: Figure, path: Path, *, dpi: int) -> None:
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=dpi)
     write_atomically(path, content.getbuffer())

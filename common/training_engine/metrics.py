@@ -23,7 +23,7 @@ from common.profiling.step_timer import RawSpans, StepTimer
 _FLUSH_SECONDS = 2.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One step, counted from 1 over the whole training.
 

@@ -1,7 +1,6 @@
-"""Many starts and stops leave no process, socket, file or namespace behind."""
+"""Many clusters leave no process, namespace, interface or mount behind."""
 
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,77 +9,6 @@ import pytest
 
 from lab.cluster import Cluster
 from tests.helpers import wait_until
-from tests.helpers.stage import GRACE, Stage, hidden_files
-
-_OPEN = {"01", "0A"}
-"""/proc/net/tcp states: established, listening. A closed socket may linger for late packets."""
-
-
-def end_it(stage: Stage, how: str) -> None:
-    """Stop the run on nodes 0 and 1 in the way that ``how`` names."""
-    if how == "kill":
-        stage.cluster.fault(1, "kill")
-        stage.cluster.fault(0, "kill")
-    elif how in ("terminate", "interrupt"):
-        stage.cluster.send_signal(signal.SIGTERM if how == "terminate" else signal.SIGINT)
-    elif how == "lose one":
-        stage.cluster.fault(1, "kill")
-
-
-EXPECTED = {
-    "come to its end": {0},
-    "kill": {-signal.SIGKILL},
-    "terminate": {75},
-    "interrupt": {130, 1},
-    "lose one": {-signal.SIGKILL, 1},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.alone  # on loopback, another test might be given a port that a run here has used
-def test_20_runs_in_a_row_leave_no_process_socket_or_file(stage: Stage) -> None:
-    ports = []
-    for turn in range(20):
-        how = list(EXPECTED)[turn % len(EXPECTED)]
-        disturbed = how != "come to its end"
-        stage.start(
-            size=2,
-            nodes=[0, 1],
-            name=f"run{turn}",
-            hurt=(1, "forward", "hold") if disturbed else None,
-        )
-        ports.append(f"{stage.port:04X}")
-        if disturbed:
-            stage.wait_for("held now", node=1)
-            end_it(stage, how)
-            stage.let_go()
-        for ended in stage.end().values():
-            assert ended.status in EXPECTED[how], (how, ended)
-        wait_until(
-            lambda: processes(lambda process: process.cwd() == str(stage.folder)) == [],
-            "the end of all processes",
-        )
-        (stage.folder / "go").unlink(missing_ok=True)
-        assert list(stage.temporary.iterdir()) == []
-        # A killed rank 0 cannot remove its lock file; the lock itself is free.
-        locks = {f"run{one}/.lock" for one in range(turn + 1)}
-        assert set(hidden_files(stage.run().parent)) <= locks
-    stage.cluster.start(["cat", "/proc/net/tcp", "/proc/net/tcp6"], nodes=[0])
-    stage.cluster.wait(limit_seconds=GRACE)
-    sockets = [
-        line.split()[1:4]
-        for line in stage.text(0).splitlines()
-        if line.strip()[:1].isdigit() and ": " in line
-    ]
-    left = [
-        one
-        for one in sockets
-        if one[2] in _OPEN and (not stage.cluster.loopback or one[0].split(":")[1] in ports)
-    ]
-    assert left == []
-    assert sorted(path.name for path in stage.run().parent.iterdir()) == sorted(
-        f"run{turn}" for turn in range(20)
-    )
 
 
 def processes(matches: Callable[[psutil.Process], bool]) -> list[psutil.Process]:

@@ -1,4 +1,4 @@
-"""Paused nodes, slow or broken links, and nodes that start late.
+"""Slow or broken links, and nodes that start late.
 
 Within the timeout they only cost time; beyond it, the other ranks stop with a message.
 """
@@ -22,39 +22,6 @@ from tests.helpers.stage import (
 
 SILENT = r"rank \d \([\d.]+\)( has not moved since|, this one, stood still for) "
 Reference = Callable[[str], Path]
-
-
-@pytest.mark.slow
-def test_a_pause_within_the_timeout_costs_time_alone(stage: Stage, undisturbed: Reference) -> None:
-    stage.start(hurt=(2, "collective", "stop"))
-    stage.wait_for("stopped now", node=2)
-    time.sleep(5)  # the pause
-    assert (
-        stage.text(0).count("step ")
-        == stage.text(0).count("step 1/") + stage.text(0).count("step 2/")
-        > 0
-    )
-    stage.cluster.fault(2, "restore")
-    assert [ended.status for ended in stage.end().values()] == [0] * NODES
-    assert_same_training(stage.run(), undisturbed("all_reduce"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_pause_beyond_the_timeout_ends_the_others_and_then_the_node(
-    stage: Stage, victim: int
-) -> None:
-    stage.start(hurt=(victim, "forward", "stop"), timeout=TIMEOUT)
-    stage.wait_for("stopped now", node=victim)
-    began = time.monotonic()
-    others = [rank for rank in range(NODES) if rank != victim]
-    for rank in others:
-        stage.wait_for("has not moved since", node=rank, limit=TIMEOUT + GRACE)
-    print(f"the others ended after {time.monotonic() - began:.1f} s")
-    stage.cluster.fault(victim, "restore")
-    for ended in stage.end(GRACE + TIMEOUT).values():
-        assert_told(ended, SILENT)
-    assert_no_result(stage.run())
 
 
 @pytest.mark.usefixtures("links")

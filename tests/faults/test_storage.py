@@ -1,7 +1,4 @@
-"""Full disks, and truncated, altered or hostile checkpoints.
-
-A finished checkpoint survives a full disk; a damaged one is never loaded.
-"""
+"""Folders that cannot be written, and truncated, altered or hostile checkpoints."""
 
 import os
 import pickle
@@ -19,25 +16,11 @@ from common.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoin
 from common.utils.atomic_files import remove_unfinished, write_atomically
 from common.utils.hashing import digest
 from tests.helpers import ROOT, run_part
-from tests.helpers.stage import QUICK, Stage, assert_same_training, assert_told, hidden_files
+from tests.helpers.stage import QUICK, Stage, assert_same_training, assert_told
 
 PLACES = 100
 LAST_RECORD_BYTES = 22  # a zip file's end record, which repeats numbers from its table of contents
 Reference = Callable[[str], Path]
-
-
-def test_a_full_disk_stops_all_ranks_and_keeps_earlier_files(stage: Stage) -> None:
-    """A full disk stops all ranks with the file's name and keeps what was written before.
-
-    A limit on the file size simulates the full disk: the 9 MB checkpoint does not fit, smaller
-    files do.
-    """
-    stage.start("ddp", hurt=(0, "loading", "limit"))
-    for ended in stage.end().values():
-        assert_told(ended, r"Epoch_1\.pt could not be written \(File too large\)")
-    run = stage.run("ddp")
-    assert list((run / "checkpoints").iterdir()) == [], "no half-written file"
-    assert (run / "metrics.jsonl").stat().st_size > 0
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -46,63 +29,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         "PartTwo", *QUICK, "--output-dir", tmp_path / "file" / "reports", cwd=tmp_path, ranks=2
     ):
         assert_told(ended, r"Not a directory \(.*file/reports")
-
-
-@pytest.fixture(scope="module")
-def small_disks() -> None:
-    """Skip if this user cannot mount a tmpfs, not even in a new user namespace."""
-    tried = subprocess.run(
-        ["unshare", "-Urm", "mount", "-t", "tmpfs", "-o", "size=1m", "none", "/mnt"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    if tried.returncode:
-        pytest.skip(f"no small disk can be mounted here: {tried.stderr.strip()}")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_disks")
-def test_a_full_disk_keeps_the_first_checkpoint_and_the_run_goes_on_with_room(
-    stage: Stage, undisturbed: Reference
-) -> None:
-    """Rank 0 writes to a 14 MB disk, which holds one checkpoint of 9 MB but not two."""
-    out, saved = stage.folder / "out", stage.folder / "saved"
-    out.mkdir()
-    disk = (
-        f'mount -t tmpfs -o size=14m none {out} && {{ "$@"; status=$?; cp -r {out} {saved}; '
-        f"exit $status; }}"
-    )
-    stage.start(nodes=[0], shell=f"exec unshare -Urm bash -c '{disk}' bash \"$@\"")
-    stage.start(nodes=[1, 2], port=stage.port)
-    for ended in stage.end().values():
-        assert_told(
-            ended, r"Epoch_2\.pt could not be written \(No space left on device\): make room"
-        )
-    shutil.rmtree(out)
-    saved.rename(out)
-    assert [path.name for path in (stage.run() / "checkpoints").iterdir()] == ["Epoch_1.pt"]
-    assert hidden_files(stage.run()) == []
-    assert not (stage.run() / "summary.json").exists()
-    assert_same_training(stage.finish("all_reduce", "--resume", "auto"), undisturbed("all_reduce"))
-
-
-@pytest.mark.slow
-def test_metrics_on_a_full_disk_name_the_file_on_all_ranks(stage: Stage) -> None:
-    stage.start(
-        "all_reduce",
-        "--epochs",
-        40,
-        "--measure-only",
-        nodes=[0, 1],
-        size=2,
-        hurt=(0, "loading", "limit"),
-    )
-    for rank, ended in stage.end().items():
-        assert_told(
-            ended,
-            rf"error \(rank {rank}\): .*metrics\.jsonl could not be written \(File too large\)",
-        )
 
 
 def test_a_checkpoint_cut_at_100_random_places_is_never_trusted(tmp_path: Path) -> None:

@@ -8,18 +8,17 @@ Rank RANK does the DEED at the MOMENT: in the first step of the second epoch or,
 once per epoch, at that epoch's checkpoint. All other code is the project's own, which here also
 knows ``--model tiny`` and ``--model wide``. The deeds:
 
-- ``kill`` sends this process SIGKILL, ``stop`` sends SIGSTOP.
+- ``hold`` waits until the working folder contains a file ``go``, so that a test can disturb this
+  process from outside, and waits once more where an interrupted run looks for its checkpoints.
 - ``raise`` raises the OSError of a broken file.
 - ``sleep`` sleeps for two minutes.
+- ``kill`` sends this process SIGKILL, ``stop`` sends SIGSTOP.
 - ``detour`` calls a collective that the other ranks do not call.
-- ``hold`` waits until the working folder contains a file ``go``.
-- ``limit`` stops the process from writing any file beyond 5 KB.
 - ``pace`` waits for the number of seconds in the file $PACE. It reads the file repeatedly, so a
   smaller number takes effect at once.
 """
 
 import os
-import resource
 import runpy
 import signal
 import sys
@@ -31,10 +30,6 @@ from typing import Any
 STEPS_AN_EPOCH = 2
 _FIRST_BIG = 1_000_000
 Act = Callable[..., None]
-
-
-def _kill(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _stop(*_: object) -> None:
@@ -63,14 +58,50 @@ def _hold(*_: object) -> None:
         time.sleep(0.02)  # between two checks
 
 
+def _hold_after_interrupt() -> None:
+    from common import cli
+
+    newest_checkpoint = cli._newest_checkpoint
+
+    def hold(*arguments: Any) -> str:
+        if sys.exc_info()[0] is KeyboardInterrupt:
+            print("held again", flush=True)
+            while not Path("go again").exists():
+                time.sleep(0.02)  # between two checks
+        return newest_checkpoint(*arguments)
+
+    cli._newest_checkpoint = hold
+
+
 def _pace(*_: object) -> None:
     began = time.monotonic()
     while time.monotonic() < began + float(Path(os.environ["PACE"]).read_text()):
         time.sleep(0.02)  # between two checks
 
 
-def _limit(*_: object) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5120, 5120))
+def while_importing(act: Act) -> None:
+    """Act when the program begins to import what it runs."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "common.experiment.run":
+                act()
+
+    sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
+
+
+def while_meeting(act: Act) -> None:
+    """Act before the rank joins; its main thread waits for the others meanwhile."""
+    from common.distributed import rendezvous
+
+    join = rendezvous._join
+
+    def hurt(*arguments: Any) -> None:
+        act()
+        join(*arguments)
+
+    rendezvous._join = hurt
 
 
 def at_each_step(act: Act) -> None:
@@ -183,14 +214,44 @@ def while_writing(act: Act) -> None:
             write = file.write
 
             def write_half(content: Any) -> None:
-                write(content[: len(content) // 2])
+                half = len(content) // 2
+                write(content[:half])
                 file.flush()
                 act()
+                write(content[half:])
 
             file.write = write_half
         return file
 
     files._open_unfinished = hurt
+
+
+def at_the_end_of_an_epoch(act: Act) -> None:
+    """Act when the second epoch's steps are done and nothing is written about the epoch yet."""
+    from common.reporting.run_logger import RunLogger
+
+    on_epoch_end = RunLogger.on_epoch_end
+
+    def hurt(logger: Any, end: Any) -> None:
+        if end.epoch == 2:
+            act()
+        on_epoch_end(logger, end)
+
+    RunLogger.on_epoch_end = hurt
+
+
+def at_the_end(act: Act) -> None:
+    """Act when the group is closed: rank 0 writes the report next, the others end."""
+    from common.experiment import run
+
+    def acting(then: Act) -> Act:
+        def hurt(*arguments: Any, **more: Any) -> None:
+            act()
+            then(*arguments, **more)
+
+        return hurt
+
+    run.report, run.report_end_of_rank = acting(run.report), acting(run.report_end_of_rank)
 
 
 def before_the_rename(act: Act) -> None:
@@ -259,27 +320,30 @@ def in_its_data(act: Act) -> None:
 
 
 MOMENTS = {
+    "importing": while_importing,
+    "meeting": while_meeting,
+    "loading": while_loading,
+    "data": in_its_data,
+    "steps": at_each_step,
     "forward": in_forward,
     "collective": in_a_collective,
+    "epoch": at_the_end_of_an_epoch,
     "epoch_end": at_the_end_of_the_epoch,
-    "evaluation": in_evaluation,
     "writing": while_writing,
     "renaming": before_the_rename,
     "renamed": after_the_rename,
     "within": within_the_epoch,
     "waiting": while_another_writes,
-    "data": in_its_data,
-    "loading": while_loading,
-    "steps": at_each_step,
+    "evaluation": in_evaluation,
+    "end": at_the_end,
 }
 DEEDS = {
-    "kill": _kill,
+    "kill": lambda *_: os.kill(os.getpid(), signal.SIGKILL),
     "stop": _stop,
     "raise": _raise,
     "sleep": _sleep,
     "detour": _detour,
     "hold": _hold,
-    "limit": _limit,
     "pace": _pace,
 }
 
@@ -295,9 +359,12 @@ def main(rank: str, moment: str, deed: str, part: str, *arguments: str) -> None:
     models.MODELS |= {
         name: f"tiny_model:{name}" for name in ("tiny", "wide")
     }  # before flags are read; tiny_model.py is in this file's folder
-    mine = arguments[arguments.index("--rank") + 1] if "--rank" in arguments else os.environ["RANK"]
+    alone = os.environ.get("RANK", "0")
+    mine = arguments[arguments.index("--rank") + 1] if "--rank" in arguments else alone
     if mine == rank:
         MOMENTS[moment](DEEDS[deed])
+        if deed == "hold":
+            _hold_after_interrupt()
     sys.argv = [part, *arguments]
     runpy.run_path(part, run_name="__main__")
 

@@ -198,18 +198,6 @@ def assert_told(ended: Ended | Finished, pattern: str, *, status: int = 1) -> No
     assert "Traceback" not in told, told
 
 
-def assert_in_time(ends: dict[int, Ended], victim: int, *, timeout: float = TIMEOUT) -> None:
-    """Assert that all ranks ended within the timeout, plus ``GRACE``, after the victim."""
-    late = {
-        rank: ended.seconds - ends[victim].seconds for rank, ended in ends.items() if rank != victim
-    }
-    print(
-        "ended after the fault:",
-        ", ".join(f"rank {rank} {seconds:.1f} s" for rank, seconds in late.items()),
-    )
-    assert all(seconds < timeout + GRACE for seconds in late.values()), late
-
-
 def assert_no_result(run: Path) -> None:
     """Assert that a run that had begun left no result and no damaged file.
 

@@ -1,9 +1,12 @@
 """Progress off a terminal: which steps and images get a line, and that no long time is silent."""
 
+import io
+
 import pytest
 import torch
 
-from common.reporting.console import Progress
+from common.errors import UserError
+from common.reporting.console import Progress, say
 from common.training_engine import StepRecord
 from common.utils import progress as progress_module
 
@@ -78,3 +81,19 @@ def test_a_long_evaluation_counts_its_images(clock: Clock, capsys, visible: bool
         "evaluation: 2,000 of 2,000 images",
     ]
     assert capsys.readouterr().out.splitlines() == (lines if visible else [])
+
+
+class FullDisk(io.StringIO):
+    """A file on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_output_that_cannot_be_written_is_an_error_for_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress_module.console, "file", FullDisk())
+    with pytest.raises(UserError, match=r"output could not be written \(No space left on device\)"):
+        say("text")
+    progress_module.console._buffer.clear()  # what was not written would come first next time

@@ -1,0 +1,365 @@
+"""One fault against one run: start it, strike in a phase, check what was promised, resume it.
+
+``run_trial`` does all of this for a row of the table in test_table_of_faults.py. A victim is held
+in the phase (tests/helpers/hurt.py) while the test strikes from outside with a real signal, a full
+disk or a limit on the size of files.
+"""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common.checkpoint import checkpoints_by_age, load_checkpoint
+from common.utils.hashing import digest
+from tests.helpers import ROOT, Ended, Started, free_port, user_environment, wait_until
+from tests.helpers.stage import GRACE, HURT, NOBODY, PATIENT, hidden_files
+
+EPOCHS = 3
+TIMEOUT = 5
+"""``--timeout`` in seconds for runs in which a rank is lost without a word."""
+PAUSE_SECONDS = 1.0
+SMALL_FILE = 5120
+ON_SMALL_DISK = (
+    *("unshare", "-Urm", "bash", "-c"),
+    'mount -t tmpfs -o size=400k none out && exec "$@"',
+    "bash",
+)
+"""Runs the command after it where the folder out is a disk of its own, while a process uses it."""
+WAYS = {"all_reduce": "PartTwo", "gather_scatter": "PartTwo", "ddp": "PartThree"}
+MOMENTS = {
+    "start": "importing",
+    "meeting": "meeting",
+    "data": "loading",
+    "training": "forward",
+    "collective": "collective",
+    "epoch": "epoch",
+    "checkpoint": "writing",
+    "rename": "renaming",
+    "renamed": "renamed",
+    "evaluation": "evaluation",
+    "end": "end",
+}
+"""The phases in the order of a run, and what hurt.py calls them."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to rank ``victim`` of ``ranks`` in a phase."""
+
+    action: str
+    phase: str
+    ranks: int = 1
+    victim: int = 0
+    way: str = "all_reduce"
+
+    def __str__(self) -> str:
+        which = f"rank{self.victim}of{self.ranks}" if self.ranks > 1 else "alone"
+        way = "" if self.way == "all_reduce" else f"-{self.way}"
+        return f"{self.action}-{self.phase}-{which}{way}".replace(" ", "-")
+
+    @property
+    def moment(self) -> str:
+        """The moment of hurt.py; a rank that writes no checkpoint waits for the one that does."""
+        return "waiting" if self.phase == "checkpoint" and self.victim else MOMENTS[self.phase]
+
+
+@dataclass(frozen=True)
+class Promise:
+    """How a run ends: exit status and last message of the victim and of the other rank.
+
+    Parameters
+    ----------
+    kept : epochs whose checkpoints must be there.
+    """
+
+    victim: tuple[int, str]
+    other: tuple[int, str]
+    kept: tuple[int, ...] = ()
+
+
+@dataclass
+class Run:
+    """The processes of one run of tiny steps, and where it writes."""
+
+    folder: Path
+    images: Path
+    fault: Fault
+    processes: list[Started] = field(default_factory=list)
+    disk: Path | None = None
+
+    @property
+    def victim(self) -> Started:
+        """The process that is hit."""
+        return self.processes[self.fault.victim]
+
+    @property
+    def output(self) -> Path:
+        """The run's folder."""
+        part = "PartOne-none" if self.fault.ranks == 1 else f"{self._part}-{self.fault.way}"
+        return self.folder / "out" / part / "run"
+
+    @property
+    def _part(self) -> str:
+        return "PartOne" if self.fault.ranks == 1 else WAYS[self.fault.way]
+
+    def start(self, *flags: object, held: bool = False, timeout: float = PATIENT) -> None:
+        """Start all ranks; with ``held`` the victim waits in the fault's phase."""
+        fault, port = self.fault, free_port()
+        hurt = (fault.victim, fault.moment, "hold") if held else (NOBODY, "", "")
+        small = held and fault.action == "full disk"
+        (self.folder / "out").mkdir(exist_ok=True)
+        group: list[object] = []
+        if fault.ranks > 1:
+            group = ["--master-ip", "127.0.0.1", "--master-port", port, "--timeout", timeout]
+            group += ["--num-nodes", fault.ranks]
+            group += ["--sync", fault.way] if self._part == "PartTwo" else []
+        self.processes = []
+        for rank in range(fault.ranks):
+            command = [
+                sys.executable,
+                HURT,
+                *hurt,
+                ROOT / self._part / "main.py",
+                *group,
+                *(["--rank", rank] if fault.ranks > 1 else []),
+                "--model",
+                "wide" if fault.phase == "collective" else "tiny",
+                "--threads",
+                1,
+                "--dataset",
+                "folder",
+                "--data-dir",
+                self.images,
+                "--batch-size",
+                12,
+                "--epochs",
+                EPOCHS,
+                "--output-dir",
+                self.folder / "out",
+                "--run-name",
+                "run",
+                *flags,
+            ]
+            on_small_disk = small and rank == fault.victim
+            words = [str(word) for word in [*(ON_SMALL_DISK if on_small_disk else ()), *command]]
+            environment = user_environment(TMPDIR=str(self.folder))
+            self.processes.append(
+                Started(words, cwd=self.folder, env=environment, forked=not on_small_disk)
+            )
+
+    def let_go(self) -> None:
+        """Let the victim continue."""
+        (self.folder / "go").touch()
+        (self.folder / "go again").touch()
+
+    def end(self) -> list[Ended]:
+        """Wait for all ranks, and check that no process of the run is left."""
+        ends = [one.end(timeout_seconds=PATIENT + GRACE) for one in self.processes]
+        wait_until(lambda: _processes_in(self.folder) == [], "the end of all processes")
+        return ends
+
+
+def train(folder: Path, images: Path, fault: Fault) -> Path:
+    """Train undisturbed as the fault's run would, and return the run's folder."""
+    run = Run(folder, images, fault)
+    run.start()
+    for ended in run.end():
+        assert ended.status == 0, ended
+    return run.output
+
+
+def run_trial(fault: Fault, promise: Promise, folder: Path, images: Path, reference: Path) -> None:
+    """Start a run, strike, and check the promise; resume it, and compare it with ``reference``."""
+    run = Run(folder, images, fault)
+    waits = fault.action == "stop" or fault.phase in ("start", "meeting")
+    patient = fault.action == "pause" or not waits
+    run.start(held=True, timeout=PATIENT if patient else TIMEOUT)
+    run.victim.wait_for("held now")
+    ACTIONS[fault.action](run)
+    struck = time.monotonic()
+    run.let_go()
+    ends = run.end()
+    if fault.phase not in ("start", "meeting"):  # from there the whole run may follow
+        assert time.monotonic() - struck < 2 * TIMEOUT + GRACE, "too late"
+    left = {path.name for path in folder.iterdir() if not path.name.startswith("torchinductor")}
+    assert left <= {"out", "go", "go again"}, "temporary files, other than torch's cache"
+    for rank, ended in enumerate(ends):
+        status, pattern = promise.victim if rank == fault.victim else promise.other
+        assert ended.status == status, (rank, ended)
+        assert re.search(pattern, ended.err), (rank, pattern, ended)
+        assert "Traceback" not in ended.err, (rank, ended)
+        assert ended.status in (0, -signal.SIGKILL, -signal.SIGTERM) or ended.err.strip()
+    if run.disk is not None:
+        shutil.copytree(run.disk, folder / "out", dirs_exist_ok=True)
+        (folder / "out" / "filler").unlink()
+    _check_files(run, promise, reference, finished=ends[0].status == 0)
+    if any(ended.status for ended in ends):
+        run.start("--resume", "auto")
+        for ended in run.end():
+            assert ended.status == 0, ended
+    averaged = fault.action == "terminate" and fault.ranks > 1
+    assert_equal_runs(run.output, reference, averaged_within_epoch=averaged)
+
+
+def assert_equal_runs(run: Path, reference: Path, *, averaged_within_epoch: bool = False) -> None:
+    """Assert that a run equals the undisturbed one, except for times.
+
+    Weights, the optimiser's state, every line of metrics.jsonl and epochs.jsonl, and the report are
+    the same; no unfinished file is left.
+
+    averaged_within_epoch : the ranks' BatchNorm statistics were averaged for a checkpoint that the
+        undisturbed run does not write. They and the test loss then differ in their last bits.
+    """
+    (one, one_report), (other, other_report) = (
+        (load_checkpoint(_newest(folder)), json.loads((folder / "report.json").read_text()))
+        for folder in (run, reference)
+    )
+    if averaged_within_epoch:
+        for entries, report in ((one, one_report), (other, other_report)):
+            state = entries["model_state_dict"]
+            for name in [name for name in state if "running" in name]:
+                state[name] = state[name].mul(1e5).round()
+            report["test_loss"] = round(report["test_loss"], 5)
+    for name in ("epoch", "step", "model_state_dict", "optimizer_state_dict"):
+        assert digest({name: one[name]}) == digest({name: other[name]}), name
+    for name in ("metrics.jsonl", "epochs.jsonl"):
+        assert records(run / name) == records(reference / name), name
+    assert one_report | {"checkpoint": ""} == other_report | {"checkpoint": ""}
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["ranks_hold_equal_weights"] is True
+    assert hidden_files(run) == []
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl or epochs.jsonl without times."""
+    return [
+        {name: value for name, value in json.loads(line).items() if "second" not in name}
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+
+
+def _check_files(run: Run, promise: Promise, reference: Path, *, finished: bool) -> None:
+    """Check that whatever has a final name is whole, and that no result is there too early."""
+    saved = checkpoints_by_age(run.output / "checkpoints")
+    for path in saved:
+        undisturbed = reference / "checkpoints" / path.name
+        if undisturbed.exists():  # not the one that SIGTERM saved in the middle of an epoch
+            assert digest(load_checkpoint(path)) == digest(load_checkpoint(undisturbed)), path
+        else:
+            load_checkpoint(path)
+    names = {path.name for path in saved}
+    assert {f"Epoch_{epoch}.pt" for epoch in promise.kept} <= names, names
+    assert (run.output / "summary.json").exists() == finished
+    if run.fault.action != "kill":
+        assert hidden_files(run.folder / "out") == [], "an unfinished file"
+
+
+def _newest(run: Path) -> Path:
+    return checkpoints_by_age(run / "checkpoints")[0]
+
+
+def _processes_in(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # ended meanwhile, or another user's
+            if process.pid != os.getpid() and process.cwd() == str(folder):
+                found.append(process)
+    return found
+
+
+# --- the actions ---
+
+
+def _kill(run: Run) -> None:
+    run.victim.send(signal.SIGKILL)
+
+
+def _terminate(run: Run) -> None:
+    run.victim.send(signal.SIGTERM)
+    _wait_until_delivered(run.victim)
+
+
+def _interrupt(run: Run) -> None:
+    run.victim.send(signal.SIGINT)
+    _wait_until_delivered(run.victim)
+
+
+def _interrupt_twice(run: Run) -> None:
+    """Interrupt, and once more while the rank cleans up."""
+    run.victim.send(signal.SIGINT)
+    wait_until(
+        lambda: "held again" in run.victim.read_out() or run.victim.process.poll() is not None,
+        "the end of the interrupted rank",
+    )
+    run.victim.send(signal.SIGINT)
+    _wait_until_delivered(run.victim)
+
+
+def _stop(run: Run) -> None:
+    """Stop the victim until the other rank has given up."""
+    run.victim.send(signal.SIGSTOP)
+    others = [one for one in run.processes if one is not run.victim]
+    run.let_go()
+    for one in others:
+        one.end(timeout_seconds=2 * TIMEOUT + GRACE)
+    if not others:
+        time.sleep(PAUSE_SECONDS)  # nobody waits for a single rank
+    run.victim.send(signal.SIGCONT)
+
+
+def _pause(run: Run) -> None:
+    run.victim.send(signal.SIGSTOP)
+    run.let_go()
+    time.sleep(PAUSE_SECONDS)  # less than the timeout
+    run.victim.send(signal.SIGCONT)
+
+
+def _fill_disk(run: Run) -> None:
+    """Fill the victim's disk, and keep it open: it vanishes with the last process that uses it."""
+    disk = os.open(f"/proc/{run.victim.process.pid}/root{run.folder}/out", os.O_DIRECTORY)
+    run.disk = Path(f"/proc/self/fd/{disk}")
+    with (run.disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+
+
+def _limit_files(run: Run) -> None:
+    limit = (SMALL_FILE, SMALL_FILE)
+    resource.prlimit(run.victim.process.pid, resource.RLIMIT_FSIZE, limit)
+
+
+ACTIONS: dict[str, Callable[[Run], None]] = {
+    "kill": _kill,
+    "stop": _stop,
+    "pause": _pause,
+    "interrupt": _interrupt,
+    "interrupt twice": _interrupt_twice,
+    "terminate": _terminate,
+    "full disk": _fill_disk,
+    "small files": _limit_files,
+}
+
+
+def _wait_until_delivered(one: Started) -> None:
+    """Wait until the process has taken every signal sent to it, or has ended."""
+
+    def pending() -> int:
+        try:
+            status = Path(f"/proc/{one.process.pid}/status").read_text()
+        except OSError:
+            return 0
+        return sum(int(word, 16) for word in re.findall(r"(?:Sig|Shd)Pnd:\t(\w+)", status))
+
+    wait_until(lambda: not pending() or one.process.poll() is not None, "the signal's delivery")
