@@ -104,9 +104,8 @@ def resolve(names: "Sequence[str]") -> "list[str]":
 
 _MOST_GUESTS = 100
 """Connections that one address may hold; several hosts may share one (NAT)."""
-
-
 _guests: "Counter[str]" = Counter()
+_lock = threading.Lock()
 
 
 class _TokenServer(socketserver.ThreadingTCPServer):
@@ -115,7 +114,10 @@ class _TokenServer(socketserver.ThreadingTCPServer):
 
     def verify_request(self, request: "Any", client_address: "Any") -> bool:
         """Return whether the address may hold another connection; else the server closes it."""
-        return _guests[client_address[0]] < _MOST_GUESTS
+        with _lock:
+            room = _guests[client_address[0]] < _MOST_GUESTS
+            _guests[client_address[0]] += room
+        return room
 
 
 _servers: "list[_TokenServer]" = []
@@ -127,18 +129,14 @@ def listen(addresses: "Sequence[str]", port: int, token: str) -> None:
     Ends with ``stop_listening``. OSError if the port is taken.
     """
 
-    lock = threading.Lock()
-
     class SendToken(socketserver.StreamRequestHandler):
         timeout = 5
 
         def handle(self) -> None:
-            with lock:
-                _guests[self.client_address[0]] += 1
             with contextlib.suppress(OSError):
                 self.wfile.write(token.encode())
                 self.connection.recv(1)  # the client closes first, so that the port is free at once
-            with lock:
+            with _lock:
                 _guests[self.client_address[0]] -= 1
 
     for address in addresses:
