@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -34,6 +35,7 @@ from common.errors import INTERRUPTED, TO_BE_CONTINUED, GroupError, Stopped, Use
 from common.sync import BUILT_IN, BY_HAND
 from common.utils.environment import read_settings
 from common.utils.processes import end_process
+from common.utils.typed_json import calm
 
 _GRACE_SECONDS = 3.0
 _OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory")
@@ -100,6 +102,8 @@ def main(
 def _launch_of_part(config: Config) -> LaunchSpec | None:
     """Return this process's place among the ranks; None if the user must still say it."""
     launch = resolve_launch(config.launch_flags)
+    if launch is not None and config.run_token is not None:
+        launch = replace(launch, token=config.run_token)
     alone = config.sync == "none"
     if alone and launch is not None and launch.size > 1:
         raise UserError(
@@ -175,7 +179,7 @@ def _target(part: str, path: str | None) -> list[str]:
 
 
 def _say(message: str, status: int) -> int:
-    print(message, file=sys.stderr, flush=True)
+    print(calm(message), file=sys.stderr, flush=True)  # it may quote another rank
     return status
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from common.config.parser import FlagParser
 from common.errors import INTERRUPTED, GroupError, UserError
 from common.utils.environment import read_settings
+from common.utils.typed_json import calm
 from lab.calibrate.cli import add_flags as add_calibrate
 from lab.cluster.cli import add_flags as add_cluster
 from lab.compare.cli import add_compare, add_report, add_run_cell
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         return args.run(args)
     except (UserError, GroupError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(calm(f"error: {error}"), file=sys.stderr)  # it may quote another host
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

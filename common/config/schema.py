@@ -9,7 +9,7 @@ import math
 import operator
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.models import MODELS
 from common.sync import STRATEGIES
 from common.utils import paths
-from common.utils.environment import DEFAULT_MASTER_PORT
+from common.utils.environment import DEFAULT_MASTER_PORT, RUN_TOKEN
 from common.utils.registry import choices_text
 
 DEFAULT_GLOBAL_BATCH_SIZE = 256
@@ -66,6 +66,7 @@ _RULES = {
     "form": None,
     "per_rank": False,
     "in_recipe": True,
+    "secret": False,
 }
 
 
@@ -78,13 +79,14 @@ def option(default: Any, group: str, help: str, *flags: str, **rules: Any) -> An
     flags : the flag's other names.
     rules : ``type`` and ``choices``; ``minimum``, ``above`` and ``maximum`` of a number; ``form``
         of a text (a regular expression, and its description in messages); ``per_rank`` if ranks may
-        differ; ``in_recipe=False`` if a recipe may not set it, as with the rank.
+        differ; ``in_recipe=False`` if a recipe may not set it, as with the rank;
+        ``secret`` if no file may show it.
     """
     assert rules.keys() <= _RULES.keys()
     if rules.get("type") is int:
         rules = {"maximum": _CPP_MAXIMUM, **rules}
     metadata = {**_RULES, **rules, "group": group, "help": help, "flags": flags}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata, repr=not metadata["secret"])
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,16 @@ class Config:
         minimum=0,
         per_rank=True,
         in_recipe=False,
+    )
+    run_token: str | None = option(
+        None,
+        CLUSTER,
+        "secret of this run, the same on every rank: rank 0 admits only ranks that have it. "
+        f"{RUN_TOKEN} in the environment is better: other users of the machine can list flags",
+        form=(r"\S+", "a text without spaces"),
+        per_rank=True,
+        in_recipe=False,
+        secret=True,
     )
     shards: int | None = option(
         None,
@@ -648,10 +660,12 @@ class Config:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return every setting as plain values, for ``config.json``."""
+        """Return every setting but secrets as plain values, for ``config.json``."""
         return {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in asdict(self).items()
+            spec.name: str(value) if isinstance(value, Path) else value
+            for spec in fields(self)
+            if not spec.metadata.get("secret")
+            for value in [getattr(self, spec.name)]
         }
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from msgspec import Meta
 
 from common.distributed.launch_env import LaunchSpec
-from common.distributed.rank0_store import Wait, address_of
+from common.distributed.rank0_store import Wait, address_of, strangers
 from common.distributed.run_token import (
     Answer,
     Arrival,
@@ -115,6 +115,7 @@ class Admission:
         for rank, arrival in self._arrivals.items():
             self._answer(arrival, Decision(placements[rank]))
         self._invite([self._peers[rank] for rank in range(self._launch.size)])
+        self._report_strangers()
         return placements[0]
 
     def _invite(self, joined: list[Peer]) -> None:
@@ -157,6 +158,10 @@ class Admission:
             last = " (the last such line)" if self._refusals == _MOST_LINES else ""
             print(f"rank 0: refused {what}{last}", file=sys.stderr, flush=True)
 
+    def _report_strangers(self) -> None:
+        if self._launch.opens_store and (found := strangers(self._launch)):
+            print(f"rank 0: {found}", file=sys.stderr, flush=True)
+
     def _problem(self, arrival: Arrival) -> str:
         """Return why this arrival ends the rendezvous; "" if it does not."""
         size = self._launch.size
@@ -175,6 +180,7 @@ class Admission:
 
     def _end(self, message: str, cause: Arrival | None = None) -> NoReturn:
         """Tell every rank why there is no run, also those that still arrive; then raise."""
+        self._report_strangers()
         for arrival in (*self._arrivals.values(), *([cause] if cause else [])):
             self._answer(arrival, Decision(error=message))
         deadline = time.monotonic() + _FETCH_SECONDS

@@ -9,20 +9,23 @@ import secrets
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
+import psutil
 import torch.distributed as dist
 
 from common.distributed.launch_env import LaunchSpec
 from common.errors import GroupError, UserError, first_line
 from common.utils.network import is_own, listen, listening_address, own_addresses
 from common.utils.processes import in_thread
-from common.utils.system import free_port
+from common.utils.system import allow_most_descriptors, free_port
 
 _POLL_SECONDS = 0.05
 _PROBE_SECONDS = 3.0
+_FEW_STRANGERS = 10
 
 
 @dataclass
@@ -49,6 +52,8 @@ def serve(launch: LaunchSpec, wait: Wait) -> dist.TCPStore:
         listener = listen(address, launch.master_port)
     except OSError as error:
         raise _cannot_listen(launch, address, error) from error
+    # torch's store keeps every connection, also of strangers, and refuses all without a descriptor.
+    allow_most_descriptors()
     # torch closes the descriptor with the store, and does not if the store cannot be opened.
     store = _store(
         replace(launch, master_ip=address or "127.0.0.1"), wait.seconds, listener=listener.detach()
@@ -105,6 +110,26 @@ def _check_reached(store: dist.TCPStore, launch: LaunchSpec) -> None:
             f"{', '.join(own_addresses()) or 'no address but loopback'}). Rank 0 must run on the "
             "machine that owns --master-ip."
         )
+
+
+def strangers(launch: LaunchSpec) -> str:
+    """Rank 0: return how many connections the port has; "" if hardly more than one of each rank."""
+    try:
+        connections = psutil.Process().net_connections(kind="tcp")
+    except psutil.Error:  # macOS tells root alone
+        return ""
+    by_address = Counter(
+        one.raddr.ip.removeprefix("::ffff:")
+        for one in connections
+        if one.status == psutil.CONN_ESTABLISHED and one.laddr.port == launch.master_port
+    )
+    if by_address.total() - launch.size < _FEW_STRANGERS:
+        return ""
+    [(address, most)] = by_address.most_common(1)
+    return (
+        f"port {launch.master_port} has {by_address.total()} connections for {launch.size} ranks, "
+        f"{most} of them from {address}: let a firewall close the port to all but the nodes"
+    )
 
 
 def _store(

@@ -7,6 +7,7 @@ returns what it can, and ``missing_features`` says what is different there.
 import contextlib
 import ctypes
 import os
+import resource
 import socket
 import sys
 from collections.abc import Callable
@@ -53,6 +54,13 @@ def lines_of(path: str) -> list[str]:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
+
+
+def allow_most_descriptors() -> None:
+    """Raise this process's limit of open files and sockets as far as the system allows it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses an infinite limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def usable_cores() -> int:

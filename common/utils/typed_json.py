@@ -177,8 +177,11 @@ def check_version(found: Any, newest: int, *, name: str) -> None:
 
 
 def calm(text: str) -> str:
-    """Return ``text`` as a ``Text``: without control characters, and cut if it is too long."""
-    return re.sub(f"[{_CONTROL}]", "", text)[:_MOST_TEXT]
+    """Return ``text`` as a ``Text`` that any terminal shows and none obeys, and cut if too long.
+
+    Control characters, and others that are not printable, become spaces.
+    """
+    return "".join(one if one.isprintable() or one in "\t\n" else " " for one in text[:_MOST_TEXT])
 
 
 def shown(value: Any) -> str:

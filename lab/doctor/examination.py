@@ -19,6 +19,7 @@ from rich.text import Text
 
 from common.errors import UserError
 from common.utils.processes import in_thread
+from common.utils.typed_json import calm
 from lab.doctor import files, machine, network
 from lab.doctor.check_result import FAILURE, WARNING, CheckRequest, CheckResult, reason
 from lab.doctor.node_exchange import connect_nodes
@@ -174,10 +175,9 @@ def main_doctor(args: argparse.Namespace) -> int:
 
 def _print(console: Console, result: CheckResult) -> None:
     style = _STYLES[result.status]
-    console.print(
-        Text.assemble((f"{result.status:<8}", style), f" {result.name:<13} {result.text}")
-    )
-    if result.remedy:
+    text, remedy = calm(result.text), calm(result.remedy)  # they may quote other nodes
+    console.print(Text.assemble((f"{result.status:<8}", style), f" {result.name:<13} {text}"))
+    if remedy:
         console.print(
-            Text(f"{'':<22} -> {result.remedy}", style="dim" if result.status == WARNING else "")
+            Text(f"{'':<22} -> {remedy}", style="dim" if result.status == WARNING else "")
         )

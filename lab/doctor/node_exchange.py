@@ -8,43 +8,25 @@ rank 0 the completed report. Rank 0 sends all reports to all, so every node ends
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
+from common.errors import UserError
 from common.utils.network import listen, listening_address, route_to
 from lab.doctor.check_result import CheckRequest, reason
-from lab.doctor.connectivity import (
-    answer_probes,
-    probe_ranks,
-    receive,
-    seconds_until,
-    send,
+from lab.doctor.connectivity import answer_probes, probe_ranks, receive, send
+from lab.doctor.reception import (
+    HELLO_SECONDS,
+    ROUND_TRIPS,
+    NodeReport,
+    Reception,
+    node_report,
 )
 
-_HELLO_SECONDS = 3.0
 _MOST_SECONDS_A_PAIR = 5.0
 _GRACE_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
-_ROUND_TRIPS = 8
-
-
-@dataclass(frozen=True)
-class NodeReport:
-    """What one node reports about itself. The field names are keys of the messages between nodes.
-
-    address, port : where it answers probes. facts : plain values by name.
-    clock : how far its clock is ahead of rank 0's, and the uncertainty, in seconds; None on rank 0.
-    unreached : the ranks that this node did not reach, each with the reason.
-    """
-
-    rank: int
-    host: str
-    address: str
-    port: int
-    facts: Mapping[str, Any]
-    clock: tuple[float, float] | None = None
-    unreached: Sequence[tuple[int, str]] = ()
 
 
 def connect_nodes(
@@ -82,30 +64,14 @@ def _collect_nodes(
     request: CheckRequest, report: NodeReport, clock: Callable[[], float]
 ) -> tuple[dict[int, NodeReport], list[str]]:
     """Run the exchange on rank 0."""
-    nodes = {0: report}
-    connections: dict[int, socket.socket] = {}
-    problems: list[str] = []
-    deadline = time.monotonic() + request.timeout_seconds
+    reception = Reception(report, request.num_nodes, clock)
     with contextlib.ExitStack() as stack:
         address, _ = listening_address(request.master_ip)
         listener = stack.enter_context(listen(address, request.master_port))
-        while len(nodes) < request.num_nodes and time.monotonic() < deadline:
-            # An error means another program, or a node that has gone: the node counts as missing.
-            with contextlib.suppress(OSError, KeyError, TypeError):
-                listener.settimeout(seconds_until(deadline))
-                connection = stack.enter_context(listener.accept()[0])
-                soon = min(deadline, time.monotonic() + _HELLO_SECONDS)
-                hello = receive(connection, deadline=soon)
-                node = NodeReport(**hello["node"])
-                problem = _refusal(node, hello["num_nodes"], request, nodes)
-                send(connection, {"refused": problem}, deadline=soon)
-                if problem:
-                    problems.append(problem)
-                    continue
-                for _ in range(_ROUND_TRIPS):
-                    receive(connection, deadline=soon)
-                    send(connection, {"time": clock()}, deadline=soon)
-                nodes[node.rank], connections[node.rank] = node, connection
+        stack.callback(reception.close)
+        reception.greet_all(listener, time.monotonic() + request.timeout_seconds)
+        nodes, connections = reception.nodes, reception.connections
+        problems = reception.problems
         limit = min(_MOST_SECONDS_A_PAIR, request.timeout_seconds)
         addresses = [(node.rank, node.address, node.port) for node in nodes.values()]
         _send_to_all(connections.values(), {"addresses": addresses, "seconds": limit})
@@ -113,8 +79,9 @@ def _collect_nodes(
         deadline = time.monotonic() + limit + _GRACE_SECONDS
         for rank, connection in connections.items():
             try:
-                nodes[rank] = NodeReport(**receive(connection, deadline=deadline))
-            except (OSError, TypeError):
+                completed = node_report(receive(connection, deadline=deadline))
+                nodes[rank] = replace(completed, rank=rank)
+            except (OSError, UserError):
                 problems.append(f"rank {rank} left before it reported which nodes it reaches")
         _send_to_all(
             connections.values(),
@@ -123,24 +90,10 @@ def _collect_nodes(
     return nodes, problems
 
 
-def _refusal(
-    node: NodeReport, num_nodes: int, request: CheckRequest, nodes: Mapping[int, NodeReport]
-) -> str:
-    """Return why rank 0 refuses the node; "" if it accepts it."""
-    if num_nodes != request.num_nodes:
-        return (
-            f"rank {node.rank} was started with --num-nodes {num_nodes}, "
-            f"rank 0 with {request.num_nodes}"
-        )
-    if node.rank in nodes:
-        return f"rank {node.rank} was started twice: on {nodes[node.rank].host} and on {node.host}"
-    return ""
-
-
 def _send_to_all(connections: Iterable[socket.socket], message: Mapping[str, Any]) -> None:
     for connection in connections:
         with contextlib.suppress(OSError):
-            send(connection, message, deadline=time.monotonic() + _HELLO_SECONDS)
+            send(connection, message, deadline=time.monotonic() + HELLO_SECONDS)
 
 
 def _join_master(
@@ -207,7 +160,7 @@ def _report_to(
     soon = time.monotonic() + others["seconds"] + 2 * _GRACE_SECONDS
     send(master, asdict(replace(report, unreached=unreached)), deadline=soon)
     end = receive(master, deadline=soon)
-    return {node["rank"]: NodeReport(**node) for node in end["nodes"]}, end["problems"]
+    return {report.rank: report for report in map(node_report, end["nodes"])}, end["problems"]
 
 
 def _measure_clock(master: socket.socket, clock: Callable[[], float]) -> tuple[float, float]:
@@ -217,7 +170,7 @@ def _measure_clock(master: socket.socket, clock: Callable[[], float]) -> tuple[f
     """
     deadline = time.monotonic() + _GRACE_SECONDS
     measured = []
-    for _ in range(_ROUND_TRIPS):
+    for _ in range(ROUND_TRIPS):
         began, here = time.perf_counter(), clock()
         send(master, {}, deadline=deadline)
         there = receive(master, deadline=deadline)["time"]

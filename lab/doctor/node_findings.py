@@ -15,7 +15,7 @@ from common.utils.system import usable_cores
 from lab.doctor.check_result import FAILURE, OK, WARNING, CheckRequest, CheckResult
 from lab.doctor.files import code_digest, dataset_fact
 from lab.doctor.machine import torch_facts
-from lab.doctor.node_exchange import NodeReport
+from lab.doctor.reception import NodeReport
 
 _FAR_SECONDS = 1.0  # clocks further apart: times in the logs of two nodes cannot be compared
 _MOST_NAMED = 8

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
+from common.utils.typed_json import calm
 from lab.explain.diagnosis import OWN_MESSAGE, SHOWN, Found, LogLine, explain, read_lines
 
 
@@ -62,7 +63,7 @@ def _print(console: Console, one: Found, *, heading: str, several: bool) -> None
 
 def _excerpt(one: Found) -> str:
     """Return the line; of a long one, the part that shows the error."""
-    text = one.line.text.strip()
+    text = calm(one.line.text.strip())
     ends = [match.end() for pattern in one.error.patterns if (match := pattern.search(text))]
     begin = max(0, ends[0] - SHOWN // 2) if ends and ends[0] > SHOWN else 0
     return (

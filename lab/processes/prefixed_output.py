@@ -5,6 +5,8 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.text import Text
 
+from common.utils.typed_json import calm
+
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 console = Console(highlight=False)
 
@@ -31,7 +33,7 @@ class PrefixedOutput:
         """Print a line of any node."""
         text = Text(f"node {node:>{self._width}} | ", style=_COLOURS[node % len(_COLOURS)])
         try:
-            console.print(text.append(line, style="default"), soft_wrap=True)
+            console.print(text.append(calm(line), style="default"), soft_wrap=True)
         except (OSError, SystemExit):
             # Nobody reads this process's output any more, and rich exits. This thread must go on:
             # it also reads what the nodes write.

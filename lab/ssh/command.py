@@ -27,6 +27,7 @@ _RANK_FLAGS = {
     "-R": "",
     "--rank": "",
     "--local-rank": "",
+    "--run-token": "lab launch makes one, or passes on LAB_RUN_TOKEN from its own environment",
     "--distributed": "for several ranks on each host: "
     "-- torchrun --nproc-per-node 2 PartThree/main.py",
 }

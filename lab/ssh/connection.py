@@ -14,17 +14,13 @@ from typing import IO, Any, cast
 
 from common.errors import UserError
 from common.utils.processes import kill_on_parent_exit
+from common.utils.typed_json import calm
 from lab.ssh.hosts import Host, SSHOptions, ssh_command
 
 LOST = 255
 """The status of a host whose connection broke, as ssh itself reports it."""
 
 _KEPT_LINES = 1000
-
-
-def printable(text: str) -> str:
-    """Return text of a host without what a terminal would obey."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 @dataclass
@@ -93,7 +89,7 @@ class HostConnection:
         # ssh writes at the file's one offset, so a seek would let it write over what is there.
         text = os.pread(self.errors.fileno(), written, 0)
         lines = text.decode(errors="replace").splitlines()
-        return [printable(line.strip()) for line in lines if line.strip()]
+        return [calm(line.strip()) for line in lines if line.strip()]
 
     def end_input(self) -> None:
         """Close the remote agent's input, so that it ends everything."""

@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from lab.ssh.connection import LOST, HostConnection, printable
+from common.utils.typed_json import calm
+from lab.ssh.connection import LOST, HostConnection
 from lab.ssh.hosts import Host, SSHOptions, program
 
 _AT_ONCE = 64
@@ -208,7 +209,7 @@ class HostConnections:
             connection.answers[message.answer] = (
                 {"result": message.result}
                 if message.error is None
-                else {"error": printable(message.error)}
+                else {"error": calm(message.error)}
             )
         elif not connection.ready:
             connection.errors.write(line)

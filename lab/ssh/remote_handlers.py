@@ -17,6 +17,7 @@ import stat
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,9 +102,22 @@ def resolve(names: "Sequence[str]") -> "list[str]":
     return list(found)
 
 
+_MOST_GUESTS = 100
+"""Connections that one address may hold; several hosts may share one (NAT)."""
+_guests: "Counter[str]" = Counter()
+_lock = threading.Lock()
+
+
 class _TokenServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = daemon_threads = True
     request_queue_size = 1024
+
+    def verify_request(self, request: "Any", client_address: "Any") -> bool:
+        """Return whether the address may hold another connection; else the server closes it."""
+        with _lock:
+            room = _guests[client_address[0]] < _MOST_GUESTS
+            _guests[client_address[0]] += room
+        return room
 
 
 _servers: "list[_TokenServer]" = []
@@ -122,6 +136,8 @@ def listen(addresses: "Sequence[str]", port: int, token: str) -> None:
             with contextlib.suppress(OSError):
                 self.wfile.write(token.encode())
                 self.connection.recv(1)  # the client closes first, so that the port is free at once
+            with _lock:
+                _guests[self.client_address[0]] -= 1
 
     for address in addresses:
         server = _TokenServer((address, port), SendToken)

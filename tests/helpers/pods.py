@@ -144,8 +144,8 @@ class Pods:
         own = {}
         for entry in self._trainer["env"]:
             source = entry.get("valueFrom", {})
-            if "secretKeyRef" in source:
-                own[entry["name"]] = f"the secret {source['secretKeyRef']['name']}"
+            if "fieldRef" in source:
+                own[entry["name"]] = f"the value of {source['fieldRef']['fieldPath']}"
             elif "resourceFieldRef" in source:
                 resource = source["resourceFieldRef"]["resource"]
                 own[entry["name"]] = limits[resource.removeprefix("limits.")]

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from common.errors import UserError
+from common.utils.typed_json import calm
 from lab.cli import main
 from lab.ssh.collect import Listing, _checked, _collect_request
-from lab.ssh.connection import printable
 from lab.ssh.connections import HostConnections
 from lab.ssh.hosts import Host, SSHOptions, parse_hosts, ssh_command
 from lab.ssh.record import LaunchRecord, newest_launch, read_launch
@@ -219,4 +219,4 @@ def test_any_message(cases: int) -> None:
 
 
 def test_text_of_a_host_moves_no_cursor() -> None:
-    assert printable("a\x1b[2J\x07é") == "a [2J é"
+    assert calm("a\x1b[2J\x07é") == "a [2J é"

@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import pickle
+import re
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -21,8 +24,10 @@ from common.distributed.launch_env import LaunchSpec
 from common.distributed.rendezvous import rendezvous
 from common.distributed.run_token import Answer, Arrival, Invitation, new_nonce, this_peer
 from common.errors import GroupError
+from common.utils.environment import RUN_TOKEN
+from common.utils.system import allow_most_descriptors
 from common.utils.typed_json import decode, encode
-from tests.helpers import free_port
+from tests.helpers import TINY, Started, free_port, start_part, wait_until
 from tests.helpers.hostile import CASES, altered, damaged, run_cases
 
 TOKEN = "the right one"
@@ -190,3 +195,49 @@ def test_altered_messages_are_refused_or_read(cases: int) -> None:
 
         values = altered(plain).map(lambda value: json.dumps(value).encode())
         run_cases(cases, values | damaged(encode(content)), read)
+
+
+@pytest.mark.slow
+def test_900_strangers_at_the_port_cost_a_run_a_line(tmp_path: Path) -> None:
+    """600 say nothing, 300 one byte; rank 0 may open 256 files unless it asks for more.
+
+    Rank 0 has its token from the flag, which wins over the variable and is in no file.
+    """
+    allow_most_descriptors()  # of this process: the strangers'
+    port = free_port()
+
+    def start(rank: int, variable: str, *flags: str) -> Started:
+        return start_part(
+            "PartTwo",
+            *("--master-ip", "127.0.0.1", "--master-port", port, "--num-nodes", 2, "--rank", rank),
+            *("--dataset", "digits", "--max-steps", 2, "--batch-size", 16, "--threads", 1, *TINY),
+            *("--output-dir", tmp_path / "out", *flags),
+            cwd=tmp_path,
+            env={RUN_TOKEN: variable},
+        )
+
+    root = start(0, "an old one", "--run-token", "the-token-of-this-run")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    psutil.Process(root.process.pid).rlimit(psutil.RLIMIT_NOFILE, (256, hard))
+    with contextlib.ExitStack() as held:
+
+        def connected() -> bool:
+            with contextlib.suppress(ConnectionRefusedError):
+                held.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+                return True
+            return False
+
+        wait_until(connected, "rank 0 listens")
+        for number in range(900):
+            stranger = held.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+            stranger.sendall(b"\x00" * (number % 3 == 0))
+        other = start(1, "the-token-of-this-run")
+        ends = [one.end() for one in (root, other)]
+    assert [end.status for end in ends] == [0, 0], ends
+    assert re.search(r"rank 0: port \d+ has 90\d connections for 2 ranks, 90\d of", ends[0].err)
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) > 5
+    for content in [end.out + end.err for end in ends] + [
+        path.read_bytes().decode(errors="replace") for path in written
+    ]:
+        assert "the-token" not in content

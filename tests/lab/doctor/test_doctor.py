@@ -1,6 +1,7 @@
 """``lab doctor`` with real sockets and processes, broken the way nodes break."""
 
 import contextlib
+import io
 import json
 import re
 import socket
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from common.errors import UserError
 from lab.cli import build_parser, main
 from lab.cluster import Cluster, tools
-from lab.doctor import examination, files, machine, network, node_exchange
-from lab.doctor.check_result import OK, CheckRequest, CheckResult
+from lab.doctor import examination, files, machine, network, node_exchange, reception
+from lab.doctor.check_result import FAILURE, OK, CheckRequest, CheckResult
 from lab.doctor.examination import as_json, examine, request_of
 from lab.doctor.machine import TorchFacts
 from lab.doctor.node_exchange import connect_nodes
@@ -215,23 +217,34 @@ def test_more_ranks_than_cores_on_a_machine() -> None:
     )
 
 
+HOSTILE = {
+    "num_nodes": 2,
+    "node": {"rank": 1, "host": "\x1b[2J", "address": "127.0.0.1", "port": 1, "facts": {}},
+}
+
+
 def test_strangers_at_the_master_s_port_do_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The master waits this long for the silent connection.
-    monkeypatch.setattr(node_exchange, "_HELLO_SECONDS", 2.0)
+    # The master waits this long for a silent connection; the nodes, for less.
+    monkeypatch.setattr(reception, "HELLO_SECONDS", 600.0)
     port = free_port()
     with ThreadPoolExecutor(2) as nodes, contextlib.ExitStack() as held:
         master = nodes.submit(find, at(0, port, num_nodes=2))
 
         def connected() -> socket.socket | None:
             with contextlib.suppress(OSError):
-                return held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+                return held.enter_context(
+                    socket.create_connection(
+                        ("127.0.0.1", port), 5, source_address=("127.0.0.2", 0)
+                    )
+                )
 
         strangers: list[socket.socket] = []
         wait_until(
-            lambda: strangers.extend(filter(None, [connected()])) or len(strangers) == 2,
+            lambda: strangers.extend(filter(None, [connected()])) or len(strangers) == 300,
             "the master listens",
         )
-        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")  # the other connection stays silent
+        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")  # the others stay silent
+        strangers[1].sendall(json.dumps(HOSTILE).encode() + b"\n")
         joining = nodes.submit(find, at(1, port, num_nodes=2))
         for node in (master, joining):
             assert {entry["status"] for entry in node.result(LONG).values()} == {"ok"}
@@ -582,3 +595,12 @@ def test_nothing_is_left_of_a_meeting(asked: CheckRequest) -> None:
     assert set(threading.enumerate()) == before
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", request.master_port))
+
+
+def test_what_other_nodes_say_never_reaches_the_terminal_raw() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True)
+    hostile = "\x1b[2J\x1b]0;owned\x07\x9b31m"
+    examination._print(console, CheckResult("nodes", FAILURE, hostile, hostile))
+    shown = console.file.getvalue()
+    assert "owned" in shown
+    assert not re.search(r"\x1b\[2J|\x1b\]|\x07|\x9b", shown), shown
