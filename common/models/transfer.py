@@ -21,6 +21,10 @@ from common.tensor_archive import read_archive
 from common.utils.atomic_files import read_regular
 
 _MOST_BYTES = 2**29  # ResNet-18 has 47 MB
+_ADVICE = (
+    "Copy the file from another machine and give --pretrained-weights FILE. Training does not start "
+    "from random weights"
+)
 
 
 class Transfer(nn.Module):
@@ -116,8 +120,8 @@ def _read(source: str | None, where: str) -> Any:
             check_hash=source is None,
             file_name=cached.name,
         )
-    except UserError:
-        raise
+    except UserError as error:  # not a regular file, or too large
+        raise UserError(f"{error}. {_ADVICE}") from error
     except (
         URLError,
         TimeoutError,
@@ -127,9 +131,8 @@ def _read(source: str | None, where: str) -> Any:
         IsADirectoryError,
     ) as error:
         raise UserError(
-            f"the pretrained weights could not be loaded from {where} ({reason_of(error)}). Copy "
-            "that file from another machine and give --pretrained-weights FILE. Training does not "
-            "start from random weights"
+            f"the pretrained weights could not be loaded from {where} ({reason_of(error)}). "
+            f"{_ADVICE}"
         ) from error
     except Exception as error:  # a damaged file can raise anything
         if "://" in where:

@@ -198,6 +198,7 @@ _HERE = {
     ".venv/bin/python benchmarks/train_step.py": [long(cifar=True)],
     ".venv/bin/python benchmarks/loader.py": [long(cifar=True)],
     ".venv/bin/python benchmarks/startup.py": [long()],
+    ".venv/bin/python benchmarks/heartbeat.py": [long("--pairs 2")],
     ".venv/bin/python benchmarks/sync.py": [long("--rounds 2 --pairs 2")],
     ".venv/bin/python benchmarks/cluster.py": [long("--rounds 2")],
     ".venv/bin/python benchmarks/emulation.py": [long("--nodes 4 --rate 1gbit --steps 2")],
@@ -205,6 +206,9 @@ _HERE = {
 
 _ELSEWHERE = {
     "CI: .ci/run does it in a clean clone": ["make setup", "make test", "make lint"],
+    "sets a variable; tests/hostile/test_store.py starts ranks with and without it": [
+        "export LAB_RUN_TOKEN=$(openssl rand -hex 16)",
+    ],
     "these tests are part of make test, test-slow and test-engines": [
         'python -m pytest -m "not slow" tests/faults',
         "python -m pytest -m slow tests/faults",

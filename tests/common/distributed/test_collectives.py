@@ -80,11 +80,11 @@ def hostile_cases(trace: Path) -> dict[str, tuple[str, dict[str, Any], str]]:
             f"'s message has 1,099,511,627,776 bytes; 1 to {MOST_BYTES:,} are allowed",
         ),
         "negative": ("strings", {"content": b"", "announced": -1}, "'s message has -1 bytes; 1 to"),
-        "wrong schema": ("strings", {"content": b"[1]"}, "'s message: expected str, got [1]"),
+        "wrong schema": ("strings", {"content": b"[1]"}, "'s message: got [1], expected text"),
         "wrong place": (
             "pairs",
             {"content": b'["path", "7"]'},
-            "'s message: [1]: expected int, got '7'",
+            "'s message: [1]: got '7', expected a whole number",
         ),
         "state too large": (
             "states",
@@ -109,7 +109,7 @@ def hostile_cases(trace: Path) -> dict[str, tuple[str, dict[str, Any], str]]:
         "negative shape": (
             "states",
             {"content": header("float32", [-1])},
-            "'s message: tensors[0].shape[0]: expected int >= 0, got -1",
+            "'s message: tensors[0].shape[0]: got -1, expected a whole number >= 0",
         ),
     }
 

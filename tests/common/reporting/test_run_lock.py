@@ -124,7 +124,8 @@ def lock_on_each_disk(rank: int, parent: str) -> list[object]:
         with ExitStack() as locks:
             found.append(_lock(folder, world, locks))
             # The run's random name. Rank 0 removes its file once all have read it.
-            found.append(gather_objects(world, json.loads((folder / ".lock").read_text())["run"]))
+            run = json.loads((folder / ".lock").read_text())["run"]
+            found.append(gather_objects(world, run, schema=str))
     return found
 
 
