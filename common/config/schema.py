@@ -56,6 +56,7 @@ _BOUNDS = (
     ("maximum", "of at most", operator.le),
 )
 _CPP_MAXIMUM = 2**31 - 1  # what C++ takes
+RUN_NAME = (r"\w[\w.@+-]*", "a name of letters, digits, dots and dashes")
 # The rules of ``option`` with their defaults.
 _RULES = {
     "type": str,
@@ -503,7 +504,7 @@ class Config:
         None,
         RUN,
         "name of the run's folder (default: the time)",
-        form=(r"\w[\w.@+-]*", "a name of letters, digits, dots and dashes"),
+        form=RUN_NAME,
         in_recipe=False,
     )
     output_dir: Path | None = option(

@@ -4,6 +4,7 @@ Workers that torchrun restarts find their folder by the name of their agent: tor
 on each node, which outlives them. All ranks resume from the newest checkpoint on any node.
 """
 
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import itemgetter
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint import load_checkpoint, newest_checkpoint, time_of_saving
-from common.config.schema import Config
+from common.config.schema import RUN_NAME, Config
 from common.distributed.collectives import (
     broadcast_checkpoint,
     gather_objects,
@@ -31,6 +32,7 @@ from common.utils.atomic_files import (
     remove_unfinished,
     write_atomically,
 )
+from common.utils.typed_json import shown
 
 _AGENTS = ".agents"
 _NOTHING_FOUND = ("", -1.0, -1)  # path, time of saving and step of no checkpoint
@@ -73,11 +75,7 @@ def open_job(config: Config, launch: LaunchSpec, world: World, locks: ExitStack)
     grows = launch.largest_size is not None and launch.largest_size > launch.size
     may_start_again = launch.agent is not None and (launch.restarts > 0 or grows)
     record = parent / _AGENTS / launch.agent if launch.agent and may_start_again else None
-    mine = (
-        read_regular(record).decode(errors="replace")
-        if record is not None and record.exists()
-        else ""
-    )
+    mine = run_on_all_ranks(world, lambda: "" if record is None else _recorded_name(record))
     names = [name for name in gather_objects(world, mine, schema=str) if name]
     resuming = bool(names)
     name = (
@@ -94,6 +92,17 @@ def open_job(config: Config, launch: LaunchSpec, world: World, locks: ExitStack)
     if record is not None and world.local_rank == 0:
         write_atomically(record, name.encode())
     return Job(folder, resuming, keeps, world.is_rank0 or (keeps and may_start_again))
+
+
+def _recorded_name(record: Path) -> str:
+    """Return the run's name that the workers before these have recorded; "" if there is none."""
+    try:
+        name = read_regular(record, most_bytes=1000).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    if not re.fullmatch(RUN_NAME[0], name):
+        raise UserError(f"{record} must hold the name of a run, and holds {shown(name)}: remove it")
+    return name
 
 
 def _check_paths(config: Config, *, is_rank0: bool) -> None:

@@ -193,9 +193,9 @@ class MachineFacts(TypedDict, total=False):
     """The entries of ``environment.json`` that are more than text; any others may be there."""
 
     cpu: Text | None
-    gpus: list[Text]
+    gpus: list[Text] | None
     torch: Text | None
-    usable_cores: Ranks
+    usable_cores: Ranks | None
 
 
 class StepLine(Struct, kw_only=True):

@@ -6,11 +6,10 @@ the first 64 ranks writes its ``logs_rank{r}.txt``.
 Records hold each step and each epoch once, also if the run was killed and resumed. Before a
 checkpoint is written, the lines of all steps that it holds are on the disk (``sync``). A resumed
 run first removes the lines of later steps and epochs, and lines that are not whole (``cut``),
-since it repeats them.
+since it repeats them. run_files.py has the schema of a line.
 """
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -20,7 +19,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
 from common.profiling.step_timer import SECTIONS
+from common.reporting.console import say
+from common.reporting.run_files import EpochLine, StepLine
 from common.training_engine import EpochReport, StepRecord
 from common.utils.atomic_files import (
     append_text,
@@ -29,6 +31,7 @@ from common.utils.atomic_files import (
     whole_lines,
     write_atomically,
 )
+from common.utils.typed_json import decode, encode
 
 _LOGGED_RANKS = 64
 _ADVICE = (
@@ -83,30 +86,29 @@ class RunFolder:
 
         Raises UserError if it cannot be written.
         """
-        text = json.dumps(_finite(content), indent=2, ensure_ascii=False) + "\n"
-        write_atomically(self.path / name, text.encode())
+        write_atomically(self.path / name, encode(content, indent=2) + b"\n")
 
     def append_metrics(self, records: Iterable[StepRecord]) -> None:
         """Append a line for each step to ``metrics.jsonl``."""
-        entries = [
-            {
-                "epoch": record.epoch,
-                "step": record.step,
-                "loss": record.loss,
-                "accuracy": record.accuracy,
-                "local_loss": record.local_loss,
-                "local_samples": record.samples,
-                "learning_rate": record.learning_rate,
+        lines = [
+            StepLine(
+                epoch=record.epoch,
+                step=record.step,
+                loss=record.loss,
+                accuracy=record.accuracy,
+                local_loss=record.local_loss,
+                local_samples=record.samples,
+                learning_rate=record.learning_rate,
+                wait_seconds=record.wait_seconds,
                 **{f"{name}_seconds": seconds for name, seconds in record.seconds.items()},
-                "wait_seconds": record.wait_seconds,
-            }
+            )
             for record in records
         ]
-        _append(self._metrics, entries)
+        _append(self._metrics, lines)
 
     def append_epoch(self, report: EpochReport) -> None:
         """Append a line to ``epochs.jsonl``."""
-        _append(self._epochs, [asdict(report)])
+        _append(self._epochs, [EpochLine(**asdict(report))])
 
     def sync(self) -> None:
         """Make the lines written so far survive a crash of the machine."""
@@ -115,41 +117,46 @@ class RunFolder:
                 append_text(path, "", name=str(path), advice=_ADVICE, sync=True)
 
     def cut(self, *, step: int, epoch: int) -> None:
-        """Remove the lines after ``step`` and ``epoch``, the last ones of a checkpoint."""
-        _keep(self._metrics, lambda line: _number(line, "step") <= step)
-        _keep(self._epochs, lambda line: _number(line, "epoch") <= epoch)
+        """Remove the lines after ``step`` and ``epoch``, the last ones of a checkpoint.
+
+        Also remove damaged lines, with a warning: the training can go on without them.
+        """
+        _keep(self._metrics, lambda line, name: decode(line, StepLine, name=name).step <= step)
+        _keep(self._epochs, lambda line, name: decode(line, EpochLine, name=name).epoch <= epoch)
         for path in self.path.glob("logs_rank*.txt"):
-            _keep(path, lambda line: (found := _epoch_of_log(line)) is None or found <= epoch)
+            _keep(path, lambda line, _: (found := _epoch_of_log(line)) is None or found <= epoch)
 
     def earlier_steps(self) -> list[StepRecord]:
         """Return the recorded steps, after ``cut``."""
         lines = whole_lines(self._metrics) if self._metrics.exists() else []
-        return [_step_record(json.loads(line)) for line in lines]
+        return [_step_record(decode(line, StepLine, name=str(self._metrics))) for line in lines]
 
 
-def _json_lines(entries: Iterable[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(_finite(entry)) + "\n" for entry in entries)
+def _append(path: Path, lines: Iterable[StepLine | EpochLine]) -> None:
+    text = "".join(encode(line).decode() + "\n" for line in lines)
+    append_text(path, text, name=str(path), advice=_ADVICE)
 
 
-def _append(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
-    append_text(path, _json_lines(entries), name=str(path), advice=_ADVICE)
+def _keep(path: Path, wanted: Callable[[bytes, str], bool]) -> None:
+    """Leave only the wanted lines in a file, if it exists.
 
-
-def _keep(path: Path, wanted: Callable[[bytes], bool]) -> None:
-    """Leave only the wanted lines in a file, if it exists."""
+    ``wanted`` takes a line and its name in messages; it raises UserError if the line is damaged.
+    """
     if not path.exists():
         return
-    content = b"".join(line for line in whole_lines(path) if wanted(line))
+    kept, damaged = [], []
+    for number, line in enumerate(whole_lines(path), start=1):
+        try:
+            if wanted(line, f"{path}, line {number}"):
+                kept.append(line)
+        except UserError as error:
+            damaged.append(error)
+    if damaged:
+        more = f", and {len(damaged) - 1} more like it" if len(damaged) > 1 else ""
+        say(f"warning: {damaged[0]}: this line{more} is removed from the records")
+    content = b"".join(kept)
     if len(content) < path.stat().st_size:
         write_atomically(path, content)
-
-
-def _number(line: bytes, name: str) -> float:
-    """Return the number ``name`` of a line; infinity if the line is damaged."""
-    try:
-        return float(json.loads(line)[name])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
 
 
 def _epoch_of_log(line: bytes) -> int | None:
@@ -157,29 +164,19 @@ def _epoch_of_log(line: bytes) -> int | None:
     return int(found[1]) if found else None
 
 
-def _step_record(entry: Mapping[str, Any]) -> StepRecord:
+def _step_record(line: StepLine) -> StepRecord:
     return StepRecord(
-        epoch=entry["epoch"],
-        step=entry["step"],
-        samples=entry["local_samples"],
-        loss=_nan_for_null(entry["loss"]),
-        accuracy=_nan_for_null(entry["accuracy"]),
-        local_loss=_nan_for_null(entry["local_loss"]),
-        learning_rate=entry["learning_rate"],
-        seconds={name: entry[f"{name}_seconds"] for name in SECTIONS},
-        wait_seconds=entry.get("wait_seconds", 0.0),
+        epoch=line.epoch,
+        step=line.step,
+        samples=line.local_samples,
+        loss=_nan_for_null(line.loss),
+        accuracy=_nan_for_null(line.accuracy),
+        local_loss=_nan_for_null(line.local_loss),
+        learning_rate=line.learning_rate,
+        seconds={name: getattr(line, f"{name}_seconds") for name in SECTIONS},
+        wait_seconds=line.wait_seconds,
     )
 
 
 def _nan_for_null(value: float | None) -> float:
     return math.nan if value is None else value
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return value

@@ -88,6 +88,18 @@ class PerParameterState:
             for parameter in alike
         }
 
+    def _check_shapes(self, state: dict[str, Any]) -> None:
+        parameters = [p for p, name in self._names.items() if name in state["errors"]]
+        thin, dtypes = self._thin(parameters), {self._names[p]: p.dtype for p in parameters}
+        expected = {
+            "errors": {self._names[p]: p.numel() for p in parameters},
+            "qs": {name: q for name, (_, q) in thin.items()},
+        }
+        for key, sizes in expected.items():
+            found = {name: (tuple(t.shape), t.dtype) for name, t in state[key].items()}
+            if found != {name: ((size,), dtypes[name]) for name, size in sizes.items()}:
+                raise ValueError(f"its {key} do not have the shapes of this model's gradients")
+
     def state_dict(self) -> dict[str, Any]:
         """Return errors, Qs, step and random state, as tensors and plain values."""
         random = self._hook_state.rng.get_state(legacy=False)
@@ -100,8 +112,12 @@ class PerParameterState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned, even if the buckets have changed since."""
+        """Restore what ``state_dict`` returned, even if the buckets have changed since.
+
+        Raises ValueError if errors or Qs do not have the shapes of this model and rank.
+        """
         if state:
+            self._check_shapes(state)
             self._hook_state.iter = state["iter"]
             keys, *rest = state["random"]
             self._hook_state.rng.set_state(("MT19937", keys, *rest))

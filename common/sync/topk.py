@@ -50,7 +50,7 @@ class TopK(TopKPlan, GradientSync):
         """See the base class."""
         means = self.flat_gradients(divisor=1)  # (entries,) each; still this rank's gradients
         self._residuals = self._residuals or [torch.zeros_like(mean) for mean in means]
-        if [r.shape for r in self._residuals] != [mean.shape for mean in means]:
+        if [(r.shape, r.dtype) for r in self._residuals] != [(m.shape, m.dtype) for m in means]:
             raise UserError(
                 "topk: the residual in the checkpoint does not have the shape of this model's "
                 "gradients: resume with the model that the checkpoint was saved with"
@@ -64,11 +64,12 @@ class TopK(TopKPlan, GradientSync):
         return {"residuals": [residual.cpu().clone() for residual in self._residuals]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See the base class."""
-        device = next((p.device for p in self._parameters.values()), None)
-        self._residuals = [
-            residual.detach().clone().to(device) for residual in state.get("residuals", [])
-        ]
+        """See the base class; after ``prepare``. ValueError if the residuals fit no gradients."""
+        residuals, parameters = state.get("residuals", []), list(self._parameters.values())
+        entries, most = sum(r.numel() for r in residuals), sum(p.numel() for p in parameters)
+        if entries > most or any(r.dim() != 1 or not r.is_floating_point() for r in residuals):
+            raise ValueError(f"the residuals have {entries} entries, the gradients {most}")
+        self._residuals = [r.detach().clone().to(parameters[0].device) for r in residuals]
 
 
 def largest(values: Tensor, count: int) -> Tensor:

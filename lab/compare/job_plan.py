@@ -7,19 +7,22 @@ person how to start the runs.
 
 import hashlib
 import os
+import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from common.config.schema import Config, flag
 from common.cost_model.calibration_file import calibration_path, load_calibration
 from common.errors import UserError
-from common.sync import STRATEGIES
 from common.utils.grouping import grouped
 from common.utils.paths import IN_CHECKOUT, REPOSITORY
 from common.utils.source_hash import code_facts
-from lab.compare.cells import Run
+from common.utils.typed_json import shown
+from lab.compare.cells import Run, plan_cells
 from lab.compare.outcomes import read_run
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison
@@ -33,6 +36,8 @@ _RUN_BY = (
     "lab/compare/settings.py",
 )
 _JOB_SCRIPT = Path("launch") / "slurm-compare.sbatch"
+_FROM_THE_SETTINGS = ("sync", "nodes", "rate", "batch_size")
+_ELSEWHERE = ("compute", "log_wandb")  # a file of this machine, a service with this user's account
 
 
 def plan_comparison(
@@ -43,8 +48,9 @@ def plan_comparison(
     It is the newest unfinished one with the same settings and code, or a new one.
 
     predicts : predict from this machine's calibration, if there is one and no run has begun.
-    Raises UserError if the settings ask for emulated links.
+    Raises UserError if the settings ask for emulated links, or have flags that no plan may have.
     """
+    _check_flags(settings, name="the flags after --")
     if settings.rates:
         raise UserError(
             "--plan runs on real nodes, whose links cannot be set, and --rate "
@@ -87,11 +93,17 @@ def planned_runs(folder: Path, results: dict[str, Any]) -> list[Run]:
         )
     file = folder / "results.json"
     settings = Settings.from_json(results["settings"], name=f"{file}: settings")
+    _check_flags(settings, name=f"{file}: settings: flags")
     cells = {cell["id"]: cell for cell in results["cells"]}
+    planned = {cell["id"]: cell for cell in plan_cells(settings)}
     runs = results["plan"]["runs"]
-    if any(cell not in cells or repeat >= len(settings.seeds_to_run) for cell, repeat in runs) or {
-        cell["sync"] for cell in results["cells"]
-    } - set(STRATEGIES):
+    if any(
+        cell not in cells
+        or cell not in planned
+        or any(cells[cell][name] != planned[cell][name] for name in _FROM_THE_SETTINGS)
+        or repeat >= len(settings.seeds_to_run)
+        for cell, repeat in runs
+    ):
         raise UserError(
             f"{file}: the plan in it is damaged; make a new one by lab compare --plan --new"
         )
@@ -99,6 +111,30 @@ def planned_runs(folder: Path, results: dict[str, Any]) -> list[Run]:
         Run(folder, settings, cells[cell], repeat, number)
         for number, (cell, repeat) in enumerate(runs)
     ]
+
+
+def _check_flags(settings: Settings, *, name: str) -> None:
+    """Raise UserError unless the flags are settings of the training, equal on all ranks.
+
+    A plan may come from somebody else. It must not choose the files that a run reads and writes on
+    this machine, or the hosts that it contacts.
+    """
+    allowed = {
+        one
+        for spec in fields(Config)
+        if spec.metadata
+        and spec.metadata["in_recipe"]
+        and (not spec.metadata["per_rank"] or spec.name in ("threads", "debug"))
+        and spec.name not in _ELSEWHERE
+        for one in (flag(spec.name), *spec.metadata["flags"])
+    }
+    for word in settings.flags:
+        long = re.sub("^--no-", "--", word.partition("=")[0].replace("_", "-"))
+        if word.startswith("-") and long not in allowed:
+            raise UserError(
+                f"{name}: got {shown(word)}, but a plan may only have flags of the training that "
+                "are equal on all nodes, such as --amp or --threads 2: leave it out"
+            )
 
 
 def planned_run(folder: Path, number: int) -> tuple[Run, dict[str, str]]:
@@ -116,7 +152,11 @@ def planned_run(folder: Path, number: int) -> tuple[Run, dict[str, str]]:
     runs = planned_runs(folder, results)
     if not 0 <= number < len(runs):
         raise UserError(f"--run: got {number}, the plan in {folder} has runs 0 to {len(runs) - 1}")
-    return runs[number], results["plan"]["code"]
+    run = runs[number]
+    for path in (run.path, output_file(run, 0).parent):
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{path} leads out of {folder} through a link: remove the link")
+    return run, results["plan"]["code"]
 
 
 def name_of(run: Run) -> str:

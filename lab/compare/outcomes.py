@@ -147,5 +147,5 @@ def ranks_share_cores(
 ) -> bool:
     """Return whether a machine without GPUs computed for more ranks than it has cores."""
     hosts = [rank["host"] for rank in ranks]
-    cores = machine.get("usable_cores", len(hosts))
+    cores = machine.get("usable_cores") or len(hosts)
     return not emulated and not machine.get("gpus") and max(map(hosts.count, hosts)) > cores

@@ -7,6 +7,7 @@ jinja2 escapes every text; only the SVG of the figures, which this package draws
 import base64
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,8 @@ _LARGEST: dict[str, Callable[[CellRow], float | None]] = {
 }
 
 
-def render(
-    results: Mapping[str, Any],
-    drawings: Sequence[tuple[ComparisonGroup, Sequence[Drawing]]],
-    timelines: Sequence[Drawing],
-) -> str:
-    """Return the page for ``results`` with the figures of each block and the timelines."""
+@cache
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -58,6 +55,15 @@ def render(
     )
     environment.filters["tidy"] = tidy
     environment.filters["time"] = lambda text: str(text or "").replace("T", " ")
+    return environment.get_template("report.html.jinja")
+
+
+def render(
+    results: Mapping[str, Any],
+    drawings: Sequence[tuple[ComparisonGroup, Sequence[Drawing]]],
+    timelines: Sequence[Drawing],
+) -> str:
+    """Return the page for ``results`` with the figures of each block and the timelines."""
     settings, cells = results.get("settings") or {}, results.get("cells") or []
     prediction, many = results.get("prediction"), len(drawings) > 1
     warnings, blocks = list(results.get("warnings") or []), [block for block, _ in drawings]
@@ -68,7 +74,7 @@ def render(
     if len(sections) == 1:  # else they belong to no single section
         sections[0]["limits"] = [*map(_Warning, warnings), *sections[0]["limits"]]
         warnings = []
-    page = environment.get_template("report.html.jinja").render(
+    page = _template().render(
         compare=results.get("kind") != "report",
         created=results.get("created"),
         emulated=what_is_emulated(settings) if results.get("emulated") else "",

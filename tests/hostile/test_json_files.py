@@ -241,7 +241,7 @@ def test_a_run_folder_that_is_accepted_can_be_reported(cases, tmp_path):
 
     def check(case):
         name, content = case
-        (folder / name).write_bytes(content)
+        (folder / name).write_bytes(content + b"\n")  # without its end, a line would be left out
         try:
             with untouched(tmp_path):
                 for scaling in ("strong", "weak"):
@@ -261,8 +261,8 @@ def test_a_run_folder_that_is_accepted_can_be_reported(cases, tmp_path):
         ("ranks.json", '{"ranks": []}', "ranks.json: ranks: got [], expected a list of length"),
         ("environment.json", '{"usable_cores": []}', "usable_cores: got [], expected a whole"),
         ("summary.json", '{"test_accuracy": 2}', "test_accuracy: got 2, expected a number <= 1"),
-        ("metrics.jsonl", '{"step": 1, "loss": 1}\n{"step"', "metrics.jsonl, line 2 is cut off"),
-        ("metrics.jsonl", '{"step": "a", "loss": 1}', "line 1: step: got 'a', expected a whole"),
+        ("metrics.jsonl", '{"step": 1, "loss": 1}\n{"step"\n', "metrics.jsonl, line 2 is cut off"),
+        ("metrics.jsonl", '{"step": "a", "loss": 1}\n', "line 1: step: got 'a', expected a whole"),
         ("timeline.json", '{"ranks": 3}', "timeline.json: ranks: got 3, expected a list"),
     ],
 )
@@ -312,6 +312,9 @@ def test_a_plan_that_is_accepted_names_its_runs(cases, tmp_path):
         (lambda r: r["settings"].update(repeats=10**12), "--repeats: got 1000000000000"),
         (lambda r: r["plan"].update(runs=[["ring-n2", 0], ["ring-n2", 9]]), "plan in it is dama"),
         (lambda r: r["cells"][1].update(sync="unknown"), "the plan in it is damaged"),
+        (lambda r: r["cells"][1].update(sync="ddp"), "the plan in it is damaged"),
+        (lambda r: r["cells"][1].update(rate=1e9), "the plan in it is damaged"),
+        (lambda r: r["cells"][1].update(nodes=3), "the plan in it is damaged"),
     ],
 )
 def test_a_damaged_plan_is_refused(change, said, tmp_path):
@@ -321,6 +324,73 @@ def test_a_damaged_plan_is_refused(change, said, tmp_path):
     (folder / "results.json").write_text(json.dumps(results))
     with pytest.raises(UserError, match=said):
         planned_run(folder, 1)
+
+
+HOSTILE_FLAGS = [
+    "--output-dir /tmp/x",
+    "--output_dir=/tmp/x",
+    "--checkpoint x.pt",
+    "--resume x.pt",
+    "--recipe x.toml",
+    "--data-dir /tmp/x",
+    "--mirror http://x",
+    "--pretrained-weights x.pt",
+    "--run-name x",
+    "--compute x.json",
+    "--log-wandb",
+    "--dist-url tcp://x:1",
+    "-M 10.0.0.1",
+    "-Mx",
+    "--distributed",
+    "--print-config",
+    "--help",
+    "-- x",
+    "--amp --cuda 0",
+]
+
+
+@pytest.mark.parametrize("flags", HOSTILE_FLAGS)
+def test_a_plan_cannot_choose_files_and_hosts(flags, tmp_path, capsys):
+    """Neither one that is made here nor one that somebody sent."""
+    settings = Settings(nodes=(1, 2), sync=("ring",), flags=tuple(flags.split()))
+    folder, _ = open_comparison(settings, reports=tmp_path, code={"torch": "2"})
+    with untouched(tmp_path):
+        assert main(["run-cell", str(folder), "--run", "0"]) == 2
+        error = capsys.readouterr().err
+        assert f"{folder}/results.json: settings: flags: got '-" in error, error
+        command = [
+            "compare",
+            "--plan",
+            "--output-dir",
+            str(tmp_path / "plans"),
+            "--",
+            *settings.flags,
+        ]
+        assert main(command) == 2
+        assert "the flags after --: got '-" in capsys.readouterr().err
+
+
+def test_a_plan_may_have_flags_of_the_training(tmp_path):
+    flags = "--threads 2 --no-nesterov --amp_dtype=bf16 --lr 0.1 -b 8 --topk-ratio 0.1 --use-ema"
+    settings = Settings(nodes=(1, 2), sync=("ring",), flags=tuple(flags.split()))
+    folder, _ = open_comparison(settings, reports=tmp_path, code={"torch": "2"})
+    assert planned_run(folder, 0)[0].settings == settings
+
+
+@pytest.mark.parametrize("name", ["runs", "logs", "runs/PartOne-none", "logs/none-n1-1"])
+def test_a_plan_leads_through_no_link_out_of_its_folder(name, tmp_path, capsys):
+    settings = Settings(nodes=(1, 2), sync=("ring",))
+    folder, _ = open_comparison(settings, reports=tmp_path / "plans", code={"torch": "2"})
+    mine = tmp_path / "mine"
+    (mine / "n1-1").mkdir(parents=True)
+    for file in ("rank0.txt", "n1-1/weights.pt"):
+        (mine / file).write_text("mine")
+    link = folder / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(mine)
+    with untouched(tmp_path):
+        assert main(["run-cell", str(folder), "--run", "0"]) == 2
+    assert "through a link: remove the link" in capsys.readouterr().err
 
 
 # --- a folder that somebody sent ---

@@ -16,7 +16,8 @@ from common.distributed.messages import (
     unpack_state,
 )
 from common.errors import GroupError, UserError
-from common.reporting.rank_stats import _RankRow, _RecordedStep
+from common.reporting.rank_stats import _Measured
+from common.reporting.run_files import StepSeconds
 from common.utils.typed_json import encode
 from lab.calibrate.rank_measurements import RankMeasurements
 from tests.helpers.hostile import CASES, VALUES, altered, damaged, run_cases
@@ -25,7 +26,7 @@ ROW = {
     "rank": 1,
     "host": "node1",
     "threads": 2,
-    "seconds": {"forward": 0.5, "sync": 0.25},
+    "seconds": dict.fromkeys(StepSeconds.__annotations__, 0.25),
     "peak_memory_bytes": 10**9,
     "bytes_sent": 1e6,
     "messages": 34.0,
@@ -51,7 +52,7 @@ MESSAGES: dict[str, tuple[Any, Any]] = {  # a good one, and its schema
     "checkpoint": (["runs/Epoch_3.pt", 30], tuple[str, int]),
     "batch": (["a1", "b2", True], tuple[str, str, bool]),
     "facts": ({"lr": ["0.1", "0.1"]}, dict[str, tuple[str, str]]),
-    "rank": ([ROW, STEP], tuple[_RankRow, _RecordedStep | None]),
+    "rank": ({"row": ROW, "recorded_step": STEP}, _Measured),
     "measurements": (MEASURED, RankMeasurements),
 }
 STATE = {
@@ -138,7 +139,7 @@ def test_states_of_other_ranks(cases: int) -> None:
             {"tensors": [{"dtype": "object", "shape": []}]},
             "has a tensor of type 'object', not one of",
         ),
-        ({"tensors": [{"dtype": "int8", "shape": [1] * 17}]}, ": tensors[0].shape: expected"),
+        ({"tensors": [{"dtype": "int8", "shape": [1] * 17}]}, ": tensors[0].shape: got [1, 1, 1"),
         ({"plain": "[" * 100_000, "tensors": []}, ": expected a state, got maximum recursion"),
         # Found by hypothesis: the message had the tensor's lines.
         (

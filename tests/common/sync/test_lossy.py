@@ -411,6 +411,42 @@ def test_loss_scaling_and_moving_averages_are_refused_where_they_would_go_wrong(
     assert "leave out --ema" in told[2]
 
 
+def altered_states(rank: int) -> list[str]:
+    """Return what resuming from states of other shapes says, before any step."""
+    told = []
+    for name, alter in {
+        "topk": lambda state: state["residuals"].append(torch.ones(1)),
+        "topk ": lambda state: state.update(residuals=[torch.ones(2, 2)]),
+        "topk  ": lambda state: state.update(residuals=[torch.ones(2, dtype=torch.int64)]),
+        "ddp_powersgd": lambda state: state["errors"].popitem(),
+        "ddp_powersgd ": lambda state: state["qs"].popitem(),
+        "ddp_powersgd  ": lambda state: state["qs"].update(
+            dict.fromkeys(state["qs"], torch.ones(1))
+        ),
+    }.items():
+        engine, *_ = new_engine(name.strip())
+        train_epoch(engine, rank, 0)
+        entries = engine.state(epoch=1, loss=0.0)
+        engine.close()
+        again, *_ = new_engine(name.strip())
+        again.load_state(entries)
+        again.close()
+        alter(entries["sync_state_dicts"][rank])
+        again, *_ = new_engine(name.strip())
+        with pytest.raises(UserError) as error:
+            again.load_state(entries)
+        told.append(str(error.value))
+        again.close()
+    return told
+
+
+@pytest.mark.slow
+def test_a_state_of_other_shapes_is_refused_before_the_first_step() -> None:
+    for told in run_ranks(1, altered_states)[0]:
+        assert "to resume from holds the state of another" in told
+        assert "give the flags that it was trained with" in told
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
