@@ -164,15 +164,31 @@ def connect(launch: LaunchSpec, wait: Wait) -> dist.TCPStore:
             reason = "no answer" if no_answer else (error.strerror or str(error)).lower()
             time.sleep(_POLL_SECONDS)
         except (dist.DistStoreError, dist.DistNetworkError) as error:
-            raise GroupError(
-                "something other than rank 0 answers at "
-                f"{address_of(launch)} ({first_line(error)}): "
-                "give another --master-port on every node"
-            ) from error
+            raise _not_a_store(launch, first_line(error)) from error
     raise GroupError(
         f"rank {launch.rank} could not reach rank 0 at {address_of(launch)} within "
         f"{wait.seconds:g} s ({reason}): start rank 0, check that --master-ip is its node's "
         "address, that --master-port is the same on every node, and that no firewall closes it"
+    )
+
+
+def _not_a_store(launch: LaunchSpec, reason: str) -> GroupError:
+    """Return why a connection led to no store: rank 0 has ended, or another program listens."""
+    try:
+        socket.create_connection((launch.master_ip, launch.master_port), _PROBE_SECONDS).close()
+    except OSError:
+        return lost_rank0(launch, reason)
+    return GroupError(
+        f"something other than rank 0 answers at {address_of(launch)} ({reason}): give another "
+        "--master-port on every node"
+    )
+
+
+def lost_rank0(launch: LaunchSpec, reason: str) -> GroupError:
+    """Return the error of a rank whose connection to rank 0 broke."""
+    return GroupError(
+        f"lost rank 0 at {address_of(launch)} while the ranks were meeting; its own output says "
+        f"why ({reason})"
     )
 
 

@@ -33,7 +33,7 @@ from common.distributed.admission import (
     started_twice,
 )
 from common.distributed.launch_env import LaunchSpec
-from common.distributed.rank0_store import Wait, address_of, connect, serve
+from common.distributed.rank0_store import Wait, address_of, connect, lost_rank0, serve
 from common.distributed.run_token import (
     Answer,
     Arrival,
@@ -103,10 +103,7 @@ def _join(store: dist.Store, launch: LaunchSpec, wait: Wait) -> RankPlacement:
             return Admission(store, launch, wait, this_peer(gpus)).admit_all()
         return _ask_rank0(store, launch, wait, gpus)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
-        raise GroupError(
-            f"lost rank 0 at {address_of(launch)} while the ranks were meeting; its own output "
-            f"says why ({first_line(error)})"
-        ) from error
+        raise lost_rank0(launch, first_line(error)) from error
 
 
 def _ask_rank0(store: dist.Store, launch: LaunchSpec, wait: Wait, gpus: int) -> RankPlacement:

@@ -6,7 +6,6 @@ disk or a limit on the size of files.
 """
 
 import contextlib
-import json
 import os
 import re
 import resource
@@ -17,14 +16,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from common.checkpoint import checkpoints_by_age, load_checkpoint
 from common.utils.hashing import digest
 from tests.helpers import ROOT, Ended, Started, free_port, user_environment, wait_until
-from tests.helpers.stage import GRACE, HURT, NOBODY, PATIENT, hidden_files
+from tests.helpers.stage import (
+    GRACE,
+    HURT,
+    NOBODY,
+    PATIENT,
+    assert_equal_runs,
+    hidden_files,
+)
 
 EPOCHS = 3
 TIMEOUT = 5
@@ -120,40 +125,28 @@ class Run:
         hurt = (fault.victim, fault.moment, "hold") if held else (NOBODY, "", "")
         small = held and fault.action == "full disk"
         (self.folder / "out").mkdir(exist_ok=True)
-        group: list[object] = []
+        common: dict[str, object] = {
+            "--model": "wide" if fault.phase == "collective" else "tiny",
+            "--threads": 1,
+            "--dataset": "folder",
+            "--data-dir": self.images,
+            "--batch-size": 12,
+            "--epochs": EPOCHS,
+            "--output-dir": self.folder / "out",
+            "--run-name": "run",
+        }
         if fault.ranks > 1:
-            group = ["--master-ip", "127.0.0.1", "--master-port", port, "--timeout", timeout]
-            group += ["--num-nodes", fault.ranks]
-            group += ["--sync", fault.way] if self._part == "PartTwo" else []
+            common |= {"--master-ip": "127.0.0.1", "--master-port": port, "--timeout": timeout}
+            common |= {"--num-nodes": fault.ranks}
+        if self._part == "PartTwo":
+            common |= {"--sync": fault.way}
         self.processes = []
         for rank in range(fault.ranks):
-            command = [
-                sys.executable,
-                HURT,
-                *hurt,
-                ROOT / self._part / "main.py",
-                *group,
-                *(["--rank", rank] if fault.ranks > 1 else []),
-                "--model",
-                "wide" if fault.phase == "collective" else "tiny",
-                "--threads",
-                1,
-                "--dataset",
-                "folder",
-                "--data-dir",
-                self.images,
-                "--batch-size",
-                12,
-                "--epochs",
-                EPOCHS,
-                "--output-dir",
-                self.folder / "out",
-                "--run-name",
-                "run",
-                *flags,
-            ]
+            command = [sys.executable, HURT, *hurt, ROOT / self._part / "main.py"]
+            command += [word for pair in common.items() for word in pair]
+            command += ["--rank", rank] if fault.ranks > 1 else []
             on_small_disk = small and rank == fault.victim
-            words = [str(word) for word in [*(ON_SMALL_DISK if on_small_disk else ()), *command]]
+            words = [*(ON_SMALL_DISK if on_small_disk else ()), *map(str, [*command, *flags])]
             environment = user_environment(TMPDIR=str(self.folder))
             self.processes.append(
                 Started(words, cwd=self.folder, env=environment, forked=not on_small_disk)
@@ -213,43 +206,6 @@ def run_trial(fault: Fault, promise: Promise, folder: Path, images: Path, refere
     assert_equal_runs(run.output, reference, averaged_within_epoch=averaged)
 
 
-def assert_equal_runs(run: Path, reference: Path, *, averaged_within_epoch: bool = False) -> None:
-    """Assert that a run equals the undisturbed one, except for times.
-
-    Weights, the optimiser's state, every line of metrics.jsonl and epochs.jsonl, and the report are
-    the same; no unfinished file is left.
-
-    averaged_within_epoch : the ranks' BatchNorm statistics were averaged for a checkpoint that the
-        undisturbed run does not write. They and the test loss then differ in their last bits.
-    """
-    (one, one_report), (other, other_report) = (
-        (load_checkpoint(_newest(folder)), json.loads((folder / "report.json").read_text()))
-        for folder in (run, reference)
-    )
-    if averaged_within_epoch:
-        for entries, report in ((one, one_report), (other, other_report)):
-            state = entries["model_state_dict"]
-            for name in [name for name in state if "running" in name]:
-                state[name] = state[name].mul(1e5).round()
-            report["test_loss"] = round(report["test_loss"], 5)
-    for name in ("epoch", "step", "model_state_dict", "optimizer_state_dict"):
-        assert digest({name: one[name]}) == digest({name: other[name]}), name
-    for name in ("metrics.jsonl", "epochs.jsonl"):
-        assert records(run / name) == records(reference / name), name
-    assert one_report | {"checkpoint": ""} == other_report | {"checkpoint": ""}
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["ranks_hold_equal_weights"] is True
-    assert hidden_files(run) == []
-
-
-def records(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl or epochs.jsonl without times."""
-    return [
-        {name: value for name, value in json.loads(line).items() if "second" not in name}
-        for line in path.read_text(encoding="utf-8").splitlines()
-    ]
-
-
 def _check_files(run: Run, promise: Promise, reference: Path, *, finished: bool) -> None:
     """Check that whatever has a final name is whole, and that no result is there too early."""
     saved = checkpoints_by_age(run.output / "checkpoints")
@@ -264,10 +220,6 @@ def _check_files(run: Run, promise: Promise, reference: Path, *, finished: bool)
     assert (run.output / "summary.json").exists() == finished
     if run.fault.action != "kill":
         assert hidden_files(run.folder / "out") == [], "an unfinished file"
-
-
-def _newest(run: Path) -> Path:
-    return checkpoints_by_age(run / "checkpoints")[0]
 
 
 def _processes_in(folder: Path) -> list[psutil.Process]:

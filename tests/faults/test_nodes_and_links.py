@@ -15,8 +15,8 @@ from tests.helpers.stage import (
     NODES,
     TIMEOUT,
     Stage,
+    assert_equal_runs,
     assert_no_result,
-    assert_same_training,
     assert_told,
 )
 
@@ -36,7 +36,7 @@ def test_a_link_cut_and_restored_within_the_timeout_costs_time_alone(
     assert "step 3/" not in stage.text(0)
     stage.cluster.fault(1, "restore")
     assert [ended.status for ended in stage.end().values()] == [0] * NODES
-    assert_same_training(stage.run(), undisturbed("all_reduce"))
+    assert_equal_runs(stage.run(), undisturbed("all_reduce"))
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_a_link_at_a_tenth_of_its_rate_gives_the_same_result(
         ends = stage.end()
         print(f"ended {time.monotonic() - began:.1f} s after the link became slow")
     assert [ended.status for ended in ends.values()] == [0] * NODES
-    assert_same_training(stage.run(), undisturbed("all_reduce"))
+    assert_equal_runs(stage.run(), undisturbed("all_reduce"))
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_a_node_that_comes_late_but_in_time_takes_part(
     time.sleep(8)  # late
     stage.start(nodes=[2], port=stage.port)
     assert [ended.status for ended in stage.end().values()] == [0] * NODES
-    assert_same_training(stage.run(), undisturbed("all_reduce"))
+    assert_equal_runs(stage.run(), undisturbed("all_reduce"))
 
 
 @pytest.mark.slow

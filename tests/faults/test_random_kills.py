@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import TIMEOUT, Fault, Run, assert_equal_runs
+from tests.faults.harness import TIMEOUT, Fault, Run
 from tests.helpers import make_image_folder
+from tests.helpers.stage import assert_equal_runs
 
 FLAGS = ("--batch-size", 4, "--checkpoint-every", 2, "--log-every", 4)
 """Six steps an epoch, with checkpoints between the writes to metrics.jsonl."""

@@ -13,7 +13,7 @@ from tests.helpers.stage import EPOCHS, GRACE, TIMEOUT, Ended, Stage, assert_no_
 LAST = EPOCHS * STEPS_AN_EPOCH
 PLACES = {
     "training": ("forward", STEPS_AN_EPOCH, r"all_reduce of step 3"),
-    "end of epoch": ("epoch_end", LAST, r"\w+ of the end of the epoch at step 4"),
+    "end of epoch": ("epoch", LAST, r"\w+ of the end of the epoch at step 4"),
     "checkpoint": ("writing", LAST, r"\w+ of the checkpoint at step 4"),
     "evaluation": ("evaluation", LAST, r"\w+ of the evaluation at step 4"),
 }
@@ -102,7 +102,7 @@ def test_a_rank_stopped_while_it_reads_the_dataset_is_named(stage: Stage, victim
     [
         ("forward", "forward of step 3"),
         ("writing", "the checkpoint at step 4"),
-        ("epoch_end", "the end of the epoch at step 4"),
+        ("epoch", "the end of the epoch at step 4"),
         ("evaluation", "the evaluation at step 4"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_rank_that_lives_but_is_busy_elsewhere_is_named(
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_collective_that_one_rank_alone_calls_is_named(stage: Stage, victim: int) -> None:
-    stage.start(nodes=range(3), size=3, hurt=(victim, "epoch_end", "detour"), timeout=TIMEOUT)
+    stage.start(nodes=range(3), size=3, hurt=(victim, "epoch", "detour"), timeout=TIMEOUT)
     for ended in stage.end().values():
         assert_told(
             ended,

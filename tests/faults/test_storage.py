@@ -16,7 +16,7 @@ from common.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoin
 from common.utils.atomic_files import remove_unfinished, write_atomically
 from common.utils.hashing import digest
 from tests.helpers import ROOT, run_part
-from tests.helpers.stage import QUICK, Stage, assert_same_training, assert_told
+from tests.helpers.stage import QUICK, Stage, assert_equal_runs, assert_told
 
 PLACES = 100
 LAST_RECORD_BYTES = 22  # a zip file's end record, which repeats numbers from its table of contents
@@ -107,7 +107,7 @@ def test_a_run_passes_over_a_hostile_and_a_cut_checkpoint(
     assert "Epoch_1.pt, step 2" in stage.text(0)
     for name in ("Epoch_3.pt", "Epoch_4.pt"):
         (run / "checkpoints" / name).unlink()
-    assert_same_training(run, undisturbed("all_reduce"))
+    assert_equal_runs(run, undisturbed("all_reduce"))
 
 
 WRITE_HALF = """

@@ -30,7 +30,6 @@ PLACES = ((1, 0), (2, 0), (2, 1))
 """Number of ranks, and the one that is hit."""
 
 FINE = (0, "")
-BROKEN = r"broke: another rank has ended|has not moved"
 NOT_WRITTEN = r"could not be written \((No space left on device|File too large)\)"
 
 
@@ -40,8 +39,9 @@ def promise(fault: Fault) -> Promise:
     kept = {"start": 0, "meeting": 0, "data": 0, "renamed": 2, "evaluation": 3, "end": 3}
     epochs = kept.get(fault.phase, 1)
     # What the other rank says if this one is lost without a word.
-    missing = r"missing: rank 1" if fault.victim else r"rank 0 (answers )?at \S+"
-    lost = FINE if fault.phase == "end" else (1, missing if early else BROKEN)
+    missing = r"missing: rank 1" if fault.victim else r"(could not reach|lost) rank 0 at \S+"
+    named = rf"error \(rank \d\): rank {fault.victim} \([\d.]+\)"
+    lost = FINE if fault.phase == "end" else (1, missing if early else f"{named} ended or was kill")
     in_training = fault.phase in ("training", "epoch", "checkpoint")
     match fault.action:
         case "kill":
@@ -53,7 +53,8 @@ def promise(fault: Fault) -> Promise:
         case "terminate":
             ends = (-signal.SIGTERM, ""), lost
         case "stop" if fault.ranks > 1 and fault.phase != "end":
-            ends = (1, "rank" if early else BROKEN), lost
+            moved = f"{named} has not moved since"
+            ends = (1, "rank" if early else named), (1, missing if early else moved)
         case "stop" | "pause":
             ends, epochs = (FINE, FINE), 3
         case "full disk" | "small files":

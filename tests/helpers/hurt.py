@@ -176,7 +176,10 @@ def in_a_collective(act: Act) -> None:
 
 
 def at_the_end_of_the_epoch(act: Act) -> None:
-    """Act after the last step of the second epoch, before the ranks average their buffers."""
+    """Act after the second epoch's last step, before the ranks average their buffers.
+
+    Nothing is written about the epoch yet.
+    """
     from common.training_engine import TrainingEngine
 
     agree_on_buffers = TrainingEngine.agree_on_buffers
@@ -226,20 +229,6 @@ def while_writing(act: Act) -> None:
     files._open_unfinished = hurt
 
 
-def at_the_end_of_an_epoch(act: Act) -> None:
-    """Act when the second epoch's steps are done and nothing is written about the epoch yet."""
-    from common.reporting.run_logger import RunLogger
-
-    on_epoch_end = RunLogger.on_epoch_end
-
-    def hurt(logger: Any, end: Any) -> None:
-        if end.epoch == 2:
-            act()
-        on_epoch_end(logger, end)
-
-    RunLogger.on_epoch_end = hurt
-
-
 def at_the_end(act: Act) -> None:
     """Act when the group is closed: rank 0 writes the report next, the others end."""
     from common.experiment import run
@@ -254,40 +243,26 @@ def at_the_end(act: Act) -> None:
     run.report, run.report_end_of_rank = acting(run.report), acting(run.report_end_of_rank)
 
 
-def before_the_rename(act: Act) -> None:
-    """Act when the second epoch's checkpoint is complete on disk but not yet renamed."""
-    replace = os.replace
+def at_a_rename(name: str, *, done: bool) -> Callable[[Act], None]:
+    """Return a moment: a file whose name begins with ``name`` is complete, and is renamed next.
 
-    def hurt(source: Any, target: Any) -> None:
-        if Path(target).name == "Epoch_2.pt":
-            act()
-        replace(source, target)
+    With ``done`` it has its final name, but other ranks do not know that yet.
+    """
 
-    os.replace = hurt
+    def install(act: Act) -> None:
+        replace = os.replace
 
+        def hurt(source: Any, target: Any) -> None:
+            found = Path(target).name.startswith(name)
+            if found and not done:
+                act()
+            replace(source, target)
+            if found and done:
+                act()
 
-def after_the_rename(act: Act) -> None:
-    """Act when the second epoch's checkpoint has its final name, before other ranks know."""
-    replace = os.replace
+        os.replace = hurt
 
-    def hurt(source: Any, target: Any) -> None:
-        replace(source, target)
-        if Path(target).name == "Epoch_2.pt":
-            act()
-
-    os.replace = hurt
-
-
-def within_the_epoch(act: Act) -> None:
-    """Act when the second epoch's first checkpoint has its name, before the epoch ends."""
-    replace = os.replace
-
-    def hurt(source: Any, target: Any) -> None:
-        replace(source, target)
-        if Path(target).name.startswith("Epoch_2_Step_"):
-            act()
-
-    os.replace = hurt
+    return install
 
 
 def while_another_writes(act: Act) -> None:
@@ -327,12 +302,11 @@ MOMENTS = {
     "steps": at_each_step,
     "forward": in_forward,
     "collective": in_a_collective,
-    "epoch": at_the_end_of_an_epoch,
-    "epoch_end": at_the_end_of_the_epoch,
+    "epoch": at_the_end_of_the_epoch,
     "writing": while_writing,
-    "renaming": before_the_rename,
-    "renamed": after_the_rename,
-    "within": within_the_epoch,
+    "renaming": at_a_rename("Epoch_2.pt", done=False),
+    "renamed": at_a_rename("Epoch_2.pt", done=True),
+    "within": at_a_rename("Epoch_2_Step_", done=True),
     "waiting": while_another_writes,
     "evaluation": in_evaluation,
     "end": at_the_end,

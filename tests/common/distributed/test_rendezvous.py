@@ -3,10 +3,13 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from common.distributed import rendezvous as rendezvous_module
 from common.distributed.admission import RankPlacement, place_ranks
 from common.distributed.launch_env import LaunchSpec
+from common.distributed.rank0_store import Wait, connect
 from common.distributed.rendezvous import rendezvous
 from common.distributed.run_token import Peer
 from common.errors import GroupError
@@ -147,6 +151,30 @@ def test_rank_0_must_run_where_the_address_leads() -> None:
         ]
     assert unknown[0] == "GroupError"
     assert "--master-ip no-such-host.invalid is not an address and no known host name" in unknown[1]
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_lost_rank_0_and_another_program_are_told_apart(*, stays: bool) -> None:
+    """Both accept a connection and close it; rank 0's port is closed with it."""
+
+    def serve(listener: socket.socket) -> None:
+        look, client = listener.accept()[0], listener.accept()[0]
+        if not stays:
+            listener.close()
+        look.close()
+        client.close()
+        with suppress(OSError):  # the listener is closed
+            while True:
+                listener.accept()[0].close()
+
+    expected = "something other than rank 0 answers" if stays else "lost rank 0"
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        threads.submit(serve, listener)
+        launch = LaunchSpec(1, 2, "127.0.0.1", listener.getsockname()[1])
+        with pytest.raises(GroupError, match=f"^{expected} at 127"):
+            connect(launch, Wait(1.0, time.monotonic() + 1.0, str))
+        if stays:
+            listener.shutdown(socket.SHUT_RDWR)  # ends the thread
 
 
 # --- what waiting ranks print ---
