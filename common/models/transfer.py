@@ -22,8 +22,8 @@ from common.utils.atomic_files import read_regular
 
 _MOST_BYTES = 2**29  # ResNet-18 has 47 MB
 _ADVICE = (
-    "Copy the file from another machine and give --pretrained-weights FILE. Training does not start "
-    "from random weights"
+    "Copy the file from another machine and give --pretrained-weights FILE. Training does not "
+    "start from random weights"
 )
 
 
