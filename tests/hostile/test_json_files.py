@@ -408,6 +408,7 @@ def foreign(tmp_path, change):
     return folder
 
 
+@pytest.mark.slow
 def test_texts_of_a_foreign_folder_stay_texts(tmp_path, capsys):
     """Neither HTML, nor rich's markup, nor escape sequences of a terminal."""
 
