@@ -84,7 +84,7 @@ def test_one_address_cannot_take_all_of_a_host_s_listener() -> None:
         remote_handlers.stop_listening()
 
 
-def test_an_unnamed_token_is_not_a_setting_of_a_recipe(tmp_path: Path) -> None:
+def test_a_recipe_cannot_set_the_token(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('run_token = "x"\n')
     with pytest.raises(UserError, match="run_token"):
