@@ -1,0 +1,91 @@
+"""Guests from elsewhere: their words on the terminal, their reports to lab doctor, their number."""
+
+import contextlib
+import io
+import json
+import socket
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from common.cli import _launch_of_part, _say
+from common.config.parser import parse_arguments
+from common.config.recipes import print_recipe
+from common.errors import UserError
+from common.sync import BY_HAND
+from common.utils.environment import RUN_TOKEN
+from common.utils.typed_json import calm
+from lab.doctor.reception import NodeReport, node_report
+from lab.processes import prefixed_output
+from lab.ssh import remote_handlers
+from tests.helpers import free_port, wait_until
+from tests.helpers.hostile import CASES, altered, run_cases
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202e\r"
+
+
+def test_words_from_elsewhere_never_reach_the_terminal_raw(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert calm("a\tb\n" + HOSTILE + "é") == "a\tb\n [2J ]0;owned   31m   é"
+    _say(f"error (rank 0): rank 1 stopped: {HOSTILE}", 1)
+    assert capsys.readouterr().err.strip("\n").isprintable()
+    output = io.StringIO()
+    monkeypatch.setattr(prefixed_output, "console", Console(file=output))
+    prefixed_output.PrefixedOutput(2).show(1, HOSTILE)
+    assert output.getvalue().startswith("node 1 | ")
+    assert output.getvalue().strip("\n").isprintable()
+
+
+@CASES
+def test_reports_of_nodes_are_read_or_refused(cases: int) -> None:
+    good = asdict(NodeReport(1, "a", "10.0.0.2", 4000, {"cores": 2}, (0.1, 0.01), [(0, "no")]))
+    assert asdict(node_report(json.loads(json.dumps(good)))) == good
+    for change in ({"rank": -1}, {"port": 0}, {"host": HOSTILE}, {"facts": {"torch": HOSTILE}}):
+        with pytest.raises(UserError, match="the report"):
+            node_report(good | change)
+    run_cases(cases, altered(good), node_report)
+
+
+def test_the_token_of_the_flag_wins_and_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN_TOKEN, "an old one")
+    by_hand = ["--master-ip", "127.0.0.1", "--num-nodes", "2", "--rank", "1"]
+    config = parse_arguments("PartTwo", "", {}, BY_HAND, [*by_hand, "--run-token", "the-secret"])
+    launch = _launch_of_part(config)
+    assert launch is not None
+    assert launch.token == "the-secret"
+    shown = [config, config.as_json(), config.shared_settings(), print_recipe(config), launch]
+    assert "the-secret" not in repr(shown)
+    with pytest.raises(UserError, match="--run-token"):  # an unset variable of the shell
+        parse_arguments("PartTwo", "", {}, BY_HAND, [*by_hand, "--run-token", ""])
+
+
+def test_one_address_cannot_take_all_of_a_host_s_listener() -> None:
+    port, most = free_port(), remote_handlers._MOST_GUESTS
+    remote_handlers.listen(["127.0.0.1"], port, "the answer")
+    try:
+        with contextlib.ExitStack() as held:
+
+            def answer(source: str) -> bytes:
+                guest = held.enter_context(
+                    socket.create_connection(("127.0.0.1", port), 5, source_address=(source, 0))
+                )
+                with contextlib.suppress(ConnectionResetError):
+                    return guest.recv(100)
+                return b""
+
+            answers = [answer("127.0.0.2") for _ in range(most + 50)]
+            assert answers == [b"the answer"] * most + [b""] * 50
+            assert answer("127.0.0.1") == b"the answer"
+        wait_until(lambda: not any(remote_handlers._guests.values()), "all have gone")
+    finally:
+        remote_handlers.stop_listening()
+
+
+def test_a_recipe_cannot_set_the_token(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('run_token = "x"\n')
+    with pytest.raises(UserError, match="run_token"):
+        parse_arguments("PartTwo", "", {}, BY_HAND, ["--recipe", str(recipe)])
