@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,8 @@ PLACES = {
     "evaluation": ("evaluation", LAST, r"\w+ of the evaluation at step 4"),
 }
 """By place: the moment of hurt.py, the step that the rank has reached, where the others wait."""
+in_slow = partial(pytest.param, marks=pytest.mark.slow)
+in_long = partial(pytest.param, marks=pytest.mark.long)
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +52,17 @@ def survivors(stage: Stage, size: int, hurt: tuple[int, str, str]) -> list[Ended
     return [ended for rank, ended in ends.items() if rank != victim]
 
 
+def marked(place: str, size: int, victim: int) -> Any:
+    """Return the case with its mark: ``make test-slow`` stops another rank in each place."""
+    if (place, victim) == ("training", 1):
+        return place, size, victim
+    slow = victim == {"training": 2, "end of epoch": 0, "checkpoint": 0, "evaluation": 1}[place]
+    return (in_slow if slow else in_long)(place, size, victim)
+
+
 @pytest.mark.parametrize(
     ("place", "size", "victim"),
-    [
-        pytest.param(
-            place,
-            size,
-            victim,
-            marks=[] if (place, victim) == ("training", 1) else pytest.mark.slow,
-        )
-        for place in PLACES
-        for size, victim in ((2, 0), (2, 1), (4, 2))
-    ],
+    [marked(place, *which) for place in PLACES for which in ((2, 0), (2, 1), (4, 2))],
 )
 def test_a_stopped_rank_is_named_with_its_step(
     request: pytest.FixtureRequest, place: str, size: int, victim: int
@@ -78,11 +81,11 @@ def test_a_stopped_rank_is_named_with_its_step(
         )
         found = re.search(r"([\d.]+) s ago", ended.text)
         assert found
+        print(f"named {found[1]} s after its last sign of life")
         assert TIMEOUT - 1 <= float(found[1]) < TIMEOUT + GRACE
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [in_slow(0), in_long(1)])
 def test_a_rank_stopped_while_it_reads_the_dataset_is_named(stage: Stage, victim: int) -> None:
     """The others exchange a message a second until all have read it."""
     stage.start(nodes=[0, 1], size=2, hurt=(victim, "loading", "stop"), timeout=TIMEOUT)
@@ -95,23 +98,22 @@ def test_a_rank_stopped_while_it_reads_the_dataset_is_named(stage: Stage, victim
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize(
-    ("moment", "place"),
+    ("victim", "moment", "place"),
     [
-        ("forward", "forward of step 3"),
-        ("writing", "the checkpoint at step 4"),
-        ("epoch", "the end of the epoch at step 4"),
-        ("evaluation", "the evaluation at step 4"),
+        in_slow(2, "forward", "forward of step 3"),
+        in_slow(0, "writing", "the checkpoint at step 4"),
+        in_slow(0, "epoch", "the end of the epoch at step 4"),
+        in_long(0, "forward", "forward of step 3"),
+        in_long(2, "epoch", "the end of the epoch at step 4"),
+        in_long(0, "evaluation", "the evaluation at step 4"),
+        in_long(2, "evaluation", "the evaluation at step 4"),
     ],
 )
 def test_a_rank_that_lives_but_is_busy_elsewhere_is_named(
-    stage: Stage, moment: str, place: str, victim: int
+    stage: Stage, victim: int, moment: str, place: str
 ) -> None:
     """As in a debugger, or on a slow disk: the rank lives, but does not come."""
-    if moment == "writing" and victim > 0:
-        pytest.skip("rank 0 writes")
     for ended in survivors(stage, 3, (victim, moment, "sleep")):
         assert_told(
             ended,
@@ -120,8 +122,7 @@ def test_a_rank_that_lives_but_is_busy_elsewhere_is_named(
         )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [in_slow(2), in_long(0)])
 def test_a_collective_that_one_rank_alone_calls_is_named(stage: Stage, victim: int) -> None:
     stage.start(nodes=range(3), size=3, hurt=(victim, "epoch", "detour"), timeout=TIMEOUT)
     for ended in stage.end().values():
@@ -133,8 +134,7 @@ def test_a_collective_that_one_rank_alone_calls_is_named(stage: Stage, victim: i
         )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [in_slow(0), in_long(1)])
 def test_a_rank_that_wakes_too_late_names_itself(stage: Stage, victim: int) -> None:
     stage.start(nodes=[0, 1], size=2, hurt=(victim, "forward", "stop"), timeout=TIMEOUT)
     stage.wait_for(f"error (rank {1 - victim})", node=1 - victim, limit=90 + TIMEOUT + GRACE)

@@ -87,15 +87,17 @@ FAST = {
     "terminate-checkpoint-rank1of2",
     "small-files-evaluation-alone",
 }
-OF_KILLS_ALONE = {"collective", "rename", "renamed"}
-SLOW = {"training", "checkpoint", "evaluation", *OF_KILLS_ALONE}
+SLOW = {"training", "checkpoint", "evaluation", "collective", "rename", "renamed"}
 
 
 def marked(number: int, fault: Fault) -> Any:
     """Return the row with its mark: ``make test-slow`` runs an action in a phase in one place."""
     if str(fault) in FAST:
         return fault
-    here = (fault.ranks, fault.victim) == PLACES[number // 3 % 3] or fault.phase in OF_KILLS_ALONE
+    if fault.phase == "collective":
+        here = fault.victim == (fault.way == "gather_scatter")
+    else:
+        here = (fault.ranks, fault.victim) == PLACES[number // 3 % 3] or fault.phase not in PHASES
     slow = fault.phase in SLOW and here
     return pytest.param(fault, marks=pytest.mark.slow if slow else pytest.mark.long)
 
