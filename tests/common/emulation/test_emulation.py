@@ -59,7 +59,7 @@ def profile_of(
         for name, layer in model.named_modules()
         if not list(layer.children())
     )
-    return Profile("test", "a machine", "cpu", 1, "now", "small", (8, 8), layers, update)
+    return Profile("test", "a machine", "cpu", 1, "2026-11-23T12:00:00", "small", (8, 8), layers, update)
 
 
 def emulated(model: nn.Module, rank: int = 0, **times) -> Emulation:
