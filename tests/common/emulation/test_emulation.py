@@ -27,7 +27,7 @@ from lab.calibrate.layer_profile import measure_profile
 from lab.compare.imported_runs import collect
 from tests.helpers import TINY, free_port, only_run_folder, run_part, run_ranks, start_part
 
-NOTHING = SectionTime(0.0, 0.0)
+NOTHING = SectionTime(1e-8, 0.0)  # a profile must take some time
 
 
 class Small(nn.Module):
@@ -59,7 +59,9 @@ def profile_of(
         for name, layer in model.named_modules()
         if not list(layer.children())
     )
-    return Profile("test", "a machine", "cpu", 1, "2026-11-23T12:00:00", "small", (8, 8), layers, update)
+    return Profile(
+        "test", "a machine", "cpu", 1, "2026-11-23T12:00:00", "small", (8, 8), layers, update
+    )
 
 
 def emulated(model: nn.Module, rank: int = 0, **times) -> Emulation:
@@ -441,7 +443,7 @@ def test_a_run_shows_no_loss_and_says_that_it_is_emulated(
     )
     assert json.loads((folder / "profile.json").read_text()) == json.loads(profile_file.read_text())
     reported = collect([folder], scaling="strong")
-    assert (reported["emulated"], reported["settings"]["compute"]) == (True, "test of now")
+    assert (reported["emulated"], reported["settings"]["compute"]) == (True, "test of 2026-11-23T12:00:00")
     assert not (folder / "checkpoints").exists()
     assert not (folder / "report.txt").exists()
 

@@ -8,7 +8,14 @@ from common.cost_model.event_model import HEADERS, Network, Rate, loads
 from common.emulation.compute_profile import Layer, Profile, SectionTime
 from common.models import build_model
 from common.sync.message_cost import GradientSize
-from lab.calibrate.link_probe import LARGE, LARGEST, SMALL, measure_links, network_from
+from lab.calibrate.link_probe import (
+    LARGE,
+    LARGEST,
+    SMALL,
+    MeasuredLinks,
+    measure_links,
+    network_from,
+)
 from lab.cluster.tools import namespaces_refused
 from lab.compare.cells import plan_cells
 from lab.compare.forecast import emulated_compute, emulated_compute_at, forecast_on_links, kinds_of
@@ -42,7 +49,7 @@ def test_gradients_are_ready_when_their_layers_backward_has_ended():
     assert ready == pytest.approx([4.0, 4.0, 4.0, 4.0, 9.0, 9.0, 10.0])
 
 
-def found(ranks: int, *, rate_bits: float, alpha0: float, alpha1: float) -> dict:
+def found(ranks: int, *, rate_bits: float, alpha0: float, alpha1: float) -> MeasuredLinks:
     """Return what ``measure_links`` would return for links that follow the event model."""
     rows = {}
     for kind in ("all_reduce", "gather"):
@@ -50,7 +57,7 @@ def found(ranks: int, *, rate_bits: float, alpha0: float, alpha1: float) -> dict
             [nbytes, max(alpha1, loads(kind, nbytes, ranks)[1] * 8 * HEADERS / rate_bits + alpha0)]
             for nbytes in (SMALL, LARGE, LARGEST)
         ]
-    return {"nodes": ranks, "kinds": rows, "sum": 1e-10, "copy": 2e-10}
+    return MeasuredLinks(ranks, rows, sum=1e-10, copy=2e-10)
 
 
 @pytest.mark.parametrize("known", [2e8, None])
@@ -117,12 +124,12 @@ def _measured(rank: int) -> dict:
 
 def test_messages_are_measured_alike_on_all_ranks():
     mine, other = run_ranks(2, _measured)
-    assert mine["kinds"] == other["kinds"]
-    assert set(mine["kinds"]) == {"all_reduce", "gather", "scatter", "reduce"}
-    for rows in mine["kinds"].values():
+    assert mine.kinds == other.kinds
+    assert set(mine.kinds) == {"all_reduce", "gather", "scatter", "reduce"}
+    for rows in mine.kinds.values():
         assert [nbytes for nbytes, _ in rows] == [SMALL, LARGE, LARGEST]
         assert 0 < rows[0][1] < rows[2][1]
-    assert 0 < mine["copy"] < 1e-7
+    assert 0 < mine.copy < 1e-7
 
 
 def _vgg_profile() -> Profile:
