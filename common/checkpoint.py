@@ -29,6 +29,12 @@ from common.utils.hashing import digest
 from common.utils.typed_json import Count
 
 _REQUIRED = ("epoch", "model_state_dict", "optimizer_state_dict", "loss")
+_MOST_NUMBER = 1e30  # far from what overflows a 32-bit float
+_PLANNED = (  # entries of a scheduler's state that the plan and the flags fix
+    *("total_steps", "_schedule_phases", "_anneal_func_type", "cycle_momentum"),  # OneCycleLR
+    *("T_max", "eta_min", "start_factor", "end_factor", "total_iters"),
+    *("milestones", "_milestones", "gamma"),
+)
 _NAME = re.compile(r"Epoch_(\d+)(?:_Step_(\d+))?\.pt$")
 
 
@@ -204,15 +210,25 @@ def load_optimizer_state(optimizer: Optimizer, entries: Mapping[str, Any], *, na
         ) from error
 
 
-def load_plain_state(owner: Any, state: Mapping[str, Any], *, name: str) -> None:
-    """Load the state of a scheduler, a GradScaler or a strategy. UserError if it is another's."""
+def load_plain_state(
+    owner: Any, state: Mapping[str, Any], *, name: str, signed: bool = False
+) -> None:
+    """Load the state of a scheduler, a GradScaler or a strategy. UserError if it is another's.
+
+    signed : whether its numbers may be negative.
+    """
     try:
         own = owner.state_dict()
         differing = [
             key
-            for key in state
-            if (not fits(state[key], own[key]) if key in own else hasattr(type(owner), key))
+            for key, value in state.items()
+            if not fits({key: value}, own, signed=signed)
+            or (key not in own and hasattr(type(owner), key))
         ]
+        if not differing and state.get("last_epoch", 0) >= own.get(
+            "total_steps", math.inf
+        ):  # of a OneCycleLR
+            differing.append("last_epoch")
         if differing:
             raise ValueError(f"{differing[0]} is {str(state[differing[0]])[:40]}")
         owner.load_state_dict(state)
@@ -223,25 +239,32 @@ def load_plain_state(owner: Any, state: Mapping[str, Any], *, name: str) -> None
         ) from error
 
 
-def fits(value: Any, like: Any) -> bool:
+def fits(value: Any, like: Any, *, signed: bool = False) -> bool:
     """Whether a saved value can replace one of this program's: it has the type and the shape.
 
-    None and an empty list fit anything: what is set only during training.
+    None and an empty list may stand for what is set only during training, but no number is None or
+    so large that a step overflows; none is negative unless ``signed``. What the plan fixes is
+    equal.
     """
-    if value is None or like is None:
+    if like is None or (value is None and not isinstance(like, int | float)):
         return True
     if isinstance(like, Tensor):
         return isinstance(value, Tensor) and value.shape == like.shape
     if isinstance(like, list | tuple):
         same = isinstance(value, list | tuple) and len(like) in (0, len(value))
-        return same and all(map(fits, value, like))
+        return same and all(
+            fits(one, other, signed=signed) for one, other in zip(value, like, strict=False)
+        )
     if isinstance(like, Mapping):
         return isinstance(value, Mapping) and all(
-            fits(value[key], like[key]) for key in value.keys() & like
+            fits(value[key], like[key], signed=signed)
+            and (key not in _PLANNED or value[key] == like[key])
+            for key in value.keys() & like
         )
     if isinstance(like, bool | str):
         return isinstance(value, type(like))
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and (-_MOST_NUMBER if signed else 0) <= value <= _MOST_NUMBER
 
 
 def time_of_saving(path: Path) -> tuple[float, int]:

@@ -2,6 +2,9 @@
 
 Everyone who reaches the port can write to the store, so what is read here is bounded and checked.
 A stranger's message costs a line in rank 0's output; the rank that it wanted to be stays free.
+Rank 0 restores an invitation that was overwritten. A stranger who keeps deleting keys or taking
+arrivals from the queue can still keep the ranks from meeting, until their timeout; so can one who
+shows again what an earlier run with the same token wrote. Without a token, everyone can join.
 """
 
 import sys
@@ -88,7 +91,7 @@ class Admission:
 
     def __init__(self, store: dist.Store, launch: LaunchSpec, wait: Wait, own: Peer) -> None:
         self._store, self._launch, self._wait = store, launch, wait
-        self._nonce = new_nonce()
+        self._nonce, self._invitation = new_nonce(), ""
         self._peers = {0: own}
         self._arrivals: dict[int, Arrival] = {}
         self._refusals = 0
@@ -101,6 +104,7 @@ class Admission:
         Raises GroupError if ranks are missing at the end, or contradict each other.
         """
         while len(self._peers) < self._launch.size:
+            self._restore_invitation()
             if self._wait.left < 0:
                 self._end(self._missing_message(self._wait.seconds))
             # The store runs on this machine: polling it costs the network nothing.
@@ -119,8 +123,17 @@ class Admission:
         return placements[0]
 
     def _invite(self, joined: list[Peer]) -> None:
-        invitation = Invitation(self._nonce, bool(self._launch.token), joined)
-        self._store.set(INVITATION, encode(invitation).decode())
+        token = self._launch.token
+        invitation = Invitation(self._nonce, bool(token), joined).signed(token)
+        self._invitation = encode(invitation).decode()
+        self._store.set(INVITATION, self._invitation)
+
+    def _restore_invitation(self) -> None:
+        # Unlike get, compare_set does not wait for a key that was deleted: it sets it.
+        found = self._store.compare_set(INVITATION, "", self._invitation)
+        if found != self._invitation.encode():
+            self._store.set(INVITATION, self._invitation)
+            self._refuse("what somebody wrote over its invitation, and set this again")
 
     def _next(self) -> Arrival | None:
         """Return the next arrival that has the token; None if there is none now."""
@@ -142,6 +155,7 @@ class Admission:
             return None
         if arrival.nonce == self._nonce and arrival.proves(self._launch.token):
             return arrival
+        self._restore_invitation()  # before the sender reads it again
         self._store.set(ANSWER.format(arrival.sender), encode(Answer("", "0" * 64)).decode())
         if arrival.nonce == self._nonce:  # else it answers the invitation of earlier ranks
             peer = arrival.peer

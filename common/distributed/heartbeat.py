@@ -209,9 +209,10 @@ class Heartbeat:
         if seconds > SILENT_SECONDS:
             self._sightings.restart()
         if seconds > self._timeout_seconds:
+            where = self._sample().where  # the last beat may be older
             message = (
                 f"rank {self._rank} ({self._beat.address}), this one, stood still for "
-                f"{seconds:.1f} s at {self._beat.where}: it was stopped, or its machine swapped "
+                f"{seconds:.1f} s at {where}: it was stopped, or its machine swapped "
                 "or slept"
             )
             self._stood_still = (message, time.monotonic())

@@ -48,7 +48,7 @@ from common.utils.processes import in_thread
 from common.utils.typed_json import decode, encode
 
 T = TypeVar("T")
-_SHORTEST_WAIT_SECONDS = 0.05
+_SHORTEST_WAIT_SECONDS, _POLL_SECONDS = 0.05, 0.05
 _FETCH_SECONDS = 1.0  # for rank 0 to say who is missing
 _LAST_ANSWER_SECONDS = 2.0
 _FIRST_NOTICE_SECONDS, _NOTICE_SECONDS = 5.0, 15.0
@@ -111,7 +111,10 @@ def _ask_rank0(store: dist.Store, launch: LaunchSpec, wait: Wait, gpus: int) -> 
     peer = this_peer(gpus)
     while True:
         invitation = _invitation(store, launch, wait)
-        if invitation.joined and launch.opens_store:  # else it may be the one of earlier ranks
+        # Without the signature it is a stranger's, or the tokens differ: rank 0's answer shows it.
+        # A launcher's store may hold the one of earlier ranks.
+        proven = invitation.proves(launch.token)
+        if proven and invitation.joined and launch.opens_store:
             raise GroupError(_late(launch, invitation, peer))
         wait.whom = lambda: f"the other ranks; this one has joined {address_of(launch)}"
         sender = new_nonce()
@@ -119,6 +122,8 @@ def _ask_rank0(store: dist.Store, launch: LaunchSpec, wait: Wait, gpus: int) -> 
             invitation.nonce, sender, launch.rank, launch.size, peer, bool(launch.token)
         ).signed(launch.token)
         decision = _answer(store, launch, wait, arrival)
+        if decision is None:
+            raise _lost(launch) if proven else _impostor(launch, there=invitation.has_token)
         if decision.placement is not None:
             return decision.placement
         if decision.error:
@@ -130,13 +135,22 @@ def _ask_rank0(store: dist.Store, launch: LaunchSpec, wait: Wait, gpus: int) -> 
 
 
 def _invitation(store: dist.Store, launch: LaunchSpec, wait: Wait) -> Invitation:
-    if not _wait_for_key(store, INVITATION, wait.left):
-        raise _lost(launch)
-    return _read(store, INVITATION, Invitation, launch)
+    """Return the invitation. What a stranger writes in its place is ignored: rank 0 restores it."""
+    while _wait_for_key(store, INVITATION, wait.left):
+        try:
+            return _read(store, INVITATION, Invitation, launch)
+        except GroupError:
+            if wait.left < 0:
+                raise
+        time.sleep(_POLL_SECONDS)
+    raise _lost(launch)
 
 
-def _answer(store: dist.Store, launch: LaunchSpec, wait: Wait, arrival: Arrival) -> Decision:
-    """Queue the arrival and return what rank 0 decides; no decision if it is refused."""
+def _answer(store: dist.Store, launch: LaunchSpec, wait: Wait, arrival: Arrival) -> Decision | None:
+    """Queue the arrival and return what rank 0 decides; an empty decision if it is refused.
+
+    None if there is no answer in time.
+    """
     key = ANSWER.format(arrival.sender)
     store.queue_push(QUEUE, encode(arrival))
     if not _wait_for_key(store, key, wait.left):
@@ -144,15 +158,12 @@ def _answer(store: dist.Store, launch: LaunchSpec, wait: Wait, arrival: Arrival)
         late = arrival.waiting(wait.seconds).signed(launch.token)
         store.queue_push(QUEUE, encode(late))
         if not _wait_for_key(store, key, _FETCH_SECONDS):
-            raise _lost(launch)
+            return None
     answer = _read(store, key, Answer, launch)
     if not answer.content:
         return Decision()
     if not answer.proves(launch.token, arrival):
-        raise GroupError(
-            f"what answers at {address_of(launch)} is not rank 0 of this run: "
-            f"{explain_mismatch(here=bool(launch.token), there=True)}"
-        )
+        raise _impostor(launch, there=True)
     return _parse(answer.content.encode(), Decision, launch)
 
 
@@ -184,6 +195,13 @@ def _late(launch: LaunchSpec, invitation: Invitation, peer: Peer) -> str:
     if launch.size != size:
         return other_size(launch.rank, launch.size, size)
     return started_twice(launch.rank, invitation.joined[launch.rank], peer)
+
+
+def _impostor(launch: LaunchSpec, *, there: bool) -> GroupError:
+    return GroupError(
+        f"what answers at {address_of(launch)} is not rank 0 of this run: "
+        f"{explain_mismatch(here=bool(launch.token), there=there)}"
+    )
 
 
 def _lost(launch: LaunchSpec) -> GroupError:

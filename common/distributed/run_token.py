@@ -21,6 +21,7 @@ from common.utils.typed_json import Count, Rank, Ranks, Seconds, encode
 
 _Hex = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 _Signature = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+_UNSIGNED = "0" * 64
 _Host = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,253}$")]
 
 
@@ -39,11 +40,22 @@ class Invitation:
 
     nonce : signed by every arrival, so that none can be used for another run.
     has_token : whether rank 0 has a token. joined : all ranks by number, once the group is full.
+    signature : proves that somebody with the token wrote it.
     """
 
     nonce: _Hex
     has_token: bool
     joined: Annotated[list[Peer], Meta(max_length=65_536)]
+    signature: _Signature = _UNSIGNED
+
+    def signed(self, token: str) -> "Invitation":
+        """Return this invitation with the signature that the token gives it."""
+        unsigned = encode(replace(self, signature=_UNSIGNED))
+        return replace(self, signature=_sign(token, b"invitation", unsigned))
+
+    def proves(self, token: str) -> bool:
+        """Return whether rank 0, or an earlier one, has this token."""
+        return hmac.compare_digest(self.signature, self.signed(token).signature)
 
 
 @dataclass(frozen=True)
@@ -61,11 +73,11 @@ class Arrival:
     peer: Peer
     has_token: bool
     waited_seconds: Seconds = 0.0
-    signature: _Signature = "0" * 64
+    signature: _Signature = _UNSIGNED
 
     def signed(self, token: str) -> "Arrival":
         """Return this arrival with the signature that the token gives it."""
-        unsigned = encode(replace(self, signature="0" * 64))
+        unsigned = encode(replace(self, signature=_UNSIGNED))
         return replace(self, signature=_sign(token, b"arrival", unsigned))
 
     def waiting(self, seconds: float) -> "Arrival":

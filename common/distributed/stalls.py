@@ -19,6 +19,7 @@ SILENT_SECONDS = 3.0
 _SETTLE_SECONDS = 4.0  # after a rank was killed, its silence takes this long to show
 _REPORT_SECONDS = 1.5  # until all ranks whose collective broke have said how
 _NOTICED_SECONDS = 8.0  # at most this long before the others noticed, a rank was killed
+_APART_SECONDS = 1.5  # at most, the last beats of ranks that were killed together
 
 Place = Literal[
     "start",
@@ -94,10 +95,22 @@ def find_stall(ranks: Mapping[int, Seen], *, broken_seconds: float) -> str | Non
         for rank, seen in ranks.items()
         if seen.silent_seconds >= SILENT_SECONDS and not seen.beat.broken
     }
+    if any(
+        broken_seconds < seen.silent_seconds < SILENT_SECONDS and not seen.beat.broken
+        for seen in ranks.values()
+    ):
+        return None  # such a rank may have been killed, or its next beat may still come
     timed_out = any(beat.timed_out for beat in beats.values())
     # A rank that times out closes its connections: another may report that before it.
     if silent and (timed_out or broken_seconds >= _REPORT_SECONDS):
-        found = [_silence(rank, seconds, beats, broken_seconds) for rank, seconds in silent.items()]
+        # A stopped rank keeps its connections: the others then wait until the timeout, or until
+        # a rank that fell silent later is killed.
+        killed_since = (
+            0.0
+            if timed_out
+            else min(min(silent.values()) + _APART_SECONDS, broken_seconds + _NOTICED_SECONDS)
+        )
+        found = [_silence(rank, seconds, beats, killed_since) for rank, seconds in silent.items()]
         return _sentence(found, silent, beats)
     if timed_out:
         backward = {beat.where for beat in beats.values() if beat.broken and beat.place in _STEP}
@@ -117,14 +130,13 @@ def find_stall(ranks: Mapping[int, Seen], *, broken_seconds: float) -> str | Non
     return "" if not silent and broken_seconds >= _SETTLE_SECONDS else None
 
 
-def _silence(rank: int, seconds: float, beats: Mapping[int, Beat], broken_seconds: float) -> str:
+def _silence(rank: int, seconds: float, beats: Mapping[int, Beat], killed_since: float) -> str:
+    """Return what a silence of ``seconds`` says: the rank was killed, unless it is too long."""
     beat = beats[rank]
     step = max([beat.step, *(_least_step(other) for other in beats.values() if other.waits)])
     # Between two beats the rank may have come further than it said.
     since = beat.where if step == beat.step else f"step {step}"
-    # A stopped rank keeps its connections: the others then wait until the timeout.
-    timed_out = any(other.timed_out for other in beats.values())
-    if not timed_out and seconds < broken_seconds + _NOTICED_SECONDS:
+    if seconds < killed_since:
         return (
             f"{_name(rank, beat)} ended or was killed at {since} "
             f"(no sign of life for {seconds:.1f} s)"

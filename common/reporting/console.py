@@ -15,6 +15,7 @@ from torch import Tensor
 from common.errors import UserError, reason_of
 from common.training_engine import StepRecord
 from common.utils.progress import Clock, Counter, console, duration, progress_bar
+from common.utils.typed_json import calm
 
 
 def say(text: str) -> None:
@@ -23,7 +24,7 @@ def say(text: str) -> None:
     Raises UserError if the output goes to a file that cannot be written.
     """
     try:
-        console.print(text, markup=False)
+        console.print(calm(text), markup=False)  # it may quote a file
     except OSError as error:
         raise UserError(
             f"the output could not be written ({reason_of(error)}): make room where it goes, or "

@@ -161,7 +161,7 @@ def load_state(engine: "TrainingEngine", entries: Mapping[str, Any]) -> None:
     engine.resumed_epoch = _own_sums(entries.get("epoch_sums", []), engine.world)
     states = entries.get("sync_state_dicts") or []
     if engine.world.rank < len(states):
-        load_plain_state(engine.sync, states[engine.world.rank], name=name)
+        load_plain_state(engine.sync, states[engine.world.rank], name=name, signed=True)
 
 
 def _gather_sums(result: EpochResult, world: World) -> list[dict[str, float]]:

@@ -6,10 +6,12 @@ import pickle
 import subprocess
 import sys
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -23,11 +25,17 @@ from common.checkpoint import (
     save_checkpoint,
     time_of_saving,
 )
+from common.cli import _say
+from common.distributed.failures import FailureReport
 from common.errors import UserError
+from common.experiment.training_plan import TrainingPlan, refuse_other_training
+from common.reporting.console import say
 from common.training_engine.lr_schedules import build_schedule
 from common.utils.hashing import digest
 from tests.helpers.hostile import CASES, VALUES, altered, damaged, run_cases
 from tests.helpers.paths import ROOT
+
+ESCAPES = "\x1b[2J\x1b]0;owned\x07"
 
 
 def _model_and_optimizer(kind: type = SGD) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -360,6 +368,9 @@ def test_special_files(tmp_path: Path) -> None:
         (("state", 0), None),
         (("param_groups", 0, "lr"), "x"),
         (("param_groups", 0, "lr"), float("nan")),
+        (("param_groups", 0, "lr"), 1e300),  # torch: RuntimeError in the first step
+        (("param_groups", 0, "lr"), -0.1),
+        (("param_groups", 0, "lr"), None),
         (("param_groups", 0, "params"), [0]),
         (("param_groups", 0), 5),
         (("param_groups",), []),
@@ -387,8 +398,55 @@ def test_another_schedulers_state() -> None:
         {"last_epoch": "x"},
         {"base_lrs": [1, 2]},
         {"total_steps": None, 3: 1},
+        {"total_steps": None},
+        {"total_steps": 0},  # torch: ValueError in a later step
+        {"last_epoch": 10**6},
+        {"last_epoch": -1},
+        {"base_lrs": [1e300]},
+        {"_last_lr": [-0.1]},
     ):
         with pytest.raises(UserError, match="another OneCycleLR"):
             load_plain_state(scheduler, state, name="Epoch_1")
     optimizer.step()
     scheduler.step()
+
+
+@pytest.mark.parametrize("name", ["onecycle", "cosine", "step", "constant"])
+def test_the_same_schedulers_state_fits(name: str) -> None:
+    """Also where the schedule is built at the rate of the checkpoint's step, as when resuming."""
+    _, optimizer = _model_and_optimizer()
+    saved = build_schedule(optimizer, name, total_steps=9, warmup_steps=2)
+    for _ in range(9):
+        optimizer.step()
+        saved.step()
+    state = saved.state_dict()
+    load_plain_state(build_schedule(optimizer, name, total_steps=9, warmup_steps=2), state, name="")
+    other = build_schedule(optimizer, name, total_steps=9, warmup_steps=3)
+    with pytest.raises(UserError, match="holds the state of another"):
+        load_plain_state(other, state, name="")
+
+
+def test_what_a_checkpoint_says_reaches_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its plan, its state and its pickle may hold escapes, and so may another rank's message."""
+    plan = TrainingPlan("digits", 9, "tiny", "sgd", 3, 1, 1, 0, "step", 9, None, 3, "")
+    saved = asdict(plan) | {"model": ESCAPES}
+    _, optimizer = _model_and_optimizer()
+    scheduler = build_schedule(optimizer, "step", total_steps=9)
+    store = dist.HashStore()
+    store.set("message", f"rank 1 stopped: {ESCAPES}")
+    report = FailureReport(store, 0, 2, patience_seconds=0.0, other_sockets=())
+    broken = _zip({"x/data.pkl": f"cos\n{ESCAPES}\n)R.".encode()})
+    for refuse in (
+        lambda: refuse_other_training("x", {"plan": saved}, plan),
+        lambda: load_plain_state(scheduler, {"last_epoch": ESCAPES}, name="x"),
+        lambda: load_checkpoint(broken, name="x"),
+    ):
+        with pytest.raises(UserError, match="\x1b") as refused:
+            refuse()
+        _say(f"error: {refused.value}", 1)
+        say(f"warning: {refused.value}")
+    _say(report.fetch() or "", 1)
+    written = capsys.readouterr()
+    assert written.err.count("owned") == 4
+    assert written.out.count("owned") == 3
+    assert "\x1b" not in written.out + written.err

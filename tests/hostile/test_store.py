@@ -124,6 +124,35 @@ def test_a_rank_does_not_believe_a_store_that_lacks_its_token() -> None:
         assert "\x1b" not in str(refused.value)
 
 
+def test_a_stranger_cannot_replace_the_invitation(capsys: pytest.CaptureFixture[str]) -> None:
+    """Garbage and forgeries are ignored, rank 0 sets its own again, also where it was deleted."""
+    forged = Invitation(new_nonce(), True, [this_peer(0), this_peer(0)]).signed("guessed")
+    with ranks() as group:
+        store = group.store()
+        own = store.get(INVITATION)
+        for content in ("garbage", encode(forged).decode(), "[" * 100_000):
+            store.set(INVITATION, content)
+            wait_until(lambda: store.get(INVITATION) == own, "rank 0 sets its invitation again")
+        store.delete_key(INVITATION)
+        store.wait([INVITATION], timedelta(seconds=5))
+        store.set(INVITATION, encode(forged).decode())
+        group.finish()
+    assert capsys.readouterr().err.count("refused what somebody wrote over its invitation") == 4
+
+
+@pytest.mark.parametrize("content", ["garbage", "forged"])
+def test_a_rank_waits_for_an_invitation_with_its_token(content: str) -> None:
+    """A rank that meets a stranger's alone blames nobody, and ends at its timeout."""
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    forged = Invitation(new_nonce(), True, [this_peer(0), this_peer(0)]).signed("guessed")
+    store.set(INVITATION, content if content == "garbage" else encode(forged).decode())
+    began = time.monotonic()
+    with pytest.raises(GroupError, match=r"what answers at .* is not rank 0 of this"):
+        rendezvous(LaunchSpec(1, 2, "127.0.0.1", port, token=TOKEN), 0.5)
+    assert time.monotonic() - began >= 0.5
+
+
 class Bomb:
     """Pickled, it leaves a file where it is loaded."""
 
@@ -182,15 +211,15 @@ def test_altered_messages_are_refused_or_read(cases: int) -> None:
     contents = (
         (Arrival, good),
         (Answer, Answer.to(good, '{"error":"x"}', TOKEN)),
-        (Invitation, Invitation(new_nonce(), True, [this_peer(1)])),
+        (Invitation, Invitation(new_nonce(), True, [this_peer(1)]).signed(TOKEN)),
         (Decision, Decision(error="no")),
     )
     for schema, content in contents:
         plain = json.loads(encode(content))
 
-        def read(raw: bytes, schema: Any = schema) -> None:
+        def read(raw: bytes, schema: Any = schema, content: Any = content) -> None:
             found = decode(raw, schema, name="message")
-            if isinstance(found, Arrival) and found != good:
+            if isinstance(found, Arrival | Invitation) and found != content:
                 assert not found.proves(TOKEN)
 
         values = altered(plain).map(lambda value: json.dumps(value).encode())

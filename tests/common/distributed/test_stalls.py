@@ -1,7 +1,9 @@
 """Which rank ``find_stall`` names, from signs of life as the ranks of a broken group give them."""
 
 import pytest
+import torch.distributed as dist
 
+from common.distributed.heartbeat import Activity, Heartbeat
 from common.distributed.stalls import Beat, Place, Seen, find_stall
 
 
@@ -114,3 +116,33 @@ def test_of_many_silent_ranks_three_are_listed() -> None:
     assert found is not None
     assert found.count("has not moved") == 3
     assert "; and 2 more; rank 0 waits in all_reduce" in found
+
+
+def test_a_paused_rank_is_not_named_for_one_that_was_killed_later() -> None:
+    """The break shows only the killed rank; its silence shows after that of the paused one."""
+
+    def found(later: float) -> str | None:
+        ranks = {
+            0: broken(0, timed_out=False),
+            1: silent(1, seconds=4.1 + later),
+            2: silent(2, seconds=2.3 + later),
+        }
+        return find_stall(ranks, broken_seconds=1.6 + later)
+
+    assert found(0.0) is None
+    assert found(0.8) == (
+        "rank 1 (10.0.0.2) has not moved since step 117, 4.9 s ago; rank 2 (10.0.0.3) ended or was "
+        "killed at step 117 (no sign of life for 3.1 s); rank 0 waits in all_reduce of step 118"
+    )
+
+
+def test_a_rank_that_stood_still_says_where_it_is_now() -> None:
+    """Its last sign of life is older: here from before the first step."""
+    activity = Activity()
+    heartbeat = Heartbeat(
+        dist.HashStore(), 0, 2, activity=activity, address="10.0.0.1", timeout_seconds=0.0
+    )
+    activity.step, activity.place = 5, "forward"
+    heartbeat._pause()  # a second: longer than this timeout
+    assert heartbeat._stood_still is not None
+    assert " at step 5: it was stopped" in heartbeat._stood_still[0]
