@@ -28,8 +28,10 @@ _KINDS = {
 }
 
 
-def read_regular(path: Path, *, most_bytes: int | None = None) -> bytes:
-    """Return the content of a regular file.
+def read_regular(
+    path: Path, *, most_bytes: int | None = None, last_bytes: int | None = None
+) -> bytes:
+    """Return the content of a regular file, or its ``last_bytes``.
 
     Raises FileNotFoundError if it is missing, UserError if it is a FIFO, a device, a folder, larger
     than ``most_bytes``, or cannot be read.
@@ -45,7 +47,9 @@ def read_regular(path: Path, *, most_bytes: int | None = None) -> bytes:
                     f"{path} has {status.st_size:,} bytes, and at most {most_bytes:,} are read: "
                     "it is not the file that belongs here"
                 )
-            return file.read()
+            if last_bytes is not None:
+                file.seek(max(0, status.st_size - last_bytes))
+            return file.read(last_bytes)
     except FileNotFoundError:
         raise
     except OSError as error:

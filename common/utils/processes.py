@@ -87,8 +87,13 @@ def find_root_failure(
     culprit = next(causes, failed[0])
     how = f"ended with status {statuses[culprit]}"
     if statuses[culprit] < 0:
-        how = f"was killed by {signal.Signals(-statuses[culprit]).name}"
+        how = f"was killed by {_signal_name(-statuses[culprit])}"
     return culprit, f"{name} {culprit} {how}: {errors[culprit] or 'it printed nothing'}"
+
+
+def _signal_name(number: int) -> str:
+    """Return e.g. "SIGKILL"; real-time signals have no name, nor have the numbers in a bad file."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def last_error_line(output: str) -> str:

@@ -152,11 +152,20 @@ def planned_run(folder: Path, number: int) -> tuple[Run, dict[str, str]]:
     runs = planned_runs(folder, results)
     if not 0 <= number < len(runs):
         raise UserError(f"--run: got {number}, the plan in {folder} has runs 0 to {len(runs) - 1}")
-    run = runs[number]
-    for path in (run.path, output_file(run, 0).parent):
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise UserError(f"{path} leads out of {folder} through a link: remove the link")
-    return run, results["plan"]["code"]
+    return runs[number], results["plan"]["code"]
+
+
+def refuse_links(run: Run, rank: int) -> None:
+    """Raise UserError if what a rank of ``run`` writes or removes is reached through a link.
+
+    The plan may come from somebody else. The links on the way to its folder are the user's own.
+    """
+    folder = os.path.realpath(run.folder)
+    for path in (run.path, output_file(run, rank), failure_file(run, rank)):
+        if os.path.realpath(path) != os.path.join(folder, path.relative_to(run.folder)):
+            raise UserError(
+                f"{path} leads elsewhere through a link: remove the link, or make a new plan"
+            )
 
 
 def name_of(run: Run) -> str:

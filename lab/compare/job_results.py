@@ -7,6 +7,7 @@ moment, even during runs; nothing else writes ``results.json``. The runs themsel
 
 import contextlib
 import fcntl
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,10 +133,14 @@ def describe_plan(folder: Path, results: dict[str, Any]) -> list[str]:
 
 def why_failed(run: Run) -> str | None:
     """Return which rank failed first and its error message; None if no rank noted a failure."""
-    notes = sorted(run.logs.glob("rank*.failed.json"), key=lambda path: path.stat().st_mtime_ns)
+    notes = {
+        int(name[1]): path
+        for path in run.logs.glob("rank*.failed.json")
+        if (name := re.fullmatch(r"rank(\d+)\.failed\.json", path.name)) and path.is_file()
+    }
     statuses = {
-        int(path.name.removeprefix("rank").split(".")[0]): read_run_file(path, FailureNote).status
-        for path in notes
+        rank: read_run_file(path, FailureNote).status
+        for rank, path in sorted(notes.items(), key=lambda note: note[1].stat().st_mtime_ns)
     }
     logs = {rank: output_file(run, rank) for rank in statuses}
     return describe_failure(statuses, logs) if statuses else None

@@ -31,6 +31,7 @@ from lab.compare.job_plan import (
     outcome_of,
     output_file,
     planned_run,
+    refuse_links,
 )
 from lab.compare.job_results import FailureNote, try_lock, why_failed
 from lab.compare.outcomes import describe_times
@@ -53,8 +54,9 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
     run, code = planned_run(folder, number)
     if launch.rank >= run.nodes:
         return 0
+    refuse_links(run, launch.rank)
     with _claimed(output_file(run, launch.rank)) as log:
-        failure_file(run, launch.rank).unlink(missing_ok=True)
+        regular_target(failure_file(run, launch.rank)).unlink(missing_ok=True)
         if outcome_of(run) is not None:
             return _succeed(launch, f"{name_of(run)} is already done; nothing to do")
         log.truncate(0)

@@ -18,6 +18,7 @@ from common.reporting.run_files import (
     StepLine,
     Summary,
 )
+from common.utils.atomic_files import read_regular
 from common.utils.processes import find_root_failure
 from common.utils.typed_json import Facts, calm, check_facts, convert, read_json, read_lines
 from lab.compare.cells import Run
@@ -26,6 +27,7 @@ T = TypeVar("T")
 
 MACHINE_FACTS = ("cpu", "gpus", "torch", "usable_cores")
 """The facts of ``environment.json`` that must agree for times to be comparable."""
+_MOST_LOG_BYTES = 2**20
 _NOT_REACHED = {"seconds_to_accuracy": None, "steps_to_accuracy": None}
 
 
@@ -130,16 +132,19 @@ def describe_failure(statuses: Mapping[int, int], logs: Mapping[int, Path]) -> s
     """Return which rank failed first and its error message.
 
     statuses : of the failed ranks, in the order in which they ended. logs : the file of each rank's
-    output.
+    output, of which the last 1 MiB is searched. Raises UserError if it is no regular file.
     """
-    texts = {
-        rank: logs[rank].read_text(encoding="utf-8", errors="replace")
-        if logs[rank].exists()
-        else ""
-        for rank in statuses
-    }
+    texts = {rank: _end_of(logs[rank]) for rank in statuses}
     culprit, message = find_root_failure(list(statuses), statuses, texts, name="rank")
     return f"{message} (its output: {logs[culprit]})"
+
+
+def _end_of(log: Path) -> str:
+    """Return the end of a log; empty if it is missing."""
+    try:
+        return read_regular(log, last_bytes=_MOST_LOG_BYTES).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def ranks_share_cores(

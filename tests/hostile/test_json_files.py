@@ -377,22 +377,6 @@ def test_a_plan_may_have_flags_of_the_training(tmp_path):
     assert planned_run(folder, 0)[0].settings == settings
 
 
-@pytest.mark.parametrize("name", ["runs", "logs", "runs/PartOne-none", "logs/none-n1-1"])
-def test_a_plan_leads_through_no_link_out_of_its_folder(name, tmp_path, capsys):
-    settings = Settings(nodes=(1, 2), sync=("ring",))
-    folder, _ = open_comparison(settings, reports=tmp_path / "plans", code={"torch": "2"})
-    mine = tmp_path / "mine"
-    (mine / "n1-1").mkdir(parents=True)
-    for file in ("rank0.txt", "n1-1/weights.pt"):
-        (mine / file).write_text("mine")
-    link = folder / name
-    link.parent.mkdir(exist_ok=True)
-    link.symlink_to(mine)
-    with untouched(tmp_path):
-        assert main(["run-cell", str(folder), "--run", "0"]) == 2
-    assert "through a link: remove the link" in capsys.readouterr().err
-
-
 # --- a folder that somebody sent ---
 
 SCRIPT = "</script><script>alert(1)</script><img src=x onerror=\"alert('2')\">"
