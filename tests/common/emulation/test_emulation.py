@@ -443,7 +443,8 @@ def test_a_run_shows_no_loss_and_says_that_it_is_emulated(
     )
     assert json.loads((folder / "profile.json").read_text()) == json.loads(profile_file.read_text())
     reported = collect([folder], scaling="strong")
-    assert (reported["emulated"], reported["settings"]["compute"]) == (True, "test of 2026-11-23T12:00:00")
+    assert reported["emulated"]
+    assert reported["settings"]["compute"] == "test of 2026-11-23T12:00:00"
     assert not (folder / "checkpoints").exists()
     assert not (folder / "report.txt").exists()
 
