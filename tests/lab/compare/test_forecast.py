@@ -37,7 +37,7 @@ def slow_profile() -> Profile:
         Layer(str(place), SectionTime(0.1, 0.01), SectionTime(place + 1.0, 0.0), own)
         for place, own in enumerate(names)
     )
-    return Profile("slow", "m", "cpu", 1, "now", "vgg11", (32, 32), layers, 0.5)
+    return Profile("slow", "m", "cpu", 1, "2026-11-23T12:00:00", "vgg11", (32, 32), layers, 0.5)
 
 
 def test_gradients_are_ready_when_their_layers_backward_has_ended():
@@ -144,7 +144,9 @@ def _vgg_profile() -> Profile:
         for name, layer in model.named_modules()
         if not list(layer.children())
     )
-    return Profile("even", "a machine", "cpu", 1, "now", "vgg11", (32, 32), layers, 5e-3)
+    return Profile(
+        "even", "a machine", "cpu", 1, "2026-11-23T12:00:00", "vgg11", (32, 32), layers, 5e-3
+    )
 
 
 @pytest.mark.slow
