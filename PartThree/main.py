@@ -8,8 +8,9 @@ or on every machine, with its own --rank (0, 1, 2, 3):
 
 What changes from Part Two: DistributedDataParallel averages the gradients in buckets while
 ``backward`` still computes the others (common/sync/ddp.py); on GPUs over NCCL, with automatic
-mixed precision. Two more strategies send less, through torch's own hooks: --sync ddp_fp16 and
---sync ddp_powersgd.
+mixed precision, if each rank has its own GPU (rank 0 says why, if not). Two more strategies send
+less, through torch's own hooks: --sync ddp_fp16 and --sync ddp_powersgd. They change the gradients,
+which fp16's loss scaling does not allow, so mixed precision is bf16 there.
 """
 
 import sys

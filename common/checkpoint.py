@@ -20,7 +20,7 @@ import msgspec
 import torch
 from msgspec import Meta
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from common.errors import UserError, first_line, reason_of
 from common.tensor_archive import read_archive, read_plain_values
@@ -180,19 +180,27 @@ def load_model_state(model: nn.Module, entries: Mapping[str, Any], *, name: str)
     model.load_state_dict(state)
 
 
+_KERNELS = {"fused", "foreach", "capturable"}
+"""Settings of an optimiser that depend on the device, not on the training."""
+
+
 def load_optimizer_state(optimizer: Optimizer, entries: Mapping[str, Any], *, name: str) -> None:
     """Load a checkpoint's optimizer state. UserError if it belongs to another optimizer or model.
 
     torch checks the number of parameters only, and would fail in the first step.
     """
     state, own = entries["optimizer_state_dict"], optimizer.state_dict()
+    kernels = [
+        {key: group[key] for key in _KERNELS & group.keys()} for group in own["param_groups"]
+    ]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = {"momentum_buffer"}
     if isinstance(optimizer, AdamW):
         names = {"step", "exp_avg", "exp_avg_sq"}
     try:
         for saved, group in zip(state["param_groups"], own["param_groups"], strict=True):
-            differing = [key for key in saved.keys() & group if not fits(saved[key], group[key])]
+            keys = (saved.keys() & group) - _KERNELS
+            differing = [key for key in keys if not fits(saved[key], group[key])]
             if differing:
                 raise ValueError(f"{differing[0]} is {saved[differing[0]]!r}")
         for index, entry in state["state"].items():
@@ -202,12 +210,40 @@ def load_optimizer_state(optimizer: Optimizer, entries: Mapping[str, Any], *, na
                 value is None or fits(value, like[key]) for key, value in entry.items()
             ):
                 raise ValueError(f"the state of parameter {index} has other names or shapes")
-        optimizer.load_state_dict(state)
+        groups = [
+            saved | own_kernels
+            for saved, own_kernels in zip(state["param_groups"], kernels, strict=True)
+        ]
+        optimizer.load_state_dict({**state, "param_groups": groups})
+        _adopt_strides(optimizer)
+        fill_fused_momentum(optimizer)
     except Exception as error:  # plain values of any type can raise anything
         raise UserError(
             f"checkpoint {name} holds another optimizer's state ({first_line(error)[:100]}): give "
             "the --opt and --model that it was trained with"
         ) from error
+
+
+def _adopt_strides(optimizer: Optimizer) -> None:
+    """Give the state the strides of its parameters: fused kernels refuse others."""
+    for parameter, entry in optimizer.state.items():
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                entry[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def fill_fused_momentum(optimizer: Optimizer) -> None:
+    """Give a fused SGD its momentum, zeros where it has none yet.
+
+    A first step that fp16 skips would otherwise leave uninitialised memory as momentum.
+    """
+    if not isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["fused"] and group["momentum"] else ():
+            entry = optimizer.state[parameter]
+            if entry.get("momentum_buffer") is None:
+                entry["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def load_plain_state(

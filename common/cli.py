@@ -30,7 +30,7 @@ from common.distributed.launch_env import (
     processes_to_start,
     resolve_launch,
 )
-from common.distributed.local_launcher import launch_local_ranks
+from common.distributed.spawn import launch_local_ranks
 from common.errors import INTERRUPTED, TO_BE_CONTINUED, GroupError, Stopped, UserError
 from common.sync import BUILT_IN, BY_HAND
 from common.utils.environment import read_settings

@@ -69,6 +69,7 @@ def generate_eval_report(
     checkpoint_path: str | Path,
     *,
     class_names: Sequence[str] | None = None,
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Append the report to the file ``report_path`` and return its numbers.
 
@@ -80,6 +81,7 @@ def generate_eval_report(
     ground_truth, prediction : class numbers, of shape (n,).
     test_loss : mean over samples.
     class_names : by class number; without them the report shows the class numbers that occur.
+    notes : lines about how the model was trained and evaluated.
 
     Returns ``checkpoint``, ``test_loss``, ``accuracy``, ``samples``, ``classification_report`` (by
     class), ``confusion_matrix`` (rows: true class, columns: predicted) and ``class_names``. Raises
@@ -112,8 +114,9 @@ def generate_eval_report(
         "confusion_matrix": matrix.tolist(),
         "class_names": names,
     }
+    head = "\n".join([f"Checkpoint: {checkpoint_path}", *notes])
     text = (
-        f"Checkpoint: {checkpoint_path}\nTest loss (mean over samples): {test_loss:.4f}\n"
+        f"{head}\nTest loss (mean over samples): {test_loss:.4f}\n"
         f"Test accuracy: {result['accuracy']:.4f} ({int((truth == predicted).sum())} of "
         f"{len(truth)})\n\n{classification_report(truth, predicted, digits=4, **arguments)}\n"
         "Confusion matrix (rows: true class, columns: predicted "

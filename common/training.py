@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from common.checkpoint import load_model_state, load_optimizer_state
+from common.checkpoint import fill_fused_momentum, load_model_state, load_optimizer_state
 from common.distributed.collectives import broadcast_checkpoint, check_same_on_all_ranks
 from common.distributed.process_group import current_world
 from common.errors import UserError
@@ -70,6 +70,8 @@ def prepare_model_for_training(
     """
     model = model.to(device).to(memory_format=torch.channels_last)
     trained = [p for p in model.parameters() if p.requires_grad]
+    # On a GPU one kernel for all parameters: a GradScaler need not ask the GPU for overflow.
+    fused = torch.device(device).type == "cuda" or None
     if opt == "sgd":
         optimizer: Optimizer = SGD(
             trained,
@@ -77,9 +79,11 @@ def prepare_model_for_training(
             momentum=momentum,
             weight_decay=weight_decay,
             nesterov=nesterov and momentum > 0,
+            fused=fused,
         )
+        fill_fused_momentum(optimizer)
     else:
-        optimizer = AdamW(trained, lr=learning_rate, weight_decay=weight_decay)
+        optimizer = AdamW(trained, lr=learning_rate, weight_decay=weight_decay, fused=fused)
     if continue_flag:
         name = str(continue_checkpoint_path)
         entries = checkpoint or broadcast_checkpoint(current_world(device), name)

@@ -13,6 +13,7 @@ from common.config.parser import FlagParser
 from common.errors import INTERRUPTED, GroupError, UserError
 from common.utils.environment import read_settings
 from common.utils.typed_json import calm
+from lab.audit.cli import add_flags as add_audit
 from lab.calibrate.cli import add_flags as add_calibrate
 from lab.cluster.cli import add_flags as add_cluster
 from lab.compare.cli import add_compare, add_report, add_run_cell
@@ -37,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.typed = shlex.join(["lab", *given])
         if flags and not args.passes_flags:
             raise UserError(
-                f"-- {' '.join(flags)}: this command takes nothing after --. lab compare, lab "
-                "launch, lab cluster run and lab cluster shell do"
+                f"-- {' '.join(flags)}: this command takes nothing after --. lab audit, lab "
+                "compare, lab launch, lab cluster run and lab cluster shell do"
             )
         return args.run(args)
     except (UserError, GroupError) as error:
@@ -53,15 +54,16 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands and their flags."""
     parser = FlagParser(
         prog="lab",
-        description="Compare training strategies, report on runs, measure this machine, predict "
-        "step times, emulate clusters, and find out why a run failed. lab COMMAND --help shows "
-        "the flags of a command.",
+        description="Audit training scripts, compare training strategies, report on runs, measure "
+        "this machine, predict step times, emulate clusters, and find out why a run failed. lab "
+        "COMMAND --help shows the flags of a command.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(
         required=True, title="commands", metavar="COMMAND", parser_class=FlagParser
     )
     for add in (
+        add_audit,
         add_compare,
         add_report,
         add_calibrate,

@@ -64,7 +64,7 @@ SECTION_LABELS = {
     "wire": "sync: on the wire",
     "sync": "sync (wait and wire not recorded apart)",
     "update": "update",
-    "rest": "not attributed",
+    "rest": "outside the sections",
 }
 
 

@@ -28,7 +28,8 @@ NETWORKS = ", ".join(name for name in MODELS if name not in ("tiny", "wide"))  #
 DATASETS = "cifar10, cifar100, digits, folder"
 RECIPES = ", ".join(sorted(path.stem for path in (ROOT / "recipes").glob("*.toml")))
 COMMANDS = (
-    "compare, report, calibrate, predict, cluster, launch, collect, run-cell, doctor, explain"
+    "audit, compare, report, calibrate, predict, cluster, launch, collect, run-cell, "
+    "doctor, explain"
 )
 TOGETHER = (
     "give --master-ip, --num-nodes and --rank together, for example --master-ip 10.0.0.1 "
@@ -193,7 +194,7 @@ USAGES = ENVIRONMENTS | {  # command: (status, what follows "error: ")
     "PartOne --measure-only --resume auto": (
         2,
         "--measure-only evaluates and saves nothing: leave it out, or leave out --validate, "
-        "--target-accuracy, --resume, --checkpoint and --checkpoint-every",
+        "--target-accuracy, --resume, --checkpoint, --checkpoint-every and --save-every-epochs",
     ),
     f"PartTwo {MEETING}": (2, f"--master-ip, --num-nodes given without --rank: {TOGETHER}"),
     "PartTwo --rank 0": (2, f"--rank given without --master-ip and --num-nodes: {TOGETHER}"),
@@ -241,8 +242,8 @@ USAGES = ENVIRONMENTS | {  # command: (status, what follows "error: ")
     "lab report": (2, "missing: RUN (lab report --help lists the flags)"),
     "lab report nowhere -- --epochs 2": (
         2,
-        "-- --epochs 2: this command takes nothing after --. lab compare, lab launch, lab cluster "
-        "run and lab cluster shell do",
+        "-- --epochs 2: this command takes nothing after --. lab audit, lab compare, lab launch, "
+        "lab cluster run and lab cluster shell do",
     ),
     "lab explain nowhere.txt": (
         2,

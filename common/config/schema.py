@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from common.data import DATASETS
+from common.data import DATASETS, FLIPS
 from common.distributed.launch_env import LaunchFlags
 from common.errors import UserError
 from common.models import MODELS
@@ -239,6 +239,23 @@ class Config:
         "whose mean and standard deviation normalise the pixels",
         choices=("dataset", "imagenet"),
     )
+    flip: str = option(
+        "random",
+        DATA,
+        "which training images are mirrored: 'random' takes a random half in each epoch; "
+        "'alternating' a random half in the first epoch, then always the other half; digits never "
+        "are",
+        choices=FLIPS,
+    )
+    cutout: int = option(
+        0,
+        DATA,
+        "side in pixels of a square at a random place of each training image that gets the mean "
+        "colour; 0: no square",
+        type=int,
+        minimum=0,
+        maximum=32,
+    )
 
     model: str = option("vgg11", TRAINING, "network to train", choices=tuple(MODELS))
     batch_size: int | None = option(
@@ -298,11 +315,12 @@ class Config:
         "--use-amp",
         type=bool,
     )
-    amp_dtype: str = option(
-        "fp16",
+    amp_dtype: str | None = option(
+        None,
         TRAINING,
         "number format of mixed precision: fp16 scales the loss (GradScaler); bf16 "
-        "needs no scaling and also works on a CPU",
+        "needs no scaling (default: fp16; bf16 on a CPU and for strategies that change the "
+        "gradient)",
         choices=("fp16", "bf16"),
     )
     ema: bool = option(
@@ -383,6 +401,13 @@ class Config:
     )
     patience: int = option(
         2, TRAINING, "for --target-accuracy: number of epochs in a row", type=int, minimum=1
+    )
+    tta: str = option(
+        "none",
+        TRAINING,
+        "test-time augmentation: 'flip' evaluates the mean of the logits of each image and its "
+        "mirror image, in every evaluation",
+        choices=("none", "flip"),
     )
     pretrained_weights: str | None = option(
         None,
@@ -518,7 +543,14 @@ class Config:
     checkpoint_every: int | None = option(
         None,
         RUN,
-        "also save a checkpoint every this many steps (default: after each epoch only)",
+        "also save a checkpoint every this many steps (default: at the end of epochs only)",
+        type=int,
+        minimum=1,
+    )
+    save_every_epochs: int = option(
+        1,
+        RUN,
+        "save a checkpoint after every this many epochs, and after the last one",
         type=int,
         minimum=1,
     )
@@ -574,6 +606,19 @@ class Config:
         False,
         RUN,
         "train and measure times only: no checkpoint, no evaluation, no report",
+        type=bool,
+    )
+    capture: str = option(
+        "auto",
+        RUN,
+        "on a GPU: 'auto' replays the step as a CUDA graph where that is possible (no other rank, "
+        "one micro-batch, sgd, no --timeline, no --profile); its sections are then not timed",
+        choices=("auto", "off"),
+    )
+    compile: bool = option(
+        False,
+        RUN,
+        "compile the model with torch.compile; training time does not include compile time",
         type=bool,
     )
     log_wandb: bool = option(
@@ -709,6 +754,7 @@ def _check(name: str, value: Any, rules: Mapping[str, Any]) -> None:
 def _check_together(config: Config) -> None:
     """Raise UserError if settings contradict each other."""
     saves = config.validates or config.resume or config.checkpoint or config.checkpoint_every
+    saves = saves or config.save_every_epochs > 1
     unlearned = f"--compute {config.compute}" if config.emulated else "--measure-only"
     last_epoch = math.inf if config.max_steps is not None else config.epochs
     num_nodes = config.num_nodes or math.inf
@@ -720,12 +766,14 @@ def _check_together(config: Config) -> None:
         (
             config.only_times and saves,
             f"{unlearned} evaluates and saves nothing: leave it out, or leave out --validate, "
-            "--target-accuracy, --resume, --checkpoint and --checkpoint-every",
+            "--target-accuracy, --resume, --checkpoint, --checkpoint-every and "
+            "--save-every-epochs",
         ),
         (
-            config.emulated and (config.ema or config.amp or config.backend == "nccl"),
+            config.emulated
+            and (config.ema or config.amp or config.compile or config.backend == "nccl"),
             f"--compute {config.compute} emulates fp32 layers and the optimiser's step, and sends "
-            "over Gloo: leave it out, or leave out --ema, --amp and --backend nccl",
+            "over Gloo: leave it out, or leave out --ema, --amp, --compile and --backend nccl",
         ),
         (
             config.warmup_steps is not None and config.warmup_epochs is not None,

@@ -12,6 +12,9 @@ DATASETS = {
     "folder": "common.data.folder:load_folder",
 }
 
+FLIPS = ("random", "alternating", "none")
+"""Which training images are mirrored in an epoch; ``augmentation.draw`` describes them."""
+
 
 def load_dataset(name: str, data_dir: Path, *, mirror: str | None = None) -> Any:
     """Return the ``Dataset`` of that name; download CIFAR to ``data_dir`` if it is missing.

@@ -1,8 +1,11 @@
-"""Crop with padding 4, horizontal flip and normalisation, as tensor code for a whole batch.
+"""Crop with padding 4, horizontal flip, normalisation and cutout: tensor code for a whole batch.
 
 For the same offsets the result equals that of torchvision's ``RandomCrop(32, padding=4)``,
 ``RandomHorizontalFlip``, ``ToTensor`` and ``Normalize``, applied to one image at a time. A sample's
 augmentation depends only on (seed, epoch, sample), so not on the number of ranks.
+
+What an epoch draws is copied to the device once, for all samples. Augmenting a batch then reads
+nothing back, so a GPU never waits for the host.
 """
 
 from dataclasses import dataclass
@@ -10,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.data.sharding import AUGMENTATION_STREAM, stream_seed
+from common.data import FLIPS
+from common.data.sharding import AUGMENTATION_STREAM, CUTOUT_STREAM, FLIP_STREAM, stream_seed
 
 PADDING = 4
 
@@ -24,15 +28,37 @@ class Draws:
     flip: Tensor
 
 
+def _generator(seed: int, stream: int, *place: int) -> torch.Generator:
+    return torch.Generator().manual_seed(stream_seed(seed, stream, *place))
+
+
 def draw(
-    samples: int, *, seed: int, epoch: int, flip: bool, device: torch.device | str = "cpu"
+    samples: int, *, seed: int, epoch: int, flip: str, device: torch.device | str = "cpu"
 ) -> Draws:
-    """Draw offsets (uniform) and flips (one half, or none if not ``flip``) of all samples."""
+    """Draw the offsets (uniform) and the flips of all samples for an epoch, counted from 1.
+
+    Parameters
+    ----------
+    flip : "random": each epoch mirrors another random half. "alternating" (Jordan, 2024,
+        arXiv:2404.00498): the first epoch mirrors a random half, and each later epoch exactly those
+        that the epoch before did not, so two epochs show every image both ways. "none": no flips.
+
+    Raises ValueError if ``flip`` is none of these.
+    """
+    if flip not in FLIPS:
+        raise ValueError(f"flip: got {flip!r}, choose {', '.join(FLIPS)}")
     # For the whole set at once, not for this rank's share: sample i gets draw i on any rank.
-    generator = torch.Generator().manual_seed(stream_seed(seed, AUGMENTATION_STREAM, epoch))
+    generator = _generator(seed, AUGMENTATION_STREAM, epoch)
     offsets = torch.randint(0, 2 * PADDING + 1, (2, samples), generator=generator)
-    flips = torch.rand(samples, generator=generator) < 0.5
-    return Draws(offsets[0].to(device), offsets[1].to(device), (flips & flip).to(device))
+    if flip == "none":
+        flips = torch.zeros(samples, dtype=torch.bool)
+    elif flip == "random":
+        flips = torch.rand(samples, generator=generator) < 0.5
+    else:
+        # Computed from the first epoch's flips, not from the last one's: a resumed run has none.
+        first = torch.rand(samples, generator=_generator(seed, FLIP_STREAM)) < 0.5
+        flips = first if epoch % 2 else ~first
+    return Draws(offsets[0].to(device), offsets[1].to(device), flips.to(device))
 
 
 class Normaliser:
@@ -83,12 +109,58 @@ class RandomCropFlip:
             (n, 2 * PADDING + 1, 2 * PADDING + 1, self._height, self._width * channels),
             (height * width * channels, width * channels, channels, width * channels, 1),
         )
+        columns = torch.arange(self._width * channels).view(self._width, channels)
+        # (2, w * 3): where each byte of a row comes from, unflipped and flipped.
+        self._sources = torch.stack([columns.flatten(), columns.flip(0).flatten()]).to(
+            images.device
+        )
 
     def __call__(self, ids: Tensor, draws: Draws) -> Tensor:
         """Return the crops of the samples ``ids``, flipped if drawn: uint8, (batch, h, w, 3)."""
         # One indexing operation cuts the whole batch: (batch, h, w * 3).
         crops = self._windows[ids, draws.top[ids], draws.left[ids]]
-        crops = crops.view(len(ids), self._height, self._width, 3)
-        mirrored = draws.flip[ids].nonzero().squeeze(1)  # positions in the batch
-        crops[mirrored] = crops[mirrored].flip(2)
-        return crops
+        # Every row is gathered, flipped or not: choosing the flipped images by their positions
+        # would make the host wait until the GPU has counted them.
+        sources = self._sources[draws.flip[ids].long()].unsqueeze(1).expand_as(crops)
+        return crops.gather(2, sources).view(len(ids), self._height, self._width, 3)
+
+
+def draw_centres(
+    samples: int,
+    *,
+    height: int,
+    width: int,
+    seed: int,
+    epoch: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Draw row and column of the centre of each sample's cutout: uniform, int64, (2, samples)."""
+    generator = _generator(seed, CUTOUT_STREAM, epoch)
+    axes = [torch.randint(0, side, (samples,), generator=generator) for side in (height, width)]
+    return torch.stack(axes).to(device)
+
+
+def cut_out(images: Tensor, centres: Tensor, *, size: int) -> None:
+    """Set a square of each image to zero, in place (DeVries and Taylor, 2017, arXiv:1708.04552).
+
+    The images are normalised, so zero is the mean colour. The parts of a square that lie outside
+    its image are lost.
+
+    Parameters
+    ----------
+    images : float tensor of shape (batch, 3, h, w).
+    centres : rows and columns, of shape (2, batch).
+    size : side of the square in pixels.
+    """
+    rows, columns = (
+        _within(torch.arange(side, device=images.device), middle, size)
+        for side, middle in zip(images.shape[2:], centres, strict=True)
+    )
+    # (batch, 1, h, w), the same for all channels
+    images.masked_fill_((rows[:, :, None] & columns[:, None, :]).unsqueeze(1), 0)
+
+
+def _within(places: Tensor, middle: Tensor, size: int) -> Tensor:
+    """Return which places each square covers along an axis: bool, (batch, places)."""
+    first = middle[:, None] - size // 2
+    return (places >= first) & (places < first + size)

@@ -26,7 +26,7 @@ from common.errors import UserError
 # BatchNorm needs two values a channel in training, and after VGG's last pooling a sample has one.
 _MIN_SAMPLES_PER_MICRO_BATCH = 2
 
-_ORDER_STREAM, AUGMENTATION_STREAM, STEP_STREAM = 1, 2, 3
+_ORDER_STREAM, AUGMENTATION_STREAM, STEP_STREAM, FLIP_STREAM, CUTOUT_STREAM = 1, 2, 3, 4, 5
 
 
 def stream_seed(seed: int, stream: int, *place: int) -> int:
@@ -131,8 +131,12 @@ class GlobalBatchSampler:
         return len(self.global_batch_sizes) * len(self.micro_batches)
 
     def __iter__(self) -> Iterator[Tensor]:
+        return self.batches()
+
+    def batches(self, device: torch.device | str = "cpu") -> Iterator[Tensor]:
+        """Yield the same ids on ``device``. They are copied there once, before the first."""
         # Every rank computes the whole order, so the ranks agree on it without a message.
-        order = epoch_order(self.samples, seed=self.seed, epoch=self.epoch)
+        order = epoch_order(self.samples, seed=self.seed, epoch=self.epoch).to(device)
         start, self._start = self._start, 0
         for begin, end in list(pairwise(self._bounds))[start:]:
             for micro_batch in self.micro_batches:

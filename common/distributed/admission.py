@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 import torch.distributed as dist
 from msgspec import Meta
 
+from common.distributed.gpus import JobGPUs, compare_gpus
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.rank0_store import Wait, address_of, strangers
 from common.distributed.run_token import (
@@ -27,7 +28,7 @@ from common.distributed.run_token import (
     new_nonce,
 )
 from common.errors import GroupError, UserError
-from common.utils.typed_json import decode, encode
+from common.utils.typed_json import Rank, Ranks, decode, encode
 
 INVITATION, QUEUE, ANSWER = "invitation", "arrivals", "answer/{}"  # keys in the store
 
@@ -42,14 +43,11 @@ _Line = Annotated[str, Meta(max_length=10_000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """A rank is ``local_rank`` of ``local_size`` on its machine.
+    """A rank is ``local_rank`` of ``local_size`` on its machine; ``gpus`` are those of the job."""
 
-    ``gpus_suffice``: every rank of the job has its own GPU.
-    """
-
-    local_rank: int
-    local_size: int
-    gpus_suffice: bool
+    local_rank: Rank
+    local_size: Ranks
+    gpus: JobGPUs
 
 
 @dataclass(frozen=True)
@@ -61,12 +59,19 @@ class Decision:
 
 
 def place_ranks(peers: Sequence[Peer]) -> list[RankPlacement]:
-    """Return every rank's placement; local ranks follow the order of the ranks on each host."""
+    """Return every rank's placement.
+
+    Without a launcher, local ranks follow the order of the ranks on each host.
+    """
     hosts = [peer.host for peer in peers]
-    gpus_suffice = all(peer.gpus >= hosts.count(peer.host) for peer in peers)
+    local_ranks = [
+        hosts[:rank].count(peer.host) if peer.local_rank is None else peer.local_rank
+        for rank, peer in enumerate(peers)
+    ]
+    gpus = compare_gpus(peers, local_ranks)
     return [
-        RankPlacement(hosts[:rank].count(host), hosts.count(host), gpus_suffice)
-        for rank, host in enumerate(hosts)
+        RankPlacement(local_rank, hosts.count(host), gpus)
+        for local_rank, host in zip(local_ranks, hosts, strict=True)
     ]
 
 

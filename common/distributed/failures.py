@@ -1,15 +1,20 @@
-"""Why a collective broke: from torch's error, and from the failed rank's message in the store."""
+"""Why a collective broke: from torch's error, and from the failed rank's message in the store.
+
+``FailureReport`` sends that message. Under NCCL ``CollectiveGuard`` notices what broke.
+"""
 
 import contextlib
 import os
 import re
 import socket
 import stat
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from common.errors import first_line
@@ -19,10 +24,11 @@ from common.utils.system import open_descriptors
 T = TypeVar("T")
 _ANSWER_SECONDS = 3.0
 _POLL_SECONDS = 0.05
+_LOOK_SECONDS, _GRACE_SECONDS = 1.0, 2.0
 _MESSAGE, _FETCHED = "message", "fetched"  # keys in the store
 _LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|connect failure|remote "
-    r"process exited|"
+    r"process exited|communicator was aborted|"
     r"socket|peer",
     re.IGNORECASE,
 )
@@ -52,11 +58,73 @@ def explain_collective_failure(error: BaseException) -> str | None:
     """Return a message for the user if ``error`` is a collective that lost a rank, else None."""
     if (collective := broken_collective(error)) is None:
         return None
+    return f"{explain_lost_rank(collective)} (torch: {cause_of(error)})"
+
+
+def explain_lost_rank(collective: str) -> str:
+    """Return a message for the user if nobody knows which rank ``collective`` lost."""
     return (
         f"{collective} broke: another rank has ended, or did not answer in time. Its output shows "
-        "why; if it shows nothing, its process was killed or its node was lost. (torch: "
-        f"{first_line(error)})"
+        "why; if it shows nothing, its process was killed or its node was lost."
     )
+
+
+def cause_of(error: BaseException) -> str:
+    """Return the first line of an error; of NCCL's, the line under "Last error:", if any.
+
+    NCCL's first line has only the kind of the error and a line of torch's source.
+    """
+    below = str(error).partition("\nLast error:\n")[2].partition("\n")[0].strip()
+    return below or first_line(error)
+
+
+def nccl_failure() -> bool | None:
+    """Return True if NCCL's watchdog saw a timeout, False if another error, None if none."""
+    group = dist.distributed_c10d._get_default_group()
+    error = group._get_backend(torch.device("cuda")).get_error().name
+    return None if error == "SUCCESS" else error == "TIMEOUT"
+
+
+class CollectiveGuard:
+    """Ends this rank after the group broke, if the thread that trains cannot notice.
+
+    NCCL's collectives return before they are done. If a rank is lost, the thread that trains waits
+    for its GPU for ever, and no exception reaches it. So a thread asks the watchdog instead, and
+    whether another rank has published why it stopped. From ``start`` to ``close``.
+
+    Parameters
+    ----------
+    failure : as ``nccl_failure``.
+    report : of this rank.
+    end : called with ``timed_out``, to say what happened and end the process.
+    """
+
+    def __init__(
+        self,
+        failure: Callable[[], bool | None],
+        report: "FailureReport",
+        end: Callable[[bool], object],
+    ) -> None:
+        self._failure, self._report, self._end = failure, report, end
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="collective guard", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread: the group is about to close, or the thread that trains has noticed."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(_LOOK_SECONDS):
+            timed_out = self._failure()
+            if timed_out is None and self._report.fetch() is None:
+                continue
+            if not self._closed.wait(_GRACE_SECONDS):  # the training thread's own message is better
+                self._end(bool(timed_out))
+            return
 
 
 class FailureReport:
@@ -87,7 +155,7 @@ class FailureReport:
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that ``error`` ends this one, unless another has published first."""
         self._published = True
-        reason, name = first_line(error), type(error).__name__
+        reason, name = cause_of(error), type(error).__name__
         if not isinstance(error, ValueError | RuntimeError) and reason != name:
             reason = f"{name}: {reason}"
         message = f"rank {self._rank} stopped: {reason}"
@@ -98,7 +166,7 @@ class FailureReport:
         message = self._ask(
             lambda store: store.get(_MESSAGE).decode() if store.check([_MESSAGE]) else None
         )
-        self._published = message is not None
+        self._published |= message is not None
         return message
 
     def close(self) -> None:

@@ -5,10 +5,13 @@
 
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,16 +19,24 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from common.distributed.admission import RankPlacement
 from common.distributed.failures import (
+    CollectiveGuard,
     FailureReport,
     broken_collective,
+    cause_of,
+    explain_lost_rank,
+    nccl_failure,
     open_sockets,
     timed_out,
 )
+from common.distributed.gpus import choose_backend, gpu_of
 from common.distributed.heartbeat import Activity, Heartbeat
 from common.distributed.launch_env import LaunchSpec, launch_from_environment
 from common.distributed.rendezvous import check_in, rendezvous
 from common.errors import GroupError, Stopped, UserError, first_line
 from common.utils.network import interface_of, route_to
+from common.utils.typed_json import calm
+
+_ASYNCHRONOUS = ("nccl",)  # these backends' collectives return before they are done
 
 
 @dataclass(frozen=True)
@@ -53,13 +64,16 @@ def current_world(device: torch.device | str | None = None) -> World:
     """Return the World of the open group, for callers without one, e.g. in a notebook.
 
     Without a group it is a World of one. Any code may have opened the group, so local rank and
-    local size are unknown. ``device`` None means the GPU under NCCL, else the CPU.
+    local size are unknown. ``device`` None means the current GPU under NCCL, else the CPU.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return World(device=torch.device(device or "cpu"))
     backend = dist.get_backend()
-    device = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
-    return World(dist.get_rank(), dist.get_world_size(), device=device, backend=backend)
+    if device is None:
+        device = f"cuda:{torch.cuda.current_device()}" if backend == "nccl" else "cpu"
+    return World(
+        dist.get_rank(), dist.get_world_size(), device=torch.device(device), backend=backend
+    )
 
 
 @contextmanager
@@ -70,10 +84,14 @@ def process_group(
 
     Without a master's address there is no group, and the World has one rank.
     Raises GroupError with another rank's message if a collective breaks because that rank failed.
+    Under NCCL no exception reaches a thread that waits for the GPU: the process then ends with that
+    message and status 1.
     """
     if launch.master_ip is None:
         yield World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return
+    if launch.opens_store:  # so there is a guard, which names the lost rank, unlike the watchdog
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     before = open_sockets()
     world, store = open_group(launch, backend=backend, timeout_seconds=timeout_seconds)
     report = FailureReport(
@@ -87,8 +105,13 @@ def process_group(
         address=_own_address(launch.master_ip),
         timeout_seconds=timeout_seconds,
     )
+
+    end = partial(_end, world.rank, report, heartbeat)
+    guard, closes = CollectiveGuard(nccl_failure, report, end), True
     try:
         heartbeat.start()
+        if store is not None and world.backend in _ASYNCHRONOUS:
+            guard.start()
         yield world
         world.activity.enter("end of the run")
         dist.barrier()  # rank 0 keeps the store alive until all ranks have finished
@@ -96,21 +119,43 @@ def process_group(
         dist.barrier()
         raise
     except Exception as error:
+        guard.close()
+        closes = world.backend not in _ASYNCHRONOUS  # it would wait for the lost rank
         collective = broken_collective(error)
         # A GroupError is this project's own, though its words may resemble a broken collective's.
         if collective is None or isinstance(error, GroupError):
             report.publish(error)
-        elif message := report.fetch():
-            raise GroupError(
-                f"{message}. ({collective} broke here: another rank has ended)"
-            ) from error
-        elif stall := heartbeat.explain(collective, timed_out=timed_out(error)):
-            raise GroupError(f"{stall}. ({collective} broke here)") from error
+        elif message := _explain(report, heartbeat, collective, timed_out=timed_out(error)):
+            raise GroupError(message) from error
         raise
     finally:
+        guard.close()
         heartbeat.close()
-        dist.destroy_process_group()
+        if closes:
+            dist.destroy_process_group()
         report.close()
+
+
+def _explain(
+    report: FailureReport, heartbeat: Heartbeat, collective: str, *, timed_out: bool
+) -> str | None:
+    """Return why ``collective`` broke; None if nobody knows."""
+    if message := report.fetch():
+        return f"{message}. ({collective} broke here: another rank has ended)"
+    if stall := heartbeat.explain(collective, timed_out=timed_out):
+        return f"{stall}. ({collective} broke here)"
+    return None
+
+
+def _end(rank: int, report: FailureReport, heartbeat: Heartbeat, timed_out: bool) -> NoReturn:
+    """Say why a collective broke and end this process, from another thread than the main one."""
+    found = _explain(report, heartbeat, "a collective", timed_out=timed_out)
+    message = calm(f"error (rank {rank}): {found or explain_lost_rank('a collective')}")
+    print(message, file=sys.stderr, flush=True)
+    heartbeat.close()
+    report.close()
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def _own_address(master_ip: str) -> str:
@@ -138,10 +183,12 @@ def open_group(
         store = dist.PrefixStore("group", rendezvous_store)
     else:
         store, placement = _meet_under_torchrun(launch, timeout_seconds)
-    backend = _choose_backend(backend, placement)
+    backend, reason = choose_backend(backend, placement.gpus, launch.size)
+    if reason and launch.rank == 0:
+        print(reason, file=sys.stderr, flush=True)
     device = torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", placement.local_rank)
+        device = gpu_of(placement.local_rank)
         torch.cuda.set_device(device)
     try:
         dist.init_process_group(
@@ -155,7 +202,7 @@ def open_group(
     except RuntimeError as error:
         raise GroupError(
             f"the ranks met at {launch.master_ip}:{launch.master_port}, but {backend} could not "
-            f"connect them: {first_line(error)}. If the nodes have several networks, set "
+            f"connect them: {cause_of(error)}. If the nodes have several networks, set "
             "GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) to the interface that joins them"
         ) from error
     world = World(
@@ -172,7 +219,6 @@ def _meet_under_torchrun(
     The store is torchrun's own, or one that torch opens on rank 0's node.
     """
     assert launch.master_ip is not None
-    assert launch.local_rank is not None
     assert launch.local_size is not None
     host = f"[{launch.master_ip}]" if ":" in launch.master_ip else launch.master_ip
     address, timeout = f"{host}:{launch.master_port}", timedelta(seconds=timeout_seconds)
@@ -184,12 +230,11 @@ def _meet_under_torchrun(
             f"torchrun started the ranks to meet at {address}, but rank {launch.rank} found no "
             f"store there: {first_line(error)}"
         ) from error
-    check_in(dist.PrefixStore("rendezvous", store), launch, timeout_seconds)
+    placement = check_in(dist.PrefixStore("rendezvous", store), launch, timeout_seconds)
     store.set_timeout(timeout)
-    gpus_suffice = torch.cuda.device_count() >= launch.local_size
-    return dist.PrefixStore("default_pg", store), RankPlacement(
-        launch.local_rank, launch.local_size, gpus_suffice
-    )
+    # One machine may have several agents, each with its own local ranks.
+    placement = replace(placement, local_size=launch.local_size)
+    return dist.PrefixStore("default_pg", store), placement
 
 
 def _choose_interface(master_ip: str) -> None:
@@ -201,16 +246,6 @@ def _choose_interface(master_ip: str) -> None:
         if name := interface_of(route_to(master_ip)):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-
-
-def _choose_backend(wanted: str | None, placement: RankPlacement) -> str:
-    if wanted == "nccl" and not placement.gpus_suffice:
-        raise UserError(
-            f"--backend nccl needs a GPU for each rank, but this machine has "
-            f"{torch.cuda.device_count()} for {placement.local_size}: give --backend gloo, or "
-            "start fewer ranks"
-        )
-    return wanted or ("nccl" if placement.gpus_suffice and dist.is_nccl_available() else "gloo")
 
 
 def set_debug() -> None:
@@ -252,8 +287,7 @@ def cleanup_distributed() -> None:
 def own_device(device: torch.device | str, local_rank: int, *, distributed: bool) -> torch.device:
     """Return ``device``; in a group, "cuda" without a number means the GPU of ``local_rank``."""
     device = torch.device(device)
-    shared = distributed and device == torch.device("cuda")
-    return torch.device("cuda", local_rank) if shared else device
+    return gpu_of(local_rank) if distributed and device == torch.device("cuda") else device
 
 
 def check_open(world_size: int, backend: str | None) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from common.distributed.admission import (
@@ -32,6 +31,7 @@ from common.distributed.admission import (
     other_size,
     started_twice,
 )
+from common.distributed.gpus import visible_gpus
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.rank0_store import Wait, address_of, connect, lost_rank0, serve
 from common.distributed.run_token import (
@@ -97,18 +97,17 @@ def _within(timeout_seconds: float, launch: LaunchSpec, join: Callable[[Wait], T
 
 
 def _join(store: dist.Store, launch: LaunchSpec, wait: Wait) -> RankPlacement:
-    gpus = torch.cuda.device_count()
+    peer = this_peer(visible_gpus(), launch.local_rank)
     try:
         if launch.rank == 0:
-            return Admission(store, launch, wait, this_peer(gpus)).admit_all()
-        return _ask_rank0(store, launch, wait, gpus)
+            return Admission(store, launch, wait, peer).admit_all()
+        return _ask_rank0(store, launch, wait, peer)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise lost_rank0(launch, first_line(error)) from error
 
 
-def _ask_rank0(store: dist.Store, launch: LaunchSpec, wait: Wait, gpus: int) -> RankPlacement:
+def _ask_rank0(store: dist.Store, launch: LaunchSpec, wait: Wait, peer: Peer) -> RankPlacement:
     """Any other rank: ask to join, wait for rank 0's answer, and after the timeout give up."""
-    peer = this_peer(gpus)
     while True:
         invitation = _invitation(store, launch, wait)
         # Without the signature it is a stranger's, or the tokens differ: rank 0's answer shows it.

@@ -11,27 +11,41 @@ import os
 import re
 import secrets
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 from msgspec import Meta
 
-from common.utils.environment import RUN_TOKEN
+from common.utils.environment import RUN_TOKEN, setting
 from common.utils.typed_json import Count, Rank, Ranks, Seconds, encode
 
 _Hex = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 _Signature = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 _UNSIGNED = "0" * 64
 _Host = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,253}$")]
+_NCCLHost = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{0,253}$")]
+_GPU = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,60}$")]
+
+MOST_GPUS = 32
+"""A rank reports no more; an arrival must fit into the 4096 bytes that rank 0 reads."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """What each rank reports when it joins: host name, process id, number of GPUs on its node."""
+    """What each rank reports about itself when it joins.
+
+    host : its host's name. pid : its process id.
+    gpus : names of the GPUs that it sees, in CUDA's order; the same GPU has one name everywhere.
+    local_rank : from its launcher; None: rank 0 counts the ranks on each host.
+    nccl_host : NCCL_HOSTID, by which NCCL tells machines apart; "" if it is not set.
+    """
 
     host: _Host
     pid: Count
-    gpus: Count
+    gpus: Annotated[list[_GPU], Meta(max_length=MOST_GPUS)]
+    local_rank: Rank | None = None
+    nccl_host: _NCCLHost = ""
 
 
 @dataclass(frozen=True)
@@ -113,10 +127,19 @@ def new_nonce() -> str:
     return secrets.token_hex(16)
 
 
-def this_peer(gpus: int) -> Peer:
+def this_peer(gpus: Sequence[str] = (), local_rank: int | None = None) -> Peer:
     """Return what this process reports about itself."""
-    host = re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())[:253]
-    return Peer(host or "unknown", os.getpid(), gpus)
+    nccl_host = _plain(setting("NCCL_HOSTID") or "")
+    return Peer(host_name(), os.getpid(), list(gpus), local_rank, nccl_host)
+
+
+def host_name() -> str:
+    """Return this host's name, without characters that no host name has."""
+    return _plain(socket.gethostname()) or "unknown"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:253]
 
 
 def explain_mismatch(*, here: bool, there: bool) -> str:

@@ -14,6 +14,7 @@ from common.experiment.setup import (
     build_checkpoint_manager,
     build_engine,
     build_network,
+    build_test_loader,
     build_validator,
     choose_threads_and_algorithms,
     load_compute_profile,
@@ -81,7 +82,8 @@ def _run(config: "Config", launch: "LaunchSpec", locks: ExitStack) -> None:
         engine = build_engine(setup, model)
 
         progress = build_progress(setup)
-        validator = build_validator(setup, progress)
+        test_loader = build_test_loader(setup, progress)
+        validator = build_validator(setup, test_loader)
         with (
             open_logger(setup, progress) as logger,
             open_profiler(setup) as profiler,
@@ -111,7 +113,11 @@ def _run(config: "Config", launch: "LaunchSpec", locks: ExitStack) -> None:
             )
 
         gather_measurements(setup, engine, logger.own_steps)
-        predictions = [] if config.only_times else predict_test_set(engine, dataset, progress)
+        predictions = (
+            []
+            if config.only_times
+            else predict_test_set(engine, test_loader, flip=config.tta == "flip")
+        )
         digests = gather_objects(world, digest(unwrap(model).state_dict()), schema=str)
     if world.is_rank0:  # the group is closed: no rank waits while rank 0 draws
         newest = checkpoints.newest or (checkpoint.path if checkpoint else None)

@@ -20,28 +20,31 @@ from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import World
 from common.emulation.compute_profile import Profile, load_profile
 from common.emulation.emulated_model import Emulation
+from common.errors import UserError
 from common.experiment.resume import Job, ResumePoint
 from common.experiment.training_plan import TrainingPlan
-from common.experiment.validation import CountedLoader, evaluation_loader
+from common.experiment.validation import CountedLoader
 from common.models import PRETRAINED, build_model
+from common.profiling import determinism
 from common.profiling.comm_trace import Timeline
 from common.reporting.console import Progress, say
 from common.reporting.run_folder import RunFolder
 from common.reporting.run_logger import RunLogger
-from common.sync import build_sync_from
+from common.sync import build_sync_from, is_exact
 from common.training import prepare_model_for_training
 from common.training_engine import (
     EarlyStop,
     TrainingEngine,
     Validator,
-    determinism,
 )
-from common.training_engine.amp import choose_amp
-from common.training_engine.checkpoint_manager import CheckpointManager
+from common.training_engine.amp import choose_amp, precision_name
+from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
 from common.training_engine.lr_schedules import build_schedule
 from common.utils.environment import environment
 from common.utils.hashing import digest
 from common.utils.system import usable_cores
+
+_PRETRAINED_BATCH_SIZE = 500  # in evaluation
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Setup:
             config.amp_dtype,
             default=config.part == "PartThree",
             device=self.world.device,
+            exact=self.world.backend is None or is_exact(config.sync),
         )
 
     @property
@@ -132,6 +136,7 @@ def load_run_dataset(config: Config, world: World) -> tuple[Dataset, str]:
 
     def load() -> Dataset:
         dataset = load_dataset(config.dataset, config.data_folder, mirror=config.mirror)
+        _refuse_mirror_images(config, dataset)
         return dataset if config.normalise == "dataset" else dataset.normalised_as_imagenet()
 
     world.activity.enter("dataset")
@@ -146,6 +151,19 @@ def load_run_dataset(config: Config, world: World) -> tuple[Dataset, str]:
     }
     check_same_on_all_ranks(world, facts, what="their dataset")
     return dataset, contents
+
+
+def _refuse_mirror_images(config: Config, dataset: Dataset) -> None:
+    """Raise UserError if settings ask for mirror images that the dataset does not allow."""
+    asked = (
+        ("--flip alternating", config.flip == "alternating"),
+        ("--tta flip", config.tta == "flip"),
+    )
+    flags = " and ".join(flag for flag, given in asked if given)
+    if flags and not dataset.flip:
+        raise UserError(
+            f"{flags}: a mirrored image of {dataset.name} may belong to no class. Leave {flags} out"
+        )
 
 
 def load_compute_profile(config: Config, world: World, dataset: Dataset) -> Profile | None:
@@ -166,7 +184,11 @@ def load_compute_profile(config: Config, world: World, dataset: Dataset) -> Prof
 def write_settings(setup: Setup) -> None:
     """Write the settings, the plan and the environment to the run's folder, on rank 0."""
     if setup.world.is_rank0:
-        group = {"world_size": setup.world.size, "backend": setup.world.backend}
+        group = {
+            "world_size": setup.world.size,
+            "backend": setup.world.backend,
+            "precision": precision_name(setup.amp[0]),
+        }
         settings = setup.config.as_json() | group | asdict(setup.plan)
         setup.folder.write_json("config.json", settings)
         setup.folder.write_json("environment.json", environment())
@@ -247,8 +269,12 @@ def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
         ema_decay=config.ema_decay,
         clip_norm=config.clip_norm,
         sync_batchnorm=config.sync_batchnorm and setup.plan.shards == world.size,
+        capture=config.capture == "auto" and not config.profile,
+        compile_model=config.compile,
         world=world,
     )
+    if config.compile and world.is_rank0:
+        say("compiling the model, which may take minutes; then the training begins")
     if setup.profile is not None:
         classes = len(setup.dataset.class_names)
         engine.emulation = Emulation(model, setup.profile, rank=world.rank, classes=classes)
@@ -258,15 +284,22 @@ def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
     return engine
 
 
-def build_validator(setup: Setup, progress: Progress) -> Validator:
+def build_test_loader(setup: Setup, progress: Progress) -> CountedLoader:
+    """Return this rank's share of the test set."""
+    # A pretrained model enlarges its images to 49 times as many pixels: large batches may not fit.
+    size = _PRETRAINED_BATCH_SIZE if setup.config.model in PRETRAINED else None
+    return CountedLoader(setup.dataset, setup.world, progress, batch_size=size)
+
+
+def build_validator(setup: Setup, loader: CountedLoader) -> Validator:
     """Return the callback that validates each epoch and stops at --target-accuracy."""
-    config, world = setup.config, setup.world
-    loader = CountedLoader(evaluation_loader(setup.dataset, world), progress, world)
+    config = setup.config
     return Validator(
         loader if config.validates else None,
         nn.CrossEntropyLoss(),
         EarlyStop(config.target_accuracy, config.patience),
         setup.entries.get("progress"),
+        flip=config.tta == "flip",
     )
 
 
@@ -280,8 +313,11 @@ def build_checkpoint_manager(
     config = setup.config
     return CheckpointManager(
         setup.folder.checkpoints,
-        every=config.checkpoint_every,
-        keep=config.keep_checkpoints,
+        policy=SavePolicy(
+            every_steps=config.checkpoint_every,
+            every_epochs=config.save_every_epochs,
+            keep=config.keep_checkpoints,
+        ),
         writes=setup.job.writes,
         copy_to=config.checkpoint,
         before=logger.sync,

@@ -89,7 +89,10 @@ def make_plan(
         steps_per_epoch=steps,
         dataset_sha256=dataset_sha256,
     )
-    return TrainLoader(dataset, sampler, device=world.device), plan
+    loader = TrainLoader(
+        dataset, sampler, flip=config.flip, cutout=config.cutout, device=world.device
+    )
+    return loader, plan
 
 
 def refuse_other_training(path: str, entries: Mapping[str, Any], plan: TrainingPlan) -> None:

@@ -13,49 +13,58 @@ from common.reporting.console import Progress, say
 from common.training_engine import Predictions, TrainingEngine, predict
 
 
-def evaluation_loader(dataset: Dataset, world: World) -> EvaluationLoader:
-    """Return this rank's share of the test set."""
-    return EvaluationLoader(
-        dataset.test,
-        mean=dataset.mean,
-        std=dataset.std,
-        rank=world.rank,
-        world_size=world.size,
-        device=world.device,
-    )
-
-
 class CountedLoader:
-    """An evaluation loader that shows on rank 0 how many of its images are done."""
+    """This rank's share of the test set, which shows on rank 0 how many of its images are done.
 
-    def __init__(self, loader: EvaluationLoader, progress: Progress, world: World) -> None:
-        self._loader, self._progress = loader, progress
+    ids : the share's samples. images : number of samples of all ranks.
+    """
+
+    def __init__(
+        self, dataset: Dataset, world: World, progress: Progress, *, batch_size: int | None = None
+    ) -> None:
+        self._loader = EvaluationLoader(
+            dataset.test,
+            mean=dataset.mean,
+            std=dataset.std,
+            batch_size=batch_size,
+            rank=world.rank,
+            world_size=world.size,
+            device=world.device,
+        )
+        self.ids, self.images = self._loader.ids, len(dataset.test)
+        self._progress = progress
         self._title = "evaluation" + (" on rank 0" if world.size > 1 else "")
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self._progress.counted(self._loader, title=self._title, images=len(self._loader.ids))
+        return self._progress.counted(self._loader, title=self._title, images=len(self.ids))
 
 
 def predict_test_set(
-    engine: TrainingEngine, dataset: Dataset, progress: Progress
+    engine: TrainingEngine, loader: CountedLoader, *, flip: bool = False
 ) -> list[Predictions]:
     """Return the predictions for the whole test set, in order, on every rank. Collective.
 
-    The first entry uses the weights, the second their moving average, if there is one.
+    The first entry uses the weights, the second their moving average, if there is one. ``flip`` is
+    as for ``predict``.
     """
-    loader = evaluation_loader(dataset, engine.world)
     if engine.world.is_rank0:
         ranks = f" on {engine.world.size} ranks" if engine.world.size > 1 else ""
-        say(f"evaluating {len(dataset.test):,} test images{ranks}")
-    shown = CountedLoader(loader, progress, engine.world)
-    return [_predict_all(model, loader, shown, engine) for model in engine.evaluated_models]
+        say(f"evaluating {loader.images:,} test images{ranks}")
+    return [_predict_all(model, loader, engine, flip=flip) for model in engine.evaluated_models]
 
 
 def _predict_all(
-    model: nn.Module, loader: EvaluationLoader, shown: CountedLoader, engine: TrainingEngine
+    model: nn.Module, loader: CountedLoader, engine: TrainingEngine, *, flip: bool
 ) -> Predictions:
     engine.world.activity.enter("evaluation")
-    own = predict(model, engine.device, nn.CrossEntropyLoss(), shown, amp_dtype=engine.amp_dtype)
+    own = predict(
+        model,
+        engine.device,
+        nn.CrossEntropyLoss(),
+        loader,
+        amp_dtype=engine.amp_dtype,
+        flip=flip,
+    )
     # (3, samples of this rank) int64
     columns = (loader.ids, torch.from_numpy(own.labels), torch.from_numpy(own.predicted))
     loss_sum = torch.tensor(own.loss_sum, dtype=torch.float64)

@@ -7,10 +7,11 @@ torch's dispatcher, where ``MessageRecorder`` sees it. Recording slows a step sl
 last steps of a run are recorded, and their times are left out of the medians.
 """
 
-import math
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from common.profiling.device_clock import Moment, now
+from common.profiling.step_timer import RawSpans, StepTimer
 from common.sync.message_cost import sent_bytes
 
 _KINDS = {
@@ -32,6 +35,7 @@ _KINDS = {
     "c10d::send": "send",
     "c10d::recv_": "recv",
 }
+_POINT_TO_POINT = ("send", "recv")
 _OWN_PART = {"all_gather": 1, "gather": 1}  # the argument with this rank's own part; else the first
 
 
@@ -42,8 +46,8 @@ class Message:
     kind: str
     nbytes: int
     sent_bytes: float
-    begin: float
-    end: float = math.nan
+    begin: Moment
+    end: Moment = None  # until it has ended
 
 
 class MessageRecorder(TorchDispatchMode):
@@ -51,56 +55,75 @@ class MessageRecorder(TorchDispatchMode):
 
     A collective ends when its future does. A point-to-point message ends when the strategy has
     waited for it and computes again.
+
+    Parameters
+    ----------
+    gpu_clock : returns a moment of the GPU's current stream, if calls only queue their work there
+        (NCCL); None: the messages' times are those of ``time.perf_counter`` (Gloo).
+
+    Under NCCL a call and its future return before the message is sent. But the future's callback
+    runs on a stream that waits for the message, so a moment of that stream is the message's end.
+    NCCL merges the calls of a ``batch_isend_irecv`` and returns no work for them. They end when the
+    step computes again, or when the next batch starts: a batch has at most one send and one
+    receive, so a second message of the same kind belongs to the next batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gpu_clock: Callable[[], Moment] | None = None) -> None:
         super().__init__()
+        self._now, self._queues = gpu_clock or time.perf_counter, gpu_clock is not None
         self.messages: list[Message] = []
-        self._open: list[tuple[Message, Any]] = []  # point-to-point messages that have not ended
+        self._open: list[tuple[Message, Any]] = []  # messages without a future; work may be None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Run the call; record it if it is one of torch.distributed."""
-        now = time.perf_counter()
-        self._close_completed(now)
-        result = func(*args, **(kwargs or {}))
         kind = _KINDS.get(func._schema.name)
+        if self._open:
+            self._close_completed(kind)
+        began = self._now() if kind is not None else None
+        result = func(*args, **(kwargs or {}))
         if kind is not None:
-            self._record(kind, args, result, now)
+            self._record(Message(kind, *_bytes(kind, args), began), _work(result))
         return result
 
-    def _record(self, kind: str, args: tuple, result: Any, began: float) -> None:
-        message = Message(kind, *_bytes(kind, args), began)
+    def _record(self, message: Message, work: Any) -> None:
         self.messages.append(message)
-        work = torch._C._distributed_c10d.Work.unbox(
-            result[-1] if isinstance(result, tuple | list) else result
-        )
-        if kind in ("send", "recv"):
+        # Gloo's works have no future if they are point-to-point.
+        if work is None or (message.kind in _POINT_TO_POINT and not self._queues):
             self._open.append((message, work))
         else:
             work.get_future().add_done_callback(
-                lambda _future: setattr(message, "end", time.perf_counter())
+                lambda _future: setattr(message, "end", self._now())
             )
 
-    def _close_completed(self, now: float) -> None:
+    def _close_completed(self, next_kind: str | None) -> None:
+        """End the open messages that have ended before the next call; None: it computes."""
+        moment, kinds = self._now(), [message.kind for message, _ in self._open]
+        same_batch = next_kind in _POINT_TO_POINT and next_kind not in kinds
         for message, work in self._open:
-            if work.is_completed():
-                message.end = now
-        self._open = [entry for entry in self._open if math.isnan(entry[0].end)]
+            if work.is_completed() if work is not None else not same_batch:
+                message.end = moment
+        self._open = [entry for entry in self._open if entry[0].end is None]
 
     def finish(self) -> None:
         """End the messages still open: the step is over."""
         for message in self.messages:
-            if math.isnan(message.end):
-                message.end = time.perf_counter()
+            if message.end is None:
+                message.end = self._now()
+
+
+def _work(result: Any) -> Any:
+    """Return the work that a call has returned; None for one that NCCL joins with others."""
+    boxed = result[-1] if isinstance(result, tuple | list) else result
+    return None if boxed is None else torch._C._distributed_c10d.Work.unbox(boxed)
 
 
 def _bytes(kind: str, args: tuple) -> tuple[int, float]:
     """Return the bytes of this rank's tensors and the payload bytes that it sends."""
     leaves = tree_leaves(args[_OWN_PART.get(kind, 0)])
     size = sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
-    if kind in ("send", "recv"):
+    if kind in _POINT_TO_POINT:
         return size, float(size) if kind == "send" else 0.0
     root = next((a for a in args if isinstance(a, int) and not isinstance(a, bool)), 0)
     return size, float(
@@ -118,14 +141,26 @@ class Timeline:
 
     def around(self, step: int) -> AbstractContextManager:
         """Return the context of a whole step: a recorder, if the step is to be recorded."""
-        self._recorder = MessageRecorder() if step in self else None
+        self._recorder = None
+        if step in self:
+            queues = dist.is_initialized() and dist.get_backend() == dist.Backend.NCCL
+            self._recorder = MessageRecorder(partial(now, torch.device("cuda")) if queues else None)
         return self._recorder or nullcontext()
 
-    def took(self, step: int, spans: dict[str, list[tuple[float, float]]]) -> None:
-        """Keep the step's messages, and when its sections began and ended."""
-        if self._recorder is not None:
-            self._recorder.finish()
-            self._steps[step] = (self._recorder.messages, spans)
+    def took(self, step: int, timer: StepTimer, times: RawSpans) -> None:
+        """Keep a recorded step's messages and sections; ``times`` is what ``timer.take`` returned.
+
+        Waits for the GPU, if the step is recorded.
+        """
+        if self._recorder is None:
+            return
+        self._recorder.finish()
+        for message in self._recorder.messages:
+            message.begin, message.end = (
+                moment if isinstance(moment, float) else timer.host_seconds(moment)
+                for moment in (message.begin, message.end)
+            )
+        self._steps[step] = (self._recorder.messages, timer.spans(times))
 
     @property
     def sent_bytes_a_step(self) -> float:

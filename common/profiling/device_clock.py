@@ -16,7 +16,7 @@ def now(device: torch.device) -> Moment:
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))  # the current device may be another one
     return event
 
 

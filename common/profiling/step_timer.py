@@ -4,6 +4,9 @@
 all gradients are final. For strategies that begin after backward, this is the whole exchange; for
 DistributedDataParallel, it is the part that backward did not hide. A strategy that averages weights
 after the optimiser's step adds a second part.
+
+The whole step is timed as well, from the end of the step before: "step" contains what lies between
+the sections, e.g. the metrics, the callbacks and Python's own time.
 """
 
 import time
@@ -21,15 +24,18 @@ from common.profiling.device_clock import Moment, now, seconds_between
 Section = Literal["data", "forward", "backward", "sync", "update"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
 
+STEP = "step"
+
 RawSpans = dict[str, list[tuple[Moment, Moment]]]
 
 
 class StepTimer:
     """Times the sections of each step; on a GPU with CUDA events, so that timing does not wait.
 
-    Use ``with timer.section("forward"):`` around each part, then ``take()`` once a step.
-    ``seconds(taken)`` and ``spans(taken)`` may be called later; they wait for the GPU.
-    ``activity`` learns in which section this rank is.
+    Call ``begin()`` before the first step, use ``with timer.section("forward"):`` around each
+    part, then ``take()`` once a step. ``seconds(taken)``, ``step_seconds(taken)`` and
+    ``spans(taken)`` may be called later; they wait for the GPU. ``activity`` learns in which
+    section this rank is.
     """
 
     def __init__(self, device: torch.device, activity: Activity | None = None) -> None:
@@ -37,11 +43,26 @@ class StepTimer:
         self._spans: RawSpans = {}
         self._last_gradient: Moment | None = None
         self._hooks: list[RemovableHandle] = []
+        self._timed = True
         self._origin: tuple[Moment, float] = (0.0, 0.0)  # one moment, on both clocks
-        if device.type == "cuda":
-            start = now(device)
-            start.synchronize()
-            self._origin = (start, time.perf_counter())
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin the first step now, and forget the sections since the last ``take``."""
+        self.anchor()
+        self._spans, self._last_gradient, self._step_began = {}, None, now(self._device)
+
+    def anchor(self) -> None:
+        """Compare the GPU's clock with the host's; ``spans`` and ``host_seconds`` use the result.
+
+        Waits for the GPU, so call it where that has nothing left to do. To be called every few
+        seconds: CUDA gives times as float32 milliseconds, which after an hour are 0.25 ms apart,
+        and the two clocks do not run alike.
+        """
+        if self._device.type == "cuda":
+            moment = now(self._device)
+            moment.synchronize()
+            self._origin = (moment, time.perf_counter())
 
     def watch_gradients(self, model: nn.Module) -> None:
         """Record when each parameter's gradient becomes ready.
@@ -66,19 +87,32 @@ class StepTimer:
         A section may occur several times in a step.
         """
         self._activity.enter(name)
+        if not self._timed:
+            yield
+            return
         begin = now(self._device)
         try:
             yield
         finally:
             self._spans.setdefault(name, []).append((begin, now(self._device)))
 
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Time no section in the block: a CUDA graph that is being recorded has no time."""
+        self._timed = False
+        try:
+            yield
+        finally:
+            self._timed = True
+
     def take(self) -> RawSpans:
         """Return the step's raw times, for ``seconds`` and ``spans``, and begin the next step."""
-        spans = self._spans
+        spans, step_end = self._spans, now(self._device)
         if self._last_gradient is not None and {"backward", "sync"} <= spans.keys():
             spans["backward"][-1] = (spans["backward"][-1][0], self._last_gradient)
             spans["sync"][0] = (self._last_gradient, spans["sync"][0][1])
-        self._spans, self._last_gradient = {}, None
+        spans[STEP] = [(self._step_began, step_end)]
+        self._spans, self._last_gradient, self._step_began = {}, None, step_end
         return spans
 
     def seconds(self, taken: RawSpans) -> dict[str, float]:
@@ -88,15 +122,21 @@ class StepTimer:
             for name in SECTIONS
         }
 
+    def step_seconds(self, taken: RawSpans) -> float:
+        """Return the seconds of the whole step, from the end of the step before."""
+        [(begin, end)] = taken[STEP]
+        return seconds_between(begin, end)
+
+    def host_seconds(self, moment: Moment) -> float:
+        """Return a moment's time by ``time.perf_counter``."""
+        origin, seconds = self._origin
+        return seconds + seconds_between(origin, moment)
+
     def spans(self, taken: RawSpans) -> dict[str, list[tuple[float, float]]]:
         """Return when each part of each section began and ended, by ``time.perf_counter``."""
-        origin, seconds = self._origin
         return {
             name: [
-                (
-                    seconds + seconds_between(origin, begin),
-                    seconds + seconds_between(origin, end),
-                )
+                (self.host_seconds(begin), self.host_seconds(end))
                 for begin, end in taken.get(name, ())
             ]
             for name in SECTIONS

@@ -8,6 +8,7 @@ from torch import nn
 from common.cost_model.calibration_file import count
 from common.reporting.console import say
 from common.training import get_model_parameters
+from common.training_engine.amp import precision_name
 
 if TYPE_CHECKING:
     from common.experiment.setup import Setup
@@ -21,13 +22,12 @@ def log_header(setup: "Setup", model: nn.Module) -> None:
         return
     for line in run_warnings(setup):
         say(f"notice: {line}")
-    amp_dtype, _ = setup.amp
     sync = "no gradient exchange" if world.size == 1 else f"sync {config.sync}"
     say(
         f"{config.recipe or config.part}: {config.model} ({get_model_parameters(model):,} "
         f"parameters) on {config.dataset} ({plan.training_images:,} training images), {sync}, "
         f"{world.backend or 'one process'} on {world.device.type}, "
-        f"{'fp32' if amp_dtype is None else str(amp_dtype).removeprefix('torch.')}, "
+        f"{precision_name(setup.amp[0])}, "
         f"{count(torch.get_num_threads(), 'thread')}{' per rank' if world.size > 1 else ''}"
     )
     say(
@@ -35,6 +35,8 @@ def log_header(setup: "Setup", model: nn.Module) -> None:
         f"{plan.steps_per_epoch} per epoch; {config.opt}, {plan.schedule} schedule, learning rate "
         f"{setup.learning_rate:g}"
     )
+    for name, text in unusual_methods(setup).items():
+        say(f"{name}: {text}")
     if profile is not None:
         say(
             f"EMULATED: layers and update sleep for the times in profile {profile.name} "
@@ -57,6 +59,19 @@ def _batch_text(plan: "TrainingPlan", ranks: int) -> str:
     return (
         " x ".join([*parts, count(plan.shards, holder)]) + f"{on_ranks} = {plan.batch_size} global"
     )
+
+
+def unusual_methods(setup: "Setup") -> dict[str, str]:
+    """Return how the run augments and evaluates, each only if not in the default way."""
+    config = setup.config
+    methods = {}
+    if config.flip != "random" or config.cutout:
+        flip = config.flip if setup.dataset.flip else "none"
+        cutout = f", cutout of {config.cutout} x {config.cutout} pixels" if config.cutout else ""
+        methods["augmentation"] = f"crop, {'no' if flip == 'none' else flip} flip{cutout}"
+    if config.tta == "flip":
+        methods["evaluation"] = "mean of each image and its mirror image (--tta flip)"
+    return methods
 
 
 def run_warnings(setup: "Setup") -> list[str]:

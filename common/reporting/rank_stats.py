@@ -71,7 +71,7 @@ def median_seconds(steps: Sequence[StepRecord], period: int = 1) -> dict[str, fl
     rows = [
         step.seconds
         | {
-            "step": sum(step.seconds.values()),
+            "step": step.step_seconds,
             "wait": step.wait_seconds,
             "wire": step.seconds["sync"] - step.wait_seconds,
         }
@@ -83,6 +83,11 @@ def median_seconds(steps: Sequence[StepRecord], period: int = 1) -> dict[str, fl
         name: statistics.median(statistics.fmean(row[name] for row in window) for window in windows)
         for name in rows[0]
     }
+
+
+def peak_gpu_memory_bytes(device: torch.device) -> int | None:
+    """Return the most memory that tensors took on a GPU so far; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def gather_measurements(
@@ -97,6 +102,7 @@ def gather_measurements(
         threads=torch.get_num_threads(),
         seconds=cast(StepSeconds, median_seconds(steps, engine.sync.period)),
         peak_memory_bytes=peak_memory_bytes(),
+        peak_gpu_memory_bytes=peak_gpu_memory_bytes(world.device),
         bytes_sent=timeline.sent_bytes_a_step if timeline else None,
         messages=timeline.messages_a_step if timeline else None,
     )

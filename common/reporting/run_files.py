@@ -5,7 +5,7 @@ that a run may not have (a loss with emulated compute) is null. Entries that ear
 not write have defaults. Imports no torch.
 """
 
-from typing import Annotated, TypedDict
+from typing import Annotated, NotRequired, TypedDict
 
 from msgspec import Meta, Struct
 
@@ -45,7 +45,10 @@ _Section = Annotated[str, Meta(pattern=rf"^({'|'.join(SectionSeconds.__annotatio
 
 
 class StepSeconds(SectionSeconds):
-    """The whole step, too, and the two parts of "sync": waiting, and on the wire."""
+    """The whole step, too, and the two parts of "sync": waiting, and on the wire.
+
+    "step" is the sum of the sections in files whose run measured no more.
+    """
 
     step: StepTime
     wait: Seconds
@@ -60,6 +63,7 @@ class RankRow(TypedDict):
     threads: Ranks
     seconds: StepSeconds
     peak_memory_bytes: Count
+    peak_gpu_memory_bytes: NotRequired[Count | None]  # of the rank's GPU, if it has one
     bytes_sent: Bytes | None
     messages: Annotated[float, Meta(ge=0, le=1e9)] | None
 
@@ -125,6 +129,9 @@ class Summary(Struct, kw_only=True):
     compute: Text = "real"
     dataset: Text | None = None
     model: Text | None = None
+    flip: Text = "random"
+    cutout: Count = 0
+    tta: Text = "none"
     global_batch_size: Step | None = None
     steps: Count = 0
     last_step: Step | None = None
@@ -144,6 +151,10 @@ class Summary(Struct, kw_only=True):
     checkpoint: Text | None = None
     resumed_from: Text | None = None
     peak_memory_bytes: Count = 0
+    peak_gpu_memory_bytes: Count | None = None
+    captured: bool = False
+    not_captured: Text = ""
+    compile_seconds: Seconds = 0.0
     folder: Text = ""
 
 
@@ -177,6 +188,9 @@ class TrainingFacts(Struct, kw_only=True):
     unfreeze: bool | None = None
     input_size: Count | None = None
     normalise: Text | None = None
+    flip: Text = "random"
+    cutout: Count = 0
+    tta: Text = "none"
     untimed_steps: Count | None = None
     compute: Text = "real"
 
@@ -190,12 +204,13 @@ class RunConfig(TrainingFacts, kw_only=True):
 
 
 class MachineFacts(TypedDict, total=False):
-    """The entries of ``environment.json`` that are more than text; any others may be there."""
+    """The entries of ``environment.json`` that are read again; any others may be there."""
 
     cpu: Text | None
     gpus: list[Text] | None
     torch: Text | None
     usable_cores: Ranks | None
+    git_commit: Text | None
 
 
 class StepLine(Struct, kw_only=True):
@@ -213,11 +228,12 @@ class StepLine(Struct, kw_only=True):
     backward_seconds: Seconds = 0.0
     sync_seconds: Seconds = 0.0
     update_seconds: Seconds = 0.0
+    step_seconds: Seconds | None = None
     wait_seconds: Seconds = 0.0
 
 
 class EpochLine(Struct, kw_only=True):
-    """A line of ``epochs.jsonl``, as an EpochReport (common/training_engine/metrics.py) has it."""
+    """A line of ``epochs.jsonl``: the fields of EpochReport (training_engine/callbacks.py)."""
 
     epoch: Step
     train_loss: Finite | None = None

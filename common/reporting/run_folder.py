@@ -99,6 +99,7 @@ class RunFolder:
                 local_loss=record.local_loss,
                 local_samples=record.samples,
                 learning_rate=record.learning_rate,
+                step_seconds=record.step_seconds,
                 wait_seconds=record.wait_seconds,
                 **{f"{name}_seconds": seconds for name, seconds in record.seconds.items()},
             )
@@ -165,6 +166,7 @@ def _epoch_of_log(line: bytes) -> int | None:
 
 
 def _step_record(line: StepLine) -> StepRecord:
+    seconds: dict[str, float] = {name: getattr(line, f"{name}_seconds") for name in SECTIONS}
     return StepRecord(
         epoch=line.epoch,
         step=line.step,
@@ -173,7 +175,8 @@ def _step_record(line: StepLine) -> StepRecord:
         accuracy=_nan_for_null(line.accuracy),
         local_loss=_nan_for_null(line.local_loss),
         learning_rate=line.learning_rate,
-        seconds={name: getattr(line, f"{name}_seconds") for name in SECTIONS},
+        seconds=seconds,
+        step_seconds=sum(seconds.values()) if line.step_seconds is None else line.step_seconds,
         wait_seconds=line.wait_seconds,
     )
 

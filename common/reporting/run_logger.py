@@ -31,11 +31,11 @@ class RunLogger(Callback):
         self._trackers, self.history = trackers, history
         self.own_steps: list[StepRecord] = []
         self.epochs: list[EpochReport] = []
-        self._began, self.total_seconds = time.perf_counter(), 0.0
+        self.total_seconds = 0.0
 
     def on_train_begin(self, engine: TrainingEngine, first_epoch: int) -> None:
         """Keep the engine, which counts the steps, and start the clock of the progress."""
-        self._engine = engine
+        self._engine, self._began = engine, time.perf_counter()
         self._progress.begin()
 
     def on_steps(self, records: list[StepRecord]) -> None:
@@ -52,6 +52,7 @@ class RunLogger(Callback):
                 "train/accuracy": record.accuracy,
                 "train/learning_rate": record.learning_rate,
                 "train/epoch": record.epoch,
+                "seconds/step": record.step_seconds,
                 **{f"seconds/{name}": value for name, value in record.seconds.items()},
             }
             self._track(numbers, step=record.step)

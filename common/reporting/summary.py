@@ -12,7 +12,8 @@ from common.cost_model.calibration_file import count
 from common.evaluation import generate_eval_report
 from common.profiling.step_timer import SECTIONS
 from common.reporting.console import card, say
-from common.reporting.rank_stats import median_seconds, timed
+from common.reporting.header import unusual_methods
+from common.reporting.rank_stats import median_seconds, peak_gpu_memory_bytes, timed
 from common.reporting.run_files import SectionSeconds, Summary
 from common.reporting.run_logger import RunLogger
 from common.training_engine import Predictions, StepRecord, TrainingEngine
@@ -41,6 +42,7 @@ def report(
     predictions : of the weights, then of their moving average; none if only times were measured.
     extra : further entries of the summary.
     """
+    notes = [f"{name.capitalize()}: {text}" for name, text in unusual_methods(setup).items()]
     results = [
         generate_eval_report(
             one.labels,
@@ -49,6 +51,7 @@ def report(
             setup.folder.path / f"report{stem}.txt",
             f"{checkpoint}{name}",
             class_names=setup.dataset.class_names,
+            notes=notes,
         )
         for one, (stem, name) in zip(predictions, _REPORTS, strict=False)
     ]
@@ -58,7 +61,7 @@ def report(
     steps = timed(history, setup.config.untimed_steps, engine.timeline)
     seconds = median_seconds(steps, engine.sync.period)
     summary = _summary(
-        setup, run_logger, seconds, results, checkpoint=checkpoint, ranks_equal=ranks_equal
+        setup, engine, run_logger, seconds, results, checkpoint=checkpoint, ranks_equal=ranks_equal
     )
     setup.folder.write_json("summary.json", asdict(summary) | dict(extra))
     title = setup.config.recipe or f"{setup.config.part}: {setup.config.sync}"
@@ -110,6 +113,7 @@ def _draw(setup: "Setup", history: Sequence[StepRecord], result: Mapping[str, An
 
 def _summary(
     setup: "Setup",
+    engine: TrainingEngine,
     run_logger: RunLogger,
     seconds: Mapping[str, float] | None,
     results: Sequence[Mapping[str, Any]],
@@ -133,6 +137,9 @@ def _summary(
         compute=config.compute,
         dataset=config.dataset,
         model=config.model,
+        flip=config.flip if setup.dataset.flip else "none",
+        cutout=config.cutout,
+        tta=config.tta,
         global_batch_size=batch_size,
         steps=len(history),
         last_step=history[-1].step if history else None,
@@ -154,6 +161,10 @@ def _summary(
         checkpoint=str(checkpoint) if checkpoint else None,
         resumed_from=setup.checkpoint.path if setup.checkpoint is not None else None,
         peak_memory_bytes=peak_memory_bytes(),
+        peak_gpu_memory_bytes=peak_gpu_memory_bytes(world.device),
+        captured=world.device.type == "cuda" and not engine.not_captured,
+        not_captured=engine.not_captured,
+        compile_seconds=engine.compile_seconds,
         folder=str(setup.folder.path),
     )
 
@@ -164,7 +175,10 @@ def _card_rows(
     """Return the rows of the card by name."""
     step_row, sync_row = "none: nothing was left to train", "-"
     if summary.step_seconds and summary.section_seconds:
-        step_row = f"{summary.step_seconds:.3f} s (median of {count(timed_steps, 'step')})"
+        step_row = (
+            f"{summary.step_seconds:.3f} s (median of {count(timed_steps, 'step')}), "
+            + section_text(summary.section_seconds, summary.step_seconds)
+        )
         share = 100 * (summary.sync_share or 0.0)
         sync_row = (
             f"{summary.section_seconds['sync']:.3f} s ({share:.0f} % of a step), of which "
@@ -181,7 +195,9 @@ def _card_rows(
         "exposed communication": sync_row,
         "training time": f"{run_logger.total_seconds:.1f} s, {speed}",
         "wall time": f"{summary.wall_seconds:.1f} s, with start-up and evaluation",
-    }
+    } | unusual_methods(setup)
+    if summary.peak_gpu_memory_bytes is not None:
+        rows["GPU memory"] = f"{summary.peak_gpu_memory_bytes / 1e9:.2f} GB at most, on rank 0"
     if summary.test_accuracy is not None:
         images = len(setup.dataset.test)
         chance = 1 / len(setup.dataset.class_names)
@@ -192,6 +208,7 @@ def _card_rows(
         rows["test loss"] = f"{summary.test_loss:.3f}"
     if summary.ema_test_accuracy is not None:
         rows["EMA accuracy"] = f"{100 * summary.ema_test_accuracy:.2f} %, averaged weights"
+    rows |= graph_rows(summary)
     rows["equal weights"] = "only one rank"
     if setup.world.size > 1:
         equal = summary.ranks_hold_equal_weights
@@ -200,6 +217,24 @@ def _card_rows(
         )
     tested, folder = summary.test_accuracy is not None, setup.folder
     return rows | ({"report": folder.report} if tested else {"folder": folder.path})
+
+
+def section_text(sections: SectionSeconds, step_seconds: float) -> str:
+    """Return how much of a step its sections take, both medians, for a person."""
+    if not sections["forward"]:  # only a graph has no time for it
+        return "forward, backward and update in one CUDA graph: not timed apart"
+    within = min(sum(sections[name] for name in SECTIONS), step_seconds)  # sums exceed medians
+    return f"of which {within:.3f} s in the five sections"
+
+
+def graph_rows(summary: Summary) -> dict[str, str]:
+    """Return, for a run on a GPU, whether it was captured, and how long compiling took."""
+    rows = {}
+    if summary.device == "cuda":
+        rows["CUDA graph"] = "yes" if summary.captured else f"no: {summary.not_captured}"
+    if summary.compile_seconds:
+        rows["compile time"] = f"{summary.compile_seconds:.1f} s, before the first step"
+    return rows
 
 
 def _throughput(run_logger: RunLogger) -> str:

@@ -159,3 +159,17 @@ def broadcast_from_rank0(tensors: list[Tensor]) -> None:
         dense = tensor.detach().contiguous()
         dist.broadcast(dense, src=0)
         tensor.copy_(dense)
+
+
+def check_strategy(sync: GradientSync, *, scales: bool, use_ema: bool) -> None:
+    """Raise UserError if the strategy does not go with loss scaling, or with averaged weights."""
+    if scales and not sync.exact:
+        raise UserError(
+            f"{type(sync).__name__} does not keep every step's exact gradient, but fp16's loss "
+            "scaling needs it: give --amp-dtype bf16 (torch.bfloat16), or an exact strategy"
+        )
+    if use_ema and not sync.equal_gradients:
+        raise UserError(
+            f"{type(sync).__name__} lets the ranks' weights differ between averages, so each rank "
+            "would keep a different moving average: leave out --ema, or choose another strategy"
+        )

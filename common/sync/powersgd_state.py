@@ -41,9 +41,10 @@ class PerParameterState:
     """
 
     def __init__(self, model: nn.Module, *, rank: int) -> None:
+        group: Any = _InTurn  # torch's annotations forget this way to make a group
         # torch requires two uncompressed steps. The epsilon is for gradients that are zero.
         self._hook_state = PowerSGDState(
-            _InTurn(dist.get_rank(), dist.get_world_size()),
+            group(dist.get_rank(), dist.get_world_size()),
             matrix_approximation_rank=rank,
             start_powerSGD_iter=2,
             min_compression_rate=POWERSGD_LEAST_GAIN,

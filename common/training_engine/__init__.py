@@ -5,6 +5,7 @@ from common.training_engine.callbacks import (
     Callback,
     EarlyStop,
     EpochEnd,
+    EpochReport,
     Validator,
     report_epoch,
 )
@@ -15,7 +16,7 @@ from common.training_engine.launch import (
     distributed_train_worker,
     launch_distributed_training,
 )
-from common.training_engine.metrics import EpochReport, EpochResult, StepRecord
+from common.training_engine.metrics import EpochResult, StepRecord
 
 __all__ = [
     "AfterEachStep",

@@ -4,22 +4,36 @@ import torch
 
 
 def choose_amp(
-    requested: bool | None, dtype: str, *, default: bool, device: torch.device
+    requested: bool | None,
+    dtype: str | None,
+    *,
+    default: bool,
+    device: torch.device,
+    exact: bool = True,
 ) -> tuple[torch.dtype | None, str]:
     """Return the type for autocast (None: float32) and a notice for the user (may be empty).
 
     Parameters
     ----------
     requested : the flag; None means ``default`` on a GPU and float32 on a CPU.
-    dtype : "fp16" or "bf16". A CPU always uses bf16, and only if it has bf16 instructions.
-        Without them, bf16 convolutions take 30 to 100 times as long as float32.
+    dtype : "fp16", "bf16", or None: fp16 on a GPU if ``exact``, else bf16. A CPU always uses bf16,
+        and only if it has bf16 instructions. Without them, bf16 convolutions take 30 to 100 times
+        as long as float32.
+    exact : whether every step uses the exact mean gradient, which fp16's loss scaling needs.
     """
     if device.type == "cuda":
         if not (default if requested is None else requested):
             return None, ""
-        if dtype == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        if (dtype or ("fp16" if exact else "bf16")) == "fp16":
+            return torch.float16, ""
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16, ""
+        if exact:
             return torch.float16, "this GPU has no fast bf16: AMP uses fp16 with a GradScaler"
-        return (torch.bfloat16 if dtype == "bf16" else torch.float16), ""
+        return None, (
+            "this GPU has no fast bf16, and the strategy changes the gradients that fp16's loss "
+            "scaling needs, so AMP is off and training runs in fp32"
+        )
     if not requested:
         return None, ""
     if not cpu_has_fast_bf16():
@@ -27,13 +41,18 @@ def choose_amp(
             "this CPU has no bf16 instructions (AVX512-BF16 or AMX), so AMP is off and training "
             "runs in fp32"
         )
-    notice = "" if dtype == "bf16" else "on a CPU AMP uses bf16, which needs no GradScaler"
+    notice = "on a CPU AMP uses bf16, which needs no GradScaler" if dtype == "fp16" else ""
     return torch.bfloat16, notice
 
 
 def autocast(device: torch.device | str, dtype: torch.dtype | None) -> torch.autocast:
     """Return torch's autocast context for a forward pass in ``dtype``; None disables it."""
     return torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype is not None)
+
+
+def precision_name(dtype: torch.dtype | None) -> str:
+    """Return a forward pass's type for the user, e.g. "bfloat16"; "fp32" for None."""
+    return "fp32" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def cpu_has_fast_bf16() -> bool:

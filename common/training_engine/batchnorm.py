@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from common.sync.base import broadcast_from_rank0
 
@@ -37,7 +38,7 @@ class ShardStatistics:
 
     A shard's statistics must change as if another rank computed that shard. So each shard has its
     own copy, which is in the model only while that shard is computed. A single shard needs no
-    copy: its statistics stay in the model, and copying them onto themselves does nothing.
+    copy: its statistics stay in the model.
     """
 
     def __init__(self, model: nn.Module, shards: int) -> None:
@@ -56,6 +57,9 @@ class ShardStatistics:
     def of(self, shard: int, samples: int) -> Iterator[None]:
         """Put shard number ``shard`` into the model, for a forward pass of ``samples`` samples."""
         self._samples[shard] += samples
+        if len(self) == 1:
+            yield
+            return
         _copy(self._in_model, self._kept[shard])
         yield
         _copy(self._kept[shard], self._in_model)
@@ -66,6 +70,8 @@ class ShardStatistics:
 
         The mean is not weighted: the shards' numbers of samples differ by one at most.
         """
+        if len(self) == 1:
+            return
         for position, tensor in enumerate(self._in_model[: self._statistics]):
             tensor.copy_(torch.stack([tensors[position] for tensors in self._kept]).mean(dim=0))
 
@@ -126,6 +132,16 @@ def _average(running: list[Tensor], shards: Sequence[_Shard], size: int) -> None
             tensor.copy_(mean.view_as(tensor))
     elif size > 1:
         broadcast_from_rank0(running)
+
+
+def synchronise_where_possible(model: nn.Module, device: torch.device) -> tuple[nn.Module, str]:
+    """Return the model, on GPUs with SyncBatchNorm, and a notice for the user (may be empty)."""
+    if not has_batchnorm(model):
+        return model, ""
+    if device.type == "cuda":
+        wrapped = isinstance(model, DistributedDataParallel)
+        return (model if wrapped else synchronise_batchnorm(model)), ""
+    return model, "each rank's BatchNorm uses only its own batch: SyncBatchNorm runs on GPUs only"
 
 
 def synchronise_batchnorm(model: nn.Module) -> nn.Module:

@@ -13,10 +13,49 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from common.training_engine.evaluation_loop import validate
-from common.training_engine.metrics import EpochReport, EpochResult, StepRecord, sum_over_ranks
+from common.training_engine.metrics import EpochResult, StepRecord, sum_over_ranks
 
 if TYPE_CHECKING:
     from common.training_engine.engine import TrainingEngine
+
+
+@dataclass(frozen=True)
+class EpochReport:
+    """One epoch over all ranks.
+
+    Losses are means over samples, accuracies lie between 0 and 1; ``ema_*`` belong to the moving
+    average of the weights. NaN: no validation, no average, or emulated compute.
+    ``samples_per_second`` is the training throughput of all ranks together.
+    """
+
+    epoch: int
+    train_loss: float
+    train_accuracy: float
+    val_loss: float
+    val_accuracy: float
+    ema_val_loss: float
+    ema_val_accuracy: float
+    learning_rate: float
+    samples_per_second: float
+    seconds: float
+
+    @property
+    def deciding_accuracy(self) -> float:
+        """The accuracy that decides best epoch and stop: the moving average's, if there is one."""
+        return self.val_accuracy if math.isnan(self.ema_val_accuracy) else self.ema_val_accuracy
+
+    def line(self) -> str:
+        """Return the numbers as one line of text."""
+        learned = f"train loss {self.train_loss:.4f}, accuracy {self.train_accuracy:.4f}"
+        parts = [f"Epoch {self.epoch}: {'EMULATED' if math.isnan(self.train_loss) else learned}"]
+        if not math.isnan(self.val_accuracy):
+            parts.append(f"validation loss {self.val_loss:.4f}, accuracy {self.val_accuracy:.4f}")
+        if not math.isnan(self.ema_val_accuracy):
+            parts.append(
+                f"EMA validation loss {self.ema_val_loss:.4f}, accuracy {self.ema_val_accuracy:.4f}"
+            )
+        parts.append(f"{self.samples_per_second:,.0f} samples/s, {self.seconds:.1f} s")
+        return "; ".join(parts)
 
 
 @dataclass
@@ -24,6 +63,7 @@ class EpochEnd:
     """One epoch; all callbacks receive the same object in turn.
 
     result : this rank's numbers; ``result.complete`` is False after a request to stop.
+    is_last : whether no epoch follows, whatever the callbacks decide.
     report, is_best, stop_reason : set by ``Validator``. A ``stop_reason``, a sentence, ends the
         training after this epoch.
     """
@@ -33,6 +73,7 @@ class EpochEnd:
     report: EpochReport | None = None
     is_best: bool = False
     stop_reason: str = ""
+    is_last: bool = False
 
 
 class Callback:
@@ -55,6 +96,9 @@ class Callback:
 
     def on_train_end(self) -> None:
         """Act after the last epoch."""
+
+    def close(self) -> None:
+        """Release what the callback holds, also after an error; it must not communicate."""
 
 
 class AfterEachStep(Callback):
@@ -107,6 +151,7 @@ class Validator(Callback):
     loader : this rank's share of the validation set; None: no validation.
     progress : "best_accuracy" and "in_a_row" of an earlier part of the training. The attribute
         ``progress`` holds their current values, for the checkpoints.
+    flip : as for ``predict``.
     """
 
     def __init__(
@@ -115,8 +160,10 @@ class Validator(Callback):
         criterion: nn.Module,
         stop: EarlyStop,
         progress: Mapping[str, Any] | None = None,
+        *,
+        flip: bool = False,
     ) -> None:
-        self._loader, self._criterion, self._stop = loader, criterion, stop
+        self._loader, self._criterion, self._stop, self._flip = loader, criterion, stop, flip
         self.progress = {"best_accuracy": -1.0, "in_a_row": 0} | dict(progress or {})
         self._stop.in_a_row = self.progress["in_a_row"]
 
@@ -127,7 +174,9 @@ class Validator(Callback):
     def on_epoch_end(self, end: EpochEnd) -> None:
         """Validate, unless the epoch was cut short, and set the epoch's report. Collective."""
         loader = self._loader if end.result.complete else None
-        end.report = report_epoch(self._engine, end.epoch, end.result, loader, self._criterion)
+        end.report = report_epoch(
+            self._engine, end.epoch, end.result, loader, self._criterion, flip=self._flip
+        )
         if not end.result.complete:
             return
         accuracy = end.report.deciding_accuracy
@@ -145,18 +194,22 @@ def report_epoch(
     result: EpochResult,
     val_loader: Iterable[tuple[Tensor, Tensor]] | None,
     criterion: nn.Module,
+    *,
+    flip: bool = False,
 ) -> EpochReport:
     """Return the epoch's numbers over all ranks; validate if there is a loader. Collective.
 
-    Validates the weights, and their moving average if there is one. ``result`` is this rank's. Call
-    ``agree_on_buffers`` first.
+    Validates the weights, and their moving average if there is one. ``result`` is this rank's;
+    ``flip`` is as for ``predict``. Call ``agree_on_buffers`` first.
     """
     loss_sum, correct, samples = sum_over_ranks(
         engine.world, [result.loss_sum, result.correct, result.samples]
     )
     scores = (
         [
-            validate(model, engine.world, criterion, val_loader, amp_dtype=engine.amp_dtype)
+            validate(
+                model, engine.world, criterion, val_loader, amp_dtype=engine.amp_dtype, flip=flip
+            )
             for model in engine.evaluated_models
         ]
         if val_loader is not None

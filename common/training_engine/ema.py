@@ -1,13 +1,12 @@
-"""The exponential moving average of a model's weights, by torch.optim.swa_utils.
+"""The exponential moving average of a model's weights.
 
-Call ``build_ema`` once and ``update_parameters`` after every optimiser step; evaluate ``.module``.
+Call ``update`` after every optimiser step; evaluate ``module``.
 """
+
+import copy
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
-
-Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 def warmed_up_decay(decay: float, updates: int) -> float:
@@ -19,20 +18,32 @@ def warmed_up_decay(decay: float, updates: int) -> float:
     return min(decay, (1 + updates) / (10 + updates))
 
 
-def build_ema(model: nn.Module, decay: float) -> AveragedModel:
-    """Return the moving average of ``model`` (never a wrapper).
+class WeightAverage:
+    """The moving average of ``model`` (never a wrapper), as a model of its own: ``module``.
 
     The average starts with the weights of the first update. It includes BatchNorm's running
-    statistics, which must fit the averaged weights; integer buffers are copied.
+    statistics, which must fit the averaged weights; integer buffers are copied. Unlike torch's
+    AveragedModel it counts its ``updates`` on the host: that one copies the count to the GPU twice
+    a step and waits for it.
     """
 
-    def average(averages: Tensors, values: Tensors, _updates: Tensor | int) -> None:
-        if averages[0].is_floating_point():
-            # torch copies ``n_averaged`` to the GPU as ``_updates``; reading it would block.
-            updates = int(averaged.n_averaged)
-            torch._foreach_lerp_(averages, values, 1 - warmed_up_decay(decay, updates))
-        else:
-            torch._foreach_copy_(averages, values)
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.module = copy.deepcopy(model).requires_grad_(False).eval()
+        self.updates, self._decay = 0, decay
 
-    averaged = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
-    return averaged.requires_grad_(False).eval()
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Move the average towards the model's weights and buffers; does not wait for a GPU."""
+        averages, values = _tensors(self.module), _tensors(model)
+        moved = [i for i, tensor in enumerate(averages) if tensor.is_floating_point()]
+        copied = [i for i, tensor in enumerate(averages) if not tensor.is_floating_point()]
+        weight = 1 - warmed_up_decay(self._decay, self.updates) if self.updates else 1.0
+        if moved:
+            torch._foreach_lerp_([averages[i] for i in moved], [values[i] for i in moved], weight)
+        if copied:
+            torch._foreach_copy_([averages[i] for i in copied], [values[i] for i in copied])
+        self.updates += 1
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from common.distributed.collectives import check_same_on_all_ranks
@@ -29,21 +28,21 @@ from common.distributed.process_group import (
 from common.errors import UserError
 from common.profiling.step_timer import StepTimer
 from common.sync import build_sync
-from common.sync.base import GradientSync
+from common.sync.base import GradientSync, check_strategy
 from common.sync.none import NoSync
 from common.training_engine import batchnorm
 from common.training_engine.amp import autocast, choose_amp
+from common.training_engine.captured_step import CapturedStep, compile_for, obstacle, release
 from common.training_engine.checkpoint_manager import load_state, state
-from common.training_engine.ema import build_ema
+from common.training_engine.ema import WeightAverage
 from common.training_engine.epochs import MicroBatch, fit, flush_metrics, train_epoch
-from common.training_engine.evaluation_loop import unwrap
+from common.training_engine.evaluation_loop import model_to_device, unwrap
 from common.training_engine.metrics import EpochResult, MetricsBuffer, StepOutcome, sum_over_ranks
 from common.training_engine.train import train
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
-    from torch.optim.swa_utils import AveragedModel
 
     from common.emulation.emulated_model import Emulation
     from common.profiling.comm_trace import Timeline
@@ -59,16 +58,21 @@ class TrainingEngine:
     distributed : average gradients over the open group (``setup_distributed`` and
         ``launch_distributed_training`` open one).
     world_size, backend : what the caller expects of the group; a contradiction is an error.
-    use_amp : mixed precision: fp16 with a GradScaler on a GPU, bf16 on a CPU that is fast at it.
-        ``amp_dtype`` (torch.float16, torch.bfloat16) chooses the type instead.
-    use_ema : keep an exponential moving average of the weights (ema.py), evaluated and saved with
-        them.
+    use_amp : mixed precision: fp16 with a GradScaler on a GPU; bf16 on a CPU that is fast at it,
+        and with a strategy that is not exact. ``amp_dtype`` (torch.float16, torch.bfloat16) chooses
+        the type instead.
+    use_ema : keep, evaluate and save an exponential moving average of the weights, too (ema.py).
     sync_batchnorm : in a group on GPUs, BatchNorm layers that train normalise over all ranks.
         Otherwise each rank normalises its own batch.
     accumulation_steps : micro-batches (the loader's batches) of one optimiser step; ranks
         communicate once for all of them.
     sync : a strategy or its name, see common/sync; used if ``distributed``.
     clip_norm : upper limit for the norm of all gradients taken together.
+    capture : record the step as a CUDA graph where that is possible (captured_step.py); the
+        attribute ``not_captured`` then says why it is not. Its sections are not timed.
+    compile_model : compile the model with ``torch.compile`` for the shape of the loader's first
+        batch, which is loaded once more; other shapes and evaluation run uncompiled. The attribute
+        ``compile_seconds`` is the time that it took, before the first step.
     experiment_name, output_dir : ``train`` writes to ``output_dir/experiment_name/``.
     world : the open group, if the caller knows it.
 
@@ -94,6 +98,8 @@ class TrainingEngine:
         accumulation_steps: int = 1,
         sync: GradientSync | str = "ddp",
         clip_norm: float | None = None,
+        capture: bool = False,
+        compile_model: bool = False,
         experiment_name: str = "experiment",
         output_dir: str | Path = "reports",
         world: World | None = None,
@@ -114,18 +120,28 @@ class TrainingEngine:
                 f"ema_decay: got {ema_decay}, give a number between 0 and 1, e.g. 0.9999"
             )
         if use_amp and amp_dtype is None:
-            amp_dtype, notice = choose_amp(True, "fp16", default=True, device=self.device)
+            amp_dtype, notice = choose_amp(
+                True, None, default=True, device=self.device, exact=self.sync.exact
+            )
             self.notice(notice)
         self.amp_dtype = amp_dtype
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=amp_dtype == torch.float16)
-        _check_strategy(self.sync, scales=self.scaler.is_enabled(), use_ema=use_ema)
+        check_strategy(self.sync, scales=self.scaler.is_enabled(), use_ema=use_ema)
         self.timer = StepTimer(self.device, self.world.activity)
         self.world.activity.period = self.sync.period
-        self.model = self._with_batchnorm(model.to(self.device), sync_batchnorm)
-        self.ema: AveragedModel | None = None
+        model = model_to_device(model, self.device)
+        if sync_batchnorm and self.world.size > 1:
+            model, notice = batchnorm.synchronise_where_possible(model, self.device)
+            self.notice(notice)
+        self.model = model
+        self.ema: WeightAverage | None = None
         self._ema_decay = ema_decay if use_ema else None
         self.accumulation_steps, self._clip_norm = accumulation_steps, clip_norm
         self.output_folder = Path(output_dir) / experiment_name
+        self.compiles, self.compile_seconds = compile_model, 0.0
+        self._capture = capture
+        self.captured: CapturedStep | None = None
+        self.not_captured = "" if capture else "--capture off or --profile (capture=False)"
         self.step = 0
         self.timeline: Timeline | None = None
         self.emulation: Emulation | None = None
@@ -140,6 +156,7 @@ class TrainingEngine:
     fit = fit
     train_epoch = train_epoch
     flush_metrics = flush_metrics
+    compile_for = compile_for
     state = state
     load_state = load_state
 
@@ -147,17 +164,6 @@ class TrainingEngine:
         """Warn on rank 0 that the engine deviates from the request; ignore an empty ``text``."""
         if text and self.world.is_rank0:
             warnings.warn(text, stacklevel=3)
-
-    def _with_batchnorm(self, model: nn.Module, sync_batchnorm: bool) -> nn.Module:
-        if not sync_batchnorm or self.world.size == 1 or not batchnorm.has_batchnorm(model):
-            return model
-        if self.device.type == "cuda":
-            wrapped = isinstance(model, DistributedDataParallel)
-            return model if wrapped else batchnorm.synchronise_batchnorm(model)
-        self.notice(
-            "each rank's BatchNorm uses only its own batch: SyncBatchNorm runs on GPUs only"
-        )
-        return model
 
     def prepare(
         self,
@@ -191,13 +197,19 @@ class TrainingEngine:
             )
         self.model = self.sync.prepare(self.model, optimizer)
         if self._ema_decay is not None and self.ema is None:
-            self.ema = build_ema(unwrap(self.model), self._ema_decay)
+            self.ema = WeightAverage(unwrap(self.model), self._ema_decay)
         self._trained = [p for p in self.model.parameters() if p.requires_grad]
         self.shards = batchnorm.ShardStatistics(unwrap(self.model), 1)
-        self.timer.watch_gradients(self.model)
+        if self.world.size > 1:  # with one rank nothing is exchanged after the last gradient
+            self.timer.watch_gradients(self.model)
+        if self._capture and not (reason := obstacle(self)):
+            self.captured = CapturedStep(self._compute_alone, optimizer)
+        elif self._capture:
+            self.not_captured = reason
 
     def close(self) -> None:
-        """Remove every hook from the model."""
+        """Remove the hooks and the compiled code from the model, and the recorded step."""
+        release(self)
         self.timer.close()
         self.sync.close()
 
@@ -219,7 +231,25 @@ class TrainingEngine:
         batch, even if the ranks' shares differ in size. Gradients are exchanged once, after the
         last micro-batch. ``seeds`` : for torch's generator, one for each micro-batch.
         """
-        timer, self.world.activity.step = self.timer, self.step + 1
+        self.world.activity.step = self.step + 1
+        if self.captured and len(micro_batches) == 1 and self.captured.fits(*micro_batches[0]):
+            if seeds is not None:
+                torch.manual_seed(seeds[0])
+            outcome = StepOutcome(self.captured(*micro_batches[0]))
+        else:
+            outcome = self._compute(micro_batches, global_samples, seeds)
+            with self.timer.section("sync"):
+                self.sync.after_step(self.model)  # local SGD averages weights here
+        with self.timer.section("update"):
+            self._after_update()
+        self.step += 1
+        return outcome
+
+    def _compute(
+        self, micro_batches: Sequence[MicroBatch], global_samples: int, seeds: Sequence[int] | None
+    ) -> StepOutcome:
+        """Do forward, backward, exchange and update, without a wait for the GPU."""
+        timer = self.timer
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         self.optimizer.zero_grad(set_to_none=True)
@@ -238,17 +268,19 @@ class TrainingEngine:
         with timer.section("sync"):
             self.sync.synchronize(self.model)  # p.grad becomes the mean over all ranks
         with timer.section("update"):
+            if self.emulation is not None:
+                self.emulation.update()
+                return StepOutcome.of_no_training()
             gradient_norm = self._unscale_and_clip()
-            self._optimizer_step()
-        with timer.section("sync"):
-            self.sync.after_step(self.model)  # local SGD averages weights here
-        with timer.section("update"):
-            self._after_update()
-        self.step += 1
-        if self.emulation is not None:
-            return StepOutcome.of_no_training()
+            self.scaler.step(self.optimizer)  # skips a step whose fp16 gradients overflowed
+            self.scaler.update()
         samples = sum(len(labels) for _, labels in micro_batches)
-        return StepOutcome(loss_sum / max(1, samples), correct, gradient_norm)
+        return StepOutcome.of(loss_sum / max(1, samples), correct, gradient_norm)
+
+    def _compute_alone(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Do ``_compute`` on a batch of one rank, without times; return the step's numbers."""
+        with self.timer.untimed():
+            return self._compute([(inputs, labels)], len(labels), None).numbers
 
     @contextmanager
     def _micro_batch(self, index: int, count: int, samples: int) -> Iterator[None]:
@@ -269,19 +301,10 @@ class TrainingEngine:
 
     def _unscale_and_clip(self) -> Tensor:
         """Divide gradients by the loss scale, clip them, and return the norm before clipping."""
-        if self.emulation is not None:
-            return torch.zeros(())
         self.scaler.unscale_(self.optimizer)
         if self._clip_norm is not None:
             return clip_grad_norm_(self._trained, self._clip_norm)
         return get_total_norm([p.grad for p in self._trained if p.grad is not None])
-
-    def _optimizer_step(self) -> None:
-        if self.emulation is not None:
-            self.emulation.update()
-            return
-        self.scaler.step(self.optimizer)  # skips a step whose fp16 gradients overflowed
-        self.scaler.update()
 
     def _after_update(self) -> None:
         """Step the scheduler and the moving average of the weights."""
@@ -291,7 +314,7 @@ class TrainingEngine:
             self.scheduler.step()
         if self.ema is not None:
             self.shards.blend()
-            self.ema.update_parameters(unwrap(self.model))
+            self.ema.update(unwrap(self.model))
 
     @property
     def evaluated_models(self) -> list[nn.Module]:
@@ -325,16 +348,3 @@ class TrainingEngine:
             dist.all_reduce(mean)
             mean /= self.world.size
         return mean
-
-
-def _check_strategy(sync: GradientSync, *, scales: bool, use_ema: bool) -> None:
-    if scales and not sync.exact:
-        raise UserError(
-            f"{type(sync).__name__} does not keep every step's exact gradient, but fp16's loss "
-            "scaling needs it: give --amp-dtype bf16 (torch.bfloat16), or an exact strategy"
-        )
-    if use_ema and not sync.equal_gradients:
-        raise UserError(
-            f"{type(sync).__name__} lets the ranks' weights differ between averages, so each rank "
-            "would keep a different moving average: leave out --ema, or choose another strategy"
-        )

@@ -50,29 +50,34 @@ def fit(
             getattr(callback, hook)(*arguments)
 
     samplers: list[Any] = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    _compile(engine, loader)  # before the callbacks' clocks start
     notify("on_train_begin", engine, first_epoch)
-    for epoch in range(first_epoch, last_epoch + 1):
-        for sampler in samplers:
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)  # otherwise all epochs would have the same order
-        result = engine.train_epoch(
-            loader,
-            epoch=epoch,
-            start_step=start_step,
-            on_steps=partial(notify, "on_steps"),
-            after_step=partial(notify, "on_step_end"),
-            **options,
-        )
-        if not result.steps and not start_step:  # a resumed epoch may have no step left, but ends
-            break
-        start_step = 0
-        engine.world.activity.enter("end of the epoch")
-        engine.agree_on_buffers()
-        end = EpochEnd(epoch, result)
-        notify("on_epoch_end", end)
-        if end.stop_reason or engine.stopping:
-            break
-    notify("on_train_end")
+    try:
+        for epoch in range(first_epoch, last_epoch + 1):
+            for sampler in samplers:
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(epoch)  # otherwise all epochs would have the same order
+            result = engine.train_epoch(
+                loader,
+                epoch=epoch,
+                start_step=start_step,
+                on_steps=partial(notify, "on_steps"),
+                after_step=partial(notify, "on_step_end"),
+                **options,
+            )
+            if not result.steps and not start_step:  # a resumed epoch may have none left, but ends
+                break
+            start_step = 0
+            engine.world.activity.enter("end of the epoch")
+            engine.agree_on_buffers()
+            is_last = epoch == last_epoch or engine.step == options.get("max_steps")
+            end = EpochEnd(epoch, result, is_last=is_last)
+            notify("on_epoch_end", end)
+            if end.stop_reason or engine.stopping:
+                break
+        notify("on_train_end")
+    finally:
+        notify("close")
 
 
 def train_epoch(
@@ -103,6 +108,7 @@ def train_epoch(
 
     Raises GroupError on every rank if the loss or the gradients are not finite on any rank.
     """
+    _compile(engine, loader)
     metrics = engine.metrics = MetricsBuffer(
         engine.world,
         engine.timer,
@@ -119,6 +125,7 @@ def train_epoch(
     sizes = getattr(loader, "global_batch_sizes", None)
     engine.model.train()
     hold_frozen_batchnorm(engine.model)
+    engine.timer.begin()
     try:
         for index, window, seeds in _windows(engine, loader, epoch, seed, start_step, max_steps):
             local_samples = sum(len(labels) for _, labels in window)
@@ -131,7 +138,7 @@ def train_epoch(
                 outcome = engine.train_step(window, global_samples=global_samples, seeds=seeds)
             times = engine.timer.take()
             if engine.timeline is not None:
-                engine.timeline.took(engine.step, engine.timer.spans(times))
+                engine.timeline.took(engine.step, engine.timer, times)
             metrics.add(
                 engine.step, outcome, samples=local_samples, learning_rate=rate, times=times
             )
@@ -142,12 +149,22 @@ def train_epoch(
             if engine.stopping:
                 metrics.result.complete = sizes is not None and index + 1 == len(sizes)
                 break
-        engine.timer.take()  # discards the time spent asking for a batch after the last one
         flush_metrics(engine)
     except BaseException:
         metrics.flush_local()
         raise
     return metrics.result
+
+
+def _compile(engine: "TrainingEngine", loader: Iterable[MicroBatch]) -> None:
+    """Compile the model for the shape of the first batch, if that is asked for and not yet done."""
+    if engine.compiles:
+        engine.model.train()
+        hold_frozen_batchnorm(engine.model)
+        with torch.random.fork_rng():  # a loader may draw
+            inputs, labels = next(iter(loader))
+        if len(labels):
+            engine.compile_for(to_device(inputs, engine.device), labels.to(engine.device))
 
 
 def flush_metrics(engine: "TrainingEngine") -> None:

@@ -51,24 +51,26 @@ def predict(
     *,
     limit: int | None = None,
     amp_dtype: torch.dtype | None = None,
+    flip: bool = False,
 ) -> Predictions:
     """Predict every batch of ``loader`` in evaluation mode.
 
     The model runs without DistributedDataParallel, so one rank may evaluate alone. Its mode is
-    restored.
+    restored. Results stay on the device until the last batch: a GPU then never waits for the host.
 
     Parameters
     ----------
     criterion : returns a batch's mean loss.
     limit : number of samples to predict, from the first; None: all.
     amp_dtype : type of mixed precision; None: float32.
+    flip : also compute each image's mirror image, and predict from the mean of both logits.
     """
     model = unwrap(model)
     was_training = model.training
     model.eval()
-    labels_seen = [torch.zeros(0, dtype=torch.int64)]
-    predicted = [torch.zeros(0, dtype=torch.int64)]
-    loss_sum = 0.0
+    labels_seen = [torch.zeros(0, dtype=torch.int64, device=device)]
+    predicted = [torch.zeros(0, dtype=torch.int64, device=device)]
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     try:
         for images, labels in loader:
             left = None if limit is None else max(0, limit - sum(map(len, labels_seen)))
@@ -77,13 +79,17 @@ def predict(
                 continue
             with autocast(device, amp_dtype):
                 outputs = model(images)
+                if flip:
+                    outputs = (outputs + model(images.flip(3))) / 2
                 loss = criterion(outputs, labels)
-            loss_sum += float(loss) * len(labels)
-            labels_seen.append(labels.cpu())
-            predicted.append(outputs.argmax(dim=1).cpu())
+            loss_sum += loss.double() * len(labels)
+            labels_seen.append(labels)
+            predicted.append(outputs.argmax(dim=1))
     finally:
         model.train(was_training)
-    return Predictions(torch.cat(labels_seen).numpy(), torch.cat(predicted).numpy(), loss_sum)
+    return Predictions(
+        torch.cat(labels_seen).cpu().numpy(), torch.cat(predicted).cpu().numpy(), float(loss_sum)
+    )
 
 
 def validate(
@@ -93,14 +99,22 @@ def validate(
     loader: Iterable[tuple[Tensor, Tensor]],
     *,
     amp_dtype: torch.dtype | None = None,
+    flip: bool = False,
 ) -> tuple[float, float]:
     """Return (mean loss, accuracy) over the samples of all ranks' loaders. Collective.
 
     Each sample counts once, even if a DistributedSampler repeats it to even out the ranks' shares.
+    ``flip`` : as for ``predict``.
     """
     world.activity.enter("evaluation")
     mine = predict(
-        model, world.device, criterion, loader, limit=_own_samples(loader), amp_dtype=amp_dtype
+        model,
+        world.device,
+        criterion,
+        loader,
+        limit=_own_samples(loader),
+        amp_dtype=amp_dtype,
+        flip=flip,
     )
     loss_sum, correct, samples = sum_over_ranks(
         world, [mine.loss_sum, float((mine.labels == mine.predicted).sum()), len(mine.labels)]
@@ -125,3 +139,14 @@ def to_device(images: Tensor, device: torch.device | str) -> Tensor:
     if images.dim() == 4:
         return images.to(device, non_blocking=True, memory_format=torch.channels_last)
     return images.to(device, non_blocking=True)
+
+
+def model_to_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model to ``device``; its convolutions get the strides of ``to_device``'s images.
+
+    Otherwise each convolution would convert its weights. A model that DistributedDataParallel
+    wraps already keeps its strides: the buckets have them.
+    """
+    model = model.to(device)
+    wrapped = isinstance(model, DistributedDataParallel)
+    return model if wrapped else model.to(memory_format=torch.channels_last)

@@ -78,9 +78,8 @@ def distributed_train_worker(
     if world_size > 1:
         TrainingEngine.setup_distributed(rank, world_size)
     world = current_world()
-    device = torch.device(
-        "cuda" if torch.cuda.is_available() and world.backend != "gloo" else "cpu"
-    )
+    alone = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = alone if world.backend is None else world.device
 
     def loader(dataset: Dataset, *, train: bool) -> DataLoader:
         sampler: DistributedSampler = DistributedSampler(
@@ -91,7 +90,7 @@ def distributed_train_worker(
             batch_size=batch_size,
             sampler=sampler,
             num_workers=num_workers,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=device.type == "cuda",
             persistent_workers=num_workers > 0,
         )
 
@@ -99,7 +98,6 @@ def distributed_train_worker(
         model_fn(),
         device,
         distributed=world_size > 1,
-        local_rank=rank % max(1, torch.cuda.device_count()),
         **engine_kwargs or {},
     )
     optimizer = optimizer_fn([p for p in engine.model.parameters() if p.requires_grad])

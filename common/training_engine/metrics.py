@@ -6,7 +6,7 @@ then serves all steps since the last flush.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -27,10 +27,12 @@ _FLUSH_SECONDS = 2.0
 class StepRecord:
     """One step, counted from 1 over the whole training.
 
-    samples, local_loss : this rank's. loss, accuracy : over the global batch.
-    learning_rate : the one that the step used. seconds : by section of the step.
-    wait_seconds : the part of "sync" spent waiting for the slowest rank to finish computing; the
-    rest is network time. Losses and accuracy are NaN if compute was emulated.
+    samples, local_loss : this rank's. loss, accuracy : over the global batch. learning_rate : the
+    one that the step used. seconds : by section of the step. step_seconds : of the whole step, with
+    what lies between the sections; in a CUDA graph forward, backward and sync are 0, and update is
+    only what follows the graph. wait_seconds : the part of "sync" spent waiting for the slowest
+    rank to finish computing; the rest is network time. Losses and accuracy are NaN if compute was
+    emulated.
     """
 
     epoch: int
@@ -41,6 +43,7 @@ class StepRecord:
     local_loss: float
     learning_rate: float
     seconds: dict[str, float]
+    step_seconds: float
     wait_seconds: float = 0.0
 
 
@@ -93,67 +96,26 @@ class EpochResult:
 
 
 @dataclass(frozen=True)
-class EpochReport:
-    """One epoch over all ranks.
-
-    Losses are means over samples, accuracies lie between 0 and 1; ``ema_*`` belong to the moving
-    average of the weights. NaN: no validation, no average, or emulated compute.
-    ``samples_per_second`` is the training throughput of all ranks together.
-    """
-
-    epoch: int
-    train_loss: float
-    train_accuracy: float
-    val_loss: float
-    val_accuracy: float
-    ema_val_loss: float
-    ema_val_accuracy: float
-    learning_rate: float
-    samples_per_second: float
-    seconds: float
-
-    @property
-    def deciding_accuracy(self) -> float:
-        """The accuracy that decides best epoch and stop: the moving average's, if there is one."""
-        return self.val_accuracy if math.isnan(self.ema_val_accuracy) else self.ema_val_accuracy
-
-    def line(self) -> str:
-        """Return the numbers as one line of text."""
-        learned = f"train loss {self.train_loss:.4f}, accuracy {self.train_accuracy:.4f}"
-        parts = [f"Epoch {self.epoch}: {'EMULATED' if math.isnan(self.train_loss) else learned}"]
-        if not math.isnan(self.val_accuracy):
-            parts.append(f"validation loss {self.val_loss:.4f}, accuracy {self.val_accuracy:.4f}")
-        if not math.isnan(self.ema_val_accuracy):
-            parts.append(
-                f"EMA validation loss {self.ema_val_loss:.4f}, accuracy {self.ema_val_accuracy:.4f}"
-            )
-        parts.append(f"{self.samples_per_second:,.0f} samples/s, {self.seconds:.1f} s")
-        return "; ".join(parts)
-
-
-@dataclass(frozen=True)
 class StepOutcome:
     """A step's numbers, which may still be on the GPU.
 
-    loss, correct : mean loss over this rank's samples, and the number predicted right.
-    gradient_norm : of the synchronised gradients. trained : False if compute was emulated; loss
-    and correct are NaN then.
+    numbers : float64 tensor of shape (3,): mean loss over this rank's samples, samples predicted
+    right, norm of the synchronised gradients. trained : False if compute was emulated; loss and
+    samples predicted right are NaN then.
     """
 
-    loss: Tensor
-    correct: Tensor
-    gradient_norm: Tensor
+    numbers: Tensor
     trained: bool = True
+
+    @classmethod
+    def of(cls, loss: Tensor, correct: Tensor, gradient_norm: Tensor) -> "StepOutcome":
+        """Return the outcome of a step; each number has shape ()."""
+        return cls(torch.stack([loss.double(), correct.double(), gradient_norm.double()]))
 
     @classmethod
     def of_no_training(cls) -> "StepOutcome":
         """Return the outcome of a step whose compute was emulated."""
-        return cls(torch.tensor(math.nan), torch.tensor(math.nan), torch.zeros(()), trained=False)
-
-    def is_finite(self, *, overflow_is_normal: bool) -> bool:
-        """Whether loss and gradients are finite; gradients may overflow if a GradScaler is on."""
-        good_loss = math.isfinite(float(self.loss)) or not self.trained
-        return good_loss and (overflow_is_normal or math.isfinite(float(self.gradient_norm)))
+        return cls(torch.tensor([math.nan, math.nan, 0.0], dtype=torch.float64), trained=False)
 
 
 @dataclass(frozen=True)
@@ -236,7 +198,7 @@ class MetricsBuffer:
         return (
             len(self._pending) >= self._interval
             or self._pending[-1].step % self._log_every == 0
-            or (sees_alike and not math.isfinite(float(self._pending[-1].outcome.gradient_norm)))
+            or (sees_alike and not math.isfinite(float(self._pending[-1].outcome.numbers[2])))
         )
 
     def flush(self, *, stop: bool) -> bool:
@@ -244,18 +206,18 @@ class MetricsBuffer:
 
         Raises GroupError on every rank if the loss or the gradients are not finite on any rank.
         """
-        pending = self._pending
-        seconds = [sum(self._timer.seconds(step.times).values()) for step in pending]
+        pending, numbers = self._pending, self._read(self._pending)
+        seconds = [self._timer.step_seconds(step.times) for step in pending]
         # (steps + 1, 4): loss sum, correct predictions, samples, 1 if not finite.
         # The last row: stop requests, seconds.
         rows = [
             [
-                float(one.outcome.loss) * one.samples if one.samples else 0.0,
-                float(one.outcome.correct),
+                loss * one.samples if one.samples else 0.0,
+                correct,
                 one.samples,
-                not one.outcome.is_finite(overflow_is_normal=self._overflow_is_normal),
+                not self._is_finite(one.outcome, loss, norm),
             ]
-            for one in pending
+            for one, (loss, correct, norm) in zip(pending, numbers, strict=True)
         ]
         *totals, (stop_requests, all_seconds, _, _) = sum_over_ranks(
             self._world, [*rows, [stop, sum(seconds), 0, 0]]
@@ -271,19 +233,29 @@ class MetricsBuffer:
         if good:
             self._on_steps(
                 [
-                    self._record(step, loss_sum / samples, correct / samples, wait)
-                    for step, (loss_sum, correct, samples, _), wait in zip(
-                        pending[:good], totals, waits, strict=False
+                    self._record(step, local[0], loss_sum / samples, correct / samples, wait)
+                    for step, local, (loss_sum, correct, samples, _), wait in zip(
+                        pending[:good], numbers, totals, waits, strict=False
                     )
                 ]
             )
         if good < len(pending):
-            self._raise_not_finite(pending[good])
+            self._raise_not_finite(pending[good], numbers[good][0])
         if pending:
+            self._timer.anchor()  # the GPU has just answered, so there is nothing to wait for
             mean_seconds = all_seconds / self._world.size / len(pending)
             steps = int(_FLUSH_SECONDS / max(mean_seconds, 1e-6))
             self._interval = max(1, min(self._log_every, steps))
         return stop_requests > 0
+
+    @staticmethod
+    def _read(pending: Sequence[_Pending]) -> list[list[float]]:
+        """Return each step's loss, samples predicted right and gradient norm: one read in all."""
+        return torch.stack([step.outcome.numbers for step in pending]).tolist() if pending else []
+
+    def _is_finite(self, outcome: StepOutcome, loss: float, norm: float) -> bool:
+        good_loss = math.isfinite(loss) or not outcome.trained
+        return good_loss and (self._overflow_is_normal or math.isfinite(norm))
 
     def _count_time(self, seconds: list[float]) -> None:
         result, steady = self.result, seconds if self._warm else seconds[1:]
@@ -316,23 +288,34 @@ class MetricsBuffer:
     def flush_local(self) -> None:
         """Record the steps before an error, with this rank's numbers only. Not collective."""
         if self._pending:
-            self._on_steps([self._record(step, math.nan, math.nan, 0.0) for step in self._pending])
+            losses = [loss for loss, _, _ in self._read(self._pending)]
+            self._on_steps(
+                [
+                    self._record(step, loss, math.nan, math.nan, 0.0)
+                    for step, loss in zip(self._pending, losses, strict=True)
+                ]
+            )
 
-    def _record(self, step: _Pending, loss: float, accuracy: float, wait: float) -> StepRecord:
+    def _record(
+        self, step: _Pending, local_loss: float, loss: float, accuracy: float, wait: float
+    ) -> StepRecord:
         return StepRecord(
             self._epoch,
             step.step,
             step.samples,
             loss,
             accuracy,
-            float(step.outcome.loss),
+            local_loss,
             step.learning_rate,
             self._timer.seconds(step.times),
+            self._timer.step_seconds(step.times),
             wait,
         )
 
-    def _raise_not_finite(self, step: _Pending) -> NoReturn:
-        losses = gather_tensors(self._world, {"loss": step.outcome.loss.detach().double()})
+    def _raise_not_finite(self, step: _Pending, local_loss: float) -> NoReturn:
+        losses = gather_tensors(
+            self._world, {"loss": torch.tensor(local_loss, dtype=torch.float64)}
+        )
         culprits = [
             f"loss {loss} on rank {rank}"
             for rank, loss in enumerate(float(one["loss"]) for one in losses)

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from common.checkpoint import save_checkpoint
-from common.distributed.collectives import check_same_on_all_ranks, run_on_all_ranks
+from common.distributed.collectives import check_same_on_all_ranks
 from common.errors import UserError
-from common.training_engine.callbacks import Callback, EarlyStop, EpochEnd, Validator
+from common.training_engine.callbacks import Callback, EarlyStop, EpochEnd, EpochReport, Validator
+from common.training_engine.checkpoint_manager import CheckpointWriter, Entries
 from common.training_engine.epochs import steps_an_epoch
-from common.training_engine.metrics import EpochReport
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -99,6 +99,7 @@ class _AfterEpoch(Callback):
 
     def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
         self._engine = engine
+        self._writer = CheckpointWriter(engine.world, in_background=engine.device.type == "cuda")
 
     def on_epoch_end(self, end: EpochEnd) -> None:
         assert end.report is not None  # Validator comes first
@@ -113,16 +114,24 @@ class _AfterEpoch(Callback):
         if end.stop_reason:
             self.print_on_rank0(end.stop_reason)
 
-    def _save(self, end: EpochEnd, report: EpochReport) -> None:
-        state = self._engine.state(epoch=end.epoch, loss=report.train_loss)
-        entries = state | {"val_accuracy": report.val_accuracy}
+    def on_train_end(self) -> None:
+        self._writer.finish()
 
-        def write() -> None:
-            for name, wanted in (("best.pt", self._best and end.is_best), ("last.pt", self._last)):
-                if wanted and self._engine.world.is_rank0:
+    def close(self) -> None:
+        self._writer.close()
+
+    def _save(self, end: EpochEnd, report: EpochReport) -> None:
+        wanted = {"best.pt": self._best and end.is_best, "last.pt": self._last}
+        names = [name for name in wanted if wanted[name]]
+        state = self._engine.state(epoch=end.epoch, loss=report.train_loss)
+
+        def write(entries: Entries) -> None:
+            if entries:
+                for name in names:
                     save_checkpoint(self._engine.output_folder / name, entries)
 
-        run_on_all_ranks(self._engine.world, write)
+        entries = state | {"val_accuracy": report.val_accuracy}
+        self._writer.start(write, entries if self._engine.world.is_rank0 and names else {})
 
     def print_on_rank0(self, text: str) -> None:
         if self._engine.world.is_rank0:

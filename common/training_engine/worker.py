@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from common.distributed.failures import explain_collective_failure
+from common.distributed.gpus import gpu_of
 from common.training_engine.engine import TrainingEngine
 from common.training_engine.launch import OUTCOME_FILE
 from common.utils.processes import end_process
@@ -62,13 +63,13 @@ def _open_group(folder: Path, rank: int, world_size: int, backend: str) -> dist.
     """Open the group and return a second one, with a timeout of hours.
 
     The ranks meet in a file, which needs no free port. They use loopback unless the user has chosen
-    another interface.
+    another interface; under NCCL Gloo connects the second group.
     """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(gpu_of(rank))
     else:
         torch.set_num_threads(max(1, usable_cores() // world_size))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         backend,
         store=dist.FileStore(str(folder / "store"), world_size),

@@ -133,6 +133,7 @@ def node_command(run: Run) -> list[str]:
     """Return what follows ``python`` on each node, without address, number of nodes and rank."""
     settings, sync = run.settings, run.cell["sync"]
     timed = settings.until_accuracy is None
+    # A CUDA graph has no sections, and only one node could have it: no fair cell.
     flags = {
         "--sync": None if sync in ("none", "ddp") else sync,
         "--dataset": settings.dataset,
@@ -140,6 +141,7 @@ def node_command(run: Run) -> list[str]:
         "--batch-size": run.cell["batch_size"],
         "--seed": run.seed,
         "--untimed-steps": settings.warmup,
+        "--capture": "off",
         "--output-dir": run.path.parent.parent,
         "--run-name": run.path.name,
         "--max-steps": settings.total_steps if timed else None,

@@ -63,6 +63,7 @@ V = TypeVar("V")
 
 FORMAT = 1
 TIMES = ("step", "data", "forward", "backward", "sync", "update", "wait", "wire")
+_OF_A_GRAPH = ("forward", "backward", "update")  # sections without a time in a CUDA graph
 
 CellId = Annotated[str, Meta(pattern=r"^\w[\w.-]{0,199}\Z")]
 LinkRate = Annotated[str, Meta(pattern=r"^[\w. /]{1,40}\Z")] | Annotated[float, Meta(gt=0, le=1e18)]
@@ -309,10 +310,15 @@ def distinct(values: Sequence[V]) -> list[V]:
 
 
 def _of_repeat(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return the means over the ranks; for bytes sent, of the root and of the other ranks."""
+    """Return the means over the ranks; for bytes sent, of the root and of the other ranks.
+
+    None: unknown, as the sections of a step that was one CUDA graph.
+    """
     row: dict[str, float | None] = {
         name: statistics.fmean(rank["seconds"][name] for rank in ranks) for name in TIMES
     }
+    if not row["forward"]:
+        row |= dict.fromkeys(_OF_A_GRAPH)
     sent = [rank["bytes_sent"] for rank in ranks]
     known = None not in sent
     return row | {

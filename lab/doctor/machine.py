@@ -32,6 +32,7 @@ class TorchFacts:
     error: str | None = None
     cuda_build: str | None = None
     gpus: tuple[str, ...] = ()
+    gpu_ids: tuple[str, ...] = ()
     nccl: str | None = None
     fast_bf16: bool | None = None
 
@@ -43,6 +44,7 @@ def torch_facts() -> TorchFacts:
         import torch
         import torchvision  # noqa: F401 - fails where the pair does not match
 
+        from common.distributed.gpus import visible_gpus
         from common.training_engine.amp import cpu_has_fast_bf16
     except Exception as error:  # a broken installation raises anything
         first_line = str(error).strip().partition("\n")[0]
@@ -50,7 +52,8 @@ def torch_facts() -> TorchFacts:
     gpus = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     has_nccl = gpus and torch.distributed.is_nccl_available()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
-    return TorchFacts(None, torch.version.cuda, gpus, nccl, cpu_has_fast_bf16())
+    ids = tuple(visible_gpus())
+    return TorchFacts(None, torch.version.cuda, gpus, ids, nccl, cpu_has_fast_bf16())
 
 
 def check_python(_request: CheckRequest) -> CheckResult:

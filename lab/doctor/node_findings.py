@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from common.distributed.gpus import compare_gpus
+from common.distributed.run_token import Peer
 from common.utils.environment import git, package_version
 from common.utils.grouping import grouped
 from common.utils.system import usable_cores
@@ -32,6 +34,7 @@ def own_facts(request: CheckRequest) -> dict[str, Any]:
         "code": code_digest(),
         "dataset": "not checked" if torch.error is not None else dataset_fact(request),
         "gpus": len(torch.gpus),
+        "gpu_ids": " ".join(torch.gpu_ids),
         "cores": usable_cores(),
     }
 
@@ -194,6 +197,13 @@ def _dataset(nodes: Sequence[NodeReport]) -> CheckResult:
 
 def _backend(nodes: Sequence[NodeReport]) -> CheckResult:
     gpus = _by_value(nodes, "gpus")
+    if "0" not in gpus and (obstacle := _shared_gpus(nodes)):
+        return CheckResult(
+            "backend",
+            WARNING,
+            f"{obstacle}: all would use Gloo, on CPUs",
+            "start one rank per GPU",
+        )
     if "0" not in gpus:
         return CheckResult("backend", OK, "NCCL, one rank per GPU")
     if len(gpus) == 1:
@@ -205,6 +215,15 @@ def _backend(nodes: Sequence[NodeReport]) -> CheckResult:
         "on CPUs",
         "leave out the nodes without a GPU",
     )
+
+
+def _shared_gpus(nodes: Sequence[NodeReport]) -> str:
+    """Return which ranks share a GPU, as a run would find it; "" if none do."""
+    ids = [str(node.facts.get("gpu_ids", "")).split() for node in nodes]
+    hosts = [node.host for node in nodes]
+    local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+    peers = [Peer(host, 0, gpus) for host, gpus in zip(hosts, ids, strict=True)]
+    return compare_gpus(peers, local_ranks).obstacle if all(ids) else ""
 
 
 def _cores(nodes: Sequence[NodeReport]) -> CheckResult:

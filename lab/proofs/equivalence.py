@@ -212,7 +212,7 @@ def errors_on_this_rank(rank: int, size: int, strategy: GradientSync, case: Case
     model, found = ProofModel(case), RankErrors()
     engine = TrainingEngine(
         model,
-        "cpu",
+        case.device,
         distributed=True,
         sync=strategy,
         accumulation_steps=case.accumulation_steps,

@@ -33,6 +33,7 @@ class Case:
     clip_norm : largest allowed norm of all gradients together; None: no clipping.
     dtype : of parameters and images.
     channels_last : parameters are in channels_last memory format.
+    device : of every rank and of the reference; ranks may share a GPU.
     """
 
     uneven: bool = True
@@ -45,6 +46,7 @@ class Case:
     clip_norm: float | None = None
     dtype: torch.dtype = torch.float64
     channels_last: bool = False
+    device: str = "cpu"
 
     @property
     def tolerance(self) -> float:
@@ -81,9 +83,8 @@ class Case:
             images = torch.randn(sum(shares), 3, 8, 8, generator=generator, dtype=torch.float64)
             images[0, 0, 0, 0] = 9.0
             labels = torch.randint(0, 4, (sum(shares),), generator=generator)
-            batches.append(
-                list(zip(images.to(self.dtype).split(shares), labels.split(shares), strict=True))
-            )
+            images, labels = images.to(self.device, self.dtype), labels.to(self.device)
+            batches.append(list(zip(images.split(shares), labels.split(shares), strict=True)))
         return batches
 
 
@@ -104,7 +105,7 @@ class ProofModel(nn.Module):
         self.unused = nn.Linear(3, 3) if case.unused else None
         self.sometimes = nn.Linear(6, 4) if case.unused else None
         self.head = nn.Linear(6, 4)
-        self.to(case.dtype)
+        self.to(case.device, case.dtype)
         if case.channels_last:
             self.to(memory_format=torch.channels_last)
 

@@ -53,12 +53,17 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    size: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 120
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout_seconds: float = 120,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Call ``function(rank, *arguments)`` on each of ``size`` ranks; return the results by rank.
 
     Function and arguments are sent with cloudpickle (so closures and a notebook's classes work),
-    results with pickle. Each rank computes with one thread.
+    results with pickle. Each rank computes with one thread. With ``backend`` "nccl" ranks may share
+    a GPU: NCCL takes them for ranks of different hosts.
 
     Raises RankError if a rank fails, with the first traceback, or if ``timeout_seconds`` pass.
     """
@@ -70,7 +75,7 @@ def run_ranks(
             maker.Process(
                 target=_rank_main,
                 daemon=True,
-                args=(rank, size, f"{folder}/store", timeout_seconds, payload, results),
+                args=(rank, size, f"{folder}/store", timeout_seconds, backend, payload, results),
             )
             for rank in range(size)
         ]
@@ -132,7 +137,13 @@ def _collect(results: Any, ranks: Sequence[Any], timeout_seconds: float) -> list
 
 
 def _rank_main(
-    rank: int, size: int, store: str, timeout_seconds: float, payload: bytes, results: Any
+    rank: int,
+    size: int,
+    store: str,
+    timeout_seconds: float,
+    backend: str,
+    payload: bytes,
+    results: Any,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -142,8 +153,11 @@ def _rank_main(
     answer: tuple[int, str | None, Any]
     try:
         function, arguments = cloudpickle.loads(payload)
+        if backend == "nccl":
+            os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(
-            "gloo",
+            backend,
             store=dist.FileStore(store, size),
             rank=rank,
             world_size=size,

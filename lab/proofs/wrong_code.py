@@ -45,7 +45,7 @@ def unseeded_order(samples: int, *, seed: int, epoch: int) -> Tensor:
 
 
 def unseeded_draw(
-    samples: int, *, seed: int, epoch: int, flip: bool, device: Any = "cpu"
+    samples: int, *, seed: int, epoch: int, flip: str, device: Any = "cpu"
 ) -> augmentation.Draws:
     return augmentation.draw(
         samples, seed=int(torch.randint(2**31, ())), epoch=epoch, flip=flip, device=device

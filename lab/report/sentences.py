@@ -11,7 +11,7 @@ BOUND, REACH = "What takes the time", "Limits"
 
 
 @dataclass(frozen=True)
-class Finding:
+class ReportFinding:
     """A sentence and the numbers it rests on.
 
     caution : a limit of what the numbers show; the page folds these into "Limits".
@@ -25,9 +25,9 @@ class Finding:
     wrong: bool = False
 
 
-def merged(found: Sequence[Finding]) -> list[Finding]:
+def merged(found: Sequence[ReportFinding]) -> list[ReportFinding]:
     """Join the findings of a topic whose sentences differ only in "On N nodes"."""
-    groups: dict[tuple[str, str], list[tuple[str, Finding]]] = {}
+    groups: dict[tuple[str, str], list[tuple[str, ReportFinding]]] = {}
     for finding in found:
         match = re.match(r"On (\d+) nodes\b", finding.text)
         nodes, rest = (match[1], finding.text[match.end() :]) if match else ("", finding.text)
@@ -35,7 +35,7 @@ def merged(found: Sequence[Finding]) -> list[Finding]:
     return [_joined(members, rest) for (_, rest), members in groups.items()]
 
 
-def _joined(members: Sequence[tuple[str, Finding]], rest: str) -> Finding:
+def _joined(members: Sequence[tuple[str, ReportFinding]], rest: str) -> ReportFinding:
     first = members[0][1]
     if len(members) == 1:
         return first

@@ -11,7 +11,7 @@ from rich.text import Text
 from lab.report import tables
 from lab.report.equality import wrong_rows
 from lab.report.findings import findings
-from lab.report.sentences import EQUAL, SPEED, Finding
+from lab.report.sentences import EQUAL, SPEED, ReportFinding
 from lab.report.verdict import Verdict, verdict
 from lab.report.view import NOTHING, CellRow, ComparisonGroup, blocks, percent, what_is_emulated
 
@@ -47,7 +47,7 @@ def _print_block(console: Console, block: ComparisonGroup, results: Mapping[str,
         )
 
 
-def _most_important(found: Sequence[Finding], answer: Verdict) -> list[Finding]:
+def _most_important(found: Sequence[ReportFinding], answer: Verdict) -> list[ReportFinding]:
     """Return at most three findings that the answer does not give: wrong ones, then answers."""
     rest = [one for one in found if not answer.text.startswith(one.text)]
     speeds = [one for one in rest if one.topic == SPEED and one.caution]

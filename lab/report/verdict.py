@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lab.report.equality import check
 from lab.report.findings.limits import noisy_interval
 from lab.report.findings.speed import named
-from lab.report.sentences import Finding, listed, strategies, timed
+from lab.report.sentences import ReportFinding, listed, strategies, timed
 from lab.report.view import (
     CellRow,
     ComparisonGroup,
@@ -35,7 +35,7 @@ class Verdict:
     wrong: bool
 
 
-def verdict(block: ComparisonGroup, found: Sequence[Finding]) -> Verdict:
+def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
     """Return the answer for the largest number of nodes that was measured.
 
     found : the findings of ``block``; the first that is ``wrong`` stands first, and its strategy

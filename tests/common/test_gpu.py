@@ -4,20 +4,24 @@
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from common.checkpoint import load_checkpoint
 from common.data import load_dataset
-from common.data.loaders import TrainLoader
+from common.data.loaders import EvaluationLoader, TrainLoader
 from common.data.sharding import GlobalBatchSampler
 from common.training_engine import (
     TrainingEngine,
     distributed_train_worker,
     launch_distributed_training,
+    predict,
 )
 from tests.helpers import free_port, only_run_folder, run_part
 
@@ -53,6 +57,7 @@ def test_ddp_with_nccl_and_amp_learns(tmp_path: Path, dtype: str) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["backend"], summary["device"]) == ("nccl", "cuda")
     assert summary["test_accuracy"] > 0.9
+    assert summary["peak_gpu_memory_bytes"] > 100e6  # weights, gradients, momentum and activations
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(
         0 < step["forward_seconds"] < 60 and 0 < step["backward_seconds"] < 60 for step in steps
@@ -72,6 +77,48 @@ def test_by_hand_with_nccl_learns(tmp_path: Path, sync: str) -> None:
     assert summary["test_accuracy"] > 0.9
 
 
+@pytest.mark.parametrize("sync", ["ddp_fp16", "ddp_powersgd"])
+def test_strategies_that_change_the_gradient_run_with_default_flags(
+    tmp_path: Path, sync: str
+) -> None:
+    [ended] = run_part(
+        "PartThree",
+        "--sync",
+        sync,
+        *QUICK,
+        *group(),
+        "--max-steps",
+        4,
+        "--output-dir",
+        tmp_path,
+        cwd=tmp_path,
+    )
+    assert ended.status == 0, ended.err
+    assert "bfloat16" in ended.out
+
+
+def test_no_checkpoint_holds_a_state_that_is_not_finite(tmp_path: Path) -> None:
+    """The rate is so high that the second step's loss overflows."""
+    [ended] = run_part(
+        "PartOne",
+        *QUICK,
+        "--learning-rate",
+        "1e20",
+        "--schedule",
+        "constant",
+        "--checkpoint-every",
+        1,
+        "--output-dir",
+        tmp_path,
+        cwd=tmp_path,
+    )
+    assert ended.status != 0
+    assert "not finite" in ended.out + ended.err
+    for path in tmp_path.rglob("*.pt"):
+        state = torch.load(path, weights_only=True)["model_state_dict"]
+        assert all(value.isfinite().all() for value in state.values()), path
+
+
 def test_amp_resumes_with_the_scalers_state(tmp_path: Path) -> None:
     arguments = [*QUICK, "--output-dir", tmp_path]
     [first] = run_part("PartThree", *arguments, *group(), "--stop-after-epoch", 2, cwd=tmp_path)
@@ -81,15 +128,39 @@ def test_amp_resumes_with_the_scalers_state(tmp_path: Path) -> None:
     assert torch.load(checkpoints[0], weights_only=True)["scaler_state_dict"]["scale"] > 0
 
 
-def test_augmentation_is_the_same_on_the_gpu(tmp_path: Path) -> None:
-    digits = load_dataset("digits", tmp_path)
+@pytest.mark.parametrize("options", [{}, {"flip": "alternating", "cutout": 8}])
+def test_augmentation_is_the_same_on_the_gpu(tmp_path: Path, options: dict[str, Any]) -> None:
+    digits = replace(load_dataset("digits", tmp_path), flip=True)
     loaders = [
-        TrainLoader(digits, GlobalBatchSampler(len(digits.train), batch_size=100), device=device)
+        TrainLoader(
+            digits,
+            GlobalBatchSampler(len(digits.train), batch_size=100),
+            device=device,
+            **options,
+        )
         for device in ("cpu", "cuda")
     ]
     for (images, labels), (gpu_images, gpu_labels) in zip(*loaders, strict=True):
         assert torch.equal(labels, gpu_labels.cpu())
         torch.testing.assert_close(images, gpu_images.cpu(), rtol=0, atol=1e-6)
+
+
+def test_the_test_set_is_the_same_on_the_gpu(tmp_path: Path) -> None:
+    """Equal images, labels, predictions and loss, in another number of batches."""
+    digits = load_dataset("digits", tmp_path)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10)).double()
+    results = []
+    for device, batch_size in (("cpu", 100), ("cuda", None)):
+        loader = EvaluationLoader(
+            digits.test, mean=digits.mean, std=digits.std, batch_size=batch_size, device=device
+        )
+        batches = ((images.double(), labels) for images, labels in loader)
+        results.append(predict(model.to(device), device, nn.CrossEntropyLoss(), batches, flip=True))
+    on_cpu, on_gpu = results
+    assert on_gpu.labels.tolist() == on_cpu.labels.tolist()
+    assert on_gpu.predicted.tolist() == on_cpu.predicted.tolist()
+    assert on_gpu.mean_loss == pytest.approx(on_cpu.mean_loss, rel=1e-5)
 
 
 def points() -> TensorDataset:
@@ -173,3 +244,32 @@ def test_recipes_run_on_the_gpu(tmp_path: Path, recipe: str) -> None:
     )
     assert ended.status == 0, ended.err
     assert "on cuda" in ended.out
+
+
+def test_a_thread_saves_what_the_gpu_held_and_the_timeline_has_the_gpus_times(
+    tmp_path: Path,
+) -> None:
+    """The last checkpoint is the final state, though steps went on during the earlier writes."""
+    flags = ("--timeline", "--checkpoint-every", 3, "--keep-checkpoints", 4)
+    flags += ("--output-dir", tmp_path)
+    [ended] = run_part("PartTwo", "--sync", "all_reduce", *QUICK, *group(), *flags, cwd=tmp_path)
+    assert ended.status == 0, ended.err
+    assert "GPU memory" in ended.out
+    folder = only_run_folder(tmp_path, "PartTwo-all_reduce")
+    summary, ranks, timeline = (
+        json.loads((folder / f"{name}.json").read_text())
+        for name in ("summary", "ranks", "timeline")
+    )
+    assert summary["peak_gpu_memory_bytes"] > 2 * 4 * 9_231_114  # weights and gradients
+    assert ranks["ranks"][0]["peak_gpu_memory_bytes"] == pytest.approx(
+        summary["peak_gpu_memory_bytes"], rel=0.5
+    )
+    checkpoints = list((folder / "checkpoints").glob("Epoch_*.pt"))
+    assert len(checkpoints) == 4
+    for path in checkpoints:
+        load_checkpoint(path)  # raises if the digest does not fit
+    assert Path(summary["checkpoint"]).name == "Epoch_4.pt"
+    [rank] = timeline["ranks"]
+    [(sync_begin, sync_end), *_] = rank["sections"]["sync"]
+    for message in rank["messages"]:
+        assert sync_begin - 1e-3 < message["begin"] <= message["end"] < sync_end + 1e-3

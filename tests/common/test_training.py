@@ -6,6 +6,7 @@ No test uses ``run``.
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from common.checkpoint import load_checkpoint
+from common.config.parser import parse_arguments
+from common.distributed.process_group import World
 from common.errors import UserError
 from common.evaluation import evaluate_model, generate_eval_report, prepare_model_for_evaluation
+from common.experiment.setup import Setup
 from common.models import build_model
+from common.sync import BUILT_IN
 from common.training import get_model_parameters, prepare_model_for_training, train_model
 from common.training_engine.amp import choose_amp
 from tests.helpers import run_ranks
@@ -310,6 +315,55 @@ def test_amp_on_a_cpu_without_fast_bf16_falls_back_and_says_so(
         torch.bfloat16,
         "",
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exact", "fast_bf16", "chosen", "notice"),
+    [
+        (None, True, True, torch.float16, ""),
+        ("bf16", True, True, torch.bfloat16, ""),
+        ("bf16", True, False, torch.float16, "AMP uses fp16"),
+        (None, False, True, torch.bfloat16, ""),
+        (None, False, False, None, "AMP is off"),
+        ("bf16", False, False, None, "AMP is off"),
+        ("fp16", False, True, torch.float16, ""),  # the engine refuses it
+    ],
+)
+def test_amp_on_a_gpu_chooses_a_type_that_the_strategy_allows(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str | None,
+    exact: bool,
+    fast_bf16: bool,
+    chosen: torch.dtype | None,
+    notice: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: fast_bf16)
+    gpu = torch.device("cuda")
+    found, text = choose_amp(None, dtype, default=True, device=gpu, exact=exact)
+    assert found == chosen
+    assert notice in text
+    assert bool(text) == bool(notice)
+
+
+def test_a_part_on_gpus_trains_with_every_strategy_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    group = World(device=torch.device("cuda"), backend="nccl")
+    chosen = {}
+    for sync in BUILT_IN:
+        config = parse_arguments("PartThree", "", {}, BUILT_IN, ["--sync", sync])
+        assert config.amp_dtype is None
+        chosen[sync] = Setup.amp.fget(SimpleNamespace(config=config, world=group))[0]
+    assert chosen == {
+        "ddp": torch.float16,
+        "ddp_fp16": torch.bfloat16,
+        "ddp_powersgd": torch.bfloat16,
+    }
+    # Without a group, no strategy changes the gradients.
+    alone = World(device=torch.device("cuda"))
+    found = Setup.amp.fget(SimpleNamespace(config=config, world=alone))
+    assert found == (torch.float16, "")
 
 
 class SlowGradient(torch.autograd.Function):

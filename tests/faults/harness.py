@@ -178,7 +178,11 @@ def run_trial(fault: Fault, promise: Promise, folder: Path, images: Path, refere
     run = Run(folder, images, fault)
     waits = fault.action == "stop" or fault.phase in ("start", "meeting")
     patient = fault.action == "pause" or not waits
-    run.start(held=True, timeout=PATIENT if patient else TIMEOUT)
+    timeout = PATIENT if patient else TIMEOUT
+    if fault.phase == "collective":
+        # In gather and scatter Gloo may notice a killed rank only at the group's timeout.
+        timeout = 3 * TIMEOUT
+    run.start(held=True, timeout=timeout)
     run.victim.wait_for("held now")
     ACTIONS[fault.action](run)
     struck = time.monotonic()

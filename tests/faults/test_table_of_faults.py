@@ -41,7 +41,10 @@ def promise(fault: Fault) -> Promise:
     # What the other rank says if this one is lost without a word.
     missing = r"missing: rank 1" if fault.victim else r"(could not reach|lost) rank 0 at \S+"
     named = rf"error \(rank \d\): rank {fault.victim} \([\d.]+\)"
-    lost = FINE if fault.phase == "end" else (1, missing if early else f"{named} ended or was kill")
+    ended = f"{named} ended or was kill"
+    if fault.way == "gather_scatter":  # Gloo may notice it only at the group's timeout
+        ended = f"{named} (ended or was kill|has not moved since)"
+    lost = FINE if fault.phase == "end" else (1, missing if early else ended)
     in_training = fault.phase in ("training", "epoch", "checkpoint")
     match fault.action:
         case "kill":

@@ -1,7 +1,7 @@
 """The pages as tests read them: their blocks, their commands, and the outputs that they show.
 
 ``python -m tests.helpers.documentation`` rewrites what the pages copy from the code: the outputs
-of `lab predict`, and the table of known errors. Read the diff in git.
+of `lab predict`, the tables of known errors and of the audit's findings. Read the diff in git.
 """
 
 import contextlib
@@ -19,6 +19,10 @@ _PREDICTED = re.compile(
 )
 _KNOWN_ERRORS = re.compile(
     r"(?<=^\| error \| cause \| what to do \|\n\| --- \| --- \| --- \|\n)(\|.*\n)+", re.MULTILINE
+)
+_FINDINGS = re.compile(
+    r"(?<=^\| name \| severity \| what it means \|\n\| --- \| --- \| --- \|\n)(\|.*\n)*",
+    re.MULTILINE,
 )
 
 
@@ -78,14 +82,24 @@ def predict(command: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in written.getvalue().rstrip().splitlines())
 
 
+def findings_table() -> str:
+    """Return the rows of docs/auditing.md that list what an audit finds."""
+    from lab.audit.findings.finding import catalogue
+
+    return "".join(
+        f"| `{name}` | {one.severity} | {one.title} |\n" for name, one in catalogue().items()
+    )
+
+
 def rewrite() -> None:
-    """Replace the outputs of `lab predict` and the known errors in the pages by those of now."""
+    """Replace in the pages the outputs of `lab predict`, known errors and findings by today's."""
     from lab.explain.diagnosis import KINDS, known_errors
 
     errors = sorted(known_errors(), key=lambda one: list(KINDS).index(one.kind))
     rows = "".join(f"| {one.title} | {one.cause} | {one.cure} |\n" for one in errors)
     for page in pages():
         text = _KNOWN_ERRORS.sub(lambda _: rows, page.text)
+        text = _FINDINGS.sub(lambda _: findings_table(), text)
         for command, shown in page.predictions():
             text = text.replace(shown, predict(command))
         page.path.write_text(text, encoding="utf-8")

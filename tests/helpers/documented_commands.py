@@ -62,6 +62,7 @@ EMULATED = (
     "--compute measured --dataset digits --steps 6 --warmup 2 --sync gather_scatter all_reduce "
     "overlapped ddp"
 )
+BOOK, GPU_DATA = "python3 benchmarks/gpu.py --stage", "--data /tmp/gpu-data"
 PLAN = "reports/compare-2026-11-21T21-44-45"
 
 _HERE = {
@@ -90,6 +91,14 @@ _HERE = {
     f"{IN_CLUSTER} --dataset digits --batch-size 32 --max-steps 5": [long(prints=EQUAL)],
     f"lab cluster run --nodes 4 --rate 200mbit -- python PartThree/main.py {IN_CLUSTER} --dataset "
     "digits --batch-size 32 --max-steps 5": [long(prints=EQUAL)],
+    # docs/auditing.md
+    "lab audit -- python docs/examples/wrong_divisor.py --master-ip {master} --port {port} "
+    "--num-nodes {nodes} --rank {rank}": [
+        long(prints=r"no — (.|\n)*divided by a constant(.|\n)*Speed", statuses=(1,))
+    ],
+    f"lab audit -- torchrun --nproc-per-node 2 PartThree/main.py {TINY_RUN}": [
+        long(prints=r"averages: yes")
+    ],
     # docs/comparing.md
     "lab compare --nodes 1 2 --sync gather_scatter all_reduce ddp --dataset digits --batch-size 32 "
     "--steps 4 --warmup 1 --repeats 2": [long(prints="report.html")],
@@ -201,6 +210,9 @@ _HERE = {
     ".venv/bin/python benchmarks/heartbeat.py": [long("--pairs 2")],
     ".venv/bin/python benchmarks/sync.py": [long("--rounds 2 --pairs 2")],
     ".venv/bin/python benchmarks/cluster.py": [long("--rounds 2")],
+    "python3 benchmarks/gpu.py --stage 1 --dry-run --out reports/gpu-dry": [
+        long(prints="two ranks, one GPU +ok")
+    ],
     ".venv/bin/python benchmarks/emulation.py": [long("--nodes 4 --rate 1gbit --steps 2")],
 }
 
@@ -216,6 +228,15 @@ _ELSEWHERE = {
     ],
     "needs a package index": ["pip install -e '.[wandb]'", "pip install -e '.[tensorboard]'"],
     "runs until you stop it": ["tensorboard --logdir reports"],
+    "needs scripts of others; tests/lab/audit does the same with its own cases": [
+        'for folder in submissions/*/; do (cd "$folder" && lab audit --json audit.json -- python '
+        "main.py --master-ip {master} --num-nodes {nodes} --rank {rank}) > "
+        '"$folder/audit.txt" 2>&1; echo "$? $folder"; done',
+        "python -c \"import glob, json; [print(path, *(one['name'] for one in "
+        "json.load(open(path))['findings'])) for path in glob.glob('submissions/*/audit.json')]\"",
+        "lab audit --ranks 2 3 4 --html audit.html --json audit.json -- torchrun --nproc-per-node "
+        "{nodes} train.py",
+    ],
     "needs several machines; tests/lab/cluster and tests/engines start the same on emulated ones": [
         f"python PartTwo/main.py --sync all_reduce {ON_FOUR} --rank 0",
         f"python PartTwo/main.py --sync all_reduce {ON_FOUR} --rank 1",
@@ -233,6 +254,16 @@ _ELSEWHERE = {
         "lab cluster shell --node 2 -- ss -tn",
         "lab cluster fault --node 2 --slow 10mbit",
         "lab cluster fault --node 2 --restore",
+    ],
+    "needs a GPU; tests/test_gpu_run_book.py does the same on the CPU, with --dry-run": [
+        f"{BOOK} 1 --out reports/gpu-1",
+        f"{BOOK} data --part 1 --of 2 --from data/half-1 {GPU_DATA} --out reports/gpu-data-1",
+        f"{BOOK} data --part 2 --of 2 --from data/half-2 {GPU_DATA} --unpack unpack.py --out "
+        "reports/gpu-data-2",
+        f"{BOOK} 2 {GPU_DATA} --out reports/gpu-2",
+        f"{BOOK} 3-ema {GPU_DATA} --out reports/gpu-3-ema",
+        f"{BOOK} 3-resnet50 {GPU_DATA} --out reports/gpu-3-resnet50",
+        f"{BOOK} 3-wide-resnet {GPU_DATA} --out reports/gpu-3-wide-resnet",
     ],
     "needs the GPUs that it names": [
         "python PartThree/main.py --recipe resnet18-transfer-cifar10 --epochs 50 "

@@ -72,7 +72,7 @@ class Started:
         self._out.touch()
         self._err.touch()
         if forked:
-            self.process: Any = _Forked(command, cwd, env, self._out, self._err)
+            self.process: Any = ForkedProgram(command, cwd, env, self._out, self._err)
         else:
             with self._out.open("w") as out, self._err.open("w") as err:
                 self.process = subprocess.Popen(
@@ -136,7 +136,7 @@ class Started:
         )
 
 
-class _Forked:
+class ForkedProgram:
     """A process forked from the server, with the part of subprocess.Popen that ``Started`` uses."""
 
     def __init__(

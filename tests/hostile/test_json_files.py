@@ -259,6 +259,7 @@ def test_a_run_folder_that_is_accepted_can_be_reported(cases, tmp_path):
         ("config.json", "{}", "config.json: batch_size is missing"),
         ("config.json", "[1]", "config.json: got [1], expected an object"),
         ("ranks.json", '{"ranks": []}', "ranks.json: ranks: got [], expected a list of length"),
+        ("environment.json", '{"git_commit": []}', "git_commit: got [], expected"),
         ("environment.json", '{"usable_cores": []}', "usable_cores: got [], expected a whole"),
         ("summary.json", '{"test_accuracy": 2}', "test_accuracy: got 2, expected a number <= 1"),
         ("metrics.jsonl", '{"step": 1, "loss": 1}\n{"step"\n', "metrics.jsonl, line 2 is cut off"),

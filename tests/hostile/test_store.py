@@ -82,7 +82,7 @@ def arrival(store: dist.TCPStore, **changes: Any) -> Arrival:
     """Return what a stranger who knows the protocol, but no token, sends as rank 1."""
     invitation = decode(store.get(INVITATION), Invitation, name="invitation")
     return replace(
-        Arrival(invitation.nonce, new_nonce(), 1, 2, this_peer(0), True), **changes
+        Arrival(invitation.nonce, new_nonce(), 1, 2, this_peer(), True), **changes
     ).signed("guessed")
 
 
@@ -126,7 +126,7 @@ def test_a_rank_does_not_believe_a_store_that_lacks_its_token() -> None:
 
 def test_a_stranger_cannot_replace_the_invitation(capsys: pytest.CaptureFixture[str]) -> None:
     """Garbage and forgeries are ignored, rank 0 sets its own again, also where it was deleted."""
-    forged = Invitation(new_nonce(), True, [this_peer(0), this_peer(0)]).signed("guessed")
+    forged = Invitation(new_nonce(), True, [this_peer(), this_peer()]).signed("guessed")
     with ranks() as group:
         store = group.store()
         own = store.get(INVITATION)
@@ -145,7 +145,7 @@ def test_a_rank_waits_for_an_invitation_with_its_token(content: str) -> None:
     """A rank that meets a stranger's alone blames nobody, and ends at its timeout."""
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    forged = Invitation(new_nonce(), True, [this_peer(0), this_peer(0)]).signed("guessed")
+    forged = Invitation(new_nonce(), True, [this_peer(), this_peer()]).signed("guessed")
     store.set(INVITATION, content if content == "garbage" else encode(forged).decode())
     began = time.monotonic()
     with pytest.raises(GroupError, match=r"what answers at .* is not rank 0 of this"):
@@ -207,11 +207,11 @@ def test_bytes_that_are_no_store_protocol_leave_the_meeting_alone() -> None:
 @CASES
 def test_altered_messages_are_refused_or_read(cases: int) -> None:
     """Whatever is in the store: one error, and no proof without the token."""
-    good = Arrival(new_nonce(), new_nonce(), 1, 2, this_peer(0), True).signed(TOKEN)
+    good = Arrival(new_nonce(), new_nonce(), 1, 2, this_peer(), True).signed(TOKEN)
     contents = (
         (Arrival, good),
         (Answer, Answer.to(good, '{"error":"x"}', TOKEN)),
-        (Invitation, Invitation(new_nonce(), True, [this_peer(1)]).signed(TOKEN)),
+        (Invitation, Invitation(new_nonce(), True, [this_peer()]).signed(TOKEN)),
         (Decision, Decision(error="no")),
     )
     for schema, content in contents:

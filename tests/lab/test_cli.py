@@ -7,6 +7,7 @@ from lab.cli import build_parser
 from tests.helpers import ROOT, start_lab
 
 STARTED_COLD_ELSEWHERE = {
+    "audit": "tests/lab/audit/test_audit_command.py",
     "cluster": "tests/lab/cluster/test_commands.py",
     "doctor": "tests/lab/doctor/test_doctor.py",
     "explain": "tests/lab/explain/test_explain.py",

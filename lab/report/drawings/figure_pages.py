@@ -43,8 +43,8 @@ class Drawing:
 def step_time_caption(block: ComparisonGroup) -> str:
     text = (
         "Each bar is the median step: the median of each section, one after the other, and in grey "
-        "the time that belongs to no section. Sync is the communication that is exposed: first "
-        "waiting for the slowest rank's last gradient (hatched), then sending. "
+        "the time outside the sections (metrics, records, Python). Sync is the communication that "
+        "is exposed: first waiting for the slowest rank's last gradient (hatched), then sending. "
     )
     if any(_overshoot(row) for row in block.measured):
         text += (

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from lab.report.findings import equal_results, limits, prediction, speed, training
-from lab.report.sentences import REACH, Finding, merged
+from lab.report.sentences import REACH, ReportFinding, merged
 from lab.report.view import ComparisonGroup
 
 
-def findings(block: ComparisonGroup, timelines: Mapping[str, Any] | None = None) -> list[Finding]:
+def findings(
+    block: ComparisonGroup, timelines: Mapping[str, Any] | None = None
+) -> list[ReportFinding]:
     """Return what the cells of ``block`` show, in reading order."""
     found = [
         *equal_results.equal_results(block),
@@ -37,6 +39,8 @@ def findings(block: ComparisonGroup, timelines: Mapping[str, Any] | None = None)
     if not block.measured:
         found.insert(
             0,
-            Finding(REACH, "No run has ended yet, so there is nothing to report.", caution=True),
+            ReportFinding(
+                REACH, "No run has ended yet, so there is nothing to report.", caution=True
+            ),
         )
     return merged(found)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from common.utils.grouping import grouped
 from lab.report.equality import DDP, STEPS, Deviation, Equality, check
 from lab.report.losses import differences
-from lab.report.sentences import EQUAL, Finding, listed, on_nodes
+from lab.report.sentences import EQUAL, ReportFinding, listed, on_nodes
 from lab.report.view import ComparisonGroup, small_text
 
 
-def equal_results(block: ComparisonGroup) -> Iterator[Finding]:
+def equal_results(block: ComparisonGroup) -> Iterator[ReportFinding]:
     """Say which strategies compute the same, which one is wrong, and what was not comparable."""
     for nodes in block.nodes_beyond_one:
         result, where = check(block, nodes), on_nodes(nodes)
@@ -19,13 +19,13 @@ def equal_results(block: ComparisonGroup) -> Iterator[Finding]:
             yield _equal(block, nodes, result)
         for reason, names in grouped((why, sync) for sync, why in result.untested.items()).items():
             verb = "is" if len(names) == 1 else "are"
-            yield Finding(
+            yield ReportFinding(
                 EQUAL,
                 f"{where} {listed(names)} {verb} not comparable: {reason}.",
                 caution=True,
             )
     if block.nodes_beyond_one == [2] and len(check(block, 2).equal) > 1:
-        yield Finding(
+        yield ReportFinding(
             EQUAL,
             "Only 2 ranks were compared: there, a strategy that divides by a literal 2 is right by "
             "chance. Compare on 3 nodes as well.",
@@ -33,10 +33,10 @@ def equal_results(block: ComparisonGroup) -> Iterator[Finding]:
         )
 
 
-def _wrong(result: Equality, where: str) -> Iterator[Finding]:
+def _wrong(result: Equality, where: str) -> Iterator[ReportFinding]:
     others = "ddp, PyTorch's own," if set(result.equal) == {DDP} else "the others"
     for sync, deviation in result.wrong.items():
-        yield Finding(
+        yield ReportFinding(
             EQUAL,
             f"{where} {sync} is not equal to {others} from step {deviation.step} on: "
             f"{_how_far(deviation)}. It claims to be exact, but does not compute the mean "
@@ -46,7 +46,7 @@ def _wrong(result: Equality, where: str) -> Iterator[Finding]:
         )
     if result.disputed:
         first = min(result.disputed.values())
-        yield Finding(
+        yield ReportFinding(
             EQUAL,
             f"{where} {listed(sorted(result.disputed))} do not compute the same from step "
             f"{first.step} on: {_how_far(first)}. At least one of them is wrong; a comparison "
@@ -54,7 +54,7 @@ def _wrong(result: Equality, where: str) -> Iterator[Finding]:
             wrong=True,
         )
     for sync in result.unequal_ranks:
-        yield Finding(
+        yield ReportFinding(
             EQUAL,
             f"{where} the ranks of {sync} ended with different weights, although {sync} claims to "
             "be exact.",
@@ -71,7 +71,7 @@ def _how_far(deviation: Deviation) -> str:
     return f"the loss differs {far}; rounding would give less than {small_text(deviation.limit, 1)}"
 
 
-def _equal(block: ComparisonGroup, nodes: int, result: Equality) -> Finding:
+def _equal(block: ComparisonGroup, nodes: int, result: Equality) -> ReportFinding:
     claiming = [row for row in block.at(nodes) if row.exact]
     rows = [row for row in claiming if row.sync in result.equal]
     all_equal = len(rows) == len(claiming) > 2
@@ -93,7 +93,7 @@ def _equal(block: ComparisonGroup, nodes: int, result: Equality) -> Finding:
             f" Rounding grows in later steps: the largest difference is "
             f"{small_text(largest.value)}, at step {largest.step}."
         )
-    return Finding(
+    return ReportFinding(
         EQUAL,
         f"{on_nodes(nodes)} {who} compute the same: {text}",
         f"{small_text(largest.value)} at step {largest.step}, {largest.one} against "

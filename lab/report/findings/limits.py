@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from lab.report.sentences import BOUND, REACH, Finding, listed, timed
+from lab.report.sentences import BOUND, REACH, ReportFinding, listed, timed
 from lab.report.view import CellRow, ComparisonGroup, nodes_text, percent
 
 _NOISY = 0.5  # of the step: a wider interval gets a warning
 
 
-def unfinished(block: ComparisonGroup) -> Iterator[Finding]:
+def unfinished(block: ComparisonGroup) -> Iterator[ReportFinding]:
     """Name the cells that failed, are pending, or have fewer repeats than planned."""
     texts = (
         ("failed", "is", "are", "failed and {} left out of every comparison."),
@@ -23,7 +23,7 @@ def unfinished(block: ComparisonGroup) -> Iterator[Finding]:
     for status, singular, plural, text in texts:
         names = [_quoted(row) for row in block.rows if row.status == status]
         if names:
-            yield Finding(
+            yield ReportFinding(
                 REACH,
                 f"{listed(names)} {text.format(plural if len(names) > 1 else singular)}",
                 f"{len(names)} of {len(block.rows)} cells",
@@ -31,12 +31,12 @@ def unfinished(block: ComparisonGroup) -> Iterator[Finding]:
             )
 
 
-def oversubscription(block: ComparisonGroup) -> Iterator[Finding]:
+def oversubscription(block: ComparisonGroup) -> Iterator[ReportFinding]:
     """Name the numbers of nodes on which ranks shared cores."""
     rows = [row for row in block.measured if row.cell.get("oversubscribed")]
     if rows:
         counts = sorted({row.nodes for row in rows})
-        yield Finding(
+        yield ReportFinding(
             BOUND,
             f"On {listed(list(map(str, counts)))} nodes the ranks share cores: compute and waiting "
             "times, speed-ups and efficiencies are not those of separate machines. Bytes sent and "
@@ -46,10 +46,10 @@ def oversubscription(block: ComparisonGroup) -> Iterator[Finding]:
         )
 
 
-def emulation(block: ComparisonGroup) -> Iterator[Finding]:
+def emulation(block: ComparisonGroup) -> Iterator[ReportFinding]:
     """Say what emulated compute leaves out."""
     if block.emulated and block.settings.get("compute") not in (None, "real") and block.measured:
-        yield Finding(
+        yield ReportFinding(
             REACH,
             "Compute is EMULATED: step times, overlap, waiting and bytes are valid. There are no "
             "losses and no accuracies, and memory does not include activations.",
@@ -58,11 +58,11 @@ def emulation(block: ComparisonGroup) -> Iterator[Finding]:
         )
 
 
-def noisy(block: ComparisonGroup) -> Iterator[Finding]:
+def noisy(block: ComparisonGroup) -> Iterator[ReportFinding]:
     """Name the cells whose repeats differ too much for a conclusion."""
     rows = [row for row in block.measured if noisy_interval(row)]
     if rows:
-        yield Finding(
+        yield ReportFinding(
             REACH,
             f"The repeats of {listed([_quoted(row) for row in rows])} differ so much that the "
             f"95 % interval is wider than {percent(_NOISY)} of the step. Run more repeats, or use "

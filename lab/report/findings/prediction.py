@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from lab.report.sentences import Finding, listed
+from lab.report.sentences import ReportFinding, listed
 from lab.report.view import ComparisonGroup, percent
 
 _WITHIN = 0.20
 
 
-def predictions(block: ComparisonGroup) -> Iterator[Finding]:
+def predictions(block: ComparisonGroup) -> Iterator[ReportFinding]:
     """Say how many predicted step times lie within 20 % of the measured ones."""
     errors = {row.name: row.error for row in block.measured if row.error is not None}
     texts = {name: percent(error, 1, signed=True) for name, error in errors.items()}
@@ -17,7 +17,7 @@ def predictions(block: ComparisonGroup) -> Iterator[Finding]:
         far = [name for name in inside if abs(errors[name]) > _WITHIN]
         worst = max(inside, key=lambda name: abs(errors[name]))
         beyond = f" Outside: {'; '.join(f'{name} ({texts[name]})' for name in far)}." if far else ""
-        yield Finding(
+        yield ReportFinding(
             "Prediction",
             f"{len(inside) - len(far)} of {len(inside)} predictions in scope lie within "
             f"{percent(_WITHIN)} of the measured step time; the largest error is {texts[worst]} "
@@ -34,7 +34,7 @@ def predictions(block: ComparisonGroup) -> Iterator[Finding]:
             if len(outside) == 1
             else ("predictions are", f"their errors, {low} to {high}, are")
         )
-        yield Finding(
+        yield ReportFinding(
             "Prediction",
             f"{len(outside)} {are} outside the model's scope ({listed(sorted(reasons))}); "
             f"{errors_are} shown but not counted.",
@@ -43,18 +43,18 @@ def predictions(block: ComparisonGroup) -> Iterator[Finding]:
         )
 
 
-def made_in_time(block: ComparisonGroup) -> Iterator[Finding]:
+def made_in_time(block: ComparisonGroup) -> Iterator[ReportFinding]:
     """Say whether the prediction was made before the first run started."""
     made, first = block.predicted_at, block.first_start
     if not made or not first or not any(row.prediction for row in block.measured):
         return
     if made <= first:
-        yield Finding(
+        yield ReportFinding(
             "Prediction",
             f"The prediction was made before the first run started, at {_clock(first)}.",
         )
     else:
-        yield Finding(
+        yield ReportFinding(
             "Prediction",
             f"The prediction was made after the first run had started ({_clock(first)}, then "
             f"{_clock(made)}), so it is no forecast of that run.",
@@ -67,7 +67,7 @@ def _clock(moment: str) -> str:
     return moment.replace("T", " ").split(".")[0]
 
 
-def bytes_as_predicted(block: ComparisonGroup) -> Iterator[Finding]:
+def bytes_as_predicted(block: ComparisonGroup) -> Iterator[ReportFinding]:
     """Say whether the bytes that each rank counted equal the formulas."""
     both = {
         row.name: (row.prediction["bytes_sent"], counted)
@@ -84,7 +84,7 @@ def bytes_as_predicted(block: ComparisonGroup) -> Iterator[Finding]:
     ]
     if wrong:
         formula, counted = ([round(value) for value in values] for values in both[wrong[0]])
-        yield Finding(
+        yield ReportFinding(
             "Prediction",
             f"The counted bytes differ from the formulas with {'; '.join(wrong)}.",
             f"{wrong[0]}: formula {formula}, counted {counted}",
@@ -92,7 +92,7 @@ def bytes_as_predicted(block: ComparisonGroup) -> Iterator[Finding]:
         )
     elif both:
         cells = "the one cell that has both" if len(both) == 1 else f"all {len(both)} cells"
-        yield Finding(
+        yield ReportFinding(
             "Prediction",
             f"Every rank sent as many bytes as the formulas say, in {cells}.",
             "compared for each rank and step, to half a byte",

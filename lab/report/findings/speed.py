@@ -5,7 +5,7 @@ from typing import Any
 
 from lab.report.drawings.timeline import mean_overlap
 from lab.report.equality import check
-from lab.report.sentences import BOUND, SPEED, Finding, listed, on_nodes, strategies, timed
+from lab.report.sentences import BOUND, SPEED, ReportFinding, listed, on_nodes, strategies, timed
 from lab.report.view import CellRow, ComparisonGroup, percent, seconds_text
 
 _EQUAL_SHARE = 1.2  # report a rank 0 that sends more than this many times an equal share
@@ -18,7 +18,7 @@ _PARTS = {
 }
 
 
-def fastest(block: ComparisonGroup) -> Iterator[Finding]:
+def fastest(block: ComparisonGroup) -> Iterator[ReportFinding]:
     """Name the fastest strategy on each number of nodes, if the intervals allow it.
 
     Strategies that do not compute the same as the others take no part.
@@ -38,18 +38,18 @@ def fastest(block: ComparisonGroup) -> Iterator[Finding]:
             yield _fastest(exact, f"{on_nodes(nodes)}, of the exact strategies,")
 
 
-def _fastest(rows: Sequence[CellRow], where: str) -> Finding:
+def _fastest(rows: Sequence[CellRow], where: str) -> ReportFinding:
     """Return the finding about ``rows``, which are sorted by step time."""
     evidence = "; ".join(f"{row.sync} {timed(row)}" for row in rows)
     if len(rows) == 1:
-        return Finding(
+        return ReportFinding(
             SPEED,
             f"{where} only {rows[0].sync} has been measured: there is nothing to compare it with.",
             evidence,
         )
     sure = [(row, interval) for row in rows if (interval := row.interval("step"))]
     if len(sure) < 2:
-        return Finding(
+        return ReportFinding(
             SPEED,
             f"{where} each strategy ran once: without an interval no order is certain. The steps "
             f"took from {timed(rows[0])} ({rows[0].sync}) to {timed(rows[-1])} ({rows[-1].sync}).",
@@ -73,14 +73,14 @@ def _fastest(rows: Sequence[CellRow], where: str) -> Finding:
             f"{where} {named(best)} is fastest: {timed(best)} a step. Next is {named(second)} "
             f"with {timed(second)}; the 95 % intervals do not overlap.{rest}"
         )
-    return Finding(SPEED, text, evidence)
+    return ReportFinding(SPEED, text, evidence)
 
 
 def named(row: CellRow) -> str:
     return row.sync if row.exact else f"{row.sync} (not exact)"
 
 
-def slower_than_one(block: ComparisonGroup) -> Iterator[Finding]:
+def slower_than_one(block: ComparisonGroup) -> Iterator[ReportFinding]:
     """Name the cells with a speed-up below 1."""
     what = (
         "slower than one node"
@@ -109,7 +109,7 @@ def slower_than_one(block: ComparisonGroup) -> Iterator[Finding]:
             if members:
                 names = strategies([row.sync for row in members], of=len(block.at(nodes)))
                 are = "is" if len(members) == 1 else "are"
-                yield Finding(
+                yield ReportFinding(
                     SPEED,
                     f"{on_nodes(nodes)} {names} {are} {what}{text}",
                     "; ".join(f"{row.sync} {row.speedup:.2f} times" for row in members),
@@ -117,7 +117,7 @@ def slower_than_one(block: ComparisonGroup) -> Iterator[Finding]:
                 )
 
 
-def above_ideal(block: ComparisonGroup) -> Iterator[Finding]:
+def above_ideal(block: ComparisonGroup) -> Iterator[ReportFinding]:
     """Warn of speed-ups that are larger than the number of nodes."""
     for nodes in block.nodes_beyond_one:
         rows = {
@@ -127,7 +127,7 @@ def above_ideal(block: ComparisonGroup) -> Iterator[Finding]:
         }
         if rows:
             shares = listed([f"{sync} {percent(share)}" for sync, share in rows.items()])
-            yield Finding(
+            yield ReportFinding(
                 SPEED,
                 f"{on_nodes(nodes)} the efficiency is above the ideal 100 % ({shares}). The run on "
                 "one node was disturbed, or it is slower for each sample (fewer threads, less "
@@ -137,7 +137,7 @@ def above_ideal(block: ComparisonGroup) -> Iterator[Finding]:
             )
 
 
-def bounds(block: ComparisonGroup) -> Iterator[Finding]:
+def bounds(block: ComparisonGroup) -> Iterator[ReportFinding]:
     """Say what takes the largest part of a step: compute, communication or waiting."""
     for nodes in block.nodes_beyond_one:
         parts = {row.sync: found for row in block.at(nodes) if (found := _parts(row))}
@@ -149,7 +149,7 @@ def bounds(block: ComparisonGroup) -> Iterator[Finding]:
             if part in largest.values()
         ]
         if texts:
-            yield Finding(
+            yield ReportFinding(
                 BOUND,
                 f"{on_nodes(nodes)} the largest part of the median step is {'; '.join(texts)}.",
                 "; ".join(
@@ -169,7 +169,7 @@ def _parts(row: CellRow) -> dict[str, float]:
     return {"compute": compute, "wire": known["wire"], "wait": known["wait"]}
 
 
-def stragglers(block: ComparisonGroup) -> Iterator[Finding]:
+def stragglers(block: ComparisonGroup) -> Iterator[ReportFinding]:
     """Compare the time spent waiting for slower ranks with the time of the communication."""
     for nodes in block.nodes_beyond_one:
         rows = [
@@ -213,10 +213,10 @@ def stragglers(block: ComparisonGroup) -> Iterator[Finding]:
         )
         for holds, caution, text in claims:
             if holds:
-                yield Finding(BOUND, f"{on_nodes(nodes)} {text}", evidence, caution)
+                yield ReportFinding(BOUND, f"{on_nodes(nodes)} {text}", evidence, caution)
 
 
-def root_share(block: ComparisonGroup) -> Iterator[Finding]:
+def root_share(block: ComparisonGroup) -> Iterator[ReportFinding]:
     """Compare rank 0's share of all bytes sent with an equal share."""
     for nodes in block.nodes_beyond_one:
         rows = block.at(nodes)
@@ -229,7 +229,7 @@ def root_share(block: ComparisonGroup) -> Iterator[Finding]:
         missing = f"the bytes of {listed(uncounted)} were not counted: add --timeline to the runs."
         if not shares:
             if uncounted:
-                yield Finding("Bytes", f"{on_nodes(nodes)} {missing}", caution=True)
+                yield ReportFinding("Bytes", f"{on_nodes(nodes)} {missing}", caution=True)
             continue
         heavy = [sync for sync, share in shares.items() if share > _EQUAL_SHARE / nodes]
         most = max(shares, key=shares.__getitem__)
@@ -245,7 +245,7 @@ def root_share(block: ComparisonGroup) -> Iterator[Finding]:
                 f"rank 0 does not send much more than the others {who}: "
                 f"at most {percent(shares[most], 1)} of all bytes"
             )
-        yield Finding(
+        yield ReportFinding(
             "Bytes",
             f"{on_nodes(nodes)} {text}; an equal share would be {percent(1 / nodes, 1)}."
             + (f" {missing[0].upper()}{missing[1:]}" if uncounted else ""),
@@ -253,7 +253,7 @@ def root_share(block: ComparisonGroup) -> Iterator[Finding]:
         )
 
 
-def overlaps(block: ComparisonGroup, timelines: Mapping[str, Any]) -> Iterator[Finding]:
+def overlaps(block: ComparisonGroup, timelines: Mapping[str, Any]) -> Iterator[ReportFinding]:
     """Say how much of the communication runs during backward in the one recorded step."""
     for nodes in block.nodes:
         shares = {
@@ -275,7 +275,7 @@ def overlaps(block: ComparisonGroup, timelines: Mapping[str, Any]) -> Iterator[F
                 if under
                 else f"{names} {'send' if len(shares) > 1 else 'sends'} nothing during backward"
             )
-            yield Finding(
+            yield ReportFinding(
                 BOUND,
                 f"{on_nodes(nodes)}, in the one recorded step, {text}.",
                 "; ".join(f"{sync} {percent(share)}" for sync, share in shares.items()),

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
-from lab.report.sentences import Finding, listed, on_nodes
+from lab.report.sentences import ReportFinding, listed, on_nodes
 from lab.report.view import CellRow, ComparisonGroup, percent
 
 _NEAR_CHANCE = 1.5  # times the accuracy of guessing
 
 
-def accuracies(block: ComparisonGroup) -> Iterator[Finding]:
+def accuracies(block: ComparisonGroup) -> Iterator[ReportFinding]:
     """Compare the accuracies on the test images; near chance they show nothing."""
     for nodes in sorted({row.nodes for row in block.measured}):
         reached = [
@@ -19,7 +19,7 @@ def accuracies(block: ComparisonGroup) -> Iterator[Finding]:
             continue
         evidence = "; ".join(f"{row.sync} {_spread(values)}" for row, values in reached)
         if block.classes is None:
-            yield Finding(
+            yield ReportFinding(
                 "Accuracy",
                 f"{on_nodes(nodes)} accuracies were measured, but the number of classes is "
                 "unknown, so they cannot be compared with guessing.",
@@ -30,7 +30,7 @@ def accuracies(block: ComparisonGroup) -> Iterator[Finding]:
         limit = _NEAR_CHANCE / block.classes
         near = [row.sync for row, values in reached if fmean(values) <= limit]
         if near:
-            yield Finding(
+            yield ReportFinding(
                 "Accuracy",
                 f"{on_nodes(nodes)} the test accuracy{_of(near, nodes)} is near chance (at most "
                 f"{percent(limit, 1)} with {block.classes} classes). Equal accuracies there show "
@@ -53,7 +53,7 @@ def _recorded(row: CellRow, name: str) -> list[float]:
 
 def _above_chance(
     nodes: int, reached: Sequence[tuple[CellRow, list[float]]], evidence: str
-) -> Iterator[Finding]:
+) -> Iterator[ReportFinding]:
     exact = [value for row, values in reached if row.exact for value in values]
     if not exact:
         return
@@ -63,7 +63,7 @@ def _above_chance(
         if min(len(values) for _, values in reached) < 2
         else ""
     )
-    yield Finding(
+    yield ReportFinding(
         "Accuracy",
         f"{on_nodes(nodes)} the test accuracy{of} is {_between(exact)}.{spread}",
         evidence,
@@ -76,7 +76,7 @@ def _above_chance(
                 if min(exact) <= fmean(values) <= max(exact)
                 else f"{abs(points):.1f} points {'above' if points > 0 else 'below'} their mean"
             )
-            yield Finding(
+            yield ReportFinding(
                 "Accuracy",
                 f"{on_nodes(nodes)} {row.sync}, which does not claim to be exact, reaches "
                 f"{percent(fmean(values), 1)}; the exact strategies {_between(exact)}: {side}.",
@@ -94,7 +94,7 @@ def _spread(values: Sequence[float]) -> str:
     return percent(fmean(values), 1) + several
 
 
-def time_to_accuracy(block: ComparisonGroup) -> Iterator[Finding]:
+def time_to_accuracy(block: ComparisonGroup) -> Iterator[ReportFinding]:
     """Say how many seconds of training each strategy needed to reach the required accuracy."""
     target = block.settings.get("until_accuracy")
     if not target:
@@ -103,7 +103,7 @@ def time_to_accuracy(block: ComparisonGroup) -> Iterator[Finding]:
         times, tried = _recorded(row, "seconds_to_accuracy"), len(row.repeats)
         where = f"{on_nodes(row.nodes)} {row.sync if row.nodes > 1 else 'a run'}"
         if not times:
-            yield Finding(
+            yield ReportFinding(
                 "Accuracy",
                 f"{where} did not reach {percent(target)} in any of {tried} runs.",
                 caution=True,
@@ -113,7 +113,7 @@ def time_to_accuracy(block: ComparisonGroup) -> Iterator[Finding]:
         spread = f"{min(times):.1f} to {max(times):.1f} s over {reached} runs"
         missed = f"; {tried - reached} of {tried} runs did not reach it" if tried > reached else ""
         steps = ", ".join(map(str, _recorded(row, "steps_to_accuracy"))) or "not recorded"
-        yield Finding(
+        yield ReportFinding(
             "Accuracy",
             f"{where} reached {percent(target)} after {median(times):.1f} s of training "
             f"({spread if reached > 1 else 'one run'}){missed}.",

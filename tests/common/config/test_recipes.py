@@ -461,13 +461,14 @@ def test_print_config_keeps_flags_and_awkward_texts(
     )
 
 
-_TEXTS = {
+_VALUES = {
     "milestones": ("0.1,0.2", "0.3"),
     "mirror": ("http://a/", "http://b/"),
     "pretrained_weights": ("a.pth", "b.pth"),
     "data_dir": ("a", "b"),
     "output_dir": ("a", "b"),
     "compute": ("measured", "laptop"),
+    "cutout": (8, 16),
 }
 _KEYS = {
     spec.name: spec.metadata
@@ -479,8 +480,8 @@ _KEYS = {
 def _two_values(name: str) -> tuple[Any, Any]:
     """Return two different values: one for the recipe, one for the flag."""
     rules, default = _KEYS[name], Config.__dataclass_fields__[name].default
-    if name in _TEXTS:
-        return _TEXTS[name]
+    if name in _VALUES:
+        return _VALUES[name]
     if rules["type"] is bool:
         return (True, False) if not default else (False, True)
     if rules["choices"]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.distributed.local_launcher import launch_local_ranks
+from common.distributed.spawn import launch_local_ranks
 from common.utils.environment import RUN_TOKEN
 from tests.helpers import ROOT, free_port, run_part, start_part, wait_until
 
@@ -53,7 +53,7 @@ def test_a_signal_is_passed_on_and_the_ranks_are_awaited(
 ) -> None:
     code = (
         "import os, sys\n"
-        "from common.distributed.local_launcher import launch_local_ranks\n"
+        "from common.distributed.spawn import launch_local_ranks\n"
         f"command = ['-c', {STOPS!r}, {str(tmp_path)!r}, {rank_status!r}]\n"
         "sys.exit(launch_local_ranks(command, [{'RANK': '0'}, {'RANK': '1'}], os.environ))"
     )

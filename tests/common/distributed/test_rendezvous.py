@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from common.distributed import rendezvous as rendezvous_module
 from common.distributed.admission import RankPlacement, place_ranks
+from common.distributed.gpus import JobGPUs
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.rank0_store import Wait, connect
 from common.distributed.rendezvous import rendezvous
@@ -39,17 +40,15 @@ _ASKS = (
 
 
 def test_ranks_of_a_machine_sit_there_in_their_order() -> None:
-    peers = [Peer("a", 1, 2), Peer("b", 1, 2), Peer("a", 2, 2), Peer("c", 1, 2), Peer("b", 2, 2)]
+    peers = [Peer(host, 1, []) for host in "abacb"]
+    without = JobGPUs(0, "ranks 0, 1, 2, 3 and 4 see no GPU")
     assert place_ranks(peers) == [
-        RankPlacement(0, 2, True),
-        RankPlacement(0, 2, True),
-        RankPlacement(1, 2, True),
-        RankPlacement(0, 1, True),
-        RankPlacement(1, 2, True),
+        RankPlacement(0, 2, without),
+        RankPlacement(0, 2, without),
+        RankPlacement(1, 2, without),
+        RankPlacement(0, 1, without),
+        RankPlacement(1, 2, without),
     ]
-    crowded = [*peers, Peer("a", 3, 2)]
-    assert [placement.gpus_suffice for placement in place_ranks(crowded)] == [False] * 6
-    assert place_ranks(crowded)[5] == RankPlacement(2, 3, False)
 
 
 @pytest.fixture

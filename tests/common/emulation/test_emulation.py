@@ -354,8 +354,8 @@ def _one_step(rank: int, names: tuple[str, ...]) -> dict[str, tuple]:
             same,
             made,
             after,
-            float(outcome.loss),
-            float(outcome.correct),
+            float(outcome.numbers[0]),
+            float(outcome.numbers[1]),
             outcome.trained,
         )
         engine.close()

@@ -22,7 +22,8 @@ import torch
 from common.checkpoint import load_checkpoint, save_checkpoint
 from common.errors import GroupError
 from common.training import train_model
-from common.training_engine.checkpoint_manager import CheckpointManager
+from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
+from common.utils.hashing import digest
 from tests.helpers import ROOT, TINY, Ended, Started, free_port, make_image_folder, user_environment
 
 STEPS, SAVED = 12, 8
@@ -197,6 +198,26 @@ def test_a_resume_from_an_older_checkpoint_removes_the_lines_after_it(
     assert records(run) == records(reference)
 
 
+@pytest.mark.slow
+def test_between_saved_epochs_the_rest_is_trained_again(train: Run, tmp_path: Path) -> None:
+    """Epochs 2 and 3 are saved; the run ended in the third, before its last checkpoint."""
+    flags = ("--epochs", 3, "--save-every-epochs", 2, "--checkpoint-every", 100)
+    [ended] = train(tmp_path, *flags)
+    assert ended.status == 0, ended
+    run = run_folder(tmp_path)
+    saved = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert [name for name in saved if name != "best.pt"] == ["Epoch_2.pt", "Epoch_3.pt"]
+    whole, last = records(run), load_checkpoint(run / "checkpoints" / "Epoch_3.pt")
+    (run / "checkpoints" / "Epoch_3.pt").unlink()
+    [resumed] = train(tmp_path, *flags, "--resume", "auto")
+    assert resumed.status == 0, resumed
+    assert "Epoch_2.pt, step 12" in resumed.out
+    assert records(run) == whole
+    assert len(whole["metrics.jsonl"]) == 18
+    again = load_checkpoint(run / "checkpoints" / "Epoch_3.pt")
+    assert digest(again["model_state_dict"]) == digest(last["model_state_dict"])
+
+
 def test_an_epoch_resumed_at_its_last_step_still_ends(
     train: Run, undisturbed: Callable[[int], Any], tmp_path: Path
 ) -> None:
@@ -270,7 +291,7 @@ def test_a_loss_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(GroupError, match=r"not finite in epoch 1, step 3"):
         train_model(
             *(model, "cpu", NotFinite(), optimizer, 1, 1, batches, log, folder, False),
-            saver=CheckpointManager(folder, every=1),
+            saver=CheckpointManager(folder, policy=SavePolicy(every_steps=1)),
             log_every=100,
         )
     saved = sorted(path.name for path in folder.iterdir())

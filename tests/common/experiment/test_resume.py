@@ -4,6 +4,7 @@ The tests compare weights, metrics and predictions.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -72,18 +73,44 @@ def assert_same(straight: Path, resumed: Path) -> None:
 
 
 def test_one_rank_resumes_bit_for_bit(tmp_path: Path, images: Path) -> None:
-    [straight] = run_part("PartOne", *settings(images, tmp_path / "straight"), cwd=tmp_path)
+    """The second epoch of alternating flips depends on the first, which a resumed run has not seen.
+
+    The report, the card and the header name what is not the default; the validation of the last
+    epoch evaluates like the report.
+    """
+    more = ("--flip", "alternating", "--cutout", 8, "--tta", "flip", "--validate")
+    [straight] = run_part("PartOne", *settings(images, tmp_path / "straight", *more), cwd=tmp_path)
     [first] = run_part(
-        "PartOne", *settings(images, tmp_path / "parts", "--stop-after-epoch", 1), cwd=tmp_path
+        "PartOne",
+        *settings(images, tmp_path / "parts", "--stop-after-epoch", 1, *more),
+        cwd=tmp_path,
     )
     checkpoint = only_run_folder(tmp_path / "parts", "PartOne-none") / "checkpoints" / "Epoch_1.pt"
     [second] = run_part(
-        "PartOne", *settings(images, tmp_path / "resumed", "--resume", checkpoint), cwd=tmp_path
+        "PartOne",
+        *settings(images, tmp_path / "resumed", "--resume", checkpoint, *more),
+        cwd=tmp_path,
     )
     assert [straight.status, first.status, second.status] == [0, 0, 0], second.err
     assert_same(
         *(only_run_folder(tmp_path / name, "PartOne-none") for name in ("straight", "resumed"))
     )
+    folder = only_run_folder(tmp_path / "straight", "PartOne-none")
+    methods = [
+        "augmentation: crop, alternating flip, cutout of 8 x 8 pixels",
+        "evaluation: mean of each image and its mirror image (--tta flip)",
+    ]
+    header, _, card = straight.out.partition("evaluating 8 test images")
+    written = (folder / "report.txt").read_text().splitlines()
+    for line in methods:
+        assert line in header
+        assert re.search(line.replace(": ", " +").replace("(", r"\(").replace(")", r"\)"), card)
+    assert written[1:3] == [line.capitalize() for line in methods]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["flip"], summary["cutout"], summary["tta"]) == ("alternating", 8, "flip")
+    last = json.loads((folder / "epochs.jsonl").read_text().splitlines()[-1])
+    assert last["val_accuracy"] == summary["test_accuracy"]
+    assert last["val_loss"] == pytest.approx(summary["test_loss"], rel=1e-12)
 
     [other_length] = run_part(
         "PartOne",

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def test_part_one_without_a_flag_for_the_group(tmp_path: Path) -> None:
         assert {"loss", "accuracy", *(f"{name}_seconds" for name in SECTIONS)} <= set(step)
         assert step["forward_seconds"] > 0
         assert step["backward_seconds"] > 0
+        assert step["step_seconds"] > sum(step[f"{name}_seconds"] for name in SECTIONS)
     report = json.loads((folder / "report.json").read_text())
     assert np.asarray(report["confusion_matrix"]).sum() == report["samples"] == 360
     assert "Confusion matrix" in (folder / "report.txt").read_text()
@@ -72,7 +74,25 @@ def test_part_one_without_a_flag_for_the_group(tmp_path: Path) -> None:
     assert environment["git_commit"]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["test_accuracy"] == report["accuracy"]
+    whole = statistics.median(step["step_seconds"] for step in steps[1:])
+    assert (summary["step_seconds"], summary["samples_per_second"]) == (whole, 32 / whole)
+    graph = [summary[name] for name in ("captured", "not_captured", "compile_seconds")]
+    assert graph == [False, "CUDA graphs need a GPU", 0.0]
+    within = sum(summary["section_seconds"].values())
+    assert f"{whole:.3f} s (median of 2 steps), of which {within:.3f} s in the five" in ended.out
+    assert "CUDA graph" not in ended.out
+    assert "compile time" not in ended.out
     assert re.match(r"^Epoch: 1, Train Loss: ", (folder / "logs_rank0.txt").read_text())
+
+
+def test_digits_are_never_mirrored(tmp_path: Path) -> None:
+    flags = ("--flip", "alternating", "--tta", "flip")
+    [ended] = run_part("PartOne", *QUICK, *TINY, *flags, "--output-dir", "out", cwd=tmp_path)
+    assert (ended.status, ended.out) == (1, "")
+    assert ended.err == (
+        "error: --flip alternating and --tta flip: a mirrored image of digits may belong to no "
+        "class. Leave --flip alternating and --tta flip out\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -280,6 +300,7 @@ def test_the_assignments_own_setting_runs_on_real_data(tmp_path: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert json.loads((folder / "report.json").read_text())["samples"] == 10_000
     assert summary["peak_memory_bytes"] < 2.5e9
+    assert summary["peak_gpu_memory_bytes"] is None
 
 
 @pytest.mark.long

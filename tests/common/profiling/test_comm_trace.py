@@ -4,6 +4,7 @@ The clocks of the ranks may differ.
 """
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 import common.distributed.clock_offset
 from common.distributed.clock_offset import clock_offset
 from common.distributed.process_group import World
+from common.profiling import comm_trace
 from common.profiling.comm_trace import MessageRecorder, Timeline
 from common.reporting.rank_stats import median_seconds, timed
 from common.training_engine import TrainingEngine
@@ -26,8 +28,14 @@ class FixedTimes:
     def seconds(self, taken):
         return {"sync": sum(end - begin for begin, end in taken["sync"])}
 
+    def step_seconds(self, taken):
+        return 1.0 + sum(self.seconds(taken).values())
+
     def spans(self, taken):
         return taken
+
+    def anchor(self):
+        pass
 
 
 def ledger_waits(rank: int) -> list[float]:
@@ -53,7 +61,7 @@ def ledger_waits(rank: int) -> list[float]:
         on_steps=found.extend,
     )
     for step, sync in enumerate(spans, start=1):
-        outcome = StepOutcome(torch.tensor(1.0), torch.tensor(1), torch.tensor(1.0))
+        outcome = StepOutcome(torch.ones(3, dtype=torch.float64))
         metrics.add(step, outcome, samples=1, learning_rate=0.1, times={"sync": sync})
     metrics.flush(stop=False)
     return [value for record in found for value in (record.wait_seconds, record.seconds["sync"])]
@@ -138,10 +146,133 @@ def test_messages_are_taken_down_with_bytes_and_times():
             assert single.end - single.begin >= 0.05
 
 
+class GPU:
+    """Stands for a GPU under NCCL: its clock is queued on the stream that is current.
+
+    Calls return at once. A future is done when its call is queued, and runs its callback on a
+    stream of its own.
+    """
+
+    def __init__(self):
+        self.stream, self.moments = "current", []
+
+    def clock(self):
+        self.moments.append((self.stream, len(self.moments)))
+        return self.moments[-1]
+
+    def get_future(self):
+        return self
+
+    def add_done_callback(self, callback):
+        self.stream = "callback"
+        callback(self)
+        self.stream = "current"
+
+
+def call(recorder, name, work=None):
+    """Dispatch the operation ``name`` as torch does; it returns ``work``."""
+
+    def operation(*_args):
+        return [], work
+
+    operation._schema = SimpleNamespace(name=name)
+    recorder.__torch_dispatch__(operation, (), ([torch.ones(4)], None, 1, 0))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Return a GPU with an open group of two ranks under NCCL."""
+    monkeypatch.setattr(comm_trace, "_work", lambda result: result[-1])
+    for name, value in (
+        ("is_initialized", True),
+        ("get_backend", "nccl"),
+        ("get_rank", 0),
+        ("get_world_size", 2),
+    ):
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    gpu = GPU()
+    monkeypatch.setattr(
+        comm_trace, "now", lambda device: gpu.clock() if device.type == "cuda" else 0
+    )
+    return gpu
+
+
+def test_under_nccl_a_message_ends_on_the_stream_that_waits_for_it(gpu):
+    """Not when the call returns, or its future is done: both only queue the message."""
+    recorder = MessageRecorder(gpu.clock)
+    call(recorder, "aten::mul")
+    assert gpu.moments == [], "a step that computes queues no events"
+    call(recorder, "c10d::allreduce_", gpu)
+    call(recorder, "c10d::send", gpu)
+    recorder.finish()
+    assert [(m.kind, m.begin, m.end) for m in recorder.messages] == [
+        ("all_reduce", ("current", 0), ("callback", 1)),
+        ("send", ("current", 2), ("callback", 3)),
+    ]
+
+
+def test_messages_that_nccl_joins_end_with_their_batch(gpu):
+    """Two rounds of a ring without computing between them, a third, then nothing in the step."""
+    recorder = MessageRecorder(gpu.clock)
+    for follows in ("", "aten::add_", ""):
+        call(recorder, "c10d::recv_")
+        call(recorder, "c10d::send")
+        if follows:
+            call(recorder, follows)
+    recorder.finish()
+    begins, ends = zip(*((m.begin[1], m.end[1]) for m in recorder.messages), strict=True)
+    first, second, third = ends[0:2], ends[2:4], ends[4:6]
+    assert first[0] == first[1] < begins[2], "the second round waits for the first"
+    assert begins[3] < second[0] == second[1] < begins[4]
+    assert third[0] > begins[5]
+    assert third[1] > begins[5]
+
+
+def test_a_collective_that_nccl_joins_has_no_work_either(gpu):
+    recorder = MessageRecorder(gpu.clock)
+    call(recorder, "c10d::allreduce_")
+    call(recorder, "c10d::broadcast_", gpu)
+    one, other = recorder.messages
+    assert one.end == ("current", 1), "before the next message begins"
+    assert other.begin == ("current", 2)
+
+
+def test_the_timeline_of_a_gpu_is_on_the_hosts_clock(gpu):
+    """The GPU's moments stay as they are until the step is over: only then the host may wait."""
+    timeline = Timeline(2, 2)
+    timer = SimpleNamespace(
+        host_seconds=lambda moment: 100.0 + moment[1],
+        spans=lambda taken: {"sync": [(100.0, 110.0)]},
+    )
+    for step in (1, 2):
+        with timeline.around(step) as recorder:
+            if recorder is not None:
+                call(recorder, "c10d::allreduce_", gpu)
+        timeline.took(step, timer, {})
+    [message] = timeline.busiest_step(clock_offset=90.0)["messages"]
+    assert (message["begin"], message["end"]) == (10.0, 11.0)
+
+
+def test_a_call_without_work_is_none():
+    assert comm_trace._work(None) is None
+    assert comm_trace._work(([torch.ones(1)], None)) is None
+
+
 def steps_taking(seconds):
-    """Return one step record for each sync time in seconds; forward takes 1 s."""
+    """Return one step record for each sync time; forward takes 1 s, 0.25 s lie between them."""
     return [
-        StepRecord(1, number, 1, 0.0, 0.0, 0.0, 0.1, {"forward": 1.0, "sync": value}, value / 2)
+        StepRecord(
+            1,
+            number,
+            1,
+            0.0,
+            0.0,
+            0.0,
+            0.1,
+            {"forward": 1.0, "sync": value},
+            1.25 + value,
+            value / 2,
+        )
         for number, value in enumerate(seconds, start=1)
     ]
 
@@ -152,6 +283,6 @@ def test_medians_leave_out_warm_up_and_timeline_and_see_what_happens_every_few_s
     assert [step.step for step in kept] == list(range(2, 10))
     assert median_seconds(kept)["sync"] == 0.0, "most steps send nothing"
     medians = median_seconds(kept, period=4)
-    assert medians == {"forward": 1.0, "sync": 1.0, "step": 2.0, "wait": 0.5, "wire": 0.5}
+    assert medians == {"forward": 1.0, "sync": 1.0, "step": 2.25, "wait": 0.5, "wire": 0.5}
     assert median_seconds([]) is None
     assert len(timed(steps[:1], 1)) == 1, "one step is better than none"

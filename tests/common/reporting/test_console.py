@@ -1,6 +1,7 @@
 """Progress off a terminal: which steps and images get a line, and that no long time is silent."""
 
 import io
+import sys
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def record(step: int) -> StepRecord:
-    return StepRecord(1, step, 8, 2.0, 0.5, 2.0, 0.1, {"data": 0.1})
+    return StepRecord(1, step, 8, 2.0, 0.5, 2.0, 0.1, {"data": 0.1}, 0.1)
 
 
 def steps_shown(text: str) -> list[int]:
@@ -93,7 +94,7 @@ class FullDisk(io.StringIO):
 def test_output_that_cannot_be_written_is_an_error_for_the_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(progress_module.console, "file", FullDisk())
+    monkeypatch.setattr(sys, "stdout", FullDisk())  # the console looks it up for each line
     with pytest.raises(UserError, match=r"output could not be written \(No space left on device\)"):
         say("text")
     progress_module.console._buffer.clear()  # what was not written would come first next time

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from common.profiling.step_timer import SECTIONS
+from common.reporting.rank_stats import peak_gpu_memory_bytes
 from common.reporting.run_files import EpochLine, StepLine
 from common.reporting.run_folder import RunFolder
 from common.training import train_model
@@ -43,7 +44,9 @@ def test_only_the_first_64_ranks_write_a_log(rank: int, tmp_path: Path) -> None:
 
 def step_record(step: int) -> StepRecord:
     seconds = dict.fromkeys(SECTIONS, 0.1 * step)
-    return StepRecord(1, step, 8, 2.0 / step, 0.5, 3.0, 0.01, seconds, wait_seconds=0.05)
+    return StepRecord(
+        1, step, 8, 2.0 / step, 0.5, 3.0, 0.01, seconds, 0.7 * step, wait_seconds=0.05
+    )
 
 
 def epoch_report(epoch: int) -> EpochReport:
@@ -62,13 +65,27 @@ def test_lines_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     assert folder.earlier_steps() == steps
     [first, _] = read_lines(tmp_path / "metrics.jsonl", StepLine)
     assert (first.step, first.local_samples, first.sync_seconds) == (1, 8, 0.1)
+    assert first.step_seconds == 0.7, "the whole step, with 0.2 s outside its sections"
     [line] = read_lines(tmp_path / "epochs.jsonl", EpochLine)
     assert (line.epoch, line.train_loss, line.val_loss, line.seconds) == (1, 2.0, None, 2.0)
 
 
+def test_a_line_without_a_step_time_has_the_sum_of_its_sections(tmp_path: Path) -> None:
+    """Earlier versions wrote such lines, and a resumed run reads them."""
+    folder = RunFolder(tmp_path)
+    folder.append_metrics([step_record(2)])
+    metrics = tmp_path / "metrics.jsonl"
+    line = json.loads(metrics.read_text())
+    del line["step_seconds"]
+    metrics.write_text(json.dumps(line) + "\n")
+    assert folder.earlier_steps()[0].step_seconds == pytest.approx(5 * 0.2)
+
+
 def test_emulated_steps_have_no_loss(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    nothing = StepRecord(1, 1, 8, math.nan, math.nan, math.nan, 0.01, dict.fromkeys(SECTIONS, 0.0))
+    nothing = StepRecord(
+        1, 1, 8, math.nan, math.nan, math.nan, 0.01, dict.fromkeys(SECTIONS, 0.0), 0.0
+    )
     folder.append_metrics([nothing])
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] is None
     assert math.isnan(folder.earlier_steps()[0].loss)
@@ -106,3 +123,12 @@ def test_a_resume_removes_damaged_lines_with_a_warning(
     folder.cut(step=3, epoch=0)
     assert capsys.readouterr().out == ""
     assert read_lines(tmp_path / "epochs.jsonl", EpochLine) == []
+
+
+def test_the_peak_of_gpu_memory_is_that_of_the_ranks_own_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = {torch.device("cuda", 0): 10, torch.device("cuda", 1): 20}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", taken.__getitem__)
+    assert peak_gpu_memory_bytes(torch.device("cuda", 1)) == 20
+    assert peak_gpu_memory_bytes(torch.device("cpu")) is None

@@ -111,6 +111,7 @@ def test_a_run_on_two_ranks_fills_both_dashboards_from_rank_0(tmp_path: Path) ->
         "train/loss": (STEPS, [step["loss"] for step in metrics]),
         "train/accuracy": (STEPS, [step["accuracy"] for step in metrics]),
         "train/learning_rate": (STEPS, [step["learning_rate"] for step in metrics]),
+        "seconds/step": (STEPS, [step["step_seconds"] for step in metrics]),
         "seconds/backward": (STEPS, [step["backward_seconds"] for step in metrics]),
         "val/loss": (EPOCH_ENDS, [epoch["val_loss"] for epoch in epochs]),
         "val/accuracy": (EPOCH_ENDS, [epoch["val_accuracy"] for epoch in epochs]),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.errors import UserError
-from common.profiling.comm_trace import MessageRecorder
+from common.profiling.comm_trace import Message, MessageRecorder
 from common.sync import build_sync
 from common.sync.base import GradientSync
 from common.sync.halving_doubling import halving_doubling_all_reduce
@@ -114,9 +114,9 @@ def order_of_events(rank: int) -> dict[str, list]:
     sync.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     class Teller(MessageRecorder):
-        def _record(self, kind: str, args: tuple, *others: object) -> None:
-            super()._record(kind, args, *others)
-            events.append(f"{kind} {len(self.messages) - 1}")
+        def _record(self, message: Message, work: object) -> None:
+            super()._record(message, work)
+            events.append(f"{message.kind} {len(self.messages) - 1}")
 
     def step(parts: int = 1) -> None:
         for p in model.parameters():

@@ -5,6 +5,8 @@ A resumed run continues bit for bit.
 
 import io
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from common.sync import build_sync
 from common.sync.base import GradientSync
 from common.sync.topk import largest
 from common.training_engine import TrainingEngine
+from common.training_engine.amp import choose_amp
 from common.utils.hashing import digest
 from lab.proofs import Case, check_equivalence
 from tests.helpers import run_ranks
@@ -402,12 +405,24 @@ def refusals(rank: int) -> list[str]:
     TrainingEngine(
         new_net(), "cpu", distributed=True, sync="topk", amp_dtype=torch.bfloat16, use_ema=True
     )
+
+    def choose_for_a_gpu(*wanted: Any, **more: Any) -> Any:
+        return choose_amp(*wanted, **more | {"device": torch.device("cuda")})
+
+    with (
+        mock.patch("torch.cuda.is_bf16_supported", return_value=True),
+        mock.patch("common.training_engine.engine.choose_amp", choose_for_a_gpu),
+    ):
+        for name in ("ddp", "ddp_fp16", "topk"):
+            engine = TrainingEngine(new_net(), "cpu", distributed=True, sync=name, use_amp=True)
+            told.append(str(engine.amp_dtype))
     return told
 
 
 def test_loss_scaling_and_moving_averages_are_refused_where_they_would_go_wrong() -> None:
     told = run_ranks(1, refusals)[0]
     assert all("--amp-dtype bf16" in one for one in told[:2])
+    assert told[3:] == ["torch.float16", "torch.bfloat16", "torch.bfloat16"]  # chosen by the engine
     assert "leave out --ema" in told[2]
 
 

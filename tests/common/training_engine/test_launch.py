@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import cloudpickle
 import psutil
@@ -26,9 +27,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from common.distributed import spawn
+from common.distributed.process_group import World
 from common.errors import UserError
 from common.training_engine import (
     WorkerError,
@@ -255,6 +257,33 @@ def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path: Path) -> Non
     assert epochs[0][0] != sorted(epochs[0][0]), "shuffled"
     # 7 samples on 2 ranks: sample 0 comes twice for equal shares; no shuffling.
     assert Counter(chain(*seen("val"))) == {0: 2 * EPOCHS} | dict.fromkeys(range(1, 7), EPOCHS)
+
+
+@pytest.mark.parametrize(("backend", "pinned"), [("gloo", False), (None, True)])
+def test_only_ranks_that_train_on_a_gpu_pin_memory(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None, pinned: bool
+) -> None:
+    """On a machine with a GPU, a rank of a Gloo group trains on the CPU: its memory stays pageable.
+
+    The engine is left out, since there is no GPU here.
+    """
+    loaders: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch, "current_world", lambda: World(backend=backend))
+    monkeypatch.setattr(launch, "DataLoader", lambda *_, **options: loaders.append(options))
+    monkeypatch.setattr(launch, "TrainingEngine", MagicMock())
+    data = TensorDataset(torch.zeros(4, 2))
+    distributed_train_worker(
+        0,
+        1,
+        model_fn=MagicMock(),
+        train_dataset=data,
+        val_dataset=data,
+        batch_size=2,
+        optimizer_fn=MagicMock(),
+        criterion_fn=MagicMock(),
+    )
+    assert [one["pin_memory"] for one in loaders] == [pinned, pinned]
 
 
 # --- Failures ---

@@ -156,6 +156,7 @@ def test_every_strategy_is_started_by_a_command_that_its_part_understands(sync, 
         True,
     )
     assert config.max_steps == 2 + 7 + (4 if sync == "local_sgd" else 1)
+    assert config.capture == "off", "all cells have sections"
 
 
 def test_all_runs_of_a_comparison_have_equally_many_steps():

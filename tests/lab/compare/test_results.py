@@ -81,6 +81,20 @@ def test_bytes_that_no_timeline_counted_are_unknown_not_zero():
     assert cell["median"]["others_bytes_sent"] is None
 
 
+def test_sections_of_a_cuda_graph_are_unknown_not_zero():
+    graph = repeat(1.0, ranks=1)
+    graph["ranks"][0]["seconds"] |= {"forward": 0.0, "backward": 0.0, "update": 1e-5}
+    cell = {"repeats": [graph]}
+    summarise(cell, repeats=1)
+    assert [cell["median"][name] for name in ("forward", "backward", "update")] == [None] * 3
+    assert cell["median"]["step"] == 1.0
+    timed = repeat(3.0, ranks=1)
+    cell = {"repeats": [graph, timed]}
+    summarise(cell, repeats=2)
+    assert cell["median"]["backward"] == SECTIONS["backward"], "of the repeats that have one"
+    assert cell["interval"]["backward"] == [None, None]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -166,6 +166,17 @@ def test_other_versions_code_data_and_gpus_are_named_with_who_has_them() -> None
         assert "0 on ranks 0, 2, 4 on rank 1" in found["backend"]["text"]
 
 
+def test_ranks_that_share_a_gpu_would_not_use_nccl() -> None:
+    def with_gpu(name: str) -> dict[str, Any]:
+        return {"facts": FACTS | {"gpus": 1, "gpu_ids": name}, "host": "one-machine"}
+
+    for found in exchange_all(with_gpu("GPU-a"), with_gpu("GPU-a")):
+        assert found["backend"]["status"] == "warning"
+        assert "ranks 0 and 1 share one GPU (GPU-a): all would use" in found["backend"]["text"]
+    for found in exchange_all(with_gpu("GPU-a"), with_gpu("GPU-b")):
+        assert found["backend"]["text"] == "NCCL, one rank per GPU"
+
+
 def test_the_same_files_from_another_commit_are_the_same_code() -> None:
     for found in exchange_all({}, {"facts": FACTS | {"commit": "b000000"}}):
         assert found["same code"]["status"] == "ok"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lab.report.findings import equal_results, findings, limits, prediction, speed, training
-from lab.report.sentences import Finding
+from lab.report.sentences import ReportFinding
 from lab.report.view import ComparisonGroup, blocks
 from tests.helpers.report_samples import cell, predicted, timeline
 
@@ -35,7 +35,7 @@ class Sample:
         cells = {entries[name]["id"]: predicted(entries[name], errors[name]) for name in errors}
         self.prediction = {"made": "2026-11-21T12:00:00", "cells": cells}
 
-    def say(self, find: Callable[..., Iterator[Finding]]) -> str:
+    def say(self, find: Callable[..., Iterator[ReportFinding]]) -> str:
         """Return what a finding says about the changed numbers."""
         [block] = blocks(
             {
@@ -55,7 +55,7 @@ Change = Callable[[Sample], None]
 class Case(NamedTuple):
     """A finding, a phrase of it, numbers that make it true and numbers that make it false."""
 
-    find: Callable[..., Iterator[Finding]]
+    find: Callable[..., Iterator[ReportFinding]]
     phrase: str
     true: Change
     false: Change
@@ -375,7 +375,7 @@ def test_every_finding_has_cases() -> None:
             for name, function in inspect.getmembers(module, inspect.isfunction)
             if function.__module__ == module.__name__
             and not name.startswith("_")
-            and inspect.signature(function).return_annotation == Iterator[Finding]
+            and inspect.signature(function).return_annotation == Iterator[ReportFinding]
         }
 
     assert set().union(*map(finders, MODULES)) == {case.find.__name__ for case in CASES}

@@ -16,11 +16,13 @@ from lab.report.drawings.figures import draw_prediction, draw_scaling, draw_step
 from lab.report.drawings.svg import inline, share_styles
 from lab.report.findings import findings
 from lab.report.html import best_rows, render
-from lab.report.sentences import Finding
+from lab.report.sentences import ReportFinding
 from lab.report.view import ComparisonGroup, blocks
 from tests.helpers.report_samples import cell, results
 
-WRONG = Finding("Losses", "ring is not equal to the others from step 2 on.", "0.017", wrong=True)
+WRONG = ReportFinding(
+    "Losses", "ring is not equal to the others from step 2 on.", "0.017", wrong=True
+)
 
 
 @pytest.fixture(autouse=True)

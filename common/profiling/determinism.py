@@ -12,8 +12,6 @@ import time
 import torch
 from torch import Tensor, nn
 
-from common.training_engine.amp import autocast
-
 _REPEATS = 8
 
 
@@ -44,7 +42,8 @@ def cost(
             choose_algorithms(images.device, deterministic=deterministic)
             torch.cuda.synchronize()
             began = time.perf_counter()
-            with autocast(images.device, amp_dtype):
+            enabled = amp_dtype is not None
+            with torch.autocast(images.device.type, dtype=amp_dtype, enabled=enabled):
                 loss = nn.functional.cross_entropy(trial(images), labels)
             loss.backward()
             torch.cuda.synchronize()

@@ -1,0 +1,125 @@
+"""Which GPU a rank uses, and whether NCCL can connect the ranks: it needs a GPU for each.
+
+Every rank reports the GPUs that it sees (``visible_gpus``) when it joins. Rank 0 compares them with
+``compare_gpus``; ``choose_backend`` then decides on every rank alike, and says why. torch is
+imported only inside functions: ``lab doctor`` compares without it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
+
+from common.distributed.run_token import MOST_GPUS, Peer, host_name
+from common.errors import UserError
+from common.utils.grouping import grouped
+from common.utils.typed_json import Count
+
+if TYPE_CHECKING:
+    import torch
+
+_Sentence = Annotated[str, Meta(max_length=1000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class JobGPUs:
+    """The GPUs of all ranks.
+
+    count : of different GPUs that some rank sees.
+    obstacle : why not every rank has its own GPU, e.g. "ranks 0 and 1 share one GPU (GPU-8f3a)".
+    told_apart : whether NCCL connects the ranks in spite of it, since those that share a GPU have
+        different NCCL_HOSTIDs and so count as different machines.
+    """
+
+    count: Count = 0
+    obstacle: _Sentence = ""
+    told_apart: bool = False
+
+
+def visible_gpus() -> list[str]:
+    """Return a name of each GPU that this process sees, the same in every process that sees it.
+
+    That is the UUID as nvidia-smi prints it. Initialises CUDA if there is a GPU.
+    """
+    import torch
+
+    names = []
+    for index in range(min(torch.cuda.device_count(), MOST_GPUS)):
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        names.append(f"GPU-{uuid}" if uuid else f"{host_name()[:50]}-{index}")
+    return names
+
+
+def gpu_of(local_rank: int) -> "torch.device":
+    """Return the GPU of a rank. It may see only its own one, whatever its ``local_rank`` is."""
+    import torch
+
+    return torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
+
+
+def compare_gpus(peers: Sequence[Peer], local_ranks: Sequence[int]) -> JobGPUs:
+    """Return what the ranks' reports say, by rank; a rank's own GPU is that of ``gpu_of``."""
+    count = len({gpu for peer in peers for gpu in peer.gpus})
+    without = [rank for rank, peer in enumerate(peers) if not peer.gpus]
+    if without:
+        host = peers[without[0]].host
+        who = f"rank {without[0]} ({host}) sees" if len(without) == 1 else f"{_ranks(without)} see"
+        return JobGPUs(count, f"{who} no GPU")
+    owners = grouped(
+        (peer.gpus[local_rank % len(peer.gpus)], rank)
+        for rank, (peer, local_rank) in enumerate(zip(peers, local_ranks, strict=True))
+    )
+    shared = {gpu: ranks for gpu, ranks in owners.items() if len(ranks) > 1}
+    if not shared:
+        return JobGPUs(count)
+    gpu, ranks = next(iter(shared.items()))
+    more = len(shared) - 1
+    others = f"; {more} more GPU{'s are' if more > 1 else ' is'} shared" if more else ""
+    return JobGPUs(count, f"{_ranks(ranks)} share one GPU ({gpu}){others}", _apart(peers, shared))
+
+
+def _apart(peers: Sequence[Peer], shared: Mapping[str, Sequence[int]]) -> bool:
+    """Return whether NCCL takes the ranks that share a GPU as ranks on different machines."""
+    hosts = [[peers[rank].nccl_host for rank in ranks] for ranks in shared.values()]
+    return all(all(names) and len(set(names)) == len(names) for names in hosts)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return e.g. "ranks 0, 1 and 2", cut after eight."""
+    if len(ranks) > _MOST_NAMED:
+        named = ", ".join(map(str, ranks[:_MOST_NAMED]))
+        return f"ranks {named} and {len(ranks) - _MOST_NAMED} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def choose_backend(wanted: str | None, gpus: JobGPUs, size: int) -> tuple[str, str]:
+    """Return "nccl" or "gloo", and a line for the user that says why; "" if no rank sees a GPU.
+
+    ``wanted`` None means NCCL if each rank has its own GPU. Raises UserError if NCCL was asked for
+    and cannot connect the ranks.
+    """
+    if wanted == "nccl" and (not gpus.count or (gpus.obstacle and not gpus.told_apart)):
+        raise UserError(
+            f"--backend nccl needs a GPU for each rank, but {gpus.obstacle or 'no rank sees one'}: "
+            "start one rank per GPU, or give --backend gloo, which trains on the CPU"
+        )
+    if not gpus.count:
+        return "gloo", ""
+    if wanted == "gloo":
+        idle = "1 GPU stays" if gpus.count == 1 else f"{gpus.count} GPUs stay"
+        return "gloo", f"--backend gloo trains on the CPU: {idle} idle"
+    if wanted == "nccl" and gpus.obstacle:
+        return "nccl", (
+            f"NCCL: {gpus.obstacle}, which their different NCCL_HOSTIDs allow for correctness "
+            "tests only: times mean nothing"
+        )
+    if gpus.obstacle:
+        return "gloo", f"Gloo on the CPU: {gpus.obstacle}; start one rank per GPU for NCCL"
+    from torch.distributed import is_nccl_available
+
+    if not is_nccl_available():
+        return "gloo", "Gloo on the CPU: this torch has no NCCL; install one that has"
+    who = "this rank" if size == 1 else f"each of the {size} ranks"
+    return "nccl", f"NCCL: {who} has its own GPU"

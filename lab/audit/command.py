@@ -1,0 +1,145 @@
+"""What the user typed after ``--``: how it starts its ranks, and with which words.
+
+``parse_command`` looks at it once; ``AuditCommand.processes`` gives the commands to start.
+"""
+
+import os
+import re
+import shlex
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import UserError
+from lab.cluster.program import check_placeholders, fill_in
+
+_EXAMPLE = "lab audit -- python main.py --master-ip {master} --num-nodes {nodes} --rank {rank}"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A program that starts the ranks: the words that name it, and its flags.
+
+    port_flags : the first sets the port; with any of them the user has chosen it.
+    """
+
+    words: tuple[str, ...]
+    ranks_flag: str
+    port_flags: tuple[str, ...]
+
+
+_TORCHRUN_PORTS = ("--master_port", "--standalone", "--rdzv")
+_LAUNCHERS = (
+    Launcher(("torchrun",), "--nproc_per_node", _TORCHRUN_PORTS),
+    Launcher(("-m", "torch.distributed.run"), "--nproc_per_node", _TORCHRUN_PORTS),
+    Launcher(("-m", "torch.distributed.launch"), "--nproc_per_node", _TORCHRUN_PORTS),
+    Launcher(("accelerate", "launch"), "--num_processes", ("--main_process_port",)),
+)
+
+
+@dataclass(frozen=True)
+class AuditCommand:
+    """A command with its placeholders.
+
+    words : as typed.
+    rank0 : the command of rank 0, where it has a script of its own.
+    """
+
+    words: tuple[str, ...]
+    rank0: tuple[str, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        """The command as typed."""
+        return " ".join(_quote(word) for word in self.words)
+
+    @property
+    def one_process_a_rank(self) -> bool:
+        """Whether each rank is started by itself; otherwise the command starts its ranks."""
+        return self.rank0 is not None or any("{rank}" in word for word in self.words)
+
+    @property
+    def takes_size(self) -> bool:
+        """Whether the number of ranks can be chosen."""
+        given = any("{nodes}" in word for word in self.words)
+        return self.one_process_a_rank or given or _launcher(self.words) is not None
+
+    def processes(self, size: int | None, *, master: str, port: int) -> list[list[str]]:
+        """Return the command of each process to start, by rank if there is one a rank.
+
+        size : the number of ranks; None only if the command does not take it.
+        """
+        nodes = size or 1
+        if not self.one_process_a_rank:
+            words = fill_in(self.words, master=master, nodes=nodes, rank=0, port=port)
+            return [words if size is None else _with_ranks(words, size, port)]
+        return [
+            fill_in(
+                self.rank0 if self.rank0 is not None and rank == 0 else self.words,
+                master=master,
+                nodes=nodes,
+                rank=rank,
+                port=port,
+            )
+            for rank in range(nodes)
+        ]
+
+    def user_folder(self, cwd: Path) -> Path:
+        """Return the folder of the user's code: the script's, or ``cwd`` if that is above it."""
+        scripts = [cwd / word for word in self.words if word.endswith(".py")]
+        folder = next((path.resolve().parent for path in scripts if path.is_file()), cwd)
+        holds_python = Path(sysconfig.get_path("stdlib")).is_relative_to(cwd)
+        return cwd if folder.is_relative_to(cwd) and not holds_python else folder
+
+
+def parse_command(words: Sequence[str], rank0: str | None) -> AuditCommand:
+    """Return what follows ``--``. Raises UserError if there is nothing, or a wrong placeholder."""
+    if not words:
+        raise UserError(f"no command: add it after --, for example {_EXAMPLE}")
+    try:
+        of_rank0 = None if rank0 is None else tuple(shlex.split(rank0))
+    except ValueError as error:
+        raise UserError(f"--rank0: {error} in {rank0!r}: give the command in quotes") from error
+    if of_rank0 == ():
+        raise UserError("--rank0: got an empty command; give rank 0's whole command in quotes")
+    command = AuditCommand(tuple(words), of_rank0)
+    check_placeholders(command.words)
+    check_placeholders(command.rank0 or ())
+    return command
+
+
+def _quote(word: str) -> str:
+    """Return a word as a shell needs it, with placeholders as they are."""
+    return word if re.fullmatch(r"[\w@%+=:,./{}-]+", word) else shlex.quote(word)
+
+
+def _launcher(words: Sequence[str]) -> tuple[int, Launcher] | None:
+    """Return the launcher that the words name, and the place after its name; None without one."""
+    for end in range(1, len(words) + 1):
+        for launcher in _LAUNCHERS:
+            named = tuple(words[max(0, end - len(launcher.words)) : end])
+            if (os.path.basename(named[0]), *named[1:]) == launcher.words:
+                return end, launcher
+    return None
+
+
+def _with_ranks(words: list[str], size: int, port: int) -> list[str]:
+    """Return a launcher's command for this number of ranks, and a free port unless one is given."""
+    if (found := _launcher(words)) is None:
+        return words
+    at, launcher = found
+    script = next((n for n, word in enumerate(words) if word.endswith(".py")), len(words))
+    options: list[str] = []
+    skip = False
+    for word in words[at:script]:
+        name, equals, _ = word.partition("=")
+        if skip or name.replace("-", "_") == launcher.ranks_flag.replace("-", "_"):
+            skip = not skip and not equals  # the flag's value is the next word
+            continue
+        options.append(word)
+    flags = ["--" + word[2:].replace("-", "_") for word in options]
+    own_port = any(flag.startswith(launcher.port_flags) for flag in flags)
+    port_words = [] if own_port else [launcher.port_flags[0], str(port)]
+    size_words = [launcher.ranks_flag, str(size)]
+    return [*words[:at], *size_words, *port_words, *options, *words[script:]]

@@ -1,0 +1,111 @@
+"""What an audit finds: one check a fault, each on what the probe recorded.
+
+A check gets the ``Recording`` of one run (one number of ranks) and yields what it finds wrong, what
+it finds right, and what it cannot judge, see ``finding.py``. Names, causes and cures are in
+``catalogue.toml``. ``run_checks`` runs all of them on all runs.
+"""
+
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, merge
+from lab.audit.recording import Recording
+
+CHECKS = ("collectives", "gradients", "weights", "samples", "notices", "clocks")
+"""The modules of this package whose ``check(recording)`` is run, in this order."""
+
+EXPLAINS = {
+    "collectives-differ": {
+        "own-gradient",
+        "not-the-mean",
+        "some-parameters",
+        "weights-diverge",
+        "different-optimizer-state",
+    },
+    "group-unused": {
+        "own-gradient",
+        "not-the-mean",
+        "some-parameters",
+        "different-start",
+        "weights-diverge",
+        "different-optimizer-state",
+    },
+    "ddp-bypassed": {"own-gradient", "not-the-mean", "some-parameters", "weights-diverge"},
+    "weights-averaged": {"own-gradient", "not-the-mean", "weights-diverge"},
+    "different-batch-counts": {"collectives-differ", "weights-diverge"},
+    "different-start": {"weights-diverge"},
+    "different-learning-rates": {"weights-diverge"},
+    "different-optimizer-state": {"weights-diverge"},
+    "own-gradient": {"weights-diverge", "different-optimizer-state"},
+    "some-parameters": {"weights-diverge", "different-optimizer-state"},
+    "not-the-mean": {"weights-diverge", "different-optimizer-state"},
+    "same-samples": {"uneven-coverage"},
+    "wrong-global-batch": {"batch-grows"},
+}
+"""By finding: the findings that follow from it and are left out when both are found in a run."""
+
+
+def run_checks(
+    recordings: Sequence[Recording],
+) -> tuple[list[Finding], list[str], list[str]]:
+    """Run all checks on all runs.
+
+    Returns
+    -------
+    findings : one a name, faults first, without those that another finding of their run explains.
+    right, unknown : what was checked and found right, and what could not be judged; each sentence
+        once, with the numbers of ranks if it does not hold for all runs.
+    """
+    found: list[Finding] = []
+    right: dict[str, list[int]] = {}
+    unknown: dict[str, list[int]] = {}
+    for recording in recordings:
+        outcomes = list(_check_all(recording))
+        found += [
+            replace(one, sizes=(recording.size,))
+            for one in without_explained(one for one in outcomes if isinstance(one, Finding))
+        ]
+        for one in outcomes:
+            if not isinstance(one, Finding):
+                said = right if isinstance(one, Right) else unknown
+                said.setdefault(one.text, []).append(recording.size)
+    known = {one.name for one in found}
+    compared = importlib.import_module(f"{__name__}.notices").compare(recordings)
+    found += [one for one in compared if not _explained(one.name, known)]
+    sizes = {one.size for one in recordings}
+    resolve = importlib.import_module(f"{__name__}.factors").resolve
+    return resolve(merge(found), recordings), _with_sizes(right, sizes), _with_sizes(unknown, sizes)
+
+
+def _with_sizes(said: dict[str, list[int]], sizes: set[int]) -> list[str]:
+    """Return the sentences, with the numbers of ranks of those that do not hold for all."""
+    return [
+        text
+        if set(held) == sizes
+        else f"{text} (on {' and '.join(map(str, dict.fromkeys(held)))} ranks)"
+        for text, held in said.items()
+    ]
+
+
+def _check_all(recording: Recording) -> Iterator[Outcome]:
+    """Yield the outcomes of all checks. What a check cannot read, it cannot judge."""
+    for name in CHECKS:
+        try:
+            yield from importlib.import_module(f"{__name__}.{name}").check(recording)
+        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            yield Unknown(
+                f"{name}: not judged, because the records could not be read "
+                f"({type(error).__name__}: {error})"
+            )
+
+
+def without_explained(found: Iterable[Finding]) -> list[Finding]:
+    """Return the findings of a run that do not follow from another one in it."""
+    everything = list(found)
+    names = {one.name for one in everything}
+    return [one for one in everything if not _explained(one.name, names)]
+
+
+def _explained(name: str, names: set[str]) -> bool:
+    return any(name in EXPLAINS.get(other, ()) for other in names)

@@ -1,0 +1,176 @@
+"""What a constant factor between the mean and what the optimiser gets means.
+
+A sum is right if each rank divides its loss by the number of ranks, and a mean of such losses is
+not: so the factor is judged together with the scale at which the gradient reaches the loss.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
+from lab.audit.findings.patterns import Pattern, coefficient_tolerance, common_clip_factor
+from lab.audit.findings.where import backward_line, exchange_line, samples_of, uses_ddp
+from lab.audit.recording import Record, Recording
+
+GREATEST_LITERAL = 64
+_CLASSIFIERS = ("NllLoss", "CrossEntropy", "BinaryCrossEntropy")
+
+
+def judge_factor(recording: Recording, observed: list[Pattern]) -> Iterator[Outcome]:
+    """Judge updates that are the mean times ``total``, on all ranks and for all parameters."""
+    if _clipped_after(observed):
+        yield Right("gradients are averaged, then clipped")
+        return
+    factors = [one.total / (common_clip_factor(one.step) or 1) for one in observed]
+    factor, step = factors[0], observed[0].step
+    tolerance = 10 * coefficient_tolerance(step)
+    if np.ptp(factors) > tolerance * max(np.abs(factors)):
+        yield Unknown(
+            "gradients: the optimiser gets the mean times a factor that changes from step to step"
+            f" ({factors[0]:.3f} in step {step.step}, then {factors[1]:.3f})"
+        )
+        return
+    size, micro = step.size, int(step.records[0].get("micro") or 1)
+    losses = _losses(recording, observed)
+    scale = loss_scale(losses)
+    if scale is not None and _near(scale * micro * factor, 1, tolerance):
+        yield Right("the losses' scale and the exchange together give the mean of all samples")
+    elif micro > 1 and _near(factor * micro, 1, tolerance):
+        yield Right("the optimiser gets the mean of the ranks' gradients and of the micro-batches")
+    elif _near(factor, size, tolerance) and _sums_losses(losses):
+        yield Right("losses and gradients are sums: together the sum over the global batch")
+    else:
+        yield _name_factor(recording, observed, factor)
+
+
+def _near(value: float, wanted: float, tolerance: float) -> bool:
+    return abs(value / wanted - 1) < tolerance
+
+
+def _clipped_after(observed: list[Pattern]) -> bool:
+    """Return whether the factors are those of a norm that was limited after averaging."""
+    by_call = [common_clip_factor(one.step) for one in observed]
+    if all(
+        factor is not None and _near(one.total, factor, 2e-3)
+        for one, factor in zip(observed, by_call, strict=True)
+    ):
+        return True
+    recorded = [one.step.records[0].get("got_norm") for one in observed if one.kind == "factor"]
+    norms = [float(norm) for norm in recorded if norm]
+    if len(norms) < max(2, len(recorded)):
+        return False
+    totals = [one.total for one in observed]
+    return max(totals) < 1.001 and np.ptp(totals) > 1e-2 and np.ptp(norms) < 1e-3 * max(norms)
+
+
+def _name_factor(recording: Recording, observed: list[Pattern], factor: float) -> Outcome:
+    """Return the finding for a constant factor."""
+    step, ddp = observed[0].step, uses_ddp(recording)
+    size, residue = step.size, max(one.residue for one in observed)
+    tolerance = 10 * coefficient_tolerance(step)
+    line = exchange_line(recording, step.step)
+    text = (
+        f"step {step.step}, all ranks: what the optimiser gets is {factor:.3f} times the mean of"
+        f" the {size} ranks' gradients (residue {residue:.0e}; the same in {len(observed)} steps)"
+    )
+    if _near(factor, size, tolerance):
+        sure = "certain" if loss_scale(_losses(recording, observed)) else "likely"
+        return Finding("sum-not-mean", (text,), line, sure)
+    averaged = _near(factor, 1 / size, tolerance)
+    if averaged and (ddp or size > 2):
+        return Finding("averaged-twice", (text,), line or backward_line(recording))
+    divisor = 1 / factor if ddp else size / factor
+    whole = round(divisor)
+    if abs(divisor - whole) < tolerance * whole and 1 < whole <= GREATEST_LITERAL:
+        of = "the mean" if ddp else "the sum"
+        says = f"{of} of the gradients is divided by {whole} on {size} ranks"
+        if averaged:
+            says += " (or by 2 and by 2 again)"
+        return Finding("literal-divisor", (says, text), line, "likely" if averaged else "certain")
+    return Unknown(f"gradients: {text}; every rank gets the same, as with another learning rate")
+
+
+def _losses(recording: Recording, observed: list[Pattern]) -> list[Record]:
+    """Return the losses of all backwards of these steps, on all ranks, with their ``samples``.
+
+    ``arriving`` is without GradScaler's scale. Empty if a loss was not seen, or if it cannot be
+    told which optimiser's it is.
+    """
+    steps = {one.step.step: float(one.step.records[0].get("scale") or 1) for one in observed}
+    losses = []
+    for rank in recording.ranks:
+        if any(one["o"] != observed[0].step.optimizer for one in rank.by_kind["step"]):
+            return []
+        for backward in rank.by_kind["backward"]:
+            if backward["step"] not in steps:
+                continue
+            loss = backward.get("loss")
+            if loss is None or loss.get("arriving") is None:
+                return []
+            arriving = abs(float(loss["arriving"])) / steps[backward["step"]]
+            losses.append({**loss, "arriving": arriving, "samples": samples_of(backward)})
+    return losses
+
+
+def loss_scale(losses: list[Record]) -> float | None:
+    """Return by what each backward's mean loss is multiplied.
+
+    None if a loss was not seen, is no mean and no sum, or the scales differ.
+    """
+    counts = [one["samples"] if one.get("reduction") == "sum" else 1 for one in losses]
+    known = all(one.get("reduction") in ("mean", "sum") for one in losses)
+    if not losses or not known or not all(counts):
+        return None
+    scales = [one["arriving"] * count for one, count in zip(losses, counts, strict=True)]
+    return None if np.ptp(scales) > 1e-3 * max(scales) else float(np.mean(scales))
+
+
+def _sums_losses(losses: list[Record]) -> bool:
+    """Return whether the losses are sums over their samples that nobody divides."""
+    return bool(losses) and all(
+        one.get("reduction") == "sum" and _near(one["arriving"], 1, 1e-3) for one in losses
+    )
+
+
+def judge_loss(recording: Recording, observed: list[Pattern]) -> Finding | None:
+    """Return the finding if losses are divided by the number of ranks, and gradients averaged.
+
+    On two ranks 1/2 may be a weight of the loss: then it is not sure (see ``settle``).
+    """
+    losses, step = _losses(recording, observed), observed[0].step
+    scale = loss_scale(losses)
+    micro, size = int(step.records[0].get("micro") or 1), step.size
+    if not scale or any(one["reduction"] != "mean" for one in losses):
+        return None
+    if micro > 1 and _near(scale * micro, 1, 1e-3):
+        return None
+    if not (_near(scale * size, 1, 1e-3) or _near(scale * size * micro, 1, 1e-3)):
+        return None
+    if size == 2 and not all(str(one.get("node")).startswith(_CLASSIFIERS) for one in losses):
+        return None  # half the squared error is a common loss
+    text = (
+        f"step {step.step}: each rank's loss is multiplied by {scale:.4f} = 1/{size} before"
+        " backward(), and the optimiser gets the mean of these gradients"
+    )
+    sure = "certain" if size > 2 else "likely"
+    return Finding("scaled-in-loss", (text,), backward_line(recording), sure)
+
+
+def resolve(findings: Sequence[Finding], recordings: Sequence[Recording]) -> list[Finding]:
+    """Return the findings of all sizes without those that another size contradicts.
+
+    A loss that is halved on two ranks and on three is not divided by the number of ranks; a
+    divisor of 4 on two ranks may be 2 times 2, which three ranks tell apart.
+    """
+    audited = {one.size for one in recordings if one.size > 1}
+    twice = any(one.name == "averaged-twice" and max(one.sizes) > 2 for one in findings)
+    kept = []
+    for one in findings:
+        sizes = set(one.sizes)
+        if one.name == "scaled-in-loss" and sizes < audited:
+            continue
+        if one.name == "literal-divisor" and sizes == {2} and twice:
+            continue
+        kept.append(one)
+    return kept

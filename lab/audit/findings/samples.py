@@ -1,0 +1,227 @@
+"""Findings about samples: which ones each rank trains on, in which order, and how many.
+
+Everything is compared within one epoch, per loader. Indices alone prove nothing: partitions give
+all ranks the same indices of different data, so ``epochs.same_data`` is asked as well. Coverage of
+whole epochs is in coverage.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+
+from lab.audit.findings.coverage import coverage
+from lab.audit.findings.epochs import (
+    Index,
+    TrainingLoader,
+    is_sequential,
+    same_data,
+    training_loaders,
+)
+from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
+from lab.audit.findings.steps import local_batches, training_steps
+from lab.audit.recording import RankRecords, Recording
+
+Loaders = Sequence[TrainingLoader]
+
+
+def check(recording: Recording) -> Iterator[Outcome]:
+    """Yield what is found about the samples of a run."""
+    yield from _global_batch(recording)
+    if len(recording.ranks) < 2:
+        return
+    groups = training_loaders(recording)
+    for loaders in groups:
+        if _computes_parts(recording):
+            yield Unknown("the samples: the ranks compute on other samples than their loaders give")
+            continue
+        same = list(_same_samples(recording, loaders))
+        yield from same
+        if not any(isinstance(one, Finding | Unknown) for one in same):
+            yield from coverage(loaders)
+        yield from _same_order(loaders)
+        yield from _batch_counts(recording, loaders)
+    if not any(epoch.batches for group in groups for one in group for epoch in one.epochs):
+        yield from _same_inputs(recording)
+
+
+def _computes_parts(recording: Recording) -> bool:
+    """Return whether a rank trains on parts of its batches in most steps."""
+    for rank in recording.ranks:
+        steps = training_steps(rank)
+        if sum(step.takes_a_part for step in steps) * 2 > len(steps):
+            return True
+    return False
+
+
+def _targets_differ(recording: Recording, one: int, other: int) -> bool:
+    """Return whether the targets of two ranks are known, and never the same."""
+    hashes = {rank.rank: _input_hashes(rank) for rank in recording.ranks}
+    both = [
+        (hashes[one][key][1], hashes[other][key][1])
+        for key in hashes[one].keys() & hashes[other].keys()
+    ]
+    known = [(mine, theirs) for mine, theirs in both if mine is not None and theirs is not None]
+    return bool(known) and all(mine != theirs for mine, theirs in known)
+
+
+def _same_samples(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
+    """Compare the ranks' batches of the same number in the same epoch."""
+    own = True
+    for one, other in combinations(loaders, 2):
+        shares = list(_shares(one, other))
+        same = [share for share in shares if share[2] >= 0.9]
+        data = same_data(one, other)
+        own &= bool(shares) and (data is False or not any(share[2] for share in shares))
+        if data is False or not same or len(same) < 0.9 * len(shares):
+            continue
+        ranks = f"ranks {one.rank} and {other.rank}"
+        if _targets_differ(recording, one.rank, other.rank):
+            yield Unknown(f"whether {ranks} train on the same samples: their targets differ")
+            continue
+        if data is None:
+            yield Unknown(
+                f"whether {ranks} train on the same samples: their indices are equal, but nothing "
+                "tells whether these belong to the same data"
+            )
+            continue
+        where, both, _ = same[0]
+        listed = ", ".join(map(str, both[:4])) + (", …" if len(both) > 4 else "")
+        evidence = f"{where}: {ranks} train on the same {len(both)} samples ({listed})"
+        if len(shares) > 1:
+            evidence += f"; so in {len(same)} of the {len(shares)} batches compared"
+        yield Finding("same-samples", (evidence,))
+    if own:
+        yield Right("every rank trains on samples of its own")
+
+
+def _shares(one: TrainingLoader, other: TrainingLoader) -> Iterator[tuple[str, list[Index], float]]:
+    """Yield for each batch: where, the samples that both ranks have, and which share these are."""
+    for number, epochs in enumerate(zip(one.epochs, other.epochs, strict=False)):
+        batches = zip(epochs[0].batches, epochs[1].batches, strict=False)
+        for b, (mine, theirs) in enumerate(batches):
+            a, c = one.inner(mine), other.inner(theirs)
+            if a and c:
+                there = set(c)
+                both = [index for index in dict.fromkeys(a) if index in there]
+                share = len(both) / min(len(set(a)), len(there))
+                yield f"epoch {number + 1}, batch {b + 1}", both, share
+
+
+def _same_inputs(recording: Recording) -> Iterator[Outcome]:
+    """Without indices: compare the ranks' inputs and targets, backward by backward.
+
+    Inputs that never change may be anything, so then equal targets must be known. A model that is
+    sharded may rightly compute one sample on several ranks.
+    """
+    rows = [row for one in recording.ranks for p in one.by_kind["params"] for row in p["rows"]]
+    if any(length < numel for *_, numel, _, length in rows):
+        return
+    hashes = {one.rank: _input_hashes(one) for one in recording.ranks}
+    for rank in sorted(hashes)[1:]:
+        first = min(hashes)
+        both = [
+            (hashes[first][key], hashes[rank][key]) for key in hashes[first] if key in hashes[rank]
+        ]
+        inputs = {mine[0] for mine, _ in both}
+        targets = {mine[1] for mine, _ in both}
+        if len(both) < 2 or any(mine != theirs for mine, theirs in both):
+            continue
+        if len(inputs) > 1 or None not in targets:
+            yield Finding(
+                "same-samples",
+                (
+                    f"ranks {first} and {rank} compute with the same inputs and targets in all "
+                    f"{len(both)} backward passes compared",
+                ),
+            )
+
+
+def _input_hashes(rank: RankRecords) -> dict[tuple[int, int], tuple[object, object]]:
+    """Return the hashes of inputs and target by (step, number of the backward)."""
+    return {
+        (one["step"], one["micro"]): (
+            tuple(forward[1] for forward in one["forwards"]),
+            (one["loss"] or {}).get("target_hash"),
+        )
+        for one in rank.by_kind["backward"]
+        if one["forwards"] and all(forward[1] is not None for forward in one["forwards"])
+    }
+
+
+def _same_order(loaders: Loaders) -> Iterator[Outcome]:
+    """Compare the first batches of each epoch with those of the epoch before."""
+    seen: list[tuple[int, int, bool, Index]] = []
+    for one in loaders:
+        for number, (first, second) in enumerate(pairwise(one.epochs)):
+            batches = zip(first.batches, second.batches, strict=False)
+            common = [(a, b) for a, b in batches if min(len(a), len(b)) >= 2]
+            if len(common) >= 2 and not is_sequential([i for a, _ in common for i in a]):
+                same = all(a == b for a, b in common)
+                seen.append((number, len(common), same, common[0][0]))
+    for number, count, same, indices in seen[:1]:
+        if not all(one[2] == same for one in seen):
+            return
+        yield _order(loaders[0], number, count, indices if same else None)
+
+
+def _order(loader: TrainingLoader, number: int, count: int, indices: Index) -> Outcome:
+    """Return what it means that all epochs have the same order, or with None another one."""
+    if indices is None:
+        return Right(f"epoch {number + 2} has another order than epoch {number + 1}")
+    sampler = str(loader.facts.get("sampler"))
+    if "Distributed" not in sampler and sampler != "RandomSampler":
+        return Unknown(
+            f"whether the order is meant to be the same in every epoch: {sampler} gives the same "
+            f"first {count} batches again"
+        )
+    listed = ", ".join(map(str, indices[:4]))
+    evidence = (
+        f"the first {count} batches of epoch {number + 2} are those of epoch {number + 1}, in the "
+        f"same order (rank {loader.rank}: samples {listed}, …)"
+    )
+    return Finding("same-order", (evidence,))
+
+
+def _batch_counts(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
+    """Compare how many batches the ranks have in an epoch.
+
+    Not a fault in a script that ends by itself and has made equally many steps on all ranks,
+    whatever its loaders hold.
+    """
+    counts = {one.rank: one.facts.get("batches") for one in loaders}
+    if None in counts.values():
+        return
+    if len(set(counts.values())) == 1:
+        yield Right(f"every rank has {next(iter(counts.values())):,} batches in an epoch")
+        return
+    steps = {len(training_steps(one)) for one in recording.ranks}
+    cut = any(one.by_kind["cut"] for one in recording.ranks)
+    if len(steps) == 1 and not cut and not recording.hung:
+        yield Unknown(
+            "whether the ranks' different numbers of batches matter: they made equally many steps"
+        )
+        return
+    listed = ", ".join(f"rank {rank} has {count:,}" for rank, count in counts.items())
+    yield Finding("different-batch-counts", (f"batches in an epoch: {listed}",))
+
+
+def _global_batch(recording: Recording) -> Iterator[Outcome]:
+    """Compare the samples of a step on all ranks with what was asked for.
+
+    A local batch may be rounded either way, in each micro-batch.
+    """
+    if recording.global_batch is None:
+        return
+    local = local_batches(recording)
+    if local is None:
+        yield Unknown("the global batch: the samples of a step are not known on every rank")
+        return
+    total, asked = sum(local.values()), recording.global_batch
+    micro = max((len(s.backwards) for r in recording.ranks for s in training_steps(r)), default=1)
+    if abs(total - asked) < recording.size * max(micro, 1):
+        yield Right(f"the global batch is {total:,} samples, as asked for")
+        return
+    listed = ", ".join(f"rank {rank} has {count:,}" for rank, count in sorted(local.items()))
+    yield Finding(
+        "wrong-global-batch",
+        (f"a step has {total:,} samples instead of {asked:,}: {listed}",),
+    )

@@ -1,0 +1,87 @@
+"""Facts about a recording that several checks ask for: DDP, exchanges, lines of the script."""
+
+from collections.abc import Iterator
+
+from lab.audit.recording import CodeLine, Record, Recording, code_line
+
+_SETUP = ("init_process_group", "new_group")
+_NO_EXCHANGE = ("barrier", "object", "monitored", *_SETUP)
+
+
+def uses_ddp(recording: Recording) -> bool:
+    """Return whether the ranks built DistributedDataParallel or FSDP."""
+    return any(rank.by_kind["ddp"] or rank.by_kind["fsdp"] for rank in recording.ranks)
+
+
+def bypasses_ddp(recording: Recording) -> bool:
+    """Return whether every training forward runs a module that DDP wraps, but not through DDP."""
+    through = [
+        forward[2]
+        for rank in recording.ranks
+        for backward in rank.by_kind["backward"]
+        for forward in backward.get("forwards") or ()
+    ]
+    built = all(rank.by_kind["ddp"] for rank in recording.ranks)
+    return built and bool(through) and all(one == "bypass" for one in through)
+
+
+def exchanges(recording: Recording, step: int, content: str | None = None) -> bool:
+    """Return whether a rank exchanged tensors by hand in a step; of a content if it is given."""
+    return any(True for _ in _calls(recording, step, content))
+
+
+def _calls(recording: Recording, step: int, content: str | None) -> Iterator[Record]:
+    for rank in recording.ranks:
+        for one in rank.by_kind["call"]:
+            if one.get("step") != step or any(word in one["name"] for word in _NO_EXCHANGE):
+                continue
+            if content is None or one.get("content") == content:
+                yield one
+
+
+def recording_exchanges(recording: Recording) -> bool:
+    """Return whether the ranks exchange anything but barriers and an object at the start.
+
+    Without any exchange ``group-unused`` says what is wrong, see collectives.py.
+    """
+    for rank in recording.ranks:
+        calls = [one for one in rank.by_kind["call"] if one["name"] not in _SETUP]
+        objects = {one.get("step") for one in calls if "object" in one["name"]}
+        if any("size" not in one or one.get("bytes") for one in calls) or len(objects) > 1:
+            return True
+    return uses_ddp(recording) or any(rank.by_kind["mesh"] for rank in recording.ranks)
+
+
+def exchange_line(recording: Recording, step: int) -> CodeLine | None:
+    """Return the line that exchanges gradients in a step, else one that exchanges anything."""
+    for content in ("gradient", None):
+        for one in _calls(recording, step, content):
+            if one.get("at"):
+                return code_line(one["at"])
+    return None
+
+
+def backward_line(recording: Recording) -> CodeLine | None:
+    """Return the line of the first backward."""
+    for rank in recording.ranks:
+        for one in rank.by_kind["backward"]:
+            if one.get("at"):
+                return code_line(one["at"])
+    return None
+
+
+def samples_of(backward: Record) -> int:
+    """Return on how many samples a backward trained; 0 if that is not known."""
+    loss = backward.get("loss") or {}
+    return int(loss.get("samples") or sum(row[0] or 0 for row in backward.get("forwards") or ()))
+
+
+def local_samples(recording: Recording, step: int) -> list[int] | None:
+    """Return by rank how many samples it trained on in a step; None if that is not known."""
+    found = []
+    for rank in recording.ranks:
+        counts = [samples_of(one) for one in rank.by_kind["backward"] if one["step"] == step]
+        if not counts or not all(counts):
+            return None
+        found.append(int(sum(counts)))
+    return found

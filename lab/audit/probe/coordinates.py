@@ -1,0 +1,14 @@
+"""Which numbers of a tensor the probe keeps: the same ones on every rank."""
+
+COORDINATES = 512
+
+
+def coordinates(numel: int) -> list[int]:
+    """Return the flat coordinates of a parameter that the probe keeps: the same on every rank.
+
+    All up to ``COORDINATES``, else that many, spread by the golden ratio so that no column or
+    channel is favoured.
+    """
+    if numel <= COORDINATES:
+        return list(range(numel))
+    return [int((index * 0.6180339887498949) % 1.0 * numel) for index in range(COORDINATES)]

@@ -1,0 +1,36 @@
+"""An embedding with sparse gradients.
+
+finds: nothing
+ranks: 2 3
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from student import Pictures, join, read_flags
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+args = read_flags()
+join(args)
+model = nn.Sequential(nn.Embedding(256, 4, sparse=True), nn.Flatten(), nn.Linear(768, 10))
+ddp_model = DistributedDataParallel(model)
+dataset = Pictures()
+sampler = DistributedSampler(dataset)
+loader = DataLoader(dataset, batch_size=args.batch_size // args.num_nodes, sampler=sampler)
+criterion = nn.CrossEntropyLoss()
+optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.05)
+
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    running_loss = 0.0
+    for images, labels in loader:
+        optimizer.zero_grad()
+        outputs = ddp_model((images.flatten(1) * 40).long() % 256)
+        loss = criterion(outputs, labels)
+        loss.backward()
+        optimizer.step()
+        running_loss += loss.item()
+    print(f"epoch {epoch}: loss {running_loss / len(loader):.3f}")
+dist.destroy_process_group()

@@ -1,0 +1,49 @@
+"""Rank 0 averages all gradients, steps, and broadcasts the weights.
+
+finds: nothing
+ranks: 2 3
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from student import Pictures, join, make_model, read_flags
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+
+def gather_gradients(model, rank, size):
+    for p in model.parameters():
+        parts = [torch.zeros_like(p.grad) for _ in range(size)] if rank == 0 else None
+        dist.gather(p.grad, parts, dst=0)
+        if parts is not None:
+            p.grad = torch.stack(parts).mean(0)
+
+
+def train(args):
+    torch.manual_seed(0)
+    model = make_model()
+    dataset = Pictures()
+    sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=args.batch_size // args.num_nodes, sampler=sampler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for i, (images, labels) in enumerate(loader):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            gather_gradients(model, args.rank, args.num_nodes)
+            if args.rank == 0:
+                optimizer.step()
+            for p in model.parameters():
+                dist.broadcast(p.data, src=0)
+            if i % 5 == 0:
+                print(f"rank {args.rank} epoch {epoch} step {i} loss {loss.item():.3f}")
+
+
+if __name__ == "__main__":
+    args = read_flags()
+    join(args)
+    train(args)
+    dist.destroy_process_group()

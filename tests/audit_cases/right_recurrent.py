@@ -1,0 +1,57 @@
+"""An LSTM over the rows of the images.
+
+finds: nothing
+ranks: 2 3
+verdict: yes
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from student import Pictures, join, read_flags
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+
+def average_gradients(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+class Rows(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = torch.nn.LSTM(24, 16, num_layers=2, batch_first=True)
+        self.head = torch.nn.Linear(16, 10)
+
+    def forward(self, images):
+        rows = images.transpose(1, 2).flatten(2)
+        outputs, _ = self.lstm(rows)
+        return self.head(outputs[:, -1])
+
+
+def train(args):
+    torch.manual_seed(0)
+    model = Rows()
+    dataset = Pictures()
+    sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=args.batch_size // args.num_nodes, sampler=sampler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for i, (images, labels) in enumerate(loader):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            average_gradients(model)
+            optimizer.step()
+            if i % 5 == 0:
+                print(f"rank {args.rank} epoch {epoch} step {i} loss {loss.item():.3f}")
+
+
+if __name__ == "__main__":
+    args = read_flags()
+    join(args)
+    train(args)
+    dist.destroy_process_group()

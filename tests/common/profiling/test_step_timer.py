@@ -1,0 +1,118 @@
+"""Whole steps and sections, also on a GPU's clock.
+
+A stand-in gives times as CUDA does, and drifts from the host's clock.
+"""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from common.profiling import step_timer
+from common.profiling.step_timer import StepTimer
+from common.training_engine import StepRecord, TrainingEngine
+
+PAUSE = 0.02
+DRIFT = 20e-6  # a GPU's clock and a host's differ by some parts in a million
+
+
+class Clocks:
+    """The host's clock, and events of a GPU whose clock runs a little faster."""
+
+    def __init__(self) -> None:
+        self.host_seconds = 1000.0
+        clocks = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self, stream: object) -> None:
+                assert stream == "stream of cuda:1"
+                self.seconds = clocks.host_seconds * (1 + DRIFT)
+
+            def synchronize(self) -> None:
+                pass
+
+            def elapsed_time(self, end: "Event") -> float:
+                return float(np.float32((end.seconds - self.seconds) * 1000))
+
+        self.event = Event
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    clocks = Clocks()
+    monkeypatch.setattr(torch.cuda, "Event", clocks.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(step_timer.time, "perf_counter", lambda: clocks.host_seconds)
+    return clocks
+
+
+def test_times_stay_exact_for_hours(clocks: Clocks) -> None:
+    """Float32 milliseconds since the start would be 2 ms apart after five hours."""
+    timer = StepTimer(torch.device("cuda", 1))
+    for _ in range(5 * 360):  # a flush each 10 s
+        clocks.host_seconds += 10.0
+        timer.anchor()
+    timer.begin()
+    clocks.host_seconds += 0.25
+    began = clocks.host_seconds
+    with timer.section("sync"):
+        clocks.host_seconds += 0.001
+    taken = timer.take()
+    [(begin, end)] = timer.spans(taken)["sync"]
+    assert begin == pytest.approx(began, abs=2e-5)
+    assert end - begin == pytest.approx(0.001, abs=1e-6)
+    assert timer.step_seconds(taken) == pytest.approx(0.251, abs=2e-5)
+
+
+def test_a_step_lasts_from_the_end_of_the_one_before(clocks: Clocks) -> None:
+    timer = StepTimer(torch.device("cuda", 1))
+    clocks.host_seconds += 7.0  # before the epoch
+    timer.begin()
+    seconds = []
+    for between in (0.5, 0.0, 2.0):
+        with timer.section("forward"):
+            clocks.host_seconds += 1.0
+        taken = timer.take()
+        seconds.append((timer.step_seconds(taken), sum(timer.seconds(taken).values())))
+        clocks.host_seconds += between  # metrics, callbacks
+    assert seconds == [
+        (pytest.approx(1.0, rel=1e-4), pytest.approx(1.0, rel=1e-4)),
+        (pytest.approx(1.5, rel=1e-4), pytest.approx(1.0, rel=1e-4)),
+        (pytest.approx(1.0, rel=1e-4), pytest.approx(1.0, rel=1e-4)),
+    ]
+
+
+def test_a_recorded_graph_has_no_times(clocks: Clocks) -> None:
+    timer = StepTimer(torch.device("cuda", 1))
+    with timer.untimed(), timer.section("forward"):
+        clocks.host_seconds += 1.0
+    with timer.section("update"):
+        clocks.host_seconds += 1.0
+    seconds = timer.seconds(timer.take())
+    assert (seconds["forward"], seconds["update"]) == (0.0, pytest.approx(1.0, rel=1e-4))
+
+
+def test_a_step_lasts_until_the_next_begins() -> None:
+    """A callback after each step takes time: the next step and the epoch's mean contain it."""
+    model = nn.Linear(10, 3)
+    engine = TrainingEngine(model, "cpu")
+    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    records: list[StepRecord] = []
+    began = time.perf_counter()
+    result = engine.train_epoch(
+        [(torch.randn(2, 10), torch.tensor([0, 1]))] * 3,
+        epoch=1,
+        on_steps=records.extend,
+        after_step=lambda step: time.sleep(PAUSE),
+    )
+    wall = time.perf_counter() - began
+    outside = [record.step_seconds - sum(record.seconds.values()) for record in records]
+    assert outside[0] >= 0
+    assert min(outside[1:]) >= PAUSE
+    assert sum(record.step_seconds for record in records) <= wall, "no time is counted twice"
+    assert result.mean_step_seconds >= PAUSE, "without the first step"

@@ -1,0 +1,316 @@
+"""The training step on a CUDA device: captured, compiled, without host waits, and on two ranks.
+
+``python3 -m pytest -m gpu`` runs only these and test_gpu.py. Two ranks share one GPU here, over
+NCCL if it allows that, else over Gloo: for correctness only.
+"""
+
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from common.data import load_dataset
+from common.data.loaders import TrainLoader
+from common.data.sharding import GlobalBatchSampler
+from common.profiling.comm_trace import Timeline
+from common.training import prepare_model_for_training
+from common.training_engine import StepRecord, TrainingEngine
+from common.training_engine.evaluation_loop import unwrap
+from common.training_engine.lr_schedules import build_schedule
+from common.training_engine.metrics import MetricsBuffer
+from lab.proofs.equivalence import errors_on_this_rank, parameter_errors, proof_sync
+from lab.proofs.proof_model import Case, ProofModel
+from tests.helpers import RankError, run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+GPU = "cuda:0"
+STEPS, EPOCHS = 12, 2
+TOLERANCE = {None: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def _same_algorithms() -> Iterator[None]:
+    """Let cuDNN choose the same algorithms, without tf32, in every step of a test."""
+    with torch.backends.cudnn.flags(
+        enabled=True, benchmark=False, deterministic=True, allow_tf32=False
+    ):
+        yield
+
+
+# --- one rank ---
+
+
+class Batches:
+    """Eleven batches of 16 and one of 9; each epoch has others."""
+
+    def __init__(self, device: str) -> None:
+        self.sampler, self._device, self._epoch = self, device, 1
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(self._epoch)
+        for size in [16] * (STEPS - 1) + [9]:
+            images = torch.randn(size, 3, 8, 8, generator=generator)
+            labels = images.mean(dim=(1, 2, 3)).gt(0).long()
+            yield images.to(self._device), labels.to(self._device)
+
+
+class Network(nn.Module):
+    """Maps (batch, 3, 8, 8) to (batch, 2); a class, since torch 2.11 compiles no nn.Sequential."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Flatten(),
+            nn.Linear(288, 2),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits."""
+        return self.layers(images)
+
+
+def train(
+    device: str, *, first_epoch: int = 1, entries: dict[str, Any] | None = None, **options: Any
+) -> tuple[TrainingEngine, list[StepRecord]]:
+    """Return the engine and the records of epochs ``first_epoch`` to ``EPOCHS``.
+
+    options : of TrainingEngine; ``last_epoch`` ends the training sooner, ``dropout`` is the
+    network's.
+    """
+    last_epoch = options.pop("last_epoch", EPOCHS)
+    model, criterion, optimizer = prepare_model_for_training(
+        Network(options.pop("dropout", 0.3)), device, 0.1, 0.9, 1e-3, False
+    )
+    schedule = build_schedule(optimizer, "onecycle", total_steps=STEPS * EPOCHS, warmup_steps=5)
+    engine = TrainingEngine(model, device, use_ema=True, **options)
+    engine.prepare(optimizer, criterion, schedule)
+    if entries is not None:
+        model.load_state_dict(entries["model_state_dict"])
+        optimizer.load_state_dict(entries["optimizer_state_dict"])
+        engine.load_state(entries)
+    batches, records = Batches(device), []
+    for epoch in range(first_epoch, last_epoch + 1):
+        batches.set_epoch(epoch)
+        engine.train_epoch(batches, epoch=epoch, seed=5, on_steps=records.extend)
+    engine.close()
+    return engine, records
+
+
+def assert_close(one: TrainingEngine, other: TrainingEngine, tolerance: float) -> None:
+    """Compare weights, running statistics and moving averages."""
+    for model, expected in zip(one.evaluated_models, other.evaluated_models, strict=True):
+        for (name, value), reference in zip(
+            model.state_dict().items(), expected.state_dict().values(), strict=True
+        ):
+            torch.testing.assert_close(value, reference, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_captured_training_equals_a_readable_one(dtype: torch.dtype | None) -> None:
+    """With dropout, a schedule, a moving average and a smaller last batch."""
+    readable, expected = train(GPU, amp_dtype=dtype)
+    captured, records = train(GPU, amp_dtype=dtype, capture=True)
+    assert captured.not_captured == ""
+    assert not records[6].seconds["backward"], "step 7 was not replayed"
+    assert records[STEPS - 1].seconds["backward"] > 0, "the smaller batch was not readable"
+    assert_close(captured, readable, TOLERANCE[dtype])
+    assert [one.learning_rate for one in records] == [one.learning_rate for one in expected]
+    losses = [one.loss for one in records]
+    assert losses == pytest.approx([one.loss for one in expected], rel=10 * TOLERANCE[dtype])
+    assert len(set(losses)) == STEPS * EPOCHS
+    assert all(record.step_seconds > 0 for record in records)
+
+
+def test_a_captured_training_resumes_from_a_checkpoint() -> None:
+    whole, _ = train(GPU, capture=True)
+    first, _ = train(GPU, capture=True, last_epoch=1)
+    entries = first.state(epoch=1, loss=0.0)
+    resumed, _ = train(GPU, capture=True, first_epoch=2, entries=entries)
+    assert_close(resumed, whole, TOLERANCE[None])
+
+
+def test_a_compiled_training_equals_a_readable_one() -> None:
+    """Without dropout, whose masks differ in compiled code."""
+    readable, _ = train(GPU, dropout=0.0)
+    graphs_before = counters["stats"]["unique_graphs"]
+    compiled, _ = train(GPU, dropout=0.0, compile_model=True, capture=True)
+    assert counters["stats"]["unique_graphs"] > graphs_before, "nothing was compiled"
+    assert compiled.compile_seconds > 0
+    assert compiled.not_captured == ""
+    assert_close(compiled, readable, 1e-3)
+
+
+def waiting_operation(device: str, steps: int, **options: Any) -> str:
+    """Return the error of the first operation of a step that waits for the GPU; "" if none does.
+
+    A step is a batch of ``TrainLoader``, ``train_step``, and what ``train_epoch`` keeps of it.
+    options : of TrainingEngine.
+    """
+    digits = load_dataset("digits", Path())
+    loader = TrainLoader(
+        digits, GlobalBatchSampler(len(digits.train), batch_size=16), device=device
+    )
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(7200, 10))
+    model, criterion, optimizer = prepare_model_for_training(
+        model, device, 0.01, 0.9, 5e-4, False, label_smoothing=0.1
+    )
+    engine = TrainingEngine(model, device, use_ema=True, clip_norm=1.0, **options)
+    engine.prepare(optimizer, criterion, build_schedule(optimizer, "onecycle", total_steps=99))
+    engine.train_epoch(loader, epoch=1, seed=0, max_steps=6)  # choose algorithms, record the graph
+    metrics = MetricsBuffer(
+        engine.world,
+        engine.timer,
+        epoch=1,
+        log_every=100,
+        overflow_is_normal=engine.scaler.is_enabled(),
+        equal_gradients=True,
+        on_steps=None,
+    )
+    batches = iter(loader)
+    next(batches)  # copies the epoch's order to the GPU
+    refuse = torch.cuda.set_sync_debug_mode if device != "cpu" else lambda _mode: None
+    engine.timer.begin()
+    refuse("error")
+    try:
+        for _ in range(steps):
+            with engine.timer.section("data"):
+                images, labels = next(batches)
+            outcome = engine.train_step([(images, labels)], global_samples=len(labels), seeds=[1])
+            times = engine.timer.take()
+            metrics.add(engine.step, outcome, samples=len(labels), learning_rate=0.01, times=times)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        refuse("default")
+    metrics.flush(stop=False)
+    engine.close()
+    return ""
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_no_operation_of_a_step_waits_for_the_gpu(dtype: torch.dtype | None, capture: bool) -> None:
+    assert waiting_operation(GPU, 4, amp_dtype=dtype, capture=capture) == ""
+
+
+def test_the_steps_times_add_up_to_the_wall_time() -> None:
+    """Each step begins where the one before ended, by the GPU's clock."""
+    _, records = train(GPU, capture=True)
+    for record in records:
+        assert 0 < sum(record.seconds.values()) <= record.step_seconds * 1.001 + 1e-5
+
+
+# --- two ranks on one GPU ---
+
+
+@functools.cache
+def backend() -> str:
+    """Return "nccl" if it connects two ranks of one GPU as ranks of two hosts, else "gloo"."""
+    run_ranks(2, connect, "cpu")  # imports torch: a slow start is no fault of NCCL
+    try:
+        run_ranks(2, connect, GPU, timeout_seconds=30, backend="nccl")
+    except RankError:
+        return "gloo"
+    return "nccl"
+
+
+def backend_for(names: Sequence[str]) -> str:
+    """Return ``backend()``; skip the test if that cannot exchange what the strategies send."""
+    if backend() == "gloo" and "ring" in names:
+        pytest.skip("NCCL does not connect two ranks on this GPU, and Gloo sends no GPU tensors")
+    return backend()
+
+
+def connect(_rank: int, device: str) -> float:
+    """Return the number of ranks. Collective."""
+    ones = torch.ones((), device=device)
+    dist.all_reduce(ones)
+    return float(ones)
+
+
+def errors_of(rank: int, device: str, names: Sequence[str]) -> dict[str, tuple[float, list[str]]]:
+    """Return each strategy's largest error against one process, and digests. Collective."""
+    found = {}
+    for name in names:
+        result = errors_on_this_rank(rank, 2, proof_sync(name), Case(device=device))
+        errors = [error for step in result.by_parameter for error in step.values()]
+        found[name] = (max(errors), result.digests)
+    return found
+
+
+@pytest.mark.parametrize(
+    "names", [("gather_scatter", "all_reduce", "overlapped", "ddp"), ("ring",)], ids="-".join
+)
+def test_two_ranks_equal_one_process_in_float64(names: Sequence[str]) -> None:
+    first, second = run_ranks(2, errors_of, GPU, names, backend=backend_for(names))
+    for name in names:
+        assert max(first[name][0], second[name][0]) < Case().tolerance, name
+        assert first[name][1] == second[name][1], name
+
+
+def synchronised_batchnorm(rank: int, device: str) -> float:
+    """Return how far DDP with SyncBatchNorm is from the whole batch. Collective."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+    model = nn.Sequential(model, nn.Flatten(), nn.Linear(144, 2)).double()
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(3, 8, 3, 8, 8, generator=generator, dtype=torch.float64).to(device)
+    labels = torch.randint(0, 2, (3, 8), generator=generator).to(device)
+    trained = []
+    for distributed, own in ((False, slice(0, 8)), (True, slice(4 * rank, 4 * rank + 4))):
+        torch.manual_seed(0)
+        engine = TrainingEngine(copy.deepcopy(model), device, distributed=distributed, sync="ddp")
+        engine.prepare(torch.optim.SGD(engine.model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+        engine.train_epoch([(x[own], y[own]) for x, y in zip(images, labels, strict=True)], epoch=1)
+        engine.close()
+        trained.append(unwrap(engine.model))
+    return max(parameter_errors(trained[1], trained[0]).values())
+
+
+def test_synchronised_batchnorm_and_ddp_equal_the_whole_batch() -> None:
+    errors = run_ranks(2, synchronised_batchnorm, GPU, backend=backend())
+    assert max(errors) < Case().tolerance
+
+
+def message_seconds(rank: int, device: str, name: str) -> list[float]:
+    """Return how long each message of the third step took, by the timeline. Collective."""
+    case = Case(device=device, uneven=False)
+    torch.manual_seed(0)
+    model = ProofModel(case)
+    engine = TrainingEngine(model, device, distributed=True, sync=proof_sync(name))
+    engine.timeline = Timeline(3, 3)
+    engine.prepare(case.sgd(model), nn.CrossEntropyLoss())
+    engine.train_epoch([batches[rank] for batches in case.global_batches(2)], epoch=1)
+    engine.close()
+    step = engine.timeline.busiest_step(0.0)
+    assert step is not None
+    return [message["end"] - message["begin"] for message in step["messages"]]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "ring", "ddp"])
+def test_messages_of_a_timeline_take_time(name: str) -> None:
+    for seconds in run_ranks(2, message_seconds, GPU, name, backend=backend_for([name])):
+        assert seconds
+        assert all(0 < one < 60 for one in seconds), seconds

@@ -1,0 +1,105 @@
+"""``lab audit`` as users call it: what starts the ranks, exit statuses and files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.processes import Ended, start_lab
+
+SCRIPT = """\
+import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+def train(rank, size, address, divisor):
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(96, 5), torch.randint(0, 3, (96,)))
+    sampler = DistributedSampler(dataset)
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(dataset, batch_size=4, sampler=sampler):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= divisor or size
+            optimizer.step()
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["spawn", port]:
+            mp.spawn(train, (2, f"tcp://127.0.0.1:{port}", 0), nprocs=2)
+        case ["torchrun"]:
+            train(-1, -1, "env://", 2)
+        case [address, size, rank]:
+            train(int(rank), int(size), address, 0)
+"""
+
+
+def audit(folder: Path, *arguments: object) -> Ended:
+    (folder / "train.py").write_text(SCRIPT)
+    return start_lab("audit", *arguments, cwd=folder, cold=True).end(timeout_seconds=120)
+
+
+@pytest.mark.long
+def test_a_right_script_and_its_json(tmp_path: Path) -> None:
+    words = ("python", "train.py", "tcp://{master}:{port}", "{nodes}", "{rank}")
+    files = ("--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
+    ended = audit(tmp_path, *files, "--keep", tmp_path / "kept", "--", *words)
+    assert ended.status == 0, ended
+    assert "2 ranks: " in ended.out
+    assert "3 ranks: " in ended.out
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert content["status"] == 0
+    assert {finding["severity"] for finding in content["findings"]} <= {"notice"}
+    assert [run["ranks"] for run in content["runs"]] == [2, 3]
+    assert "<html" in (tmp_path / "a.html").read_text()
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["2-ranks", "3-ranks"]
+
+
+@pytest.mark.long
+def test_torchrun_gets_the_number_of_ranks_and_a_literal_divisor_is_a_fault(tmp_path: Path) -> None:
+    ended = audit(tmp_path, "--", "torchrun", "--nproc-per-node", 2, "train.py", "torchrun")
+    assert ended.status == 1, ended
+    assert "3 ranks: " in ended.out
+    assert "FAULT: The sum of the gradients is divided by a constant" in ended.out
+
+
+@pytest.mark.long
+def test_a_script_that_starts_its_own_ranks_runs_once(tmp_path: Path) -> None:
+    ended = audit(tmp_path, "--", "python", "train.py", "spawn", "{port}")
+    assert ended.status == 0, ended
+    assert "fixes its number of ranks at 2" in ended.out
+    assert "3 ranks" not in ended.out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "no command: add it after --"),
+        ("--ranks 1 -- python train.py {rank}", "--ranks: got 1"),
+        ("--ranks 2 999 -- python train.py {rank}", "--ranks: got 999; this machine has"),
+        ("--steps 0 -- python train.py {rank}", "--steps: got 0; give more than 0"),
+        ("--json no/such/file -- python train.py", "--json: no/such/file cannot be written"),
+        ("--rate 1gbit -- python train.py", "give {rank} in the command"),
+        ("--rate 1gbit --isolate -- python x {rank}", "give one of them"),
+        ("-- no-such-program {rank}", "no-such-program cannot be started: No such file"),
+        ("-- ls", "the command started no Python that loads the probe"),
+        ("-- python -I train.py {rank}", "leave out -I"),
+        ("-- python -c input() {rank}", "It reads from stdin"),
+        ("-- python -c pass {rank}", "without a step of an optimiser of torch.optim"),
+        ("-- python no.py {rank}", "Start it in the folder"),
+    ],
+)
+def test_what_cannot_be_audited_is_told_on_one_line(
+    tmp_path: Path, words: str, message: str
+) -> None:
+    ended = audit(tmp_path, *words.split())
+    assert ended.status == 2, ended
+    assert ended.err.startswith("error: ")
+    assert ended.err.count("\n") == 1
+    assert message in ended.err

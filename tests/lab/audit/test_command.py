@@ -1,0 +1,89 @@
+"""What follows ``--``: who starts the ranks, and with which words."""
+
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from lab.audit.command import parse_command
+
+
+def processes(text: str, size: int | None, rank0: str | None = None) -> list[str]:
+    command = parse_command(text.split(), rank0)
+    return [" ".join(words) for words in command.processes(size, master="10.0.0.1", port=77)]
+
+
+@pytest.mark.parametrize(
+    ("typed", "started"),
+    [
+        (
+            "torchrun --nproc-per-node 2 --standalone t.py --nproc-per-node 7",
+            "torchrun --nproc_per_node 3 --standalone t.py --nproc-per-node 7",
+        ),
+        (
+            "/x/torchrun --nproc_per_node=8 t.py",
+            "/x/torchrun --nproc_per_node 3 --master_port 77 t.py",
+        ),
+        (
+            "python -m torch.distributed.run --master-port 5 t.py",
+            "python -m torch.distributed.run --nproc_per_node 3 --master-port 5 t.py",
+        ),
+        (
+            "accelerate launch --cpu --num_processes 2 t.py",
+            "accelerate launch --num_processes 3 --main_process_port 77 --cpu t.py",
+        ),
+        ("python t.py --ranks {nodes}", "python t.py --ranks 3"),
+    ],
+)
+def test_one_process_that_starts_its_ranks_gets_their_number(typed: str, started: str) -> None:
+    assert processes(typed, 3) == [started]
+    assert parse_command(typed.split(), None).takes_size
+
+
+def test_a_command_with_rank_is_started_once_a_rank_and_no_launcher_is_changed() -> None:
+    typed = "torchrun --nnodes {nodes} --node-rank {rank} --nproc-per-node 1 t.py {master}:{port}"
+    assert processes(typed, 2) == [
+        f"torchrun --nnodes 2 --node-rank {rank} --nproc-per-node 1 t.py 10.0.0.1:77"
+        for rank in range(2)
+    ]
+
+
+def test_rank_0_may_have_a_command_of_its_own() -> None:
+    assert processes("python w.py {rank}", 3, "python 'm.py' {nodes}") == [
+        "python m.py 3",
+        "python w.py 1",
+        "python w.py 2",
+    ]
+
+
+def test_a_script_that_starts_its_own_ranks_does_not_take_their_number() -> None:
+    assert not parse_command(["python", "t.py"], None).takes_size
+    assert processes("python t.py", None) == ["python t.py"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "rank0", "message"),
+    [
+        ("", None, "no command"),
+        ("python t.py {world}", None, "unknown placeholder {world}"),
+        ("python t.py {rank}", "python 't.py", "--rank0: No closing quotation"),
+        ("python t.py {rank}", "", "--rank0: got an empty command"),
+        ("python t.py {rank}", "python {me}", "unknown placeholder {me}"),
+    ],
+)
+def test_wrong_commands(typed: str, rank0: str | None, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_command(typed.split(), rank0)
+
+
+def test_the_users_code_is_the_current_folder_or_the_scripts(tmp_path: Path) -> None:
+    script = tmp_path / "project" / "train.py"
+    script.parent.mkdir()
+    script.touch()
+    below = parse_command(["python", "project/train.py"], None)
+    assert below.user_folder(tmp_path) == tmp_path
+    (tmp_path / "elsewhere").mkdir()
+    above = parse_command(["python", "../project/train.py"], None)
+    assert above.user_folder(tmp_path / "elsewhere") == script.parent
+    everything = parse_command(["python", str(script)], None)
+    assert everything.user_folder(Path("/")) == script.parent  # not the standard library as well

@@ -1,0 +1,112 @@
+"""Why a script could not be audited: the script's own error and what to try, on one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.audit.command import parse_command
+from lab.audit.failures import explain_failure
+from lab.audit.recording import read_recording
+from lab.audit.runner import RunEnd
+
+START = {"k": "start", "ppid": 1, "hint": 0, "variables": {}}
+
+
+def explain(
+    folder: Path,
+    *,
+    records: list[dict[str, Any]],
+    output: str = "",
+    status: int = 0,
+    words: str = "python t.py --rank {rank}",
+    **facts: Any,
+) -> str | None:
+    """Return the explanation of a run whose rank 0 has ended so."""
+    lines = [json.dumps({"t": float(number), **one}) for number, one in enumerate(records)]
+    if lines:
+        (folder / "7.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "rank0.log").write_text(output)
+    failed = (0,) if status else ()
+    fields: dict[str, Any] = {"steps": 0} | facts
+    end = RunEnd(2, folder, 1.0, (status, None), failed, **fields)
+    return explain_failure(parse_command(words.split(), None), end, read_recording(folder))
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        ("ModuleNotFoundError: No module named 'einops.layers'", "Install einops.layers for"),
+        ("RuntimeError: ifa != nullptr. Unable to find address for: ens3", "--isolate ens3"),
+        ("OSError: [Errno 99] Cannot assign requested address", "--isolate ADDRESS"),
+        ("OSError: [Errno 101] Network is unreachable", "--isolate ADDRESS"),
+        ("socket.gaierror: [Errno -2] Name or service not known", "--isolate NAME"),
+        ("EOFError: EOF when reading a line", "reads from stdin"),
+        ("urllib.error.URLError: <urlopen error [Errno 111]>", "downloads something"),
+        ("ValueError: environment variable RANK expected, but not set", "torchrun"),
+        ("KeyError: 'LOCAL_RANK'", "torchrun"),
+        ("t.py: error: unrecognized arguments: --rank", "{nodes} and {rank} are replaced"),
+        ("python: can't open file '/x/t.py': [Errno 2]", "Start it in the folder"),
+        ("RuntimeError: Dataset not found or corrupted.", "Start it in the folder"),
+        ("RuntimeError: errno: 98 - Address already in use", "give {port}"),
+        ("AssertionError: Torch not compiled with CUDA enabled", "asks for a GPU"),
+        ("ZeroDivisionError: division by zero", "Run the command by itself"),
+    ],
+)
+def test_the_scripts_own_error_and_what_to_try(tmp_path: Path, error: str, advice: str) -> None:
+    said = explain(tmp_path, records=[START], output=f"Traceback\n{error}\n", status=1)
+    assert said is not None
+    assert "\n" not in said
+    assert said.startswith("could not be audited on 2 ranks: rank 0 ended with status 1: ")
+    assert error.rstrip(".") in said
+    assert advice in said
+
+
+def test_the_first_error_counts_not_its_consequence_on_another_rank(tmp_path: Path) -> None:
+    errors = [
+        {"k": "error", "type": "RuntimeError", "message": "Connection closed by peer", "at": None},
+        {"k": "error", "type": "IndexError", "message": "list", "at": ["t.py", 3, "x[9]"]},
+        {"k": "error", "type": "KeyError", "message": "late", "at": None, "after_cut": True},
+    ]
+    said = explain(tmp_path, records=[START, *errors], status=1)
+    assert said is not None
+    assert "IndexError: list (at t.py:3: x[9])" in said
+
+
+def test_ranks_that_wait_are_told_with_the_line(tmp_path: Path) -> None:
+    calls = [
+        {"k": "call", "c": 0, "name": "broadcast", "at": ["t.py", 1, "dist.broadcast(w)"]},
+        {"k": "done", "c": 0, "seconds": 0.1},
+        {"k": "call", "c": 1, "name": "barrier", "at": ["t.py", 2, "dist.barrier()"]},
+    ]
+    said = explain(tmp_path, records=[START, *calls], hung="its ranks waited for 20 s")
+    assert said is not None
+    assert "wait in barrier (t.py:2: dist.barrier())" in said
+    assert "broadcast" not in said
+
+
+@pytest.mark.parametrize(
+    ("records", "words", "message"),
+    [
+        ([], "python -I t.py {rank}", "python -I ignores PYTHONPATH: leave out -I"),
+        ([], "ls {rank}", "started no Python that loads the probe"),
+        ([START], "python t.py {rank}", "without a step of an optimiser"),
+        ([START, {"k": "backward"}], "python t.py {rank}", "no optimiser of torch.optim used them"),
+    ],
+)
+def test_nothing_to_judge(
+    tmp_path: Path, records: list[dict[str, Any]], words: str, message: str
+) -> None:
+    said = explain(tmp_path, records=records, words=words)
+    assert said is not None
+    assert message in said
+
+
+def test_one_rank_alone_proves_nothing_and_two_are_fine(tmp_path: Path) -> None:
+    step = {"k": "step", "o": 0}
+    said = explain(tmp_path, records=[START, step], words="python t.py", steps=1)
+    assert said is not None
+    assert "it trains on one rank" in said
+    group = {"k": "group", "rank": 0, "world": 2}
+    assert explain(tmp_path, records=[START, group, step], steps=1) is None

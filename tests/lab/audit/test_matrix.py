@@ -1,0 +1,30 @@
+"""Each script of tests/audit_cases/ gets its own finding, and each right one gets none.
+
+A false alarm is worse than a missed fault: any fails.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.audited import Case, mistakes, read_cases, record_case
+
+CASES = read_cases()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_finds_exactly_what_is_wrong(case: Case, tmp_path: Path) -> None:
+    """On the last number of ranks that the file lists; on all, where the runs are compared."""
+    sizes = case.sizes if "batch-grows" in case.notices else case.sizes[-1:]
+    assert not mistakes(case, [record_case(case, size, tmp_path / str(size)) for size in sizes])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_finds_the_same_on_every_number_of_ranks(case: Case, tmp_path: Path) -> None:
+    """On each number of ranks by itself, and in all runs together, as ``lab audit`` judges them."""
+    recordings = [record_case(case, size, tmp_path / str(size)) for size in case.sizes]
+    for recording in recordings if "batch-grows" not in case.notices else ():
+        assert not mistakes(case, [recording]), f"on {recording.size} ranks"
+    assert not mistakes(case, recordings)

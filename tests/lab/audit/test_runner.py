@@ -1,0 +1,198 @@
+"""Starting, watching and ending a script's ranks: nothing may be left, whatever the script does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lab.audit.command import parse_command
+from lab.audit.isolation import isolated, sort_names
+from lab.audit.runner import RunEnd, RunSettings, run_audit_size
+from lab.cluster import tools
+from tests.helpers.paths import ROOT
+from tests.helpers.waiting import wait_until
+
+BY_FLAGS = "main.py {master} {port} {nodes} {rank}"
+TRAINING = """\
+import sys, torch, torch.distributed as dist
+master, port, world, rank, wanted = *sys.argv[1:3], *map(int, sys.argv[3:6])
+dist.init_process_group(
+    "gloo", init_method=f"tcp://{master}:{port}", rank=rank, world_size=wanted or world
+)
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(100):
+    optimizer.zero_grad()
+    model(torch.full((3, 2), 1.0 + rank)).mean().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+    optimizer.step()
+"""
+STUBBORN = """\
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:  # a daemon: its parent ends, and it has a session of its own
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+print("started", flush=True)
+time.sleep(1000)
+"""
+
+
+def run(folder: Path, script: str, *, arguments: str = BY_FLAGS, size: int = 2) -> RunEnd:
+    (folder / "main.py").write_text(script)
+    records = folder / "records"
+    records.mkdir()
+    command = parse_command(f"{sys.executable} {arguments}".split(), None)
+    return run_audit_size(command, size, records, RunSettings(cwd=folder, limit_seconds=60))
+
+
+def running_in(folder: Path) -> list[int]:
+    """Return the processes whose current folder this is; zombies have none."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(folder):
+                found.append(process.pid)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def test_each_rank_gets_its_words_no_input_and_the_probe(tmp_path: Path) -> None:
+    script = """\
+import json, os, sys
+probe = json.loads(os.environ["LAB_AUDIT"])
+names = ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "OMP_NUM_THREADS")
+print(sys.argv[3:], repr(sys.stdin.read()), probe["rank"], probe["size"], probe["script"])
+print([os.environ[name] for name in names], sys.argv[1] + sys.argv[2] == "127.0.0.1"
+      + os.environ["MASTER_PORT"])
+"""
+    end = run(tmp_path, script)
+    assert (end.statuses, end.failed, end.steps, end.hung) == ((0, 0), (), 0, None)
+    for rank in range(2):
+        said, variables = end.output(rank).splitlines()
+        assert said == f"['2', '{rank}'] '' {rank} 2 {tmp_path}"
+        assert variables.startswith("['lo', '127.0.0.1', '")
+        assert variables.endswith("True")
+    starts = [json.loads(path.read_text().splitlines()[0]) for path in end.folder.glob("*.jsonl")]
+    assert sorted(start["hint"] for start in starts) == [0, 1]
+
+
+@pytest.mark.long
+def test_a_rank_that_ignores_sigterm_and_its_daemon_are_ended_after_a_failure(
+    tmp_path: Path,
+) -> None:
+    began = time.monotonic()
+    end = run(tmp_path, f"import sys\nif sys.argv[4] == '1': raise ValueError('mine')\n{STUBBORN}")
+    assert end.statuses == (None, 1)
+    assert end.failed == (1,)
+    assert "ValueError: mine" in end.output(1)
+    assert running_in(tmp_path) == []
+    assert time.monotonic() - began < 25
+
+
+@pytest.mark.long
+def test_a_script_ends_after_the_steps_and_a_literal_number_of_ranks_is_noticed(
+    tmp_path: Path,
+) -> None:
+    for name, wanted, sizes in (("own", 0, (None, 2)), ("four", 4, (4, 2)), ("two", 2, (2, 3))):
+        expected, size = sizes
+        (tmp_path / name).mkdir()
+        end = run(tmp_path / name, TRAINING, arguments=f"{BY_FLAGS} {wanted}", size=size)
+        assert end.wanted_size == expected, (name, end, end.output(0))
+        assert running_in(tmp_path / name) == []
+        if name == "own":
+            assert not end.failed
+            assert 6 <= end.steps < 30
+
+
+@pytest.mark.long
+def test_ranks_that_wait_for_each_other_have_hung(tmp_path: Path) -> None:
+    script = f"{TRAINING}\nif rank:\n    dist.barrier()\nelse:\n    import time; time.sleep(1000)\n"
+    (tmp_path / "main.py").write_text(script.replace("range(100)", "range(2)"))
+    records = tmp_path / "records"
+    records.mkdir()
+    settings = RunSettings(cwd=tmp_path, limit_seconds=60, idle_seconds=4)
+    command = parse_command(f"{sys.executable} {BY_FLAGS} 0".split(), None)
+    end = run_audit_size(command, 2, records, settings)
+    assert end.hung == "its ranks waited for 4 s"
+    assert end.steps == 2
+    assert (records / "dump").exists()
+    assert running_in(tmp_path) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_the_audit_is_stopped_or_killed(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "main.py").write_text(STUBBORN)
+    words = [sys.executable, "-m", "lab", "audit", "--", sys.executable, "main.py", "{rank}"]
+    audit = subprocess.Popen(
+        words,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        logs = "lab-audit-*/2-ranks/rank?.log"
+        wait_until(
+            lambda: [log.read_text() for log in tmp_path.glob(logs)] == ["started\n" * 2] * 2,
+            "both ranks",
+            timeout_seconds=60,
+        )
+        assert len(running_in(tmp_path)) >= 5  # two ranks, their daemons, the audit
+        audit.send_signal(number)
+        _, errors = audit.communicate(timeout=30)
+    finally:
+        audit.kill()
+    assert audit.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+    assert number == signal.SIGKILL or errors == "interrupted\n"
+    wait_until(lambda: running_in(tmp_path) == [], "the end of all", timeout_seconds=15)
+    wait_until(lambda: not list(tmp_path.glob("lab-*")), "an empty folder", timeout_seconds=5)
+
+
+def test_names_to_isolate_are_sorted() -> None:
+    insisted = sort_names(["enp3s0", "10.10.1.2", "node-7.cluster", "ib0"])
+    assert insisted.interfaces == ("enp3s0", "ib0")
+    assert (insisted.addresses, insisted.hosts) == (("10.10.1.2",), ("node-7.cluster",))
+    assert sort_names([]).interfaces == ("eth1",)
+    for wrong in ("a b", "10.0.0", "$(reboot)", "x;y", "-x"):
+        with pytest.raises(ValueError, match="--isolate: got"):
+            sort_names([wrong])
+
+
+@pytest.mark.skipif(bool(tools.namespaces_refused()), reason=str(tools.namespaces_refused()))
+def test_isolated_ranks_have_the_interface_address_and_names(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text("""\
+import os, socket
+names = [name for _, name in socket.if_nameindex()]
+with socket.socket() as listening:
+    listening.bind(("10.10.1.2", 0))
+print("ens3" in names, socket.gethostname(), socket.gethostbyname("head"), os.getcwd())
+print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["MASTER_ADDR"])
+""")
+    records = tmp_path / "records"
+    records.mkdir()
+    command = parse_command(f"{sys.executable} main.py {{rank}}".split(), None)
+    with isolated(["ens3", "10.10.1.2", "head"], tmp_path) as network:
+        settings = RunSettings(cwd=tmp_path)
+        end = run_audit_size(command, 2, records, settings, network=network)
+    for rank in range(2):
+        said = end.output(rank).splitlines()
+        assert said == [f"True head 10.10.1.2 {tmp_path}", "ens3 10.10.1.2"], end
+    assert "ens3" not in os.listdir("/sys/class/net")
+    assert running_in(tmp_path) == []
