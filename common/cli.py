@@ -31,7 +31,14 @@ from common.distributed.launch_env import (
     resolve_launch,
 )
 from common.distributed.spawn import launch_local_ranks
-from common.errors import INTERRUPTED, TO_BE_CONTINUED, GroupError, Stopped, UserError
+from common.errors import (
+    INTERRUPTED,
+    TO_BE_CONTINUED,
+    GroupError,
+    Stopped,
+    UserError,
+    print_to_stderr,
+)
 from common.sync import BUILT_IN, BY_HAND
 from common.utils.environment import read_settings
 from common.utils.processes import end_process
@@ -179,7 +186,7 @@ def _target(part: str, path: str | None) -> list[str]:
 
 
 def _say(message: str, status: int) -> int:
-    print(calm(message), file=sys.stderr, flush=True)  # it may quote another rank
+    print_to_stderr(calm(message))  # it may quote another rank
     return status
 
 

@@ -1,7 +1,10 @@
 """Errors that end a run with one message to the user instead of a traceback, and exit statuses.
 
-``first_line`` and ``reason_of`` shorten other libraries' errors for such a message.
+``first_line`` and ``reason_of`` shorten other libraries' errors for such a message;
+``print_to_stderr`` prints it.
 """
+
+import sys
 
 
 class UserError(ValueError):
@@ -19,6 +22,15 @@ class Stopped(Exception):  # noqa: N818 - not a failure
 # Exit statuses other than 0 (done), 1 (failed) and 2 (wrong input)
 INTERRUPTED = 130
 TO_BE_CONTINUED = 75
+
+
+def print_to_stderr(line: str) -> None:
+    """Print a line in one write, so that it stays whole where several ranks share a terminal.
+
+    ``print`` writes the line and its end one after the other under ``python -u``.
+    """
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def first_line(error: BaseException) -> str:

@@ -31,9 +31,6 @@ UNLIMITED_LINES, UNLIMITED_FILES = (
     {"common/config/schema.py"},
     {
         "common/sync",
-        "lab/audit",
-        "lab/audit/findings",
-        "lab/audit/probe",
     },
 )
 
@@ -233,7 +230,7 @@ WITHOUT_THE_PROJECT = {
     "lab/ssh/remote_handlers.py",
     *(
         f"lab/audit/probe/{name}.py"
-        for name in ("state", "items", "collectives", "stopping", "replay")
+        for name in ("state", "data/items", "collectives", "stopping", "replay/kept")
     ),
 }
 
@@ -279,7 +276,7 @@ def test_nothing_from_another_machine_is_unpickled() -> None:
     assert importing == MAY_IMPORT_PICKLE
     assert loading == {
         ("common/models/transfer.py", True),
-        ("lab/audit/probe/replay.py", False),  # what the ranks of the same run have written
+        ("lab/audit/probe/replay/kept.py", False),  # what the ranks of the same run have written
     }
     assert collectives == set()
 

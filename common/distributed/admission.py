@@ -7,7 +7,6 @@ arrivals from the queue can still keep the ranks from meeting, until their timeo
 shows again what an earlier run with the same token wrote. Without a token, everyone can join.
 """
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from common.distributed.run_token import (
     explain_mismatch,
     new_nonce,
 )
-from common.errors import GroupError, UserError
+from common.errors import GroupError, UserError, print_to_stderr
 from common.utils.typed_json import Rank, Ranks, decode, encode
 
 INVITATION, QUEUE, ANSWER = "invitation", "arrivals", "answer/{}"  # keys in the store
@@ -175,11 +174,11 @@ class Admission:
         self._refusals += 1
         if self._refusals <= _MOST_LINES:
             last = " (the last such line)" if self._refusals == _MOST_LINES else ""
-            print(f"rank 0: refused {what}{last}", file=sys.stderr, flush=True)
+            print_to_stderr(f"rank 0: refused {what}{last}")
 
     def _report_strangers(self) -> None:
         if self._launch.opens_store and (found := strangers(self._launch)):
-            print(f"rank 0: {found}", file=sys.stderr, flush=True)
+            print_to_stderr(f"rank 0: {found}")
 
     def _problem(self, arrival: Arrival) -> str:
         """Return why this arrival ends the rendezvous; "" if it does not."""

@@ -32,7 +32,7 @@ from common.distributed.gpus import choose_backend, gpu_of
 from common.distributed.heartbeat import Activity, Heartbeat
 from common.distributed.launch_env import LaunchSpec, launch_from_environment
 from common.distributed.rendezvous import check_in, rendezvous
-from common.errors import GroupError, Stopped, UserError, first_line
+from common.errors import GroupError, Stopped, UserError, first_line, print_to_stderr
 from common.utils.network import interface_of, route_to
 from common.utils.typed_json import calm
 
@@ -151,7 +151,7 @@ def _end(rank: int, report: FailureReport, heartbeat: Heartbeat, timed_out: bool
     """Say why a collective broke and end this process, from another thread than the main one."""
     found = _explain(report, heartbeat, "a collective", timed_out=timed_out)
     message = calm(f"error (rank {rank}): {found or explain_lost_rank('a collective')}")
-    print(message, file=sys.stderr, flush=True)
+    print_to_stderr(message)
     heartbeat.close()
     report.close()
     sys.stdout.flush()
@@ -185,7 +185,7 @@ def open_group(
         store, placement = _meet_under_torchrun(launch, timeout_seconds)
     backend, reason = choose_backend(backend, placement.gpus, launch.size)
     if reason and launch.rank == 0:
-        print(reason, file=sys.stderr, flush=True)
+        print_to_stderr(reason)
     device = torch.device("cpu")
     if backend == "nccl":
         device = gpu_of(placement.local_rank)

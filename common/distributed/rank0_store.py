@@ -7,7 +7,6 @@ calls ``connect``, which tries again until rank 0 is there. rendezvous.py says w
 import errno
 import secrets
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import psutil
 import torch.distributed as dist
 
 from common.distributed.launch_env import LaunchSpec
-from common.errors import GroupError, UserError, first_line
+from common.errors import GroupError, UserError, first_line, print_to_stderr
 from common.utils.network import is_own, listen, listening_address, own_addresses
 from common.utils.processes import in_thread
 from common.utils.system import allow_most_descriptors, free_port
@@ -61,11 +60,9 @@ def serve(launch: LaunchSpec, wait: Wait) -> dist.TCPStore:
     if not is_own(launch.master_ip):
         _check_reached(store, launch)
     if reason:
-        print(
+        print_to_stderr(
             f"rank 0: {reason}, so port {launch.master_port} is open on all addresses of this "
-            "machine: let a firewall close it to all but the nodes",
-            file=sys.stderr,
-            flush=True,
+            "machine: let a firewall close it to all but the nodes"
         )
     return store
 

@@ -13,7 +13,6 @@ waits prints for whom after a few seconds.
 """
 
 import concurrent.futures
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -43,7 +42,7 @@ from common.distributed.run_token import (
     new_nonce,
     this_peer,
 )
-from common.errors import GroupError, UserError, first_line
+from common.errors import GroupError, UserError, first_line, print_to_stderr
 from common.utils.processes import in_thread
 from common.utils.typed_json import decode, encode
 
@@ -91,7 +90,7 @@ def _within(timeout_seconds: float, launch: LaunchSpec, join: Callable[[Wait], T
             raise _lost(launch)
         if wait.left >= 1:
             notice = f"rank {launch.rank}: waiting for {wait.whom()} ({wait.left:.0f} s left)"
-            print(notice, file=sys.stderr, flush=True)
+            print_to_stderr(notice)
         pause = _NOTICE_SECONDS
     return joining.result()
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO
 
-from common.errors import INTERRUPTED, TO_BE_CONTINUED
+from common.errors import INTERRUPTED, TO_BE_CONTINUED, print_to_stderr
 from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.processes import kill_on_parent_exit, shell_status
 
@@ -153,7 +153,7 @@ def launch_local_ranks(
             stop_seconds=_SAVE_SECONDS,
         )
     except KeyboardInterrupt:
-        print("interrupted: a second signal killed the ranks", file=sys.stderr)
+        print_to_stderr("interrupted: a second signal killed the ranks")
         return INTERRUPTED
     finally:
         for number, handler in before.items():
@@ -171,5 +171,5 @@ def _status(exits: RankExits, received: signal.Signals | None) -> int:
     rank = exits.failed[0]
     status = exits.statuses[rank]
     how = f"with status {status}" if status > 0 else f"by signal {-status}"
-    print(f"rank {rank} ended first, {how}; its message is above", file=sys.stderr)
+    print_to_stderr(f"rank {rank} ended first, {how}; its message is above")
     return shell_status(status)

@@ -13,14 +13,13 @@ from lab.audit.command import AuditCommand, parse_command
 from lab.audit.failures import explain_failure
 from lab.audit.findings import run_checks
 from lab.audit.isolation import DEFAULT_INTERFACE, emulated, isolated
+from lab.audit.leftovers import record_folder, stop_signals_interrupt
 from lab.audit.page import write_page
 from lab.audit.performance import measure
 from lab.audit.recording import Recording, read_recording
 from lab.audit.report import print_audit, write_json
-from lab.audit.result import AuditResult
+from lab.audit.result import AuditResult, verdict
 from lab.audit.runner import RunEnd, RunNetwork, RunSettings, run_audit_size
-from lab.audit.verdict import verdict
-from lab.audit.workspace import record_folder, stop_signals_interrupt
 from lab.processes.prefixed_output import console, say
 from lab.units import parse_rate
 

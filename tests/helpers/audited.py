@@ -17,8 +17,8 @@ from lab.audit.command import AuditCommand
 from lab.audit.findings import run_checks
 from lab.audit.findings.finding import FAULT
 from lab.audit.recording import Recording, read_recording
+from lab.audit.result import verdict
 from lab.audit.runner import RunSettings, Start, StartedProcess, run_audit_size, start_process
-from lab.audit.verdict import verdict
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import ForkedProgram
 

@@ -5,15 +5,16 @@ it finds right, and what it cannot judge, see ``finding.py``. Names, causes and 
 ``catalogue.toml``. ``run_checks`` runs all of them on all runs.
 """
 
-import importlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from lab.audit.findings import clocks, collectives, gradients, notices, samples, weights
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, merge
+from lab.audit.findings.gradients.factors import resolve
 from lab.audit.recording import Recording
 
-CHECKS = ("collectives", "gradients", "weights", "samples", "notices", "clocks")
-"""The modules of this package whose ``check(recording)`` is run, in this order."""
+CHECKS = (collectives, gradients, weights, samples, notices, clocks)
+"""``check(recording)`` of each is run, in this order."""
 
 EXPLAINS = {
     "collectives-differ": {
@@ -71,10 +72,9 @@ def run_checks(
                 said = right if isinstance(one, Right) else unknown
                 said.setdefault(one.text, []).append(recording.size)
     known = {one.name for one in found}
-    compared = importlib.import_module(f"{__name__}.notices").compare(recordings)
+    compared = notices.compare(recordings)
     found += [one for one in compared if not _explained(one.name, known)]
     sizes = {one.size for one in recordings}
-    resolve = importlib.import_module(f"{__name__}.factors").resolve
     return resolve(merge(found), recordings), _with_sizes(right, sizes), _with_sizes(unknown, sizes)
 
 
@@ -90,14 +90,13 @@ def _with_sizes(said: dict[str, list[int]], sizes: set[int]) -> list[str]:
 
 def _check_all(recording: Recording) -> Iterator[Outcome]:
     """Yield the outcomes of all checks. What a check cannot read, it cannot judge."""
-    for name in CHECKS:
+    for part in CHECKS:
         try:
-            yield from importlib.import_module(f"{__name__}.{name}").check(recording)
+            yield from part.check(recording)
         except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            yield Unknown(
-                f"{name}: not judged, because the records could not be read "
-                f"({type(error).__name__}: {error})"
-            )
+            name = part.__name__.rpartition(".")[2]
+            why = f"the records could not be read ({type(error).__name__}: {error})"
+            yield Unknown(f"{name}: not judged, because {why}")
 
 
 def without_explained(found: Iterable[Finding]) -> list[Finding]:

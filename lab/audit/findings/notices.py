@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lab.audit.findings.coverage import whole_epochs
-from lab.audit.findings.epochs import Index, is_sequential, training_loaders
 from lab.audit.findings.finding import Finding, Outcome
-from lab.audit.findings.steps import TrainingStep, local_batches, training_steps
+from lab.audit.findings.samples.coverage import whole_epochs
+from lab.audit.findings.samples.epochs import Index, is_sequential, training_loaders
+from lab.audit.findings.samples.steps import TrainingStep, local_batches, training_steps
 from lab.audit.recording import Record, Recording
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from lab.audit.findings import gradients
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
-from lab.audit.findings.replicas import Replicas, read_replicas
+from lab.audit.findings.gradients.replicas import Replicas, read_replicas
 from lab.audit.findings.where import recording_exchanges
 from lab.audit.recording import Record, Recording
 

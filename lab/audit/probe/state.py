@@ -36,15 +36,15 @@ ENVIRONMENT = "LAB_AUDIT"
 """Holds the settings as JSON: folder, script (folder of the user's code), steps, rank (or null),
 size (number of ranks, or null), clocks, replay."""
 _PARTS = (
-    "gradients",
-    "optimizers",
+    "optimizers.gradients",
+    "optimizers.updates",
     "forwards",
     "losses",
     "collectives",
-    "samples",
+    "data.loaders",
     "stopping",
     "clocks",
-    "replay",
+    "replay.kept",
 )
 _PACKAGE = __name__.rpartition(".")[0]
 
@@ -119,7 +119,7 @@ class Probe:
 
     def samples(self, parts: Any) -> list[int]:
         """Write the numbers of a list of flat tensors and return the reference to them."""
-        from .sampling import join  # it imports torch, which the script has done by now
+        from .optimizers.sampling import join  # it imports torch, which the script has done by now
 
         return self.numbers(join(parts))
 

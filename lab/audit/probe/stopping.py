@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .items import replace
-from .samples import WatchedEpoch
+from .data.items import replace
+from .data.loaders import WatchedEpoch
 from .state import Probe
 
 BATCHES_AFTER_CUT = 2

@@ -30,6 +30,21 @@ def test_a_failure_ends_with_the_message_of_the_ranks(tmp_path: Path) -> None:
     assert re.fullmatch(r"rank [01] ended first, with status 1; its message is above", last)
 
 
+def test_a_message_is_written_at_once(tmp_path: Path) -> None:
+    """Under ``-u``, as the ranks run: otherwise their lines run into each other."""
+    packets, end = os.pipe2(os.O_DIRECT)  # a read gets what one write has written
+    words = [sys.executable, "-u", ROOT / "PartOne/main.py", "--dataset", "digits"]
+    with open(packets, "rb", buffering=0) as read, open(end, "wb") as stderr:
+        ended = subprocess.run(
+            [*words, "--batch-size", "1", "--output-dir", tmp_path],
+            stderr=stderr,
+            timeout=60,
+            check=False,
+        )
+        assert ended.returncode == 1
+        assert re.fullmatch(rb"error: --batch-size[^\n]+\n", read.read(4096))
+
+
 STOPS = """
 import os, pathlib, signal, sys
 def end(number, frame): sys.exit(int(sys.argv[2]) if sys.argv[2] != "-" else 128 + number)

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab.audit.findings.factors import resolve
 from lab.audit.findings.finding import Finding, Right, Unknown
 from lab.audit.findings.gradients import check as check_gradients
+from lab.audit.findings.gradients.factors import resolve
 from lab.audit.findings.weights import check as check_weights
 from lab.audit.recording import Recording
-from lab.audit.verdict import verdict
+from lab.audit.result import verdict
 from tests.lab.audit.recordings import COLUMNS, Exchange, Numbers, gradients, mean, train
 
 

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lab.audit.probe.coordinates import coordinates
+from lab.audit.probe.optimizers.coordinates import coordinates
 from lab.audit.recording import Recording, read_recording
 from tests.lab.audit.gradient_cases import CASES, RANKS, Truth
 
 HOOK = Path(__file__).parents[3] / "lab" / "audit" / "probe" / "hook" / "sitecustomize.py"
-
-pytestmark = pytest.mark.long
 
 
 def run_probed(
@@ -52,25 +49,10 @@ def _rank(
         assert spec is not None
         assert spec.loader is not None
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-        _tell_collectives()
     address = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
     function(rank, *arguments)
     dist.destroy_process_group()
-
-
-def _tell_collectives() -> None:
-    """Tell of all_reduce, as the part ``collectives`` does."""
-    probe = sys.modules["_lab_audit_probe.state"].probe
-    if sys.modules["_lab_audit_probe.collectives"].watch.__doc__ != "Watch.":
-        return
-    original = dist.all_reduce
-
-    def all_reduce(*args: Any, **kwargs: Any) -> Any:
-        probe.tell("communicate", "all_reduce")
-        return original(*args, **kwargs)
-
-    dist.all_reduce = all_reduce
 
 
 def _all_cases(rank: int, folder: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lab.audit.probe.optimizers.coordinates import coordinates
 from lab.audit.recording import Numbers, RankRecords, Record, Recording
 
 Row = list[Any]
@@ -20,13 +21,6 @@ Row = list[Any]
 
 NEGLIGIBLE = 1e-6
 """A parameter whose gradient is smaller than the greatest by this factor holds rounding errors."""
-
-
-def kept_coordinates(numel: int, *, limit: int = 512) -> list[int]:
-    """Return the flat coordinates that the probe keeps of a parameter, see probe/state.py."""
-    if numel <= limit:
-        return list(range(numel))
-    return [int((index * 0.6180339887498949) % 1.0 * numel) for index in range(limit)]
 
 
 @dataclass(frozen=True)
@@ -141,15 +135,15 @@ def _join(
 ) -> GradientStep | None:
     """Return the arrays of a step; None if a rank's gradients are missing or not finite."""
     own, got, sent = [], [], []
-    coordinates = [np.array(kept_coordinates(row[4]), dtype=int) for row in rows[0]]
-    counts = [len(one) for one in coordinates]
+    kept = [np.array(coordinates(row[4]), dtype=int) for row in rows[0]]
+    counts = [len(one) for one in kept]
     sharded = [any(ranks[i][6] < ranks[i][4] for ranks in rows) for i in range(len(counts))]
     for rank, record in zip(recording.ranks, records, strict=True):
         own.append(rank.numbers(record["own"]))
         got.append(rank.numbers(record["got"]))
         sent.append(rank.numbers(record["sent"]))
     if any(sharded):
-        got = _join_shards(got, rows, coordinates)
+        got = _join_shards(got, rows, kept)
     arrays = [one for one in [*own, *got] if one is not None]
     lengths = {len(one) for one in arrays}
     if len(arrays) < 2 * len(records) or len(lengths) > 1:

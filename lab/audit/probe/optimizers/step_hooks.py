@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .state import Probe
+from ..state import Probe
 
 _MARK = "_lab_audit_inner"
 

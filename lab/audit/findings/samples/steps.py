@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from lab.audit.findings.epochs import trained_epochs
+from lab.audit.findings.samples.epochs import trained_epochs
 from lab.audit.recording import RankRecords, Record, Recording
 
 

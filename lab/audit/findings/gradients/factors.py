@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
-from lab.audit.findings.patterns import Pattern, coefficient_tolerance, common_clip_factor
+from lab.audit.findings.gradients.patterns import Pattern, coefficient_tolerance, common_clip_factor
 from lab.audit.findings.where import backward_line, exchange_line, samples_of, uses_ddp
 from lab.audit.recording import Record, Recording
 

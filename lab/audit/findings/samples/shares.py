@@ -8,16 +8,16 @@ whole epochs is in coverage.py.
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
-from lab.audit.findings.coverage import coverage
-from lab.audit.findings.epochs import (
+from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
+from lab.audit.findings.samples.coverage import coverage
+from lab.audit.findings.samples.epochs import (
     Index,
     TrainingLoader,
     is_sequential,
     same_data,
     training_loaders,
 )
-from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
-from lab.audit.findings.steps import local_batches, training_steps
+from lab.audit.findings.samples.steps import local_batches, training_steps
 from lab.audit.recording import RankRecords, Recording
 
 Loaders = Sequence[TrainingLoader]

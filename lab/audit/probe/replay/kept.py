@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .replaying import RankSteps, compute_again, tensors_of
-from .state import Probe
+from ..state import Probe
+from .again import RankSteps, compute_again, tensors_of
 
 STEPS = 4
 _WAIT_SECONDS = 15.0

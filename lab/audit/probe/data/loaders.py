@@ -15,9 +15,10 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch.utils.data import DataLoader, IterableDataset, dataloader
 
-from . import items, passes
+from .. import passes
+from ..state import Probe
+from . import items
 from .items import LOADER, ItemWatch, plain_index, replace
-from .state import Probe
 
 LONGEST_REST = 5_000_000  # indices; a sampler that gives more may be endless
 

@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 from torch.utils.data._utils import fetch
 
+from ..state import Probe
 from .contents import CONTENTS, describe_item, hash_held, split_batch
-from .state import Probe
 
 LOADER = "LAB_AUDIT_LOADER"
 """Holds the number of the loader whose workers are being started."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lab.audit.findings.combination import GradientStep, Parameter, combine, misfit
+from lab.audit.findings.gradients.combination import GradientStep, Parameter, combine, misfit
 from lab.audit.recording import Numbers, Record
 
 EXACT, ROUNDED = 1e-4, 2e-2

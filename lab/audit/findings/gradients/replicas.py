@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lab.audit.findings.combination import kept_coordinates, parameter_rows
+from lab.audit.findings.gradients.combination import parameter_rows
+from lab.audit.probe.optimizers.coordinates import coordinates
 from lab.audit.recording import Numbers, Recording
 
 SAME = 1e-6
@@ -58,7 +59,7 @@ def read_replicas(recording: Recording) -> dict[int, Replicas]:
             continue
         if any(row[6] < row[4] for one in rows for row in one):
             continue
-        limits = np.cumsum([len(kept_coordinates(row[4])) for row in rows[0]]).astype(int)
+        limits = np.cumsum([len(coordinates(row[4])) for row in rows[0]]).astype(int)
         names = tuple(str(row[1] or row[0]) for row in rows[0])
         values = _by_step(recording, o)
         width = min((one.shape[1] for one in values.values()), default=0)

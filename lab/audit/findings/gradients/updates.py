@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lab.audit.findings.combination import GradientStep, gradient_steps
-from lab.audit.findings.factors import judge_factor, judge_loss
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
-from lab.audit.findings.patterns import Pattern, clips_of, explain, limits_before_exchange
-from lab.audit.findings.replicas import Replicas, read_replicas
+from lab.audit.findings.gradients.combination import GradientStep, gradient_steps
+from lab.audit.findings.gradients.factors import judge_factor, judge_loss
+from lab.audit.findings.gradients.patterns import Pattern, clips_of, explain, limits_before_exchange
+from lab.audit.findings.gradients.replicas import Replicas, read_replicas
 from lab.audit.findings.where import (
     backward_line,
     bypasses_ddp,

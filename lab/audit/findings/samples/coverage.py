@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 
-from lab.audit.findings.epochs import (
+from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
+from lab.audit.findings.samples.epochs import (
     Index,
     TrainingLoader,
     is_sequential,
     same_data,
 )
-from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
 
 
 @dataclass(frozen=True)

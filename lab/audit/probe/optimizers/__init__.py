@@ -1,0 +1,1 @@
+"""What each optimiser gets, and what each rank computed for it: gradients, weights, updates."""

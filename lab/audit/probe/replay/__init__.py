@@ -1,0 +1,1 @@
+"""Compute the first steps again in one process (only with ``replay``)."""
