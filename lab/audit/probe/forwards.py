@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.nn.modules import module as hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .optimizers.sampling import join, take
+from .sampling import join, take
 from .state import Probe
 
 _OUTPUTS = 8

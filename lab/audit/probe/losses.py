@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .optimizers.sampling import join, take
+from .sampling import join, take
 from .state import Probe
 
 _LOSSES = (

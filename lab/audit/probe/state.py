@@ -119,7 +119,7 @@ class Probe:
 
     def samples(self, parts: Any) -> list[int]:
         """Write the numbers of a list of flat tensors and return the reference to them."""
-        from .optimizers.sampling import join  # it imports torch, which the script has done by now
+        from .sampling import join  # it imports torch, which the script has done by now
 
         return self.numbers(join(parts))
 

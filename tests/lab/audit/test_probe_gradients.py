@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lab.audit.probe.optimizers.coordinates import coordinates
+from lab.audit.probe.coordinates import coordinates
 from lab.audit.recording import Recording, read_recording
 from tests.lab.audit.gradient_cases import CASES, RANKS, Truth
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.audit.probe.optimizers.coordinates import coordinates
+from lab.audit.probe.coordinates import coordinates
 from lab.audit.recording import Numbers, RankRecords, Record, Recording
 
 Row = list[Any]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lab.audit.findings.gradients.combination import parameter_rows
-from lab.audit.probe.optimizers.coordinates import coordinates
+from lab.audit.probe.coordinates import coordinates
 from lab.audit.recording import Numbers, Recording
 
 SAME = 1e-6

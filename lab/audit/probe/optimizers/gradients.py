@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..sampling import square_norm, take, wide
 from ..state import Probe
-from .sampling import square_norm, take, wide
 
 
 class OwnSum:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..sampling import checksum, take
 from ..state import Probe
 from .gradients import OwnGradients
-from .sampling import checksum, take
 from .step_hooks import is_torchs_own, wrap_clipping, wrap_optimizers, wrap_scaler
 from .watched_optimizer import WatchedOptimizer, is_sharded
 

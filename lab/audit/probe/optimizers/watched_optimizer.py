@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..coordinates import coordinates
+from ..sampling import dense, index, join, square_norm, take, total
 from ..state import Numbers
-from .coordinates import coordinates
 from .gradients import OwnGradients, OwnSum
-from .sampling import dense, index, join, square_norm, take, total
 
 
 class Row:

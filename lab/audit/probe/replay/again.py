@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ..optimizers.sampling import join, take
+from ..sampling import join, take
 
 _SECONDS = 60.0
 _REPEATED = 1e-2
