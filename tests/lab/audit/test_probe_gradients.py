@@ -42,6 +42,7 @@ def _rank(
     function: Callable[..., None], folder: Path, rank: int, probed: bool, arguments: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # as a library may, before it is watched
     if probed:
         settings = {"folder": str(folder), "script": str(Path(__file__).parent), "rank": rank}
         os.environ["LAB_AUDIT"] = json.dumps({**settings, "steps": 10**6, "size": RANKS})

@@ -25,7 +25,10 @@ def wrap_optimizers(watch: Any, probe: Probe) -> None:
         if isinstance(one, type) and issubclass(one, Optimizer) and one is not Optimizer:
             if "step" not in vars(one):
                 continue
-            one.step = _inner(one.step, watch, probe)  # type: ignore[method-assign]  # ours
+            step = one.step
+            if getattr(step, "hooked", False):  # one was built before: torch has wrapped it already
+                step = step.__wrapped__  # type: ignore[attr-defined]  # set by functools.wraps
+            one.step = _inner(step, watch, probe)  # type: ignore[method-assign]  # ours
     original = Optimizer.profile_hook_step
 
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
