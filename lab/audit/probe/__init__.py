@@ -62,6 +62,7 @@ rest     l, epoch, indices: what the script would still have been given after th
          endless), inner: the innermost index of each, or null
 trained  a backward or an update followed a batch of this iteration over l: l, epoch (once for each)
 epoch    an iteration over l ended: l, epoch, batches, cut
+join     the script entered torch.distributed's Join: at
 call     a collective began: c, name, op, size (of its group), group (null for all ranks, else its
          [name, ranks]), bytes (that this rank gives, or gets if it gives none), dtype and shape (of
          the first tensor), tensors (their number), step, peer (src, dst or null), async, content

@@ -142,7 +142,8 @@ def _epoch(rank: RankRecords, facts: Record, epoch: int, records: dict[int, Reco
     rests = [one for one in rank.by_kind["rest"] if (one["l"], one["epoch"]) == key]
     rest = [_key(one) for record in rests for one in record["indices"] or []]
     everything = tuple(one for batch in batches for one in batch) + tuple(rest)
-    count, size = facts.get("batches") or 0, facts.get("batch_size") or 0
+    count = facts.get("batches") or 0
+    size = facts.get("batch_size") or max(map(len, batches), default=0)
     whole = len(batches) == len(rows) and sorted(records) == list(range(len(records)))
     if rests:
         # Batches that were prefetched, but neither given nor left, would be missing here.

@@ -6,7 +6,7 @@ whole epochs is in coverage.py.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, takewhile
 
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
 from lab.audit.findings.samples.coverage import coverage
@@ -18,7 +18,7 @@ from lab.audit.findings.samples.epochs import (
     training_loaders,
 )
 from lab.audit.findings.samples.steps import local_batches, training_steps
-from lab.audit.recording import RankRecords, Recording
+from lab.audit.recording import RankRecords, Record, Recording
 
 Loaders = Sequence[TrainingLoader]
 
@@ -184,8 +184,8 @@ def _order(loader: TrainingLoader, number: int, count: int, indices: Index) -> O
 def _batch_counts(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
     """Compare how many batches the ranks have in an epoch.
 
-    Not a fault in a script that ends by itself and has made equally many steps on all ranks,
-    whatever its loaders hold.
+    Not a fault if the ranks stay in step where an epoch ends, since their loops then end alike or
+    begin anew, or if Join lets those wait that have fewer.
     """
     counts = {one.rank: one.facts.get("batches") for one in loaders}
     if None in counts.values():
@@ -193,15 +193,41 @@ def _batch_counts(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
     if len(set(counts.values())) == 1:
         yield Right(f"every rank has {next(iter(counts.values())):,} batches in an epoch")
         return
-    steps = {len(training_steps(one)) for one in recording.ranks}
-    cut = any(one.by_kind["cut"] for one in recording.ranks)
-    if len(steps) == 1 and not cut and not recording.hung:
-        yield Unknown(
-            "whether the ranks' different numbers of batches matter: they made equally many steps"
-        )
-        return
     listed = ", ".join(f"rank {rank} has {count:,}" for rank, count in counts.items())
-    yield Finding("different-batch-counts", (f"batches in an epoch: {listed}",))
+    taken = [
+        [record["epoch"] for record in _until_cut(rank) if _is_batch_of(loader, record)]
+        for rank in recording.ranks
+        for loader in loaders
+        if loader.rank == rank.rank
+    ]
+    cut = any(one.by_kind["cut"] for one in recording.ranks)
+    ends = not cut or any(len(set(epochs)) > 1 for epochs in taken)
+    in_step = not recording.hung and len(set(map(len, taken))) == 1
+    if any(one.by_kind["join"] for one in recording.ranks):
+        yield Right(f"Join lets the ranks with fewer batches wait ({listed})")
+    elif ends and in_step:
+        yield Unknown(
+            f"whether the ranks' different numbers of batches matter ({listed}): they "
+            "stay in step where an epoch ends"
+        )
+    else:
+        evidence = [f"batches in an epoch: {listed}"]
+        if not ends:
+            evidence.append(
+                "no epoch ended within the steps watched: if the loop stops earlier, "
+                "give as many --steps"
+            )
+        yield Finding(
+            "different-batch-counts", tuple(evidence), sure="certain" if ends else "likely"
+        )
+
+
+def _until_cut(rank: RankRecords) -> Iterator[Record]:
+    return takewhile(lambda record: record["k"] != "cut", rank.records)
+
+
+def _is_batch_of(loader: TrainingLoader, record: Record) -> bool:
+    return bool(record["k"] == "batch" and record["l"] == loader.facts["l"])
 
 
 def _global_batch(recording: Recording) -> Iterator[Outcome]:
