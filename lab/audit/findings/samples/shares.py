@@ -11,6 +11,7 @@ from itertools import combinations, pairwise, takewhile
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
 from lab.audit.findings.samples.coverage import coverage
 from lab.audit.findings.samples.epochs import (
+    Epoch,
     Index,
     TrainingLoader,
     is_sequential,
@@ -21,6 +22,8 @@ from lab.audit.findings.samples.steps import local_batches, training_steps
 from lab.audit.recording import RankRecords, Record, Recording
 
 Loaders = Sequence[TrainingLoader]
+_MANY = 4
+"""So many epochs that are all left early are compared, too: the script draws each batch anew."""
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
@@ -113,26 +116,20 @@ def _same_inputs(recording: Recording) -> Iterator[Outcome]:
     sharded may rightly compute one sample on several ranks.
     """
     rows = [row for one in recording.ranks for p in one.by_kind["params"] for row in p["rows"]]
-    if any(length < numel for *_, numel, _, length in rows):
-        return
     hashes = {one.rank: _input_hashes(one) for one in recording.ranks}
-    for rank in sorted(hashes)[1:]:
-        first = min(hashes)
+    first, *others = sorted(hashes)
+    for rank in others if all(length == numel for *_, numel, _, length in rows) else ():
         both = [
             (hashes[first][key], hashes[rank][key]) for key in hashes[first] if key in hashes[rank]
         ]
         inputs = {mine[0] for mine, _ in both}
         targets = {mine[1] for mine, _ in both}
-        if len(both) < 2 or any(mine != theirs for mine, theirs in both):
-            continue
-        if len(inputs) > 1 or None not in targets:
-            yield Finding(
-                "same-samples",
-                (
-                    f"ranks {first} and {rank} compute with the same inputs and targets in all "
-                    f"{len(both)} backward passes compared",
-                ),
-            )
+        same = len(both) >= 2 and all(mine == theirs for mine, theirs in both)
+        if same and (len(inputs) > 1 or None not in targets):
+            text = f"ranks {first} and {rank} compute with the same inputs and targets in all "
+            yield Finding("same-samples", (f"{text}{len(both)} backward passes compared",))
+            return
+    yield Unknown("which samples each rank trains on: no DataLoader draws them by index")
 
 
 def _input_hashes(rank: RankRecords) -> dict[tuple[int, int], tuple[object, object]]:
@@ -148,35 +145,40 @@ def _input_hashes(rank: RankRecords) -> dict[tuple[int, int], tuple[object, obje
 
 
 def _same_order(loaders: Loaders) -> Iterator[Outcome]:
-    """Compare the first batches of each epoch with those of the epoch before."""
-    seen: list[tuple[int, int, bool, Index]] = []
+    """Compare the first batches of each epoch with those of the epoch before.
+
+    An epoch that the script left early, as to look at a batch, counts only if there is none else
+    and they are many.
+    """
+    seen: list[tuple[int, Sequence[Index], bool]] = []
     for one in loaders:
-        for number, (first, second) in enumerate(pairwise(one.epochs)):
-            batches = zip(first.batches, second.batches, strict=False)
-            common = [(a, b) for a, b in batches if min(len(a), len(b)) >= 2]
-            if len(common) >= 2 and not is_sequential([i for a, _ in common for i in a]):
-                same = all(a == b for a, b in common)
-                seen.append((number, len(common), same, common[0][0]))
-    for number, count, same, indices in seen[:1]:
-        if not all(one[2] == same for one in seen):
-            return
-        yield _order(loaders[0], number, count, indices if same else None)
+        numbered: Sequence[tuple[int, Epoch]] = list(enumerate(one.epochs, 1))
+        kept = [(number, epoch) for number, epoch in numbered if not epoch.left]
+        several = kept if len(kept) >= 2 or len(numbered) < _MANY else numbered
+        for (_, first), (number, second) in pairwise(several):
+            batches = list(zip(first.batches, second.batches, strict=False))
+            common = [index for a, b in batches if len(b) >= len(a) >= 2 for index in a]
+            if (len(batches) >= 2 or several is numbered) and not is_sequential(common):
+                seen.append((number, common, all(a == b for a, b in batches if len(a) == len(b))))
+    if seen and len({same for *_, same in seen}) == 1:
+        number, indices, same = seen[0]
+        yield _order(loaders[0], number, indices if same else None)
 
 
-def _order(loader: TrainingLoader, number: int, count: int, indices: Index) -> Outcome:
+def _order(loader: TrainingLoader, number: int, indices: Sequence[Index] | None) -> Outcome:
     """Return what it means that all epochs have the same order, or with None another one."""
     if indices is None:
-        return Right(f"epoch {number + 2} has another order than epoch {number + 1}")
+        return Right(f"epoch {number} has another order than epoch {number - 1}")
     sampler = str(loader.facts.get("sampler"))
     if "Distributed" not in sampler and sampler != "RandomSampler":
         return Unknown(
             f"whether the order is meant to be the same in every epoch: {sampler} gives the same "
-            f"first {count} batches again"
+            f"first {len(indices)} samples again"
         )
     listed = ", ".join(map(str, indices[:4]))
     evidence = (
-        f"the first {count} batches of epoch {number + 2} are those of epoch {number + 1}, in the "
-        f"same order (rank {loader.rank}: samples {listed}, …)"
+        f"epoch {number} begins with the same {len(indices)} samples as the one before, in "
+        f"the same order (rank {loader.rank}: samples {listed}, …)"
     )
     return Finding("same-order", (evidence,))
 

@@ -64,7 +64,7 @@ class LoaderWatch:
         self.loaders: list[WatchedLoader] = []
         self.epochs: WeakKeyDictionary[Any, WatchedEpoch] = WeakKeyDictionary()
         self.queues: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
-        self.newest: ref[WatchedEpoch] | None = None
+        self.newest: WatchedEpoch | None = None  # alive, also after next(iter(loader))
         self.open: WeakSet[WatchedEpoch] = WeakSet()
         base = getattr(dataloader, "_BaseDataLoaderIter", None)
         replace(DataLoader, "__iter__", self.begin)
@@ -153,7 +153,7 @@ class LoaderWatch:
         epoch.fresh = True
         if epoch.trains:
             epoch.loader.trained[epoch.number] = epoch.given
-        self.newest = ref(epoch)
+        self.newest = epoch
 
     def end(self, epoch: WatchedEpoch, *, cut: bool) -> None:
         """Write the record ``epoch``."""
@@ -190,12 +190,11 @@ class LoaderWatch:
 
     def after_forward(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
         """Note what the batches were given for."""
-        newest = self.newest() if self.newest is not None else None
-        if newest is not None:
-            newest.evaluating = not torch.is_grad_enabled()
+        if self.newest is not None:
+            self.newest.evaluating = not torch.is_grad_enabled()
         if not torch.is_grad_enabled():
             for epoch in self.open:
-                epoch.fresh = epoch.fresh and epoch is newest
+                epoch.fresh = epoch.fresh and epoch is self.newest
 
     def train(self, *_: Any) -> None:
         """Note that the latest batches serve training: a backward or an update begins."""
