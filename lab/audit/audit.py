@@ -162,11 +162,10 @@ def examine(
 
 
 def replay_of(recordings: Sequence[Recording]) -> dict[str, Any] | None:
-    """Return the record of the replay of the largest run; None if it was not asked for."""
-    found = [
-        record
-        for recording in recordings
-        for rank in recording.ranks
-        for record in rank.by_kind["replay"]
-    ]
-    return found[-1] if found else None
+    """Return what the replay of the largest run showed; None if there was none."""
+    for recording in reversed(recordings):
+        for rank in recording.ranks:
+            for record in rank.by_kind["replay"]:
+                names = ("steps", "why_not")
+                return {"ranks": recording.size} | {name: record.get(name) for name in names}
+    return None

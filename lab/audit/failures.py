@@ -12,6 +12,7 @@ from lab.audit.runner import RunEnd
 _CONSEQUENCE = re.compile(
     r"Connection closed by peer|Connection reset|Broken pipe|Process(Raised|Exited)|ChildFailed"
 )
+_CONNECTS_TO = re.compile(r"(?:host |connect to |addresses of )[\[(]?([\w.-]+)\]?[:,]")
 _PREFIX = re.compile(r"^\[(rank|default)\d+\]:\s?", re.MULTILINE)
 _IGNORE_PROBE = ("-I", "-E", "-S")
 _TORCHRUN = "lab audit -- torchrun --nproc-per-node 2 SCRIPT"
@@ -72,7 +73,7 @@ def _reason(command: AuditCommand, end: RunEnd, recording: Recording) -> str | N
     if end.failed:
         return _own_error(command, end, recording)
     if end.hung:
-        return f"{end.hung}. {_waiting(recording)}"
+        return f"{end.hung}. {_waiting(end, recording)}"
     if not starts:
         ignoring = [word for word in command.words if word in _IGNORE_PROBE]
         return (
@@ -134,7 +135,7 @@ def _processes(recording: Recording) -> Iterator[ProcessRecords]:
     yield from recording.others
 
 
-def _waiting(recording: Recording) -> str:
+def _waiting(end: RunEnd, recording: Recording) -> str:
     """Return in which collective each rank waits, and what to try."""
     waits = []
     for one in _processes(recording):
@@ -145,9 +146,12 @@ def _waiting(recording: Recording) -> str:
             waits.append(f"{open_calls[-1]['name']} ({at})" if at else open_calls[-1]["name"])
     where = f"They wait in {', '.join(sorted(set(waits)))}. " if waits else ""
     if any(wait.startswith("init_process_group") for wait in waits):
+        outputs = (end.output(number) for number in range(len(end.statuses)))
+        found = next(filter(None, map(_CONNECTS_TO.search, outputs)), None)
+        address = found[1] if found else "ADDRESS"
         return (
             f"{where}Give the number of ranks, the address and the port that it uses: --ranks N, "
-            "{master} and {port} in the command, or --isolate ADDRESS."
+            f"{{master}} and {{port}} in the command, or --isolate {address}."
         )
     return f"{where}Give a smaller data set or --steps, or raise --timeout."
 

@@ -166,13 +166,10 @@ class Stopping:
         limit = time.monotonic() + REPLAY_SECONDS
         while getattr(self.probe, "busy", False) and time.monotonic() < limit:
             time.sleep(0.1)
-        self.probe.record("end", status=0, after_cut=True)
         for child in multiprocessing.active_children():
             if child.daemon:
                 child.terminate()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        self.probe.end()
 
 
 class Failures:

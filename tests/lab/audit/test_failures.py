@@ -28,6 +28,7 @@ def explain(
     if lines:
         (folder / "7.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "rank0.log").write_text(output)
+    (folder / "rank1.log").touch()
     failed = (0,) if status else ()
     fields: dict[str, Any] = {"steps": 0} | facts
     end = RunEnd(2, folder, 1.0, (status, None), failed, **fields)
@@ -84,6 +85,25 @@ def test_ranks_that_wait_are_told_with_the_line(tmp_path: Path) -> None:
     assert said is not None
     assert "wait in barrier (t.py:2: dist.barrier())" in said
     assert "broadcast" not in said
+
+
+@pytest.mark.parametrize(
+    ("warning", "address"),
+    [
+        ("TCP client failed to connect/validate to host 10.10.1.1:6585 - retrying", "10.10.1.1"),
+        ("The IPv6 network addresses of (node0, 6585) cannot be retrieved", "node0"),
+        ("The client socket has failed to connect to [head.lan]:29500 (errno: 111)", "head.lan"),
+        ("timed out after 9ms while trying to connect to (10.0.0.7, 29500).", "10.0.0.7"),
+        ("rank 0 starts", "ADDRESS"),
+    ],
+)
+def test_the_address_that_a_script_insists_on_is_named(
+    tmp_path: Path, warning: str, address: str
+) -> None:
+    call = {"k": "call", "c": 0, "name": "init_process_group", "at": None}
+    said = explain(tmp_path, records=[START, call], output=warning, hung="its ranks waited")
+    assert said is not None
+    assert said.endswith(f"or --isolate {address}.")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from lab.audit.findings.finding import Finding, catalogue
 from lab.audit.page import write_page
 from lab.audit.performance import OWN_CALLS, measure
 from lab.audit.recording import CodeLine, RankRecords, Recording
-from lab.audit.report import print_audit, write_json
+from lab.audit.report import joined, print_audit, write_json
 from lab.audit.result import AuditResult, EqualityVerdict
 from tests.helpers import ROOT
 
@@ -73,7 +73,7 @@ def printed(result: AuditResult, *, width: int = 100, terminal: bool = False) ->
 EXPECTED = """\
 Equals one process that computes each rank's share and averages: no — the gradients are added up,
 not divided (2 and 3 ranks).
-2 and 3 ranks: python main.py --rank {rank}
+1 fault and 1 notice on 2 and 3 ranks: python main.py --rank {rank}
 What the script printed is cut after 6 steps
 
 FAULT: Gradients are added up, but not divided by the number of ranks (2 and 3 ranks)
@@ -113,12 +113,37 @@ def test_the_terminal_shows_one_screen_in_the_order_that_matters() -> None:
 
 
 def test_a_right_script_has_no_heading_without_content() -> None:
+    started = RankRecords(1, [{"k": "torch", "version": "2.9"}], np.zeros(0))
     result = wrong_script(
-        findings=(), verdict=EqualityVerdict("yes", "x"), unknown=(), performance=None, remarks=()
+        recordings=(Recording(2, [started]),),
+        findings=(),
+        verdict=EqualityVerdict("yes", "x"),
+        unknown=(),
+        performance=None,
+        remarks=(),
     )
     text = printed(result)
-    assert ": yes — x." in text
+    assert ": yes — x.\nNo fault on 2 ranks with torch 2.9: python" in text
     assert not re.search("FAULT|Notices|Could not|Speed|Replay", text)
+
+
+def test_sentences_on_single_runs_that_differ_in_numbers_are_one() -> None:
+    said = [
+        "every rank has 12 batches (on 2 ranks)",
+        "rank 0 keeps 3 %",
+        "every rank has 8 batches (on 3 ranks)",
+        "rank 1 keeps 3 %",
+        "deviation 3e-08 of conv1 (on 2 ranks)",
+        "deviation 4e-08 of conv1 (on 3 ranks)",
+        "deviation 4e-08 of conv2 (on 3 ranks)",
+    ]
+    assert joined(said) == [
+        "every rank has 12 and 8 batches (on 2 and 3 ranks)",
+        "rank 0 keeps 3 %",
+        "rank 1 keeps 3 %",
+        "deviation 3e-08 and 4e-08 of conv1 (on 2 and 3 ranks)",
+        "deviation 4e-08 of conv2 (on 3 ranks)",
+    ]
 
 
 def test_a_run_that_failed_is_named_everywhere(tmp_path: Path) -> None:
