@@ -12,7 +12,7 @@ from lab.audit.cli import CLOCK_STEPS, STEPS, check_flags
 from lab.audit.command import AuditCommand, parse_command
 from lab.audit.failures import explain_failure
 from lab.audit.findings import run_checks
-from lab.audit.isolation import DEFAULT_INTERFACE, emulated, isolated
+from lab.audit.isolation import emulated, isolated
 from lab.audit.leftovers import record_folder, stop_signals_interrupt
 from lab.audit.page import write_page
 from lab.audit.performance import measure
@@ -105,7 +105,7 @@ def audit_size(
     """Run the script on a number of ranks, and read what its probe has recorded."""
     own = folder / f"{size or 'own'}-ranks"
     own.mkdir()
-    with network_of(args, size or 1, settings.cwd) as network:
+    with network_of(args, size or 1, own, settings.cwd) as network:
         try:
             end = run_audit_size(command, size, own, settings, network=network)
         except OSError as error:
@@ -130,11 +130,11 @@ def _refuse_start(command: AuditCommand, error: OSError) -> NoReturn:
 
 
 def network_of(
-    args: argparse.Namespace, nodes: int, cwd: Path
+    args: argparse.Namespace, nodes: int, folder: Path, cwd: Path
 ) -> contextlib.AbstractContextManager[RunNetwork]:
     """Return where the ranks run."""
     if args.isolate is not None:
-        return isolated(args.isolate or [DEFAULT_INTERFACE], cwd)
+        return isolated(args.isolate, folder, cwd)
     if args.rate is not None:
         return emulated(nodes, args.rate, cwd)
     return contextlib.nullcontext(RunNetwork())

@@ -104,6 +104,11 @@ def parse_command(words: Sequence[str], rank0: str | None) -> AuditCommand:
     if of_rank0 == ():
         raise UserError("--rank0: got an empty command; give rank 0's whole command in quotes")
     command = AuditCommand(tuple(words), of_rank0)
+    if of_rank0 and _launcher(words) and not any("{rank}" in word for word in words):
+        raise UserError(
+            "--rank0: the command after -- starts all ranks itself: give the one that starts a "
+            "single rank, or leave --rank0 out"
+        )
     check_placeholders(command.words)
     check_placeholders(command.rank0 or ())
     return command
