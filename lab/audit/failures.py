@@ -153,7 +153,7 @@ def _waiting(end: RunEnd, recording: Recording) -> str:
             f"{where}Give the number of ranks, the address and the port that it uses: --ranks N, "
             f"{{master}} and {{port}} in the command, or --isolate {address}."
         )
-    return f"{where}Give a smaller data set or --steps, or raise --timeout."
+    return f"{where}Unless a fault explains it, give less data or --steps, or raise --timeout."
 
 
 def _no_step(recording: Recording) -> str:

@@ -97,7 +97,7 @@ def measure(recording: Recording, *, rate_bits: float | None = None) -> dict[str
         "ranks": recording.size,
         **asdict(mean),
         "exposed_share": mean.exposed_seconds / mean.seconds if mean.seconds else 0.0,
-        "most_bytes_sent": max(one.bytes_sent for one in typical.values()),
+        "most_bytes_sent": max(one.bytes_sent for steps in observed.values() for one in steps),
         "note": note,
         **_predict(rank, recording.size, mean, rate_bits),
     }
@@ -123,13 +123,11 @@ def windows(rank: RankRecords) -> list[tuple[float, float]]:
 
 def observe(rank: RankRecords, size: int, begin: float, end: float) -> ObservedStep:
     """Return what a rank did between two times."""
-    calls = list(_within(rank.by_kind["call"], begin, end))
-    blocked = _blocked_seconds(rank)
+    calls = _within(rank.by_kind["call"], begin, end)
+    blocked = _blocked(rank)
     backwards = list(_within(rank.by_kind["backward"], begin, end))
     in_backward = sum(
-        blocked.get(call["c"], 0.0)
-        for one in backwards
-        for call in _within(calls, one["t"] - (one["seconds"] or 0.0), one["t"])
+        overlap(blocked, one["t"] - (one["seconds"] or 0.0), one["t"]) for one in backwards
     )
     exposed = sum(one.get("exposed_seconds") or 0.0 for one in backwards)
     backward = sum(one["seconds"] or 0.0 for one in backwards) - exposed - in_backward
@@ -142,7 +140,7 @@ def observe(rank: RankRecords, size: int, begin: float, end: float) -> ObservedS
         sent += float(sent_bytes("all_reduce", nbytes, rank=rank.rank, ranks=size))
     return ObservedStep(
         seconds=end - begin,
-        exposed_seconds=exposed + sum(blocked.get(call["c"], 0.0) for call in calls),
+        exposed_seconds=exposed + overlap(blocked, begin, end),
         backward_seconds=max(0.0, backward),
         update_seconds=sum(
             one["seconds"] or 0.0 for one in _within(rank.by_kind["stepped"], begin, end)
@@ -155,15 +153,23 @@ def _within(records: Sequence[Record], begin: float, end: float) -> Iterator[Rec
     return (one for one in records if begin < one["t"] <= end)
 
 
-def _blocked_seconds(rank: RankRecords) -> dict[int, float]:
-    """Return how long each call held the script up, by the number of the call."""
-    calling: dict[int, float] = {}
-    waiting: dict[int, float] = {}
-    for one in rank.by_kind["done"]:
-        number = one["c"]
-        calling[number] = max(calling.get(number, 0.0), one.get("seconds") or 0.0)
-        waiting[number] = max(waiting.get(number, 0.0), one.get("wait_seconds") or 0.0)
-    return {number: seconds + waiting[number] for number, seconds in calling.items()}
+def _blocked(rank: RankRecords) -> list[tuple[float, float]]:
+    """Return when calls held the script up: begin and end of each, in order."""
+    spans = (
+        (one["t"] - (one.get("seconds") or 0.0) - (one.get("wait_seconds") or 0.0), one["t"])
+        for one in rank.by_kind["done"]
+    )
+    return sorted(spans)
+
+
+def overlap(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
+    """Return the seconds between two times that sorted spans cover; several threads may wait."""
+    covered, at = 0.0, begin
+    for first, last in spans:
+        first, last = max(first, at), min(last, end)
+        covered += max(0.0, last - first)
+        at = max(at, last)
+    return covered
 
 
 def _sent(call: Record, rank: int) -> float:

@@ -108,7 +108,7 @@ def speed_lines(performance: Mapping[str, Any] | None) -> list[str]:
     if not performance:
         return []
     sent, most = performance["bytes_sent"], performance["most_bytes_sent"]
-    busiest = f", the busiest {bytes_text(most)}" if most > 1.01 * sent else ""
+    busiest = f", at most {bytes_text(most)}" if most > 1.01 * sent else ""
     lines = [
         f"{duration_text(performance['seconds'])} a step on {ranks_text([performance['ranks']])}; "
         f"exposed communication {duration_text(performance['exposed_seconds'])} "
