@@ -72,19 +72,15 @@ def run_sizes(
         size = sizes.pop(0)
         tried.add(size)
         run = audit_size(command, size, args, folder, settings)
-        wanted = run.end.wanted_size
-        if wanted is not None:
-            remarks.append(fixed_size_remark(wanted))
-        if wanted is not None and (runs or wanted not in tried):
-            sizes = [] if wanted in tried else [wanted]
-            continue
-        runs.append(run)
-        if run.recording.ranks and (size is None or run.recording.fixed_size):
-            remarks.append(fixed_size_remark(run.recording.size))
-            break
-        if run.failure and run.end.steps == 0:
-            break  # it would fail in the same way at the next size
-    return runs, list(dict.fromkeys(remarks))
+        waits_for, ran = run.end.wanted_size, run.recording.size
+        if fixed := waits_for or (ran if ran > 1 and ran != size else None):
+            remarks = [fixed_size_remark(fixed)]
+            sizes = [fixed] if waits_for and fixed not in tried else []
+        if waits_for is None or not (runs or sizes):
+            runs.append(run)
+            if run.failure and run.end.steps == 0:
+                break  # it would fail in the same way at the next size
+    return runs, remarks
 
 
 def fixed_size_remark(size: int) -> str:

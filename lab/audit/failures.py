@@ -56,6 +56,10 @@ _HINTS = (
         r"CUDA|NVIDIA|[Nn][Cc][Cc][Ll]",
         "It asks for a GPU: run the audit where there is one, or give its flag for the CPU.",
     ),
+    (
+        r"new group's (?:world size|rank)",
+        "It makes a group of a fixed number of ranks: give that number with --ranks.",
+    ),
     (r"MemoryError|out of memory|allocate memory", "Give a smaller batch, or fewer --ranks."),
     (r"usage:", "Give the flags that it asks for."),
 )
@@ -82,6 +86,11 @@ def _reason(command: AuditCommand, end: RunEnd, recording: Recording) -> str | N
         )
     if end.steps == 0:
         return _no_step(recording)
+    if recording.size < 2 and command.one_process_a_rank:
+        return (
+            "only one of its processes updates weights, and no process group is seen. Other ways "
+            "to exchange gradients (torch.distributed.rpc, MPI) are not read."
+        )
     if recording.size < 2:
         return (
             "it trains on one rank, so there is nothing to compare. Give it its number of ranks "

@@ -52,6 +52,7 @@ def explain(
         ("RuntimeError: Dataset not found or corrupted.", "Start it in the folder"),
         ("RuntimeError: errno: 98 - Address already in use", "give {port}"),
         ("AssertionError: Torch not compiled with CUDA enabled", "asks for a GPU"),
+        ("ValueError: the new group's world size should be less or equal", "number with --ranks"),
         ("ZeroDivisionError: division by zero", "Run the command by itself"),
     ],
 )
@@ -128,5 +129,8 @@ def test_one_rank_alone_proves_nothing_and_two_are_fine(tmp_path: Path) -> None:
     said = explain(tmp_path, records=[START, step], words="python t.py", steps=1)
     assert said is not None
     assert "it trains on one rank" in said
+    said = explain(tmp_path, records=[START, step], words="python t.py {rank}", steps=1)
+    assert said is not None
+    assert "only one of its processes updates weights" in said
     group = {"k": "group", "rank": 0, "world": 2}
     assert explain(tmp_path, records=[START, group, step], steps=1) is None
