@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from common.errors import UserError
 from lab.audit.cli import CLOCK_STEPS, STEPS, check_flags
@@ -105,7 +105,10 @@ def audit_size(
         try:
             end = run_audit_size(command, size, own, settings, network=network)
         except OSError as error:
-            _refuse_start(command, error)
+            raise UserError(
+                f"{command.words[0]} cannot be started: {error.strerror}. Give the command as in a "
+                "shell, for example python main.py; use `sh -c '...'` for a shell's own syntax"
+            ) from error
     recording = read_recording(
         own,
         asked_size=size,
@@ -116,13 +119,6 @@ def audit_size(
     ranks = recording.size or size or 1
     say(f"{ranks} rank{'s' * (ranks != 1)}: {end.steps} steps in {end.seconds:.1f} s")
     return AuditedRun(end, recording, explain_failure(command, end, recording))
-
-
-def _refuse_start(command: AuditCommand, error: OSError) -> NoReturn:
-    raise UserError(
-        f"{command.words[0]} cannot be started: {error.strerror}. Give the command as in a shell, "
-        "for example python main.py; use `sh -c '...'` for a shell's own syntax"
-    ) from error
 
 
 def network_of(

@@ -14,7 +14,6 @@ _CONSEQUENCE = re.compile(
 )
 _CONNECTS_TO = re.compile(r"(?:host |connect to |addresses of )[\[(]?([\w.-]+)\]?[:,]")
 _PREFIX = re.compile(r"^\[(rank|default)\d+\]:\s?", re.MULTILINE)
-_IGNORE_PROBE = ("-I", "-E", "-S")
 _TORCHRUN = "lab audit -- torchrun --nproc-per-node 2 SCRIPT"
 _HINTS = (
     (r"No module named '?([\w.]+)", "Install {0} for the interpreter of the command ({python})."),
@@ -79,10 +78,9 @@ def _reason(command: AuditCommand, end: RunEnd, recording: Recording) -> str | N
     if end.hung:
         return f"{end.hung}. {_waiting(end, recording)}"
     if not starts:
-        ignoring = [word for word in command.words if word in _IGNORE_PROBE]
         return (
-            f"the command started no Python that loads the probe. {_ignored(ignoring)} "
-            "Give the Python command itself, without wrappers that clear the environment."
+            "the command started no Python that loads the probe. Give the Python command itself, "
+            "without -I, -E and -S and without wrappers: these hide PYTHONPATH."
         )
     if end.steps == 0:
         return _no_step(recording)
@@ -175,9 +173,3 @@ def _no_step(recording: Recording) -> str:
         "it ended without a step of an optimiser of torch.optim on any rank. Give the command that "
         "trains, with PyTorch."
     )
-
-
-def _ignored(flags: list[str]) -> str:
-    if flags:
-        return f"python {flags[0]} ignores PYTHONPATH: leave out {flags[0]}."
-    return "python -I, -E and -S ignore PYTHONPATH."

@@ -14,15 +14,13 @@ from common.cost_model.calibration_file import find_calibration
 from common.cost_model.compute_model import StepCompute
 from common.cost_model.event_model import predict_step
 from common.errors import UserError
-from common.sync.message_cost import GradientSize, Operation, sent_bytes
-from common.sync.message_plans import MessagePlan
+from common.sync.message_cost import GradientSize, sent_bytes
 from common.utils.system import usable_cores
 from lab.audit.recording import RankRecords, Record, Recording
 from lab.predict.tables import message_plans
 
 WARM_UP = 2  # steps left out: the first ones allocate and connect
 PREDICTED = ("ddp", "overlapped")
-OWN_CALLS = "the script's own calls"
 _ITEM_BYTES = {"float64": 8, "double": 8, "float16": 2, "half": 2, "bfloat16": 2}
 _KINDS = {
     "all_reduce": "all_reduce",
@@ -62,18 +60,6 @@ class ObservedStep:
     backward_seconds: float
     update_seconds: float
     bytes_sent: float
-
-
-class RecordedPlan(MessagePlan):
-    """The collectives that one step of the script has called, one after the other."""
-
-    def __init__(self, calls: Sequence[Record]) -> None:
-        super().__init__()
-        self.calls = calls
-
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        return [Operation(_KINDS[one["name"]], int(one["bytes"])) for one in self.calls]
 
 
 def measure(recording: Recording, *, rate_bits: float | None = None) -> dict[str, Any] | None:
@@ -200,8 +186,6 @@ def _predict(
     except UserError as error:
         return {"predicted": [], "source": f"no prediction: {error}"}
     plans = message_plans(PREDICTED)
-    if own := _own_calls(rank):
-        plans[OWN_CALLS] = RecordedPlan(own)
     network = calibration.network.over(rate_bits=rate_bits, latency_seconds=None)
     compute = _compute(mean, sizes)
     predicted = []
@@ -232,16 +216,6 @@ def _gradient_sizes(rank: RankRecords) -> list[GradientSize]:
         GradientSize(shape, _ITEM_BYTES.get(str(dtype).removeprefix("torch."), 4))
         for _, _, shape, dtype, *_ in rows.values()
     ]
-
-
-def _own_calls(rank: RankRecords) -> list[Record]:
-    """Return the calls of the last step, if the model can predict them: in order, not in DDP."""
-    begin, end = windows(rank)[-1]
-    calls = list(_within(rank.by_kind["call"], begin, end))
-    foreseeable = all(one["name"] in _KINDS and not one.get("async", True) for one in calls)
-    if _through_ddp(list(_within(rank.by_kind["backward"], begin, end))):
-        return []
-    return calls if foreseeable else []
 
 
 def _compute(mean: ObservedStep, sizes: Sequence[int]) -> StepCompute:

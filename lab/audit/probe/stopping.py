@@ -109,9 +109,8 @@ class Stopping:
             if shown >= 2 and epoch.given == 0:
                 self.end()
             self.second = self.done
-        if self.done >= self.second + STEPS_OF_NEXT_EPOCH and shown >= 2:
-            self.end()
-        if self.done >= self.second + 2 * STEPS_OF_NEXT_EPOCH:
+        enough = STEPS_OF_NEXT_EPOCH if shown >= 2 else 2 * STEPS_OF_NEXT_EPOCH
+        if self.done >= self.second + enough:
             self.end()
 
     def after_forward(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:

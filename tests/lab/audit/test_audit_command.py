@@ -117,7 +117,7 @@ def test_wrong_flags_are_refused_on_one_line(tmp_path: Path, words: str, message
     ("words", "message"),
     [
         ("-- ls", "the command started no Python that loads the probe"),
-        ("-- python -I train.py {rank}", "leave out -I"),
+        ("-- python -I train.py {rank}", "without -I, -E and -S"),
         ("-- python -c input() {rank}", "It reads from stdin"),
         ("-- python -c 1/0 {rank}", "status 1: ZeroDivisionError: division by zero. Run the"),
         ("-- python -c pass {rank}", "without a step of an optimiser of torch.optim"),

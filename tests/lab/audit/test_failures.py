@@ -110,8 +110,7 @@ def test_the_address_that_a_script_insists_on_is_named(
 @pytest.mark.parametrize(
     ("records", "words", "message"),
     [
-        ([], "python -I t.py {rank}", "python -I ignores PYTHONPATH: leave out -I"),
-        ([], "ls {rank}", "started no Python that loads the probe"),
+        ([], "python -I t.py {rank}", "no Python that loads the probe. Give the Python command"),
         ([START], "python t.py {rank}", "without a step of an optimiser"),
         ([START, {"k": "backward"}], "python t.py {rank}", "no optimiser of torch.optim used them"),
     ],
