@@ -84,10 +84,11 @@ def _reason(command: AuditCommand, end: RunEnd, recording: Recording) -> str | N
         )
     if end.steps == 0:
         return _no_step(recording)
-    if recording.size < 2 and command.one_process_a_rank:
+    training = sum(1 for one in _processes(recording) if one.by_kind["backward"])
+    if recording.size < 2 and training > 1:
         return (
-            "only one of its processes updates weights, and no process group is seen. Other ways "
-            "to exchange gradients (torch.distributed.rpc, MPI) are not read."
+            f"{training} of its processes train, and no process group is seen. Other ways to "
+            "exchange gradients (torch.distributed.rpc, MPI, shared memory) are not read."
         )
     if recording.size < 2:
         return (

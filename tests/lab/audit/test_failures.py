@@ -128,8 +128,14 @@ def test_one_rank_alone_proves_nothing_and_two_are_fine(tmp_path: Path) -> None:
     said = explain(tmp_path, records=[START, step], words="python t.py", steps=1)
     assert said is not None
     assert "it trains on one rank" in said
-    said = explain(tmp_path, records=[START, step], words="python t.py {rank}", steps=1)
-    assert said is not None
-    assert "only one of its processes updates weights" in said
     group = {"k": "group", "rank": 0, "world": 2}
     assert explain(tmp_path, records=[START, group, step], steps=1) is None
+
+
+def test_processes_that_share_gradients_in_another_way_are_counted(tmp_path: Path) -> None:
+    trained: list[dict[str, Any]] = [START, {"k": "backward"}, {"k": "step", "o": 0}]
+    lines = "".join(json.dumps({"t": 0.0, **one}) + "\n" for one in trained)
+    (tmp_path / "8.jsonl").write_text(lines)
+    said = explain(tmp_path, records=trained, words="python t.py", steps=1)
+    assert said is not None
+    assert "2 of its processes train, and no process group is seen" in said
