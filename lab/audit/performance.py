@@ -200,13 +200,9 @@ def _predict(
             }
         )
     links = "loopback" if rate_bits is None else f"links of {rate_bits / 1e6:,.0f} Mbit/s"
-    machine = f"{calibration.name}, {calibration.made[:10]}"
-    source = (
-        f"links as of another machine ({machine}); `lab calibrate` measures this one"
-        if is_reference
-        else f"{links} as calibrated on {machine}"
-    )
-    return {"predicted": predicted, "source": source}
+    source = f"{links} as calibrated on {calibration.name}, {calibration.made[:10]}"
+    elsewhere = "; `lab calibrate` measures this machine" if is_reference else ""
+    return {"predicted": predicted, "source": source + elsewhere}
 
 
 def _gradient_sizes(rank: RankRecords) -> list[GradientSize]:

@@ -180,7 +180,7 @@ class Failures:
         self.hook, self.thread_hook = sys.excepthook, threading.excepthook
         sys.excepthook = self.in_main
         threading.excepthook = self.in_thread
-        replace(multiprocessing.process.BaseProcess, "run", self.in_process)
+        replace(multiprocessing.process.BaseProcess, "run", self.call)
         replace(multiprocessing.process.BaseProcess, "_bootstrap", self.whole_process)
         replace(importlib.import_module("torch.multiprocessing.spawn"), "_wrap", self.in_spawned)
 
@@ -198,10 +198,6 @@ class Failures:
         if arguments.exc_value is not None:
             self.record(arguments.exc_value)
         self.thread_hook(arguments)
-
-    def in_process(self, original: Callable[..., Any], process: Any) -> None:
-        """Run the target of a multiprocessing.Process."""
-        self.call(original, process)
 
     def in_spawned(
         self, original: Callable[..., Any], function: Any, *rest: Any, **named: Any
