@@ -5,14 +5,14 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from common.errors import UserError
 from lab.audit.cli import CLOCK_STEPS, STEPS, check_flags
 from lab.audit.command import AuditCommand, parse_command
 from lab.audit.failures import explain_failure
 from lab.audit.findings import run_checks
-from lab.audit.isolation import DEFAULT_INTERFACE, emulated, isolated
+from lab.audit.isolation import emulated, isolated
 from lab.audit.leftovers import record_folder, stop_signals_interrupt
 from lab.audit.page import write_page
 from lab.audit.performance import measure
@@ -72,19 +72,15 @@ def run_sizes(
         size = sizes.pop(0)
         tried.add(size)
         run = audit_size(command, size, args, folder, settings)
-        wanted = run.end.wanted_size
-        if wanted is not None:
-            remarks.append(fixed_size_remark(wanted))
-        if wanted is not None and (runs or wanted not in tried):
-            sizes = [] if wanted in tried else [wanted]
-            continue
-        runs.append(run)
-        if run.recording.ranks and (size is None or run.recording.fixed_size):
-            remarks.append(fixed_size_remark(run.recording.size))
-            break
-        if run.failure and run.end.steps == 0:
-            break  # it would fail in the same way at the next size
-    return runs, list(dict.fromkeys(remarks))
+        waits_for, ran = run.end.wanted_size, run.recording.size
+        if fixed := waits_for or (ran if ran > 1 and ran != size else None):
+            remarks = [fixed_size_remark(fixed)]
+            sizes = [fixed] if waits_for and fixed not in tried else []
+        if waits_for is None or not (runs or sizes):
+            runs.append(run)
+            if run.failure and run.end.steps == 0:
+                break  # it would fail in the same way at the next size
+    return runs, remarks
 
 
 def fixed_size_remark(size: int) -> str:
@@ -105,11 +101,14 @@ def audit_size(
     """Run the script on a number of ranks, and read what its probe has recorded."""
     own = folder / f"{size or 'own'}-ranks"
     own.mkdir()
-    with network_of(args, size or 1, settings.cwd) as network:
+    with network_of(args, size or 1, own, settings.cwd) as network:
         try:
             end = run_audit_size(command, size, own, settings, network=network)
         except OSError as error:
-            _refuse_start(command, error)
+            raise UserError(
+                f"{command.words[0]} cannot be started: {error.strerror}. Give the command as in a "
+                "shell, for example python main.py; use `sh -c '...'` for a shell's own syntax"
+            ) from error
     recording = read_recording(
         own,
         asked_size=size,
@@ -122,19 +121,12 @@ def audit_size(
     return AuditedRun(end, recording, explain_failure(command, end, recording))
 
 
-def _refuse_start(command: AuditCommand, error: OSError) -> NoReturn:
-    raise UserError(
-        f"{command.words[0]} cannot be started: {error.strerror}. Give the command as in a shell, "
-        "for example python main.py; use `sh -c '...'` for a shell's own syntax"
-    ) from error
-
-
 def network_of(
-    args: argparse.Namespace, nodes: int, cwd: Path
+    args: argparse.Namespace, nodes: int, folder: Path, cwd: Path
 ) -> contextlib.AbstractContextManager[RunNetwork]:
     """Return where the ranks run."""
     if args.isolate is not None:
-        return isolated(args.isolate or [DEFAULT_INTERFACE], cwd)
+        return isolated(args.isolate, folder, cwd)
     if args.rate is not None:
         return emulated(nodes, args.rate, cwd)
     return contextlib.nullcontext(RunNetwork())
@@ -162,11 +154,10 @@ def examine(
 
 
 def replay_of(recordings: Sequence[Recording]) -> dict[str, Any] | None:
-    """Return the record of the replay of the largest run; None if it was not asked for."""
-    found = [
-        record
-        for recording in recordings
-        for rank in recording.ranks
-        for record in rank.by_kind["replay"]
-    ]
-    return found[-1] if found else None
+    """Return what the replay of the largest run showed; None if there was none."""
+    for recording in reversed(recordings):
+        for rank in recording.ranks:
+            for record in rank.by_kind["replay"]:
+                names = ("steps", "why_not")
+                return {"ranks": recording.size} | {name: record.get(name) for name in names}
+    return None

@@ -36,7 +36,10 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         help="numbers of ranks; on two alone a literal divisor of 2 looks right",
     )
     parser.add_argument(
-        "--steps", type=int, help="optimiser steps to watch (default: 6, with --clocks 40)"
+        "--steps",
+        type=int,
+        help="optimiser steps to watch (default: 6, with --clocks 40); two more follow if another "
+        "epoch begins, to see its order",
     )
     parser.add_argument(
         "--clocks",

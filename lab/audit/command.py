@@ -104,6 +104,11 @@ def parse_command(words: Sequence[str], rank0: str | None) -> AuditCommand:
     if of_rank0 == ():
         raise UserError("--rank0: got an empty command; give rank 0's whole command in quotes")
     command = AuditCommand(tuple(words), of_rank0)
+    if of_rank0 and _launcher(words) and not any("{rank}" in word for word in words):
+        raise UserError(
+            "--rank0: the command after -- starts all ranks itself: give the one that starts a "
+            "single rank, or leave --rank0 out"
+        )
     check_placeholders(command.words)
     check_placeholders(command.rank0 or ())
     return command
@@ -130,16 +135,12 @@ def _with_ranks(words: list[str], size: int, port: int) -> list[str]:
         return words
     at, launcher = found
     script = next((n for n, word in enumerate(words) if word.endswith(".py")), len(words))
-    options: list[str] = []
-    skip = False
-    for word in words[at:script]:
-        name, equals, _ = word.partition("=")
-        if skip or name.replace("-", "_") == launcher.ranks_flag.replace("-", "_"):
-            skip = not skip and not equals  # the flag's value is the next word
-            continue
-        options.append(word)
-    flags = ["--" + word[2:].replace("-", "_") for word in options]
-    own_port = any(flag.startswith(launcher.port_flags) for flag in flags)
-    port_words = [] if own_port else [launcher.port_flags[0], str(port)]
-    size_words = [launcher.ranks_flag, str(size)]
-    return [*words[:at], *size_words, *port_words, *options, *words[script:]]
+    flags = ["--" + word[2:].partition("=")[0].replace("-", "_") for word in words[at:script]]
+    changed = list(words)
+    if launcher.ranks_flag in flags:
+        given = at + flags.index(launcher.ranks_flag)
+        del changed[given : given + (1 if "=" in words[given] else 2)]
+    if not any(flag.startswith(launcher.port_flags) for flag in flags):
+        changed[at:at] = [launcher.port_flags[0], str(port)]
+    changed[at:at] = [launcher.ranks_flag, str(size)]
+    return changed

@@ -12,8 +12,8 @@ from lab.audit.runner import RunEnd
 _CONSEQUENCE = re.compile(
     r"Connection closed by peer|Connection reset|Broken pipe|Process(Raised|Exited)|ChildFailed"
 )
+_CONNECTS_TO = re.compile(r"(?:host |connect to |addresses of )[\[(]?([\w.-]+)\]?[:,]")
 _PREFIX = re.compile(r"^\[(rank|default)\d+\]:\s?", re.MULTILINE)
-_IGNORE_PROBE = ("-I", "-E", "-S")
 _TORCHRUN = "lab audit -- torchrun --nproc-per-node 2 SCRIPT"
 _HINTS = (
     (r"No module named '?([\w.]+)", "Install {0} for the interpreter of the command ({python})."),
@@ -55,6 +55,10 @@ _HINTS = (
         r"CUDA|NVIDIA|[Nn][Cc][Cc][Ll]",
         "It asks for a GPU: run the audit where there is one, or give its flag for the CPU.",
     ),
+    (
+        r"new group's (?:world size|rank)",
+        "It makes a group of a fixed number of ranks: give that number with --ranks.",
+    ),
     (r"MemoryError|out of memory|allocate memory", "Give a smaller batch, or fewer --ranks."),
     (r"usage:", "Give the flags that it asks for."),
 )
@@ -72,15 +76,20 @@ def _reason(command: AuditCommand, end: RunEnd, recording: Recording) -> str | N
     if end.failed:
         return _own_error(command, end, recording)
     if end.hung:
-        return f"{end.hung}. {_waiting(recording)}"
+        return f"{end.hung}. {_waiting(end, recording)}"
     if not starts:
-        ignoring = [word for word in command.words if word in _IGNORE_PROBE]
         return (
-            f"the command started no Python that loads the probe. {_ignored(ignoring)} "
-            "Give the Python command itself, without wrappers that clear the environment."
+            "the command started no Python that loads the probe. Give the Python command itself, "
+            "without -I, -E and -S and without wrappers: these hide PYTHONPATH."
         )
     if end.steps == 0:
         return _no_step(recording)
+    training = sum(1 for one in _processes(recording) if one.by_kind["backward"])
+    if recording.size < 2 and training > 1:
+        return (
+            f"{training} of its processes train, and no process group is seen. Other ways to "
+            "exchange gradients (torch.distributed.rpc, MPI, shared memory) are not read."
+        )
     if recording.size < 2:
         return (
             "it trains on one rank, so there is nothing to compare. Give it its number of ranks "
@@ -134,7 +143,7 @@ def _processes(recording: Recording) -> Iterator[ProcessRecords]:
     yield from recording.others
 
 
-def _waiting(recording: Recording) -> str:
+def _waiting(end: RunEnd, recording: Recording) -> str:
     """Return in which collective each rank waits, and what to try."""
     waits = []
     for one in _processes(recording):
@@ -145,11 +154,14 @@ def _waiting(recording: Recording) -> str:
             waits.append(f"{open_calls[-1]['name']} ({at})" if at else open_calls[-1]["name"])
     where = f"They wait in {', '.join(sorted(set(waits)))}. " if waits else ""
     if any(wait.startswith("init_process_group") for wait in waits):
+        outputs = (end.output(number) for number in range(len(end.statuses)))
+        found = next(filter(None, map(_CONNECTS_TO.search, outputs)), None)
+        address = found[1] if found else "ADDRESS"
         return (
             f"{where}Give the number of ranks, the address and the port that it uses: --ranks N, "
-            "{master} and {port} in the command, or --isolate ADDRESS."
+            f"{{master}} and {{port}} in the command, or --isolate {address}."
         )
-    return f"{where}Give a smaller data set or --steps, or raise --timeout."
+    return f"{where}Unless a fault explains it, give less data or --steps, or raise --timeout."
 
 
 def _no_step(recording: Recording) -> str:
@@ -162,9 +174,3 @@ def _no_step(recording: Recording) -> str:
         "it ended without a step of an optimiser of torch.optim on any rank. Give the command that "
         "trains, with PyTorch."
     )
-
-
-def _ignored(flags: list[str]) -> str:
-    if flags:
-        return f"python {flags[0]} ignores PYTHONPATH: leave out {flags[0]}."
-    return "python -I, -E and -S ignore PYTHONPATH."

@@ -11,7 +11,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,48 +89,38 @@ def sort_names(names: Sequence[str]) -> Insisted:
 
 
 @contextlib.contextmanager
-def isolated(names: Sequence[str], cwd: Path) -> Iterator[RunNetwork]:
+def isolated(names: Sequence[str], folder: Path, cwd: Path) -> Iterator[RunNetwork]:
     """Give all ranks of a run one network namespace with these interfaces, addresses and hosts.
 
-    The namespace and everything in it ends with the ``with``, or with this process.
+    ``folder`` gets the file of their hosts. The namespace and everything in it ends with the
+    ``with``, or with this process.
     Raises UserError if this machine allows no namespaces.
     """
     insisted = sort_names(names)
     if refused := tools.namespaces_refused():
         raise UserError(f"--isolate: this machine allows no network of its own: {refused}")
-    with tempfile.NamedTemporaryFile("w", prefix="lab-audit-hosts-") as hosts:
-        hosts.write(insisted.host_lines() + _HOSTS.read_text())
-        hosts.flush()
-        os.chmod(hosts.name, 0o644)
-        holder = subprocess.Popen(
-            [
-                *(tools.unshare_command() or ()),
-                "--uts",
-                "sh",
-                "-c",
-                insisted.commands(Path(hosts.name)),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            preexec_fn=kill_on_parent_exit(),
-            env=os.environ | {"PATH": tools.search_path()},
-        )
-        with holder:
-            try:
-                assert holder.stdout is not None
-                said = holder.stdout.readline().strip()
-                if said != _READY:
-                    raise UserError(
-                        f"--isolate {' '.join(names)}: the network was not made: {said}"
-                    )
-                inside = [*descendants(holder.pid), holder.pid][0]
-                prefix = _enter(inside, cwd, network="--net")
-                yield RunNetwork(insisted.master, insisted.interfaces[0], lambda rank: prefix)
-            finally:
-                holder.kill()  # unshare's child, the first process of the namespace, ends with it
+    hosts = folder / "hosts"
+    hosts.write_text(insisted.host_lines() + _HOSTS.read_text())
+    with subprocess.Popen(
+        [*(tools.unshare_command() or ()), "--uts", "sh", "-c", insisted.commands(hosts)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=kill_on_parent_exit(),
+        env=os.environ | {"PATH": tools.search_path()},
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            said = holder.stdout.readline().strip()
+            if said != _READY:
+                raise UserError(f"--isolate {' '.join(names)}: the network was not made: {said}")
+            inside = [*descendants(holder.pid), holder.pid][0]
+            prefix = _enter(inside, cwd, network="--net")
+            yield RunNetwork(insisted.master, insisted.interfaces[0], lambda rank: prefix)
+        finally:
+            holder.kill()  # unshare's child, the first process of the namespace, ends with it
 
 
 @contextlib.contextmanager

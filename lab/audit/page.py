@@ -29,9 +29,12 @@ def write_page(path: Path, result: AuditResult) -> None:
     page = _template().render(
         content,
         verdict_text=report.verdict_text(result),
+        counts_text=report.counts_text(result),
         faults=[one for one in findings if one["severity"] == "fault"],
         notices=[one for one in findings if one["severity"] != "fault"],
         speed=_speed_rows(content["performance"]),
+        right=report.joined(content["right"]),
+        unknown=report.joined(content["unknown"]),
         replay=report.replay_lines(content["replay"]),
         facts=_facts(result),
     )

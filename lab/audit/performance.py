@@ -14,15 +14,13 @@ from common.cost_model.calibration_file import find_calibration
 from common.cost_model.compute_model import StepCompute
 from common.cost_model.event_model import predict_step
 from common.errors import UserError
-from common.sync.message_cost import GradientSize, Operation, sent_bytes
-from common.sync.message_plans import MessagePlan
+from common.sync.message_cost import GradientSize, sent_bytes
 from common.utils.system import usable_cores
 from lab.audit.recording import RankRecords, Record, Recording
 from lab.predict.tables import message_plans
 
 WARM_UP = 2  # steps left out: the first ones allocate and connect
 PREDICTED = ("ddp", "overlapped")
-OWN_CALLS = "the script's own calls"
 _ITEM_BYTES = {"float64": 8, "double": 8, "float16": 2, "half": 2, "bfloat16": 2}
 _KINDS = {
     "all_reduce": "all_reduce",
@@ -64,18 +62,6 @@ class ObservedStep:
     bytes_sent: float
 
 
-class RecordedPlan(MessagePlan):
-    """The collectives that one step of the script has called, one after the other."""
-
-    def __init__(self, calls: Sequence[Record]) -> None:
-        super().__init__()
-        self.calls = calls
-
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        return [Operation(_KINDS[one["name"]], int(one["bytes"])) for one in self.calls]
-
-
 def measure(recording: Recording, *, rate_bits: float | None = None) -> dict[str, Any] | None:
     """Return the step's time, exposed communication, bytes and predictions; None without steps.
 
@@ -97,7 +83,7 @@ def measure(recording: Recording, *, rate_bits: float | None = None) -> dict[str
         "ranks": recording.size,
         **asdict(mean),
         "exposed_share": mean.exposed_seconds / mean.seconds if mean.seconds else 0.0,
-        "most_bytes_sent": max(one.bytes_sent for one in typical.values()),
+        "most_bytes_sent": max(one.bytes_sent for steps in observed.values() for one in steps),
         "note": note,
         **_predict(rank, recording.size, mean, rate_bits),
     }
@@ -123,13 +109,11 @@ def windows(rank: RankRecords) -> list[tuple[float, float]]:
 
 def observe(rank: RankRecords, size: int, begin: float, end: float) -> ObservedStep:
     """Return what a rank did between two times."""
-    calls = list(_within(rank.by_kind["call"], begin, end))
-    blocked = _blocked_seconds(rank)
+    calls = _within(rank.by_kind["call"], begin, end)
+    blocked = _blocked(rank)
     backwards = list(_within(rank.by_kind["backward"], begin, end))
     in_backward = sum(
-        blocked.get(call["c"], 0.0)
-        for one in backwards
-        for call in _within(calls, one["t"] - (one["seconds"] or 0.0), one["t"])
+        overlap(blocked, one["t"] - (one["seconds"] or 0.0), one["t"]) for one in backwards
     )
     exposed = sum(one.get("exposed_seconds") or 0.0 for one in backwards)
     backward = sum(one["seconds"] or 0.0 for one in backwards) - exposed - in_backward
@@ -142,7 +126,7 @@ def observe(rank: RankRecords, size: int, begin: float, end: float) -> ObservedS
         sent += float(sent_bytes("all_reduce", nbytes, rank=rank.rank, ranks=size))
     return ObservedStep(
         seconds=end - begin,
-        exposed_seconds=exposed + sum(blocked.get(call["c"], 0.0) for call in calls),
+        exposed_seconds=exposed + overlap(blocked, begin, end),
         backward_seconds=max(0.0, backward),
         update_seconds=sum(
             one["seconds"] or 0.0 for one in _within(rank.by_kind["stepped"], begin, end)
@@ -155,15 +139,23 @@ def _within(records: Sequence[Record], begin: float, end: float) -> Iterator[Rec
     return (one for one in records if begin < one["t"] <= end)
 
 
-def _blocked_seconds(rank: RankRecords) -> dict[int, float]:
-    """Return how long each call held the script up, by the number of the call."""
-    calling: dict[int, float] = {}
-    waiting: dict[int, float] = {}
-    for one in rank.by_kind["done"]:
-        number = one["c"]
-        calling[number] = max(calling.get(number, 0.0), one.get("seconds") or 0.0)
-        waiting[number] = max(waiting.get(number, 0.0), one.get("wait_seconds") or 0.0)
-    return {number: seconds + waiting[number] for number, seconds in calling.items()}
+def _blocked(rank: RankRecords) -> list[tuple[float, float]]:
+    """Return when calls held the script up: begin and end of each, in order."""
+    spans = (
+        (one["t"] - (one.get("seconds") or 0.0) - (one.get("wait_seconds") or 0.0), one["t"])
+        for one in rank.by_kind["done"]
+    )
+    return sorted(spans)
+
+
+def overlap(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
+    """Return the seconds between two times that sorted spans cover; several threads may wait."""
+    covered, at = 0.0, begin
+    for first, last in spans:
+        first, last = max(first, at), min(last, end)
+        covered += max(0.0, last - first)
+        at = max(at, last)
+    return covered
 
 
 def _sent(call: Record, rank: int) -> float:
@@ -194,8 +186,6 @@ def _predict(
     except UserError as error:
         return {"predicted": [], "source": f"no prediction: {error}"}
     plans = message_plans(PREDICTED)
-    if own := _own_calls(rank):
-        plans[OWN_CALLS] = RecordedPlan(own)
     network = calibration.network.over(rate_bits=rate_bits, latency_seconds=None)
     compute = _compute(mean, sizes)
     predicted = []
@@ -210,13 +200,9 @@ def _predict(
             }
         )
     links = "loopback" if rate_bits is None else f"links of {rate_bits / 1e6:,.0f} Mbit/s"
-    machine = f"{calibration.name}, {calibration.made[:10]}"
-    source = (
-        f"links as of another machine ({machine}); `lab calibrate` measures this one"
-        if is_reference
-        else f"{links} as calibrated on {machine}"
-    )
-    return {"predicted": predicted, "source": source}
+    source = f"{links} as calibrated on {calibration.name}, {calibration.made[:10]}"
+    elsewhere = "; `lab calibrate` measures this machine" if is_reference else ""
+    return {"predicted": predicted, "source": source + elsewhere}
 
 
 def _gradient_sizes(rank: RankRecords) -> list[GradientSize]:
@@ -226,16 +212,6 @@ def _gradient_sizes(rank: RankRecords) -> list[GradientSize]:
         GradientSize(shape, _ITEM_BYTES.get(str(dtype).removeprefix("torch."), 4))
         for _, _, shape, dtype, *_ in rows.values()
     ]
-
-
-def _own_calls(rank: RankRecords) -> list[Record]:
-    """Return the calls of the last step, if the model can predict them: in order, not in DDP."""
-    begin, end = windows(rank)[-1]
-    calls = list(_within(rank.by_kind["call"], begin, end))
-    foreseeable = all(one["name"] in _KINDS and not one.get("async", True) for one in calls)
-    if _through_ddp(list(_within(rank.by_kind["backward"], begin, end))):
-        return []
-    return calls if foreseeable else []
 
 
 def _compute(mean: ObservedStep, sizes: Sequence[int]) -> StepCompute:

@@ -101,11 +101,6 @@ class Recording:
     clocks: bool = False
     hung: bool = False
 
-    @property
-    def fixed_size(self) -> bool:
-        """Whether the script ran with another number of ranks than it was asked for."""
-        return self.asked_size is not None and self.size != self.asked_size
-
 
 def read_process(folder: Path, pid: int) -> ProcessRecords:
     """Return the records of one process."""

@@ -26,6 +26,8 @@ STYLES = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yellow"}
 _WIDTH = 100  # longer lines are hard to read; a file or a pipe has no width of its own
 _MOST_EVIDENCE = 3  # sentences of a finding on the terminal
 _MOST_TEXT, _MOST_LINES = 600, 12  # characters of a line, lines of a text, on the terminal
+_NUMBER = re.compile(r"(?<![\w.])(\d[\d,.]*(?:e[+-]?\d+)?(?![\w]))")
+_ON_RANKS = re.compile(r"\(on [^()]+ ranks\)$")  # holds for some runs only
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(%|[mµn]?s|[kMG]?B)(\W|$))")  # where no line should break
 
 
@@ -35,7 +37,7 @@ def print_audit(console: Console, result: AuditResult) -> None:
         console = Console(file=console.file, highlight=False, width=_WIDTH)
     console.width = min(console.width, _WIDTH)
     _print_wrapped(console, "", verdict_text(result), style=STYLES[result.verdict.answer])
-    for line in (f"{runs_text(result)}: {result.command}", *result.remarks):
+    for line in (f"{counts_text(result)}: {result.command}", *result.remarks):
         _print_wrapped(console, "", line)
     if result.faults and result.failure:  # without faults, `lab` prints it as its last line
         _print_wrapped(console, "", f"Not all could be audited: {result.failure}")
@@ -45,16 +47,25 @@ def print_audit(console: Console, result: AuditResult) -> None:
         _print_details(console, finding)
     if result.right:
         console.print(Text("\nChecked and right:", style="bold"))
-        _print_wrapped(console, "  ", one_line("; ".join(result.right)) + ".")
+        _print_wrapped(console, "  ", one_line("; ".join(joined(result.right))) + ".")
     _print_list(console, "Notices (details: --json or --html)", map(title, result.notices))
-    _print_list(console, "Could not be judged", result.unknown)
-    _print_list(console, "Replay in one process", replay_lines(result.replay))
+    _print_list(console, "Could not be judged", joined(result.unknown))
+    _print_list(console, "Computed again in one process", replay_lines(result.replay))
     _print_list(console, "Speed", speed_lines(result.performance))
 
 
 def verdict_text(result: AuditResult) -> str:
     """Return the answer to ``QUESTION`` with its reason, as one sentence."""
     return f"{QUESTION}: {result.verdict.answer} — {one_line(result.verdict.why).rstrip('.')}."
+
+
+def counts_text(result: AuditResult) -> str:
+    """Return what was found where, as in "2 faults and 1 notice on 2 ranks with torch 2.9"."""
+    counts = {"fault": len(result.faults), "notice": len(result.notices)}
+    found = [f"{count} {kind}{'s' * (count != 1)}" for kind, count in counts.items() if count]
+    torch = versions(result)["torch"]
+    version = f" with torch {torch}" if torch else ""
+    return f"{enumerated(found) or 'No fault'} on {runs_text(result)}{version}"
 
 
 def runs_text(result: AuditResult) -> str:
@@ -64,11 +75,26 @@ def runs_text(result: AuditResult) -> str:
 
 def ranks_text(sizes: Iterable[int]) -> str:
     """Return "2 and 3 ranks" or "1 rank"; "no run" without any."""
-    *first, last = [str(size) for size in sorted(set(sizes))] or ["no run"]
-    if last == "no run":
-        return last
-    numbers = f"{', '.join(first)} and {last}" if first else last
-    return f"{numbers} {'rank' if numbers == '1' else 'ranks'}"
+    numbers = enumerated(str(size) for size in sorted(set(sizes)))
+    return f"{numbers} {'rank' if numbers == '1' else 'ranks'}" if numbers else "no run"
+
+
+def enumerated(words: Iterable[str]) -> str:
+    """Return "a, b and c"."""
+    *first, last = [*words] or [""]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def joined(sentences: Iterable[str]) -> list[str]:
+    """Join the sentences on single runs that differ only in numbers: "12 and 8 batches"."""
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    for sentence in sentences:
+        parts = _NUMBER.split(sentence) if _ON_RANKS.search(sentence) else [sentence]
+        alike.setdefault(tuple(parts[::2]), []).append(parts)
+    return [
+        "".join(enumerated(dict.fromkeys(each)) for each in zip(*found, strict=True))
+        for found in alike.values()
+    ]
 
 
 def title(finding: Finding) -> str:
@@ -82,7 +108,7 @@ def speed_lines(performance: Mapping[str, Any] | None) -> list[str]:
     if not performance:
         return []
     sent, most = performance["bytes_sent"], performance["most_bytes_sent"]
-    busiest = f", the busiest {bytes_text(most)}" if most > 1.01 * sent else ""
+    busiest = f", at most {bytes_text(most)}" if most > 1.01 * sent else ""
     lines = [
         f"{duration_text(performance['seconds'])} a step on {ranks_text([performance['ranks']])}; "
         f"exposed communication {duration_text(performance['exposed_seconds'])} "
@@ -102,7 +128,8 @@ def replay_lines(replay: Mapping[str, Any] | None) -> list[str]:
     if why_not := replay.get("why_not"):
         return [f"not possible: {why_not}"]
     return [
-        f"step {step}: weights differ by at most {difference:.1e} of their size ({parameter})"
+        f"step {step}: the weights of {ranks_text([replay['ranks']])} differ by at most "
+        f"{difference:.1g} of their size ({parameter})"
         for step, difference, parameter in replay["steps"]
     ]
 
@@ -203,14 +230,9 @@ def finding_json(finding: Finding) -> dict[str, Any]:
 
 def versions(result: AuditResult) -> dict[str, str]:
     """Return the versions of Python and torch that the script ran with."""
-    starts = [
-        start
-        for recording in result.recordings
-        for rank in recording.ranks
-        for start in rank.by_kind["start"]
-    ]
-    python = {str(one["python"]) for one in starts}
-    torch = {str(one["torch"]) for one in starts if one["torch"]}
+    ranks = [rank for recording in result.recordings for rank in recording.ranks]
+    python = {str(one["python"]) for rank in ranks for one in rank.by_kind["start"]}
+    torch = {str(one["version"]) for rank in ranks for one in rank.by_kind["torch"]}
     return {"python": ", ".join(sorted(python)), "torch": ", ".join(sorted(torch))}
 
 

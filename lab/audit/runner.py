@@ -23,10 +23,7 @@ from lab.cluster.program import node_environment
 HOOK = Path(__file__).with_name("probe") / "hook"
 """The folder that loads the probe when it is on PYTHONPATH."""
 _POLL_SECONDS = 0.1
-_FAILED_EARLY_SECONDS, _FAILED_SECONDS = (
-    3.0,
-    8.0,
-)  # for the others to fail, too
+_FAILED_EARLY_SECONDS, _FAILED_SECONDS = 3.0, 8.0  # for the others to fail, too
 _CUT_SECONDS, _CUT_ALONE_SECONDS, _REPLAY_SECONDS = 6.0, 30.0, 120.0
 _MISSING_RANKS_SECONDS = 8.0
 _STACK_SECONDS = 2.0
@@ -74,7 +71,6 @@ class RunSettings:
     limit_seconds : for the whole run.
     idle_seconds : a script that computes nothing and records nothing for so long has hung.
     cwd : folder in which the script runs.
-    environment : variables in addition to this process's own.
     """
 
     steps: int = 6
@@ -83,7 +79,6 @@ class RunSettings:
     limit_seconds: float = 300.0
     idle_seconds: float = 20.0
     cwd: Path = field(default_factory=Path.cwd)
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -194,11 +189,10 @@ def _environment(
         "clocks": settings.clocks,
         "replay": settings.replay,
     }
-    given = {**os.environ, **settings.environment}
-    defaults = {"MASTER_ADDR": network.master, "MASTER_PORT": str(port)}
+    given = {"MASTER_ADDR": network.master, "MASTER_PORT": str(port), **os.environ}
     path = os.pathsep.join(filter(None, [str(HOOK), given.get("PYTHONPATH")]))
     return {
-        **node_environment({**defaults, **given}, nodes=size or 2, interface=network.interface),
+        **node_environment(given, nodes=size or 2, interface=network.interface),
         "PYTHONPATH": path,
         "LAB_AUDIT": json.dumps(probe),
     }

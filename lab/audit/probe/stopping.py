@@ -109,9 +109,8 @@ class Stopping:
             if shown >= 2 and epoch.given == 0:
                 self.end()
             self.second = self.done
-        if self.done >= self.second + STEPS_OF_NEXT_EPOCH and shown >= 2:
-            self.end()
-        if self.done >= self.second + 2 * STEPS_OF_NEXT_EPOCH:
+        enough = STEPS_OF_NEXT_EPOCH if shown >= 2 else 2 * STEPS_OF_NEXT_EPOCH
+        if self.done >= self.second + enough:
             self.end()
 
     def after_forward(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
@@ -166,13 +165,10 @@ class Stopping:
         limit = time.monotonic() + REPLAY_SECONDS
         while getattr(self.probe, "busy", False) and time.monotonic() < limit:
             time.sleep(0.1)
-        self.probe.record("end", status=0, after_cut=True)
         for child in multiprocessing.active_children():
             if child.daemon:
                 child.terminate()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        self.probe.end()
 
 
 class Failures:
@@ -184,7 +180,7 @@ class Failures:
         self.hook, self.thread_hook = sys.excepthook, threading.excepthook
         sys.excepthook = self.in_main
         threading.excepthook = self.in_thread
-        replace(multiprocessing.process.BaseProcess, "run", self.in_process)
+        replace(multiprocessing.process.BaseProcess, "run", self.call)
         replace(multiprocessing.process.BaseProcess, "_bootstrap", self.whole_process)
         replace(importlib.import_module("torch.multiprocessing.spawn"), "_wrap", self.in_spawned)
 
@@ -202,10 +198,6 @@ class Failures:
         if arguments.exc_value is not None:
             self.record(arguments.exc_value)
         self.thread_hook(arguments)
-
-    def in_process(self, original: Callable[..., Any], process: Any) -> None:
-        """Run the target of a multiprocessing.Process."""
-        self.call(original, process)
 
     def in_spawned(
         self, original: Callable[..., Any], function: Any, *rest: Any, **named: Any

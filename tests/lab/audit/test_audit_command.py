@@ -44,14 +44,21 @@ def audit(folder: Path, *arguments: object) -> Ended:
     return start_lab("audit", *arguments, cwd=folder, cold=True).end(timeout_seconds=120)
 
 
-@pytest.mark.long
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.slow
 def test_a_right_script_and_its_json(tmp_path: Path) -> None:
     words = ("python", "train.py", "tcp://{master}:{port}", "{nodes}", "{rank}")
     files = ("--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
     ended = audit(tmp_path, *files, "--keep", tmp_path / "kept", "--", *words)
     assert ended.status == 0, ended
-    assert "2 ranks: " in ended.out
-    assert "3 ranks: " in ended.out
+    assert "2 ranks: 8 steps in " in ended.out
+    assert "3 ranks: 8 steps in " in ended.out
+    assert "averages: yes — in all steps each" in ended.out
+    assert "every rank has 12 and 8 batches in an epoch (on 2 and 3 ranks)" in flat(ended.out)
+    assert len(ended.out.splitlines()) < 50
     content = json.loads((tmp_path / "a.json").read_text())
     assert content["status"] == 0
     assert {finding["severity"] for finding in content["findings"]} <= {"notice"}
@@ -60,15 +67,18 @@ def test_a_right_script_and_its_json(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["2-ranks", "3-ranks"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_torchrun_gets_the_number_of_ranks_and_a_literal_divisor_is_a_fault(tmp_path: Path) -> None:
-    ended = audit(tmp_path, "--", "torchrun", "--nproc-per-node", 2, "train.py", "torchrun")
+    ended = audit(
+        tmp_path, "--ranks", 3, "--", "torchrun", "--nproc-per-node", 2, "train.py", "torchrun"
+    )
     assert ended.status == 1, ended
-    assert "3 ranks: " in ended.out
+    assert "no — the sum of the gradients is" in ended.out
+    assert "\n1 fault on 3 ranks with torch " in ended.out
     assert "FAULT: The sum of the gradients is divided by a constant" in ended.out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_script_that_starts_its_own_ranks_runs_once(tmp_path: Path) -> None:
     ended = audit(tmp_path, "--", "python", "train.py", "spawn", "{port}")
     assert ended.status == 0, ended
@@ -76,7 +86,14 @@ def test_a_script_that_starts_its_own_ranks_runs_once(tmp_path: Path) -> None:
     assert "3 ranks" not in ended.out
 
 
-@pytest.mark.long
+def refused(folder: Path, words: str) -> str:
+    ended = audit(folder, *words.split())
+    assert ended.status == 2, ended
+    assert ended.err.startswith("error: ")
+    assert ended.err.count("\n") == 1
+    return ended.err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -87,10 +104,22 @@ def test_a_script_that_starts_its_own_ranks_runs_once(tmp_path: Path) -> None:
         ("--json no/such/file -- python train.py", "--json: no/such/file cannot be written"),
         ("--rate 1gbit -- python train.py", "give {rank} in the command"),
         ("--rate 1gbit --isolate -- python x {rank}", "give one of them"),
+        ("-- python train.py {ranks}", "unknown placeholder {ranks}"),
         ("-- no-such-program {rank}", "no-such-program cannot be started: No such file"),
+    ],
+)
+def test_wrong_flags_are_refused_on_one_line(tmp_path: Path, words: str, message: str) -> None:
+    assert message in refused(tmp_path, words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
         ("-- ls", "the command started no Python that loads the probe"),
-        ("-- python -I train.py {rank}", "leave out -I"),
+        ("-- python -I train.py {rank}", "without -I, -E and -S"),
         ("-- python -c input() {rank}", "It reads from stdin"),
+        ("-- python -c 1/0 {rank}", "status 1: ZeroDivisionError: division by zero. Run the"),
         ("-- python -c pass {rank}", "without a step of an optimiser of torch.optim"),
         ("-- python no.py {rank}", "Start it in the folder"),
     ],
@@ -98,8 +127,4 @@ def test_a_script_that_starts_its_own_ranks_runs_once(tmp_path: Path) -> None:
 def test_what_cannot_be_audited_is_told_on_one_line(
     tmp_path: Path, words: str, message: str
 ) -> None:
-    ended = audit(tmp_path, *words.split())
-    assert ended.status == 2, ended
-    assert ended.err.startswith("error: ")
-    assert ended.err.count("\n") == 1
-    assert message in ended.err
+    assert message in refused(tmp_path, words)

@@ -69,6 +69,7 @@ def test_a_script_that_starts_its_own_ranks_does_not_take_their_number() -> None
         ("python t.py {rank}", "python 't.py", "--rank0: No closing quotation"),
         ("python t.py {rank}", "", "--rank0: got an empty command"),
         ("python t.py {rank}", "python {me}", "unknown placeholder {me}"),
+        ("torchrun --nproc-per-node 2 t.py", "python m.py", "--rank0: the command after -- starts"),
     ],
 )
 def test_wrong_commands(typed: str, rank0: str | None, message: str) -> None:

@@ -28,6 +28,7 @@ def explain(
     if lines:
         (folder / "7.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "rank0.log").write_text(output)
+    (folder / "rank1.log").touch()
     failed = (0,) if status else ()
     fields: dict[str, Any] = {"steps": 0} | facts
     end = RunEnd(2, folder, 1.0, (status, None), failed, **fields)
@@ -51,6 +52,7 @@ def explain(
         ("RuntimeError: Dataset not found or corrupted.", "Start it in the folder"),
         ("RuntimeError: errno: 98 - Address already in use", "give {port}"),
         ("AssertionError: Torch not compiled with CUDA enabled", "asks for a GPU"),
+        ("ValueError: the new group's world size should be less or equal", "number with --ranks"),
         ("ZeroDivisionError: division by zero", "Run the command by itself"),
     ],
 )
@@ -87,10 +89,28 @@ def test_ranks_that_wait_are_told_with_the_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("warning", "address"),
+    [
+        ("TCP client failed to connect/validate to host 10.10.1.1:6585 - retrying", "10.10.1.1"),
+        ("The IPv6 network addresses of (node0, 6585) cannot be retrieved", "node0"),
+        ("The client socket has failed to connect to [head.lan]:29500 (errno: 111)", "head.lan"),
+        ("timed out after 9ms while trying to connect to (10.0.0.7, 29500).", "10.0.0.7"),
+        ("rank 0 starts", "ADDRESS"),
+    ],
+)
+def test_the_address_that_a_script_insists_on_is_named(
+    tmp_path: Path, warning: str, address: str
+) -> None:
+    call = {"k": "call", "c": 0, "name": "init_process_group", "at": None}
+    said = explain(tmp_path, records=[START, call], output=warning, hung="its ranks waited")
+    assert said is not None
+    assert said.endswith(f"or --isolate {address}.")
+
+
+@pytest.mark.parametrize(
     ("records", "words", "message"),
     [
-        ([], "python -I t.py {rank}", "python -I ignores PYTHONPATH: leave out -I"),
-        ([], "ls {rank}", "started no Python that loads the probe"),
+        ([], "python -I t.py {rank}", "no Python that loads the probe. Give the Python command"),
         ([START], "python t.py {rank}", "without a step of an optimiser"),
         ([START, {"k": "backward"}], "python t.py {rank}", "no optimiser of torch.optim used them"),
     ],
@@ -110,3 +130,12 @@ def test_one_rank_alone_proves_nothing_and_two_are_fine(tmp_path: Path) -> None:
     assert "it trains on one rank" in said
     group = {"k": "group", "rank": 0, "world": 2}
     assert explain(tmp_path, records=[START, group, step], steps=1) is None
+
+
+def test_processes_that_share_gradients_in_another_way_are_counted(tmp_path: Path) -> None:
+    trained: list[dict[str, Any]] = [START, {"k": "backward"}, {"k": "step", "o": 0}]
+    lines = "".join(json.dumps({"t": 0.0, **one}) + "\n" for one in trained)
+    (tmp_path / "8.jsonl").write_text(lines)
+    said = explain(tmp_path, records=trained, words="python t.py", steps=1)
+    assert said is not None
+    assert "2 of its processes train, and no process group is seen" in said

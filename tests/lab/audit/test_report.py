@@ -12,9 +12,9 @@ from rich.console import Console
 
 from lab.audit.findings.finding import Finding, catalogue
 from lab.audit.page import write_page
-from lab.audit.performance import OWN_CALLS, measure
+from lab.audit.performance import measure
 from lab.audit.recording import CodeLine, RankRecords, Recording
-from lab.audit.report import print_audit, write_json
+from lab.audit.report import joined, print_audit, write_json
 from lab.audit.result import AuditResult, EqualityVerdict
 from tests.helpers import ROOT
 
@@ -73,7 +73,7 @@ def printed(result: AuditResult, *, width: int = 100, terminal: bool = False) ->
 EXPECTED = """\
 Equals one process that computes each rank's share and averages: no — the gradients are added up,
 not divided (2 and 3 ranks).
-2 and 3 ranks: python main.py --rank {rank}
+1 fault and 1 notice on 2 and 3 ranks: python main.py --rank {rank}
 What the script printed is cut after 6 steps
 
 FAULT: Gradients are added up, but not divided by the number of ranks (2 and 3 ranks)
@@ -96,8 +96,8 @@ Could not be judged:
 - the order of epochs: only one epoch was seen
 
 Speed:
-- 20 ms a step on 3 ranks; exposed communication 5 ms (25 % of a step); a rank sends 1 MB a step,
-  the busiest 2 MB
+- 20 ms a step on 3 ranks; exposed communication 5 ms (25 % of a step); a rank sends 1 MB a step, at
+  most 2 MB
 - predicted for this model and batch: ddp 15.5 ms
 - loopback as calibrated on a laptop, 2026-11-21
 - 3 ranks share 2 cores, so the step is slower than on nodes
@@ -113,12 +113,37 @@ def test_the_terminal_shows_one_screen_in_the_order_that_matters() -> None:
 
 
 def test_a_right_script_has_no_heading_without_content() -> None:
+    started = RankRecords(1, [{"k": "torch", "version": "2.9"}], np.zeros(0))
     result = wrong_script(
-        findings=(), verdict=EqualityVerdict("yes", "x"), unknown=(), performance=None, remarks=()
+        recordings=(Recording(2, [started]),),
+        findings=(),
+        verdict=EqualityVerdict("yes", "x"),
+        unknown=(),
+        performance=None,
+        remarks=(),
     )
     text = printed(result)
-    assert ": yes — x." in text
+    assert ": yes — x.\nNo fault on 2 ranks with torch 2.9: python" in text
     assert not re.search("FAULT|Notices|Could not|Speed|Replay", text)
+
+
+def test_sentences_on_single_runs_that_differ_in_numbers_are_one() -> None:
+    said = [
+        "every rank has 12 batches (on 2 ranks)",
+        "rank 0 keeps 3 %",
+        "every rank has 8 batches (on 3 ranks)",
+        "rank 1 keeps 3 %",
+        "deviation 3e-08 of conv1 (on 2 ranks)",
+        "deviation 4e-08 of conv1 (on 3 ranks)",
+        "deviation 4e-08 of conv2 (on 3 ranks)",
+    ]
+    assert joined(said) == [
+        "every rank has 12 and 8 batches (on 2 and 3 ranks)",
+        "rank 0 keeps 3 %",
+        "rank 1 keeps 3 %",
+        "deviation 3e-08 and 4e-08 of conv1 (on 2 and 3 ranks)",
+        "deviation 4e-08 of conv2 (on 3 ranks)",
+    ]
 
 
 def test_a_run_that_failed_is_named_everywhere(tmp_path: Path) -> None:
@@ -199,7 +224,9 @@ def test_the_page_of_the_documentation_names_every_finding_as_the_catalogue_does
 # --- the times ---
 
 
-def records(*, calls: list[dict], through: str, own_exposed: float) -> list[dict]:
+def records(
+    *, calls: list[dict], through: str, own_exposed: float, apart: float = 0.1
+) -> list[dict]:
     """Return six steps of one second each, the first two of which take ten seconds."""
     found: list[dict] = [
         {
@@ -224,8 +251,8 @@ def records(*, calls: list[dict], through: str, own_exposed: float) -> list[dict
                 "forwards": [[4, 0, through, "Net"]],
             }
         )
-        for call in calls:
-            at = begin + 0.7
+        for index, call in enumerate(calls):
+            at = begin + 0.7 + apart * index
             found.append({"k": "call", "t": at, "c": number, "size": 2, "async": False, **call})
             found.append({"k": "done", "t": at, "c": number, "seconds": 0.05, "wait_seconds": 0.0})
             number += 1
@@ -254,8 +281,14 @@ def test_calls_by_hand_are_exposed_and_count_their_bytes() -> None:
     assert found["backward_seconds"] == pytest.approx(0.4)
     assert found["bytes_sent"] == 4000  # rank 0 scatters to one rank, rank 1 sends to rank 0
     names = [one["strategy"] for one in found["predicted"]]
-    assert names == ["ddp", "overlapped", OWN_CALLS]
+    assert names == ["ddp", "overlapped"]
     assert all(0.8 < one["step_seconds"] < 1.0 for one in found["predicted"])
+
+
+def test_calls_of_several_threads_at_the_same_time_are_exposed_once() -> None:
+    call = {"name": "all_reduce", "bytes": 4000}
+    found = measured(calls=[call] * 3, through="module", own_exposed=0.0, apart=0.02)
+    assert found["exposed_seconds"] == pytest.approx(0.09)
 
 
 def test_ddp_hides_its_messages_so_they_are_counted_by_its_parameters() -> None:
@@ -264,12 +297,6 @@ def test_ddp_hides_its_messages_so_they_are_counted_by_its_parameters() -> None:
     assert found["backward_seconds"] == pytest.approx(0.25)
     assert found["bytes_sent"] == 4000  # 2 (N-1)/N of 4000 bytes on two ranks
     assert [one["strategy"] for one in found["predicted"]] == ["ddp", "overlapped"]
-
-
-def test_a_call_that_backward_hides_is_not_exposed_and_not_predicted() -> None:
-    call = {"name": "all_reduce", "bytes": 4000, "async": True}
-    found = measured(calls=[call], through="module", own_exposed=0.0)
-    assert OWN_CALLS not in [one["strategy"] for one in found["predicted"]]
 
 
 def test_two_optimisers_make_one_step_together() -> None:

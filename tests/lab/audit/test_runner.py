@@ -46,6 +46,23 @@ if os.fork() == 0:  # a daemon: its parent ends, and it has a session of its own
 print("started", flush=True)
 time.sleep(1000)
 """
+WORKERS = """\
+import time
+from torch.utils.data import DataLoader
+class Slow:
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        if index:
+            print("started", flush=True)
+            time.sleep(1000)
+        return index
+for batch in DataLoader(Slow(), num_workers=1):
+    print("started", flush=True)
+"""
+NAMESPACES = pytest.mark.skipif(
+    bool(tools.namespaces_refused()), reason=str(tools.namespaces_refused())
+)
 
 
 def run(folder: Path, script: str, *, arguments: str = BY_FLAGS, size: int = 2) -> RunEnd:
@@ -88,7 +105,7 @@ print([os.environ[name] for name in names], sys.argv[1] + sys.argv[2] == "127.0.
     assert sorted(start["hint"] for start in starts) == [0, 1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_rank_that_ignores_sigterm_and_its_daemon_are_ended_after_a_failure(
     tmp_path: Path,
 ) -> None:
@@ -101,22 +118,20 @@ def test_a_rank_that_ignores_sigterm_and_its_daemon_are_ended_after_a_failure(
     assert time.monotonic() - began < 25
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "literal"), [(2, 0), (2, 4), (3, 2)])
 def test_a_script_ends_after_the_steps_and_a_literal_number_of_ranks_is_noticed(
-    tmp_path: Path,
+    tmp_path: Path, size: int, literal: int
 ) -> None:
-    for name, wanted, sizes in (("own", 0, (None, 2)), ("four", 4, (4, 2)), ("two", 2, (2, 3))):
-        expected, size = sizes
-        (tmp_path / name).mkdir()
-        end = run(tmp_path / name, TRAINING, arguments=f"{BY_FLAGS} {wanted}", size=size)
-        assert end.wanted_size == expected, (name, end, end.output(0))
-        assert running_in(tmp_path / name) == []
-        if name == "own":
-            assert not end.failed
-            assert 6 <= end.steps < 30
+    end = run(tmp_path, TRAINING, arguments=f"{BY_FLAGS} {literal}", size=size)
+    assert end.wanted_size == (literal or None), (end, end.output(0))
+    assert running_in(tmp_path) == []
+    if not literal:
+        assert not end.failed
+        assert end.steps == 6
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ranks_that_wait_for_each_other_have_hung(tmp_path: Path) -> None:
     script = f"{TRAINING}\nif rank:\n    dist.barrier()\nelse:\n    import time; time.sleep(1000)\n"
     (tmp_path / "main.py").write_text(script.replace("range(100)", "range(2)"))
@@ -131,15 +146,25 @@ def test_ranks_that_wait_for_each_other_have_hung(tmp_path: Path) -> None:
     assert running_in(tmp_path) == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "flags", "number", "whole_group"),
+    [
+        (STUBBORN, (), signal.SIGINT, True),
+        (WORKERS, (), signal.SIGINT, False),
+        (STUBBORN, (), signal.SIGTERM, False),
+        (STUBBORN, (), signal.SIGKILL, False),
+        (WORKERS, (), signal.SIGKILL, False),
+        pytest.param(STUBBORN, ("--isolate",), signal.SIGKILL, False, marks=NAMESPACES),
+    ],
+)
 def test_nothing_is_left_when_the_audit_is_stopped_or_killed(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, script: str, flags: tuple[str], number: signal.Signals, whole_group: bool
 ) -> None:
-    (tmp_path / "main.py").write_text(STUBBORN)
-    words = [sys.executable, "-m", "lab", "audit", "--", sys.executable, "main.py", "{rank}"]
+    (tmp_path / "main.py").write_text(script)
+    words = [sys.executable, "-m", "lab", "audit", *flags, "--", sys.executable, "main.py"]
     audit = subprocess.Popen(
-        words,
+        [*words, "{rank}"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
         stdout=subprocess.DEVNULL,
@@ -154,8 +179,8 @@ def test_nothing_is_left_when_the_audit_is_stopped_or_killed(
             "both ranks",
             timeout_seconds=60,
         )
-        assert len(running_in(tmp_path)) >= 5  # two ranks, their daemons, the audit
-        audit.send_signal(number)
+        assert len(running_in(tmp_path)) >= 5  # two ranks, a child of each, the audit
+        (os.killpg if whole_group else os.kill)(audit.pid, number)
         _, errors = audit.communicate(timeout=30)
     finally:
         audit.kill()
@@ -175,7 +200,7 @@ def test_names_to_isolate_are_sorted() -> None:
             sort_names([wrong])
 
 
-@pytest.mark.skipif(bool(tools.namespaces_refused()), reason=str(tools.namespaces_refused()))
+@NAMESPACES
 def test_isolated_ranks_have_the_interface_address_and_names(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text("""\
 import os, socket
@@ -188,7 +213,7 @@ print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["MASTER_ADDR"])
     records = tmp_path / "records"
     records.mkdir()
     command = parse_command(f"{sys.executable} main.py {{rank}}".split(), None)
-    with isolated(["ens3", "10.10.1.2", "head"], tmp_path) as network:
+    with isolated(["ens3", "10.10.1.2", "head"], records, tmp_path) as network:
         settings = RunSettings(cwd=tmp_path)
         end = run_audit_size(command, 2, records, settings, network=network)
     for rank in range(2):
