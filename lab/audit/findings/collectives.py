@@ -72,17 +72,28 @@ def _first_difference(recording: Recording) -> Finding | None:
     calls = {rank.rank: _by_group(rank) for rank in recording.ranks}
     for one, other in combinations(recording.ranks, 2):
         for group in calls[one.rank].keys() & calls[other.rank].keys():
-            pairs = zip(calls[one.rank][group], calls[other.rank][group], strict=False)
+            pairs = list(zip(calls[one.rank][group], calls[other.rank][group], strict=False))
+            ahead = _ahead(pairs)
             for number, (left, right) in enumerate(pairs, start=1):
-                if _kind(left) != _kind(right):
+                if _kind(left) != _kind(right) or _ahead([(left, right)], ahead) != ahead:
                     where = "" if group is None else f" of the group of ranks {list(group[1])}"
                     observed = (
-                        f"collective {number}{where}, step {left['step']}: "
-                        f"rank {one.rank} calls {_describe(left)}; "
-                        f"rank {other.rank} calls {_describe(right)}"
+                        f"collective {number}{where}: "
+                        f"rank {one.rank} calls {_describe(left)} in step {left['step']}; "
+                        f"rank {other.rank} calls {_describe(right)} in step {right['step']}"
                     )
                     return _finding(observed, recording, right)
     return None
+
+
+def _ahead(pairs: list[tuple[Record, Record]], otherwise: int = 0) -> int:
+    """Return by how many steps the second rank is ahead where both first exchange gradients."""
+    steps = (
+        right["step"] - left["step"]
+        for left, right in pairs
+        if left["content"] == right["content"] == "gradient"
+    )
+    return next(steps, otherwise)
 
 
 def _missing(recording: Recording) -> Finding | Unknown | None:

@@ -24,6 +24,9 @@ from lab.audit.findings.where import (
 )
 from lab.audit.recording import CodeLine, Numbers, Recording, code_line
 
+_UNIFORM = frozenset({"mean", "factor"})
+"""All ranks count alike: so they may in single steps, by chance, where they otherwise do not."""
+
 
 def check(recording: Recording) -> Iterator[Outcome]:
     """Judge what the optimisers get; see lab/audit/findings/finding.py."""
@@ -77,13 +80,13 @@ def _judge(
         yield from _judge_own(recording, observed, replicas)
     elif kinds == {"parameters"}:
         yield _some_parameters(recording, observed)
-    elif kinds <= {"mean", "clipped"} and "clipped" in kinds:
+    elif "clipped" in kinds and kinds <= {*_UNIFORM, "clipped"}:
         yield _clipped([one for one in observed if one.kind == "clipped"], len(observed))
-    elif kinds <= {"mean", "clamped"} and "clamped" in kinds:
+    elif "clamped" in kinds and kinds <= {*_UNIFORM, "clamped"}:
         yield _clamped([one for one in observed if one.kind == "clamped"], len(observed))
-    elif "weighted" in kinds and kinds <= {"mean", "weighted"}:
+    elif "weighted" in kinds and kinds <= {*_UNIFORM, "weighted"}:
         yield from _judge_weighted(recording, observed)
-    elif kinds <= {"mean", "factor"}:
+    elif kinds <= _UNIFORM:
         yield from _judge_total(recording, observed)
     else:
         yield Unknown(f"gradients: not the same in all steps ({', '.join(sorted(kinds))})")
