@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lab.audit.findings.gradients.combination import GradientStep, Parameter, combine, misfit
 from lab.audit.recording import Numbers, Record
@@ -59,7 +60,7 @@ def explain(step: GradientStep, previous: GradientStep | None, start: Numbers | 
 
     if residue <= _tolerance(step):
         return _linear(step, weights, pattern)
-    for attempt in (_clamped, _stale, _by_parameter, _rounded, _decayed, _shortened):
+    for attempt in (_clamped, _stale, _by_part, _rounded, _decayed, _shortened):
         if found := attempt(step, previous, start, pattern):
             return found
     return pattern("unknown")
@@ -203,36 +204,53 @@ def _stale(
     return pattern("stale", total=float(before.sum(axis=1).mean()), residue=max(fits))
 
 
-def _by_parameter(
+def _by_part(
     step: GradientStep, _: GradientStep | None, __: Numbers | None, pattern: MakePattern
 ) -> Pattern | None:
-    """Each parameter by itself: the mean of some, something else of others."""
-    size = step.size
-    named = {"averaged": 1 / size, "each rank's own": None, "added up": 1.0, "zero": 0.0}
+    """The mean in some parameters or parts of them, something else in others."""
+    size, judged = step.size, [one for one in step.measured if step.got[:, one.columns].any()]
+    total, columns = step.own.sum(axis=0), np.zeros(step.own.shape[1], dtype=bool)
+    for one in judged:
+        columns[one.columns] = True
+    allowed = np.abs(step.own).sum(axis=0)
+    allowed[columns] += 1e-2 / step.balance[columns]
+    named = {
+        "averaged": total / size,
+        "each rank's own": step.own,
+        "each rank's own, divided": step.own / size,
+        "added up": total,
+    }
+    fits = {
+        words: np.abs(step.got - values) <= _tolerance(step) * allowed
+        for words, values in named.items()
+    }
+    if not judged or not np.any(list(fits.values()), axis=0)[:, columns].all():
+        return None
     found: dict[str, list[Parameter]] = {}
-    for one in step.measured:
-        for words, factor in named.items():
-            if all(_fits_one(step, r, one, factor) for r in range(size)):
-                found.setdefault(words, []).append(one)
-                break
-        else:
-            return None
-    found.pop("zero", None)
-    if set(found) == {"averaged"}:
+    for one in judged:
+        whole = (words for words, fit in fits.items() if fit[:, one.columns].all())
+        found.setdefault(next(whole, ""), []).append(one)
+    if "" in found:
+        return pattern("rows", *(_shares(fits, r, columns) for r in range(size)), residue=0.0)
+    if set(found) <= {"averaged"}:
         return pattern("mean", total=1.0, residue=0.0)
-    if "averaged" not in found and "added up" not in found:
-        return pattern("own") if found else None
-    fewer = sorted(found.items(), key=lambda item: (item[0] == "averaged", len(item[1])))
+    if not {"averaged", "added up"} & set(found):
+        return pattern("own")
     if len(found) == 1:
         return pattern("factor", total=float(size), residue=0.0)
-    return pattern("parameters", fewer[0][0], *[one.name or one.key for one in fewer[0][1]])
+    how, few = min(found.items(), key=lambda item: (item[0] == "averaged", len(item[1])))
+    return pattern("parameters", how, *[one.name or one.key for one in few])
 
 
-def _fits_one(step: GradientStep, rank: int, one: Parameter, factor: float | None) -> bool:
-    weights = np.eye(step.size)[rank] if factor is None else np.full(step.size, factor)
-    if factor == 0:
-        return not step.got[rank][one.columns].any()
-    return bool(misfit(step.own, weights, step.got[rank], (one,))[0] <= _tolerance(step))
+def _shares(fits: dict[str, NDArray[np.bool_]], rank: int, columns: NDArray[np.bool_]) -> str:
+    """Say which share of the numbers that a rank's optimiser gets is what."""
+    texts, left = [], columns.copy()
+    for words, fit in fits.items():
+        if (now := left & fit[rank]).any():
+            share = f"{now.sum() / columns.sum():.0%}"
+            texts.append(f"{share} {words}".replace("each rank's", "its"))
+        left &= ~now
+    return "numbers of which are " + ", ".join(texts)
 
 
 def _rounded(
