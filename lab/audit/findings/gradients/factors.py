@@ -4,6 +4,7 @@ A sum is right if each rank divides its loss by the number of ranks, and a mean 
 not: so the factor is judged together with the scale at which the gradient reaches the loss.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -33,8 +34,8 @@ def judge_factor(recording: Recording, observed: list[Pattern]) -> Iterator[Outc
         return
     size, micro = step.size, int(step.records[0].get("micro") or 1)
     losses = _losses(recording, observed)
-    scale = loss_scale(losses)
-    if scale is not None and _near(scale * micro * factor, 1, tolerance):
+    whole = _whole_weight(losses, size)
+    if whole is not None and _near(whole * factor, 1, tolerance):
         yield Right("the losses' scale and the exchange together give the mean of all samples")
     elif micro > 1 and _near(factor * micro, 1, tolerance):
         yield Right("the optimiser gets the mean of the ranks' gradients and of the micro-batches")
@@ -75,8 +76,9 @@ def _name_factor(recording: Recording, observed: list[Pattern], factor: float) -
         f" the {size} ranks' gradients (residue {residue:.0e}; the same in {len(observed)} steps)"
     )
     if _near(factor, size, tolerance):
-        sure = "certain" if loss_scale(_losses(recording, observed)) else "likely"
-        return Finding("sum-not-mean", (text,), line, sure)
+        if loss_scale(_losses(recording, observed)) is None:
+            return Unknown(f"gradients: {text}; whether the losses are divided was not seen")
+        return Finding("sum-not-mean", (text,), line)
     averaged = _near(factor, 1 / size, tolerance)
     if averaged and (ddp or size > 2):
         return Finding("averaged-twice", (text,), line or backward_line(recording))
@@ -92,10 +94,11 @@ def _name_factor(recording: Recording, observed: list[Pattern], factor: float) -
 
 
 def _losses(recording: Recording, observed: list[Pattern]) -> list[Record]:
-    """Return the losses of all backwards of these steps, on all ranks, with their ``samples``.
+    """Return the losses of all backwards of these steps, on all ranks.
 
-    ``arriving`` is without GradScaler's scale. Empty if a loss was not seen, or if it cannot be
-    told which optimiser's it is.
+    ``samples`` is their number, ``weight`` the sum of the weights with which they count in what is
+    differentiated, without GradScaler's scale. Empty if a loss was not seen or is no torch loss, or
+    if it cannot be told which optimiser's it is.
     """
     steps = {one.step.step: float(one.step.records[0].get("scale") or 1) for one in observed}
     losses = []
@@ -108,28 +111,38 @@ def _losses(recording: Recording, observed: list[Pattern]) -> list[Record]:
             loss = backward.get("loss")
             if loss is None or loss.get("arriving") is None:
                 return []
-            arriving = abs(float(loss["arriving"])) / steps[backward["step"]]
-            losses.append({**loss, "arriving": arriving, "samples": samples_of(backward)})
+            samples = samples_of(backward)
+            count = {"mean": 1, "none": 1, "sum": samples}.get(str(loss.get("reduction")))
+            if not count:
+                return []
+            weight = abs(float(loss["arriving"])) / steps[backward["step"]] * count
+            losses.append({**loss, "step": backward["step"], "samples": samples, "weight": weight})
     return losses
 
 
 def loss_scale(losses: list[Record]) -> float | None:
-    """Return by what each backward's mean loss is multiplied.
+    """Return by what each backward's mean loss is multiplied; None if unknown or not the same."""
+    scales = [one["weight"] for one in losses]
+    return None if not scales or not _constant(scales) else float(np.mean(scales))
 
-    None if a loss was not seen, is no mean and no sum, or the scales differ.
-    """
-    counts = [one["samples"] if one.get("reduction") == "sum" else 1 for one in losses]
-    known = all(one.get("reduction") in ("mean", "sum") for one in losses)
-    if not losses or not known or not all(counts):
-        return None
-    scales = [one["arriving"] * count for one, count in zip(losses, counts, strict=True)]
-    return None if np.ptp(scales) > 1e-3 * max(scales) else float(np.mean(scales))
+
+def _whole_weight(losses: list[Record], size: int) -> float | None:
+    """Return the weight of all samples of a step together, by rank; None if that changes."""
+    steps: dict[int, float] = defaultdict(float)
+    for one in losses:
+        steps[one["step"]] += one["weight"] / size
+    weights = list(steps.values())
+    return float(np.mean(weights)) if weights and _constant(weights) else None
+
+
+def _constant(values: Sequence[float]) -> bool:
+    return bool(np.ptp(values) <= 1e-3 * max(values))
 
 
 def _sums_losses(losses: list[Record]) -> bool:
     """Return whether the losses are sums over their samples that nobody divides."""
     return bool(losses) and all(
-        one.get("reduction") == "sum" and _near(one["arriving"], 1, 1e-3) for one in losses
+        one["reduction"] != "mean" and _near(one["weight"], one["samples"], 1e-3) for one in losses
     )
 
 
@@ -161,8 +174,11 @@ def resolve(findings: Sequence[Finding], recordings: Sequence[Recording]) -> lis
     """Return the findings of all sizes without those that another size contradicts.
 
     A loss that is halved on two ranks and on three is not divided by the number of ranks; a
-    divisor of 4 on two ranks may be 2 times 2, which three ranks tell apart.
+    divisor of 4 on two ranks may be 2 times 2, which three ranks tell apart. A sum with a learning
+    rate that is divided by the number of ranks is SGD on the mean.
     """
+    rates = [_rate_of_the_mean(one) for one in recordings]
+    scaled = len(rates) > 1 and all(one == rates[0] is not None for one in rates)
     audited = {one.size for one in recordings if one.size > 1}
     twice = any(one.name == "averaged-twice" and max(one.sizes) > 2 for one in findings)
     kept = []
@@ -170,7 +186,17 @@ def resolve(findings: Sequence[Finding], recordings: Sequence[Recording]) -> lis
         sizes = set(one.sizes)
         if one.name == "scaled-in-loss" and sizes < audited:
             continue
+        if one.name == "sum-not-mean" and scaled:
+            continue
         if one.name == "literal-divisor" and sizes == {2} and twice:
             continue
         kept.append(one)
     return kept
+
+
+def _rate_of_the_mean(recording: Recording) -> float | None:
+    """Return the first learning rate times the ranks, if the update is linear in the gradient."""
+    steps = recording.ranks[0].by_kind["step"] if recording.ranks else []
+    if not steps or steps[0]["optimizer"] != "SGD" or steps[0]["settings"].get("weight_decay"):
+        return None
+    return round(float(steps[0]["lr"][0]) * recording.size, 9)

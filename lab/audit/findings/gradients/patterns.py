@@ -60,7 +60,7 @@ def explain(step: GradientStep, previous: GradientStep | None, start: Numbers | 
 
     if residue <= _tolerance(step):
         return _linear(step, weights, pattern)
-    for attempt in (_clamped, _stale, _by_part, _rounded, _decayed, _shortened):
+    for attempt in (_clamped, _stale, _by_part, _rounded, _decayed, _shortened, _by_rank):
         if found := attempt(step, previous, start, pattern):
             return found
     return pattern("unknown")
@@ -92,7 +92,7 @@ def _linear(step: GradientStep, weights: Numbers, pattern: MakePattern) -> Patte
         ones = np.eye(size)
         same = all(_worst(step, ones[0], own) <= limit for own in step.own)
         return pattern("same" if same and size > 1 else "mean")
-    rows = [_describe(step, r, weights[r]) for r in range(size)]
+    rows = [_describe(step, r) for r in range(size)]
     if all(row == "its own" for row in rows):
         return pattern("own")
     if len(set(rows)) > 1 or rows[0].startswith("rank "):
@@ -107,7 +107,7 @@ def _linear(step: GradientStep, weights: Numbers, pattern: MakePattern) -> Patte
     return pattern("weighted")
 
 
-def _describe(step: GradientStep, rank: int, weights: Numbers) -> str:
+def _describe(step: GradientStep, rank: int) -> str:
     """Say in words what a rank's optimiser gets; empty if these are other weights."""
     size, limit = step.size, _tolerance(step)
     got, ones = step.got[rank], np.eye(step.size)
@@ -219,6 +219,8 @@ def _by_part(
         "each rank's own": step.own,
         "each rank's own, divided": step.own / size,
         "added up": total,
+        "the greatest of all ranks'": step.own.max(axis=0),
+        "the least of all ranks'": step.own.min(axis=0),
     }
     fits = {
         words: np.abs(step.got - values) <= _tolerance(step) * allowed
@@ -234,10 +236,12 @@ def _by_part(
         return pattern("rows", *(_shares(fits, r, columns) for r in range(size)), residue=0.0)
     if set(found) <= {"averaged"}:
         return pattern("mean", total=1.0, residue=0.0)
+    if len(found) == 1 and "added up" in found:
+        return pattern("factor", total=float(size), residue=0.0)
+    if len(found) == 1 and "own" not in (words := next(iter(found))):
+        return pattern("rows", *[words] * size, residue=0.0)
     if not {"averaged", "added up"} & set(found):
         return pattern("own")
-    if len(found) == 1:
-        return pattern("factor", total=float(size), residue=0.0)
     how, few = min(found.items(), key=lambda item: (item[0] == "averaged", len(item[1])))
     return pattern("parameters", how, *[one.name or one.key for one in few])
 
@@ -261,12 +265,14 @@ def _rounded(
     added = step.own.sum(axis=0)[columns]
     sizes = np.abs(step.own).sum(axis=0)[columns]
     total = float(step.got[0][columns] @ added / max(float(added @ added), 1e-300)) * step.size
+    worst = 0.0
     for got in step.got:
         error = np.abs(got[columns] - total / step.size * added)
+        worst = max(worst, float(np.linalg.norm(error) / np.linalg.norm(got[columns])))
         if (error > abs(total) / step.size * sizes * 2**-7 + 1.2e-7).any():
             return None
     kind = "mean" if abs(total - 1) < 1e-2 else "factor"
-    return pattern(kind, "rounded to 16 bits", total=total)
+    return pattern(kind, "rounded to 16 bits", total=total, residue=worst)
 
 
 def _decayed(
@@ -304,3 +310,11 @@ def _shortened(
     if (np.ptp(shares, axis=1) / shares.max(axis=1)).max() < 1e-2:
         return None
     return pattern("clipped", "each parameter by itself", total=1.0)
+
+
+def _by_rank(
+    step: GradientStep, _: GradientStep | None, __: Numbers | None, pattern: MakePattern
+) -> Pattern | None:
+    """One rank gets the mean, or another plain thing, and others do not."""
+    rows = [_describe(step, r) for r in range(step.size)]
+    return pattern("rows", *[row or "no weighted sum" for row in rows]) if any(rows) else None

@@ -5,6 +5,8 @@ together: a fault holds in all of them. What depends on how the losses are scale
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -40,16 +42,33 @@ def check(recording: Recording) -> Iterator[Outcome]:
         return
     replicas = read_replicas(recording)
     for o, steps in optimizers.items():
-        yield from _judge(recording, _explain_all(steps, replicas.get(o)), replicas.get(o))
+        outcomes = _judge(recording, _explain_all(steps, replicas.get(o)), replicas.get(o))
+        if len(optimizers) > 1 and steps:
+            outcomes = map(partial(_naming, steps[0]), outcomes)
+        yield from outcomes
     if not any(optimizers.values()):
         yield Unknown(f"gradients: {_why_unseen(recording)}")
 
 
+def _naming(step: GradientStep, outcome: Outcome) -> Outcome:
+    """Return an outcome that says which of several optimisers it is about."""
+    one = f"optimiser {step.optimizer + 1} ({step.records[0]['optimizer']})"
+    if isinstance(outcome, Finding):
+        return replace(outcome, evidence=tuple(f"{one}: {text}" for text in outcome.evidence))
+    if isinstance(outcome, Unknown):
+        return Unknown(f"gradients: {one}: {outcome.text.removeprefix('gradients: ')}")
+    return Right(f"{one}: {outcome.text}")
+
+
 def _why_unseen(recording: Recording) -> str:
+    stepping = [one.rank for one in recording.ranks if one.by_kind["step"]]
     if any(one.get("version") == 1 for rank in recording.ranks for one in rank.of("fsdp")):
         return "FSDP1's flat parameters cannot be compared with what each rank computed"
-    if not any(rank.by_kind["step"] for rank in recording.ranks):
+    if not stepping:
         return "no step of a torch optimiser was seen"
+    if len(stepping) < recording.size:
+        listed = " and ".join(map(str, stepping))
+        return f"only rank {listed} of {recording.size} ranks made a step of a torch optimiser"
     return "what each rank computed was not seen (no ordinary backward(), or a rank ended early)"
 
 
@@ -70,7 +89,12 @@ def _judge(
     kinds = {one.kind for one in observed}
     if not patterns:
         return
-    if not observed:
+    if not any(one.step.got.any() for one in patterns):
+        yield Unknown(
+            "gradients: the optimiser gets none, or zeros, in all steps (does zero_grad() stand"
+            " between backward() and step()?)"
+        )
+    elif not observed:
         yield from _judge_same(recording, patterns)
     elif {one.kind for one in observed if one.step.step > 0} == {"stale"}:
         yield _stale([one for one in observed if one.kind == "stale"])
@@ -97,10 +121,11 @@ def _judge_total(recording: Recording, observed: list[Pattern]) -> Iterator[Outc
     if any(one.kind == "factor" for one in observed):
         yield from judge_factor(recording, observed)
         return
-    found = judge_loss(recording, observed) or _clipped_without_effect(recording, observed)
-    if found is not None:
-        yield found
+    if scaled := judge_loss(recording, observed):
+        yield scaled
         return
+    if early := _clipped_without_effect(recording, observed):
+        yield early
     worst = max(one.residue for one in observed)
     extra = {text for one in observed for text in one.texts}
     yield Right(
@@ -137,9 +162,11 @@ def _unknown(observed: list[Pattern]) -> Unknown:
             f"gradients: in {_where(first)} .grad still holds gradients of the step before"
             " (is zero_grad() missing?)"
         )
+    nearest = f"; the nearest is {first.total:.2f} times the mean" if first.residue < 0.2 else ""
     return Unknown(
         f"gradients: in {_where(first)} what the optimiser gets is not a weighted sum of what the"
-        f" ranks computed (residue {first.residue:.0e}); a lossy compression does that"
+        f" ranks computed (residue {first.residue:.0e}{nearest}), as after a lossy compression,"
+        " added noise or another change that is not linear"
     )
 
 
@@ -161,6 +188,13 @@ def _judge_own(
     if averaged is not None:
         yield averaged
         return
+    again = [one for one in bad if not everywhere and _equal_again(one.step, replicas)]
+    if again:
+        yield Unknown(
+            f"gradients: in {_where(again[0])} the optimisers get different gradients, but"
+            " afterwards the ranks make their weights equal"
+        )
+        return
     if len(bad) == 1 < len(observed):
         yield Unknown(f"gradients: the optimisers get the mean in all steps but {_where(bad[0])}")
         return
@@ -177,6 +211,9 @@ def _own_findings(
             f"step {first.step.step}, all {first.step.size} ranks: each optimiser gets its rank's"
             f" own gradient (in {len(bad)} of {steps} steps)"
         )
+        if any(exchanges(recording, one.step.step + 1, "weights") for one in bad):
+            yield Finding("weights-averaged", (f"{text}; then the ranks exchange weights",))
+            return
         yield Finding("own-gradient", (text,), line, sure)
         return
     texts = "; ".join(f"rank {r} gets {text}" for r, text in enumerate(first.texts))
@@ -193,6 +230,13 @@ def _bypassed(recording: Recording, bad: list[Pattern]) -> Finding:
         " rank's own gradient"
     )
     return Finding("ddp-bypassed", (text,), backward_line(recording))
+
+
+def _equal_again(step: GradientStep, replicas: Replicas | None) -> bool:
+    """Return whether all ranks have the same weights after they got different gradients."""
+    if replicas is None or step.step + 1 not in replicas.values:
+        return False
+    return replicas.equal(step.step + 1) and not np.allclose(step.got, step.got[0], atol=0)
 
 
 def _averaged_weights(bad: list[Pattern], replicas: Replicas | None) -> Finding | None:
@@ -277,10 +321,7 @@ def _clipped_without_effect(recording: Recording, observed: list[Pattern]) -> Fi
     """Clipping before an exchange by hand whose limit no rank reached in these steps."""
     if uses_ddp(recording):
         return None
-    for kind, name in (
-        ("norm", "clipped-before-averaging"),
-        ("value", "value-clipped-before-averaging"),
-    ):
+    for kind in ("norm", "value"):
         early = all(
             any(limits_before_exchange(clip, record) for clip in clips_of(record, kind))
             for one in observed
@@ -291,7 +332,7 @@ def _clipped_without_effect(recording: Recording, observed: list[Pattern]) -> Fi
                 "each rank clips before its gradients are exchanged; no gradient reached the limit"
                 f" in these {len(observed)} steps, so it made no difference yet"
             )
-            return Finding(name, (text,), _clip_line(observed, kind), "likely")
+            return Finding("clips-too-early", (text,), _clip_line(observed, kind))
     return None
 
 
