@@ -191,6 +191,7 @@ def _finding(observed: str, recording: Recording, call: Record) -> Finding:
             lines = [
                 f"{name}:{line} in {function}"
                 for _, frames in record["threads"]
+                if any(text for *_, text in frames)  # the script's own code is among them
                 for name, line, function, _ in frames
             ]
             stacks.append(f"rank {rank.rank} stood at {' > '.join(lines)}")
@@ -244,9 +245,9 @@ def _unused(recording: Recording) -> Finding:
     group = recording.ranks[0].by_kind["group"][0]
     calls = Counter(call["name"] for call in recording.ranks[0].by_kind["call"])
     others = {name: number for name, number in calls.items() if name not in _SETUP}
-    called = ", ".join(f"{number} {name}" for name, number in others.items()) or "nothing"
+    called = ", ".join(f"{number} {name}" for name, number in others.items()) or "no collective"
     observed = (
-        f"in {steps} steps of {recording.size} ranks no tensor is exchanged: called are {called}",
-        "every rank's optimiser gets the gradient of its own samples only",
+        f"in {steps} steps of {recording.size} ranks no tensor is exchanged; called is {called}",
+        "no optimiser gets anything from another rank",
     )
     return Finding("group-unused", observed, code_line(group["at"]))

@@ -1,6 +1,7 @@
 """Facts about a recording that several checks ask for: DDP, exchanges, lines of the script."""
 
 from collections.abc import Iterator
+from math import prod
 
 from lab.audit.recording import CodeLine, Record, Recording, code_line
 
@@ -50,6 +51,33 @@ def recording_exchanges(recording: Recording) -> bool:
         if any("size" not in one or one.get("bytes") for one in calls) or len(objects) > 1:
             return True
     return uses_ddp(recording) or any(rank.by_kind["mesh"] for rank in recording.ranks)
+
+
+def shares_forward(recording: Recording) -> bool:
+    """Return whether ranks exchange tensors within the forward pass, as parts of one model do.
+
+    FSDP gathers weights there; DDP within Join sends a single number.
+    """
+    if any(rank.by_kind["fsdp"] for rank in recording.ranks):
+        return False
+    return any(
+        one.get("in_forward") and one.get("content") == "other" and prod(one.get("shape") or ()) > 1
+        for rank in recording.ranks
+        for one in rank.by_kind["call"]
+    )
+
+
+def lasting_optimizers(recording: Recording) -> list[int]:
+    """Return the numbers of the optimisers that train the model.
+
+    Others come and go with tensors that are thrown away: copies of the model for one task, or
+    inputs that an adversary changes. If there are only such ones, each of them counts.
+    """
+    numbers = sorted({one["o"] for rank in recording.ranks for one in rank.by_kind["step"]})
+    params = [one for rank in recording.ranks for one in rank.by_kind["params"]]
+    late = {one["o"] for one in params if one.get("built")}
+    gone = {o for one in params for o in numbers if o < one["o"] and o not in one.get("alive", [o])}
+    return [o for o in numbers if o not in late | gone] or numbers
 
 
 def exchange_line(recording: Recording, step: int) -> CodeLine | None:

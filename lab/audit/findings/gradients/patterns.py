@@ -28,8 +28,9 @@ class Pattern:
     kind : "mean"; "factor" (the mean times ``total``); "same" (all ranks computed the same, so that
         mean and own are one); "own" (each rank its own); "rows" (each rank what ``texts`` says);
         "weighted" (all ranks the same sum, with unequal weights); "clipped" and "clamped" (before
-        averaging, by norm and by value); "parameters" (``texts`` says which, how); "stale";
-        "kept" (old gradients are still there); "unknown".
+        averaging, by norm and by value); "extreme" (the ranks' greatest or smallest numbers);
+        "parameters" (``texts`` says which, how); "stale"; "kept" (old gradients are still there);
+        "nothing" (no gradient, or zeros); "unknown".
     weights : (ranks, ranks), row r holds the weights of what rank r's optimiser gets.
     total : the mean of the weights' sums; 1 for a mean.
     residue : the greatest relative misfit.
@@ -58,9 +59,11 @@ def explain(step: GradientStep, previous: GradientStep | None, start: Numbers | 
     def pattern(kind: str, *texts: str, total: float = total, residue: float = residue) -> Pattern:
         return Pattern(kind, step, weights, total, residue, texts)
 
+    if not step.got.any():
+        return pattern("nothing")
     if residue <= _tolerance(step):
         return _linear(step, weights, pattern)
-    for attempt in (_clamped, _stale, _by_part, _rounded, _decayed, _shortened):
+    for attempt in (_clamped, _extreme, _stale, _by_part, _rounded, _decayed, _shortened, _some):
         if found := attempt(step, previous, start, pattern):
             return found
     return pattern("unknown")
@@ -93,7 +96,7 @@ def _linear(step: GradientStep, weights: Numbers, pattern: MakePattern) -> Patte
         same = all(_worst(step, ones[0], own) <= limit for own in step.own)
         return pattern("same" if same and size > 1 else "mean")
     rows = [_describe(step, r, weights[r]) for r in range(size)]
-    if all(row == "its own" for row in rows):
+    if all(row.endswith("its own") for row in rows):
         return pattern("own")
     if len(set(rows)) > 1 or rows[0].startswith("rank "):
         return pattern("rows", *rows)
@@ -113,6 +116,8 @@ def _describe(step: GradientStep, rank: int, weights: Numbers) -> str:
     got, ones = step.got[rank], np.eye(step.size)
     if _worst(step, ones[rank], got) <= limit:
         return "its own"
+    if weights[rank] > 0 and _worst(step, ones[rank] * weights[rank], got) <= limit:
+        return f"{weights[rank]:.3f} times its own"
     for k in range(size):
         if _worst(step, ones[k], got) <= limit:
             return f"rank {k}'s own"
@@ -176,6 +181,29 @@ def _clamped(
         if _all_fit(after, np.ones(1), step):
             return pattern("mean", total=1.0, residue=0.0)
     return None
+
+
+def _extreme(
+    step: GradientStep, _: GradientStep | None, __: Numbers | None, pattern: MakePattern
+) -> Pattern | None:
+    """The greatest or the smallest of the ranks' numbers (ReduceOp.MAX or MIN)."""
+    for words, values in (("greatest", step.own.max(axis=0)), ("smallest", step.own.min(axis=0))):
+        if _all_fit(values[None], np.ones(1), step):
+            return pattern("extreme", words, residue=0.0)
+    return None
+
+
+def _some(
+    step: GradientStep, _: GradientStep | None, __: Numbers | None, pattern: MakePattern
+) -> Pattern | None:
+    """A weighted sum on some ranks, and something else on others (a reduce to one rank)."""
+    rows = []
+    for rank, got in enumerate(step.got):
+        found = combine(step.own, got, step.balance)
+        fits = _worst(step, found, got) <= _tolerance(step)
+        known = (_describe(step, rank, found) or _numbers(found)) if fits else ""
+        rows.append(known or "no weighted sum of the ranks' gradients")
+    return pattern("rows", *rows) if len(set(rows)) > 1 else None
 
 
 def _all_fit(basis: Numbers, weights: Numbers, step: GradientStep) -> bool:
