@@ -73,9 +73,10 @@ def _first_difference(recording: Recording) -> Finding | None:
     for one, other in combinations(recording.ranks, 2):
         for group in calls[one.rank].keys() & calls[other.rank].keys():
             pairs = list(zip(calls[one.rank][group], calls[other.rank][group], strict=False))
-            ahead = _ahead(pairs)
+            ahead = _ahead(pairs) if one.by_kind["step"] and other.by_kind["step"] else None
             for number, (left, right) in enumerate(pairs, start=1):
-                if _kind(left) != _kind(right) or _ahead([(left, right)], ahead) != ahead:
+                shifted = ahead is not None and _ahead([(left, right)], ahead) != ahead
+                if _kind(left) != _kind(right) or shifted:
                     where = "" if group is None else f" of the group of ranks {list(group[1])}"
                     observed = (
                         f"collective {number}{where}: "
@@ -242,10 +243,10 @@ def _unused(recording: Recording) -> Finding:
     group = recording.ranks[0].by_kind["group"][0]
     calls = Counter(call["name"] for call in recording.ranks[0].by_kind["call"])
     others = {name: number for name, number in calls.items() if name not in _SETUP}
-    called = ", ".join(f"{number} {name}" for name, number in others.items()) or "nothing is called"
+    called = ", ".join(f"{number} {name}" for name, number in others.items()) or "no collective"
     observed = (
-        f"in {steps} steps of {recording.size} ranks no tensor is exchanged ({called})",
-        "every rank's optimiser gets the gradient of its own samples only",
+        f"in {steps} steps of {recording.size} ranks no tensor is exchanged; called is {called}",
+        "no optimiser gets anything from another rank",
     )
     if not any(rank.by_kind["cut"] for rank in recording.ranks):
         return Finding("group-unused", observed, code_line(group["at"]))

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from math import prod
 
 from lab.audit.findings.samples.epochs import trained_epochs
 from lab.audit.recording import CodeLine, RankRecords, Record, Recording, code_line
@@ -77,6 +78,33 @@ def _epochs_of_steps(rank: RankRecords) -> list[int]:
         elif record["k"] == "step" and record["step"] == len(found):
             found.append(ended)
     return found
+
+
+def shares_forward(recording: Recording) -> bool:
+    """Return whether ranks exchange tensors within the forward pass, as parts of one model do.
+
+    FSDP gathers weights there; DDP within Join sends a single number.
+    """
+    if any(rank.by_kind["fsdp"] for rank in recording.ranks):
+        return False
+    return any(
+        one.get("in_forward") and one.get("content") == "other" and prod(one.get("shape") or ()) > 1
+        for rank in recording.ranks
+        for one in rank.by_kind["call"]
+    )
+
+
+def lasting_optimizers(recording: Recording) -> list[int]:
+    """Return the numbers of the optimisers that train the model.
+
+    Others come and go with tensors that are thrown away: copies of the model for one task, or
+    inputs that an adversary changes. If there are only such ones, each of them counts.
+    """
+    numbers = sorted({one["o"] for rank in recording.ranks for one in rank.by_kind["step"]})
+    params = [one for rank in recording.ranks for one in rank.by_kind["params"]]
+    late = {one["o"] for one in params if one.get("built")}
+    gone = {o for one in params for o in numbers if o < one["o"] and o not in one.get("alive", [o])}
+    return [o for o in numbers if o not in late | gone] or numbers
 
 
 def exchange_line(recording: Recording, step: int) -> CodeLine | None:

@@ -34,8 +34,8 @@ def judge_factor(recording: Recording, observed: list[Pattern]) -> Iterator[Outc
         return
     size, micro = step.size, int(step.records[0].get("micro") or 1)
     losses = _losses(recording, observed)
-    whole = _whole_weight(losses, size)
-    if whole is not None and _near(whole * factor, 1, tolerance):
+    weights = _weight_of_losses(losses, size)
+    if weights and all(_near(one * factor, 1, tolerance) for one in weights):
         yield Right("the losses' scale and the exchange together give the mean of all samples")
     elif micro > 1 and _near(factor * micro, 1, tolerance):
         yield Right("the optimiser gets the mean of the ranks' gradients and of the micro-batches")
@@ -76,9 +76,11 @@ def _name_factor(recording: Recording, observed: list[Pattern], factor: float) -
         f" the {size} ranks' gradients (residue {residue:.0e}; the same in {len(observed)} steps)"
     )
     if _near(factor, size, tolerance):
-        if loss_scale(_losses(recording, observed)) is None:
-            return Unknown(f"gradients: {text}; whether the losses are divided was not seen")
-        return Finding("sum-not-mean", (text,), line)
+        means = [one.get("reduction") == "mean" for one in _losses_of_all(recording)]
+        if not means or not all(means):
+            return Unknown(f"gradients: {text}; what the losses are divided by was not seen")
+        sure = "certain" if loss_scale(_losses(recording, observed)) else "likely"
+        return Finding("sum-not-mean", (text,), line, sure)
     averaged = _near(factor, 1 / size, tolerance)
     if averaged and (ddp or size > 2):
         return Finding("averaged-twice", (text,), line or backward_line(recording))
@@ -94,14 +96,13 @@ def _name_factor(recording: Recording, observed: list[Pattern], factor: float) -
 
 
 def _losses(recording: Recording, observed: list[Pattern]) -> list[Record]:
-    """Return the losses of all backwards of these steps, on all ranks.
+    """Return the losses of all backwards of these steps, on all ranks, with their ``samples``.
 
-    ``samples`` is their number, ``weight`` the sum of the weights with which they count in what is
-    differentiated, without GradScaler's scale. Empty if a loss was not seen or is no torch loss, or
-    if it cannot be told which optimiser's it is.
+    ``arriving`` is without GradScaler's scale. Empty if a loss was not seen, or if it cannot be
+    told which optimiser's it is.
     """
     steps = {one.step.step: float(one.step.records[0].get("scale") or 1) for one in observed}
-    losses = []
+    losses: list[Record] = []
     for rank in recording.ranks:
         if any(one["o"] != observed[0].step.optimizer for one in rank.by_kind["step"]):
             return []
@@ -111,38 +112,48 @@ def _losses(recording: Recording, observed: list[Pattern]) -> list[Record]:
             loss = backward.get("loss")
             if loss is None or loss.get("arriving") is None:
                 return []
-            samples = samples_of(backward)
-            count = {"mean": 1, "none": 1, "sum": samples}.get(str(loss.get("reduction")))
-            if not count:
-                return []
-            weight = abs(float(loss["arriving"])) / steps[backward["step"]] * count
-            losses.append({**loss, "step": backward["step"], "samples": samples, "weight": weight})
+            arriving = abs(float(loss["arriving"])) / steps[backward["step"]]
+            place = {"step": backward["step"], "samples": samples_of(backward)}
+            losses.append({**loss, "arriving": arriving, **place})
     return losses
 
 
-def loss_scale(losses: list[Record]) -> float | None:
-    """Return by what each backward's mean loss is multiplied; None if unknown or not the same."""
-    scales = [one["weight"] for one in losses]
-    return None if not scales or not _constant(scales) else float(np.mean(scales))
+def _losses_of_all(recording: Recording) -> list[Record]:
+    """Return the losses of all backwards, whichever optimiser they are for."""
+    return [one.get("loss") or {} for rank in recording.ranks for one in rank.by_kind["backward"]]
 
 
-def _whole_weight(losses: list[Record], size: int) -> float | None:
-    """Return the weight of all samples of a step together, by rank; None if that changes."""
-    steps: dict[int, float] = defaultdict(float)
+def _weight_of_losses(losses: list[Record], size: int) -> list[float]:
+    """Return by step what the weights of all samples' losses on all ranks add up to, divided by N.
+
+    1 for a mean on each rank. Empty if a loss was not seen, or if it is no sum of samples' losses.
+    """
+    totals: dict[int, float] = defaultdict(float)
     for one in losses:
-        steps[one["step"]] += one["weight"] / size
-    weights = list(steps.values())
-    return float(np.mean(weights)) if weights and _constant(weights) else None
+        count = one["samples"] if one.get("reduction") == "sum" else 1
+        if one.get("reduction") not in ("mean", "sum", "none") or not count:
+            return []
+        totals[one["step"]] += one["arriving"] * count / size
+    return list(totals.values())
 
 
-def _constant(values: Sequence[float]) -> bool:
-    return bool(np.ptp(values) <= 1e-3 * max(values))
+def loss_scale(losses: list[Record]) -> float | None:
+    """Return by what each backward's mean loss is multiplied.
+
+    None if a loss was not seen, is no mean and no sum, or the scales differ.
+    """
+    counts = [one["samples"] if one.get("reduction") == "sum" else 1 for one in losses]
+    known = all(one.get("reduction") in ("mean", "sum") for one in losses)
+    if not losses or not known or not all(counts):
+        return None
+    scales = [one["arriving"] * count for one, count in zip(losses, counts, strict=True)]
+    return None if np.ptp(scales) > 1e-3 * max(scales) else float(np.mean(scales))
 
 
 def _sums_losses(losses: list[Record]) -> bool:
     """Return whether the losses are sums over their samples that nobody divides."""
     return bool(losses) and all(
-        one["reduction"] != "mean" and _near(one["weight"], one["samples"], 1e-3) for one in losses
+        one.get("reduction") == "sum" and _near(one["arriving"], 1, 1e-3) for one in losses
     )
 
 

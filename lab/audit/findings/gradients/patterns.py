@@ -28,8 +28,9 @@ class Pattern:
     kind : "mean"; "factor" (the mean times ``total``); "same" (all ranks computed the same, so that
         mean and own are one); "own" (each rank its own); "rows" (each rank what ``texts`` says);
         "weighted" (all ranks the same sum, with unequal weights); "clipped" and "clamped" (before
-        averaging, by norm and by value); "parameters" (``texts`` says which, how); "stale";
-        "kept" (old gradients are still there); "unknown".
+        averaging, by norm and by value); "extreme" (the ranks' greatest or smallest numbers);
+        "parameters" (``texts`` says which, how); "stale"; "kept" (old gradients are still there);
+        "nothing" (no gradient, or zeros); "unknown".
     weights : (ranks, ranks), row r holds the weights of what rank r's optimiser gets.
     total : the mean of the weights' sums; 1 for a mean.
     residue : the greatest relative misfit.
@@ -58,9 +59,11 @@ def explain(step: GradientStep, previous: GradientStep | None, start: Numbers | 
     def pattern(kind: str, *texts: str, total: float = total, residue: float = residue) -> Pattern:
         return Pattern(kind, step, weights, total, residue, texts)
 
+    if not step.got.any():
+        return pattern("nothing")
     if residue <= _tolerance(step):
         return _linear(step, weights, pattern)
-    for attempt in (_clamped, _stale, _by_part, _rounded, _decayed, _shortened, _by_rank):
+    for attempt in (_clamped, _extreme, _stale, _by_part, _rounded, _decayed, _shortened, _some):
         if found := attempt(step, previous, start, pattern):
             return found
     return pattern("unknown")
@@ -92,8 +95,8 @@ def _linear(step: GradientStep, weights: Numbers, pattern: MakePattern) -> Patte
         ones = np.eye(size)
         same = all(_worst(step, ones[0], own) <= limit for own in step.own)
         return pattern("same" if same and size > 1 else "mean")
-    rows = [_describe(step, r) for r in range(size)]
-    if all(row == "its own" for row in rows):
+    rows = [_describe(step, r, weights[r]) for r in range(size)]
+    if all(row.endswith("its own") for row in rows):
         return pattern("own")
     if len(set(rows)) > 1 or rows[0].startswith("rank "):
         return pattern("rows", *rows)
@@ -107,12 +110,14 @@ def _linear(step: GradientStep, weights: Numbers, pattern: MakePattern) -> Patte
     return pattern("weighted")
 
 
-def _describe(step: GradientStep, rank: int) -> str:
+def _describe(step: GradientStep, rank: int, weights: Numbers) -> str:
     """Say in words what a rank's optimiser gets; empty if these are other weights."""
     size, limit = step.size, _tolerance(step)
     got, ones = step.got[rank], np.eye(step.size)
     if _worst(step, ones[rank], got) <= limit:
         return "its own"
+    if weights[rank] > 0 and _worst(step, ones[rank] * weights[rank], got) <= limit:
+        return f"{weights[rank]:.3f} times its own"
     for k in range(size):
         if _worst(step, ones[k], got) <= limit:
             return f"rank {k}'s own"
@@ -178,6 +183,29 @@ def _clamped(
     return None
 
 
+def _extreme(
+    step: GradientStep, _: GradientStep | None, __: Numbers | None, pattern: MakePattern
+) -> Pattern | None:
+    """The greatest or the smallest of the ranks' numbers (ReduceOp.MAX or MIN)."""
+    for words, values in (("greatest", step.own.max(axis=0)), ("smallest", step.own.min(axis=0))):
+        if _all_fit(values[None], np.ones(1), step):
+            return pattern("extreme", words, residue=0.0)
+    return None
+
+
+def _some(
+    step: GradientStep, _: GradientStep | None, __: Numbers | None, pattern: MakePattern
+) -> Pattern | None:
+    """A weighted sum on some ranks, and something else on others (a reduce to one rank)."""
+    rows = []
+    for rank, got in enumerate(step.got):
+        found = combine(step.own, got, step.balance)
+        fits = _worst(step, found, got) <= _tolerance(step)
+        known = (_describe(step, rank, found) or _numbers(found)) if fits else ""
+        rows.append(known or "no weighted sum of the ranks' gradients")
+    return pattern("rows", *rows) if len(set(rows)) > 1 else None
+
+
 def _all_fit(basis: Numbers, weights: Numbers, step: GradientStep) -> bool:
     limit = _tolerance(step)
     return all(misfit(basis, weights, got, step.measured).max() <= limit for got in step.got)
@@ -219,8 +247,6 @@ def _by_part(
         "each rank's own": step.own,
         "each rank's own, divided": step.own / size,
         "added up": total,
-        "the greatest of all ranks'": step.own.max(axis=0),
-        "the least of all ranks'": step.own.min(axis=0),
     }
     fits = {
         words: np.abs(step.got - values) <= _tolerance(step) * allowed
@@ -236,12 +262,10 @@ def _by_part(
         return pattern("rows", *(_shares(fits, r, columns) for r in range(size)), residue=0.0)
     if set(found) <= {"averaged"}:
         return pattern("mean", total=1.0, residue=0.0)
-    if len(found) == 1 and "added up" in found:
-        return pattern("factor", total=float(size), residue=0.0)
-    if len(found) == 1 and "own" not in (words := next(iter(found))):
-        return pattern("rows", *[words] * size, residue=0.0)
     if not {"averaged", "added up"} & set(found):
         return pattern("own")
+    if len(found) == 1:
+        return pattern("factor", total=float(size), residue=0.0)
     how, few = min(found.items(), key=lambda item: (item[0] == "averaged", len(item[1])))
     return pattern("parameters", how, *[one.name or one.key for one in few])
 
@@ -265,14 +289,12 @@ def _rounded(
     added = step.own.sum(axis=0)[columns]
     sizes = np.abs(step.own).sum(axis=0)[columns]
     total = float(step.got[0][columns] @ added / max(float(added @ added), 1e-300)) * step.size
-    worst = 0.0
     for got in step.got:
         error = np.abs(got[columns] - total / step.size * added)
-        worst = max(worst, float(np.linalg.norm(error) / np.linalg.norm(got[columns])))
         if (error > abs(total) / step.size * sizes * 2**-7 + 1.2e-7).any():
             return None
     kind = "mean" if abs(total - 1) < 1e-2 else "factor"
-    return pattern(kind, "rounded to 16 bits", total=total, residue=worst)
+    return pattern(kind, "rounded to 16 bits", total=total)
 
 
 def _decayed(
@@ -310,11 +332,3 @@ def _shortened(
     if (np.ptp(shares, axis=1) / shares.max(axis=1)).max() < 1e-2:
         return None
     return pattern("clipped", "each parameter by itself", total=1.0)
-
-
-def _by_rank(
-    step: GradientStep, _: GradientStep | None, __: Numbers | None, pattern: MakePattern
-) -> Pattern | None:
-    """One rank gets the mean, or another plain thing, and others do not."""
-    rows = [_describe(step, r) for r in range(step.size)]
-    return pattern("rows", *[row or "no weighted sum" for row in rows]) if any(rows) else None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lab.audit.findings.gradients.combination import parameter_rows
-from lab.audit.findings.where import first_step_apart
+from lab.audit.findings.where import first_step_apart, lasting_optimizers
 from lab.audit.probe.coordinates import coordinates
 from lab.audit.recording import Numbers, Recording
 
@@ -54,7 +54,7 @@ class Replicas:
 def read_replicas(recording: Recording) -> dict[int, Replicas]:
     """Return the weights by optimiser; without those that are sharded or differ in their shapes."""
     found = {}
-    for o in sorted({one["o"] for rank in recording.ranks for one in rank.by_kind["weights"]}):
+    for o in lasting_optimizers(recording):
         rows = [parameter_rows(rank, o) for rank in recording.ranks]
         if len({tuple((r[0], tuple(r[2])) for r in one) for one in rows}) > 1:
             continue
