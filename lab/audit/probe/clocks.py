@@ -10,19 +10,25 @@ step 0), first_seconds (of those intervals), before_update (intervals that end b
 backward of a step and its update), update_timed (an interval of this process holds an update),
 device_pending (intervals at whose end a GPU was still computing), after_cut, at}``
 
-Any other arithmetic gives plain floats, and so does pickling.
+In the script's own modules a stand-in for ``datetime`` does the same for datetime.now(). Any other
+arithmetic gives plain values, and so does pickling.
 """
 
+import datetime
 import functools
 import os
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import DataLoader
 
+from .data.items import replace
 from .printed_losses import watch_printed_losses
 from .state import Probe
 
@@ -71,10 +77,9 @@ class _Reading(float):
 
     def __sub__(self, other: Any) -> float:
         difference = float(self) - other
-        if not isinstance(other, _Reading) or _watcher is None:
+        if not isinstance(other, _Reading):
             return difference
-        _watcher.update_timed |= self.moment.steps_done > other.moment.steps_done
-        return _duration(difference, (_Interval(difference, other.moment, self.moment, 1.0),))
+        return _duration(difference, _between(difference, other.moment, self.moment))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return float, (float(self),)
@@ -125,6 +130,74 @@ class _Duration(float):
         return float, (float(self),)
 
 
+class _AnyDatetime(type):
+    """Every datetime is an instance of the class that stands in for datetime."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, datetime.datetime)
+
+
+class _Instant(datetime.datetime, metaclass=_AnyDatetime):
+    """What datetime.now() said; without a moment, any other datetime."""
+
+    moment: _Moment | None = None
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        made = super().now(tz)
+        made.moment = _watcher.moment() if _watcher else None
+        return made
+
+    def __sub__(self, other: Any) -> Any:
+        difference = super().__sub__(other)
+        begin = getattr(other, "moment", None)
+        if self.moment is None or begin is None:
+            return difference
+        return _span(difference, _between(difference.total_seconds(), begin, self.moment))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return datetime.datetime, super().__reduce_ex__(protocol)[1]
+
+
+class _Span(datetime.timedelta):
+    """A sum of intervals."""
+
+    intervals: tuple[_Interval, ...]
+
+    def total_seconds(self) -> float:
+        return _duration(super().total_seconds(), self.intervals)
+
+    def __add__(self, other: Any) -> Any:
+        more = other.intervals if isinstance(other, _Span) else ()
+        plain = not more and other != datetime.timedelta()
+        total = super().__add__(other)
+        return total if plain else _span(total, self.intervals + more)
+
+    __radd__ = __add__
+
+    def __truediv__(self, divisor: Any) -> Any:
+        if isinstance(divisor, (int, float)) and _watcher is not None:
+            _watcher.record_mean(self.intervals, float(divisor))
+        return super().__truediv__(divisor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return datetime.timedelta, (self.days, self.seconds, self.microseconds)
+
+
+def _between(seconds: float, begin: _Moment, end: _Moment) -> tuple[_Interval, ...]:
+    """Return the interval between two readings."""
+    if _watcher is not None:
+        _watcher.update_timed |= end.steps_done > begin.steps_done
+    return (_Interval(seconds, begin, end, 1.0),)
+
+
+def _span(total: datetime.timedelta, intervals: tuple[_Interval, ...]) -> datetime.timedelta:
+    """Return the sum with its intervals."""
+    result = _Span(total.days, total.seconds, total.microseconds)
+    result.intervals = intervals
+    return result
+
+
 def _duration(seconds: float, intervals: tuple[_Interval, ...]) -> float:
     """Return the sum with its intervals; a plain float if there are too many."""
     if not isinstance(seconds, float) or len(intervals) > _MOST_INTERVALS:
@@ -147,18 +220,20 @@ class _ClockWatcher:
         self._backwards, self._steps = 0, 0
         self._in_step = False
         self._imported_early = True
-        self._replaced: dict[Any, Callable[[], float]] = {}
+        self._replaced: dict[int, Any] = {id(datetime.datetime): _Instant, id(datetime): _dates()}
         self.update_timed = False
         probe.hear("backward_begin", self._begin)
         probe.hear("step_end", self._end)
         probe.hear("forward", lambda *_: self._replace_early())
+        replace(DataLoader, "__init__", self._loader_is_built)
 
     def replace_clocks(self) -> None:
         """Replace the functions of ``time``: for the script's own code they return readings."""
         for name in ("time", "perf_counter", "monotonic"):
             original = getattr(time, name)
-            self._replaced[original] = self._reading(original)
-            setattr(time, name, self._replaced[original])
+            self._replaced[id(original)] = self._reading(original)
+            setattr(time, name, self._replaced[id(original)])
+        timeit.default_timer = time.perf_counter
         self._replace_early()
 
     def record_mean(self, intervals: Iterable[_Interval], divisor: float) -> None:
@@ -194,14 +269,15 @@ class _ClockWatcher:
         def read() -> float:
             if not self.is_users(sys._getframe(1).f_code.co_filename):
                 return original()
-            moment = self._moment()  # before the clock is read, so that it does not count
+            moment = self.moment()  # before the clock is read, so that it does not count
             made = _Reading(original())
             made.moment = moment
             return made
 
         return read
 
-    def _moment(self) -> _Moment:
+    def moment(self) -> _Moment:
+        """Return how far training is."""
         return _Moment(self._backwards, self._steps, self._in_step, _device_computes())
 
     def _begin(self, *_: Any) -> None:
@@ -212,8 +288,12 @@ class _ClockWatcher:
         self._steps += 1
         self._in_step = False
 
+    def _loader_is_built(self, original: Callable[..., None], *rest: Any, **named: Any) -> None:
+        self._replace_early()
+        original(*rest, **named)
+
     def _replace_early(self) -> None:
-        """Replace what the script imported by ``from time import time`` before torch."""
+        """Replace what the script's own modules imported by name, and their ``datetime``."""
         if not self._imported_early:
             return
         self._imported_early = self._backwards == 0
@@ -221,8 +301,16 @@ class _ClockWatcher:
             if not self.is_users(getattr(module, "__file__", None) or os.sep):
                 continue
             for name, value in list(vars(module).items()):
-                if type(value) is type(time.sleep) and value in self._replaced:
-                    setattr(module, name, self._replaced[value])
+                if id(value) in self._replaced:
+                    setattr(module, name, self._replaced[id(value)])
+
+
+def _dates() -> ModuleType:
+    """Return a module like ``datetime`` whose now() tells how far training was."""
+    module = ModuleType("datetime")
+    vars(module).update(vars(datetime))
+    vars(module)["datetime"] = _Instant
+    return module
 
 
 def _device_computes() -> bool:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,10 +11,14 @@ import lab.audit
 from lab.audit.findings.clocks import check
 from lab.audit.findings.finding import Finding
 from lab.audit.recording import RankRecords, Recording, read_process
+from lab.audit.runner import Start, start_process
+from tests.helpers.audited import start_forked
 
 HOOK = Path(lab.audit.__file__).parent / "probe" / "hook"
 SCRIPT = """
+from datetime import datetime, timedelta
 from time import time as now
+import datetime as dates
 import json, pickle, statistics, time
 import numpy as np
 import torch
@@ -61,7 +64,29 @@ for _ in range(10):
 print(parts / 10, total / 10)
 """
 SPAN = "begin = now()\nfor _ in range(10): iteration()\nprint((now() - begin) / {})\n"
+DATES = """
+total = timedelta()
+for _ in range(10):
+    begin = datetime.now(); iteration()
+    total += datetime.now() - begin
+print(total / {})
+print(total.total_seconds() / {})
+"""
+DATES_SPAN = """
+torch.utils.data.DataLoader([0])
+begin = dates.datetime.now()
+for _ in range(10): iteration()
+print((dates.datetime.now() - begin).total_seconds() / 10)
+"""
 CASES = {
+    "right dates": (FIRST + DATES.format(10, 10), set()),
+    "divisor of dates": (FIRST + DATES.format(10, 11), {"clock-wrong-divisor"}),
+    "divisor of a timedelta": (FIRST + DATES.format(9, 10), {"clock-wrong-divisor"}),
+    "first in a span of dates": (DATES_SPAN, {"clock-first-iteration"}),
+    "first by timeit": (
+        "import timeit\n" + SPAN.format(10).replace("now()", "timeit.default_timer()"),
+        {"clock-first-iteration"},
+    ),
     "right": (FIRST + TEN + "print(sum(times) / len(times), np.mean(times))", set()),
     "right milliseconds": (FIRST + TEN + "print(sum(times) * 1000 / 10)", set()),
     "right meter": (FIRST + METER, set()),
@@ -89,49 +114,51 @@ assert isinstance(begin, float) and type(pickle.loads(pickle.dumps(begin))) is f
 assert json.dumps(time.time() - begin)[0].isdigit() and type(begin + 1) is float
 assert type(pickle.loads(pickle.dumps(time.time() - begin))) is float
 total = iteration()
+assert type(now()) is not float
+begin = datetime.now()
+assert isinstance(begin, datetime) and isinstance(dates.datetime.min, datetime)
+assert type(pickle.loads(pickle.dumps(begin))) is type(pickle.loads(pickle.dumps(datetime.min)))
+assert type(begin - timedelta(1) - begin) is timedelta and begin + timedelta(1) > begin
+assert type(pickle.loads(pickle.dumps(datetime.now() - begin))) is timedelta
 value = total.item()
 assert type(pickle.loads(pickle.dumps(value))) is float and value == float(total)
 print(f"{value:.3f}")
 """
 
 
-def record(folder: Path, *bodies: str) -> list[Recording]:
-    """Return the recordings of scripts, each of one process, that run at the same time."""
-    started = []
-    for number, body in enumerate(bodies):
-        home = folder / str(number)
-        (home / "records").mkdir(parents=True)
-        (home / "script.py").write_text(SCRIPT.replace("{body}", body), encoding="utf-8")
-        settings = {"folder": str(home / "records"), "script": str(home), "steps": 1000}
-        settings |= {"rank": 0, "size": 1, "clocks": True, "replay": False}
-        variables = {"LAB_AUDIT": json.dumps(settings), "PYTHONPATH": str(HOOK)}
-        environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(home / "script.py")]
-        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
-    recordings = []
-    for number, process in enumerate(started):
-        assert process.wait(timeout=120) == 0
-        one = read_process(folder / str(number) / "records", process.pid)
-        ranks = [RankRecords(one.pid, one.records, one._numbers, rank) for rank in (0, 1)]
-        recordings.append(Recording(2, ranks, clocks=True))
-    return recordings
+def record(folder: Path, body: str, start: Start) -> Recording:
+    """Return the recording of a script of one process."""
+    (folder / "records").mkdir(parents=True)
+    script = folder / "script.py"
+    script.write_text(SCRIPT.replace("{body}", body), encoding="utf-8")
+    settings = {"folder": str(folder / "records"), "script": str(folder), "steps": 1000}
+    settings |= {"rank": 0, "size": 1, "clocks": True, "replay": False}
+    variables = {"LAB_AUDIT": json.dumps(settings), "PYTHONPATH": str(HOOK)}
+    variables |= {"OMP_NUM_THREADS": "1", "PATH": os.path.dirname(sys.executable)}
+    environment = {**os.environ, **variables}
+    process = start(["python", str(script)], environment, folder, folder / "log")
+    assert process.wait(timeout=120) == 0, (folder / "log").read_text(encoding="utf-8")
+    one = read_process(folder / "records", process.pid)
+    ranks = [RankRecords(one.pid, one.records, one._numbers, rank) for rank in (0, 1)]
+    return Recording(2, ranks, clocks=True)
 
 
-@pytest.mark.long
-def test_means(tmp_path: Path) -> None:
-    recordings = record(tmp_path, *(body for body, _ in CASES.values()))
-    for (name, (_, expected)), recording in zip(CASES.items(), recordings, strict=True):
-        outcomes = list(check(recording))
-        found = {one.name for one in outcomes if isinstance(one, Finding)}
-        assert found == expected, name
-        recording.clocks = False
-        assert not list(check(recording)), name
+@pytest.mark.slow
+@pytest.mark.parametrize(("body", "expected"), CASES.values(), ids=CASES)
+def test_means(body: str, expected: set[str], tmp_path: Path) -> None:
+    recording = record(tmp_path, body, start_forked)
+    outcomes = list(check(recording))
+    assert {one.name for one in outcomes if isinstance(one, Finding)} == expected
+    recording.clocks = False
+    assert not list(check(recording))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_readings_are_floats_and_a_printed_loss_is_named(tmp_path: Path) -> None:
-    (recording,) = record(tmp_path, PLAIN)
-    (observed,) = [one for one in check(recording) if isinstance(one, Finding)]
+    """In a new interpreter, where the script imports the clocks before torch."""
+    (observed,) = [
+        one for one in check(record(tmp_path, PLAIN, start_process)) if isinstance(one, Finding)
+    ]
     assert observed.name == "loss-of-one-rank"
     assert observed.at is not None
     assert observed.at.text == 'print(f"{value:.3f}")'
