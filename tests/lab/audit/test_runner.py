@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from common.errors import UserError
 from lab.audit.command import parse_command
 from lab.audit.isolation import isolated, sort_names
 from lab.audit.runner import RunEnd, RunSettings, run_audit_size
@@ -198,6 +199,17 @@ def test_names_to_isolate_are_sorted() -> None:
     for wrong in ("a b", "10.0.0", "$(reboot)", "x;y", "-x"):
         with pytest.raises(ValueError, match="--isolate: got"):
             sort_names([wrong])
+
+
+def test_a_machine_without_namespaces_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tools, "namespaces_refused", lambda: "start it as root")
+    with (
+        pytest.raises(UserError, match=r"--isolate: this machine allows no .*: start it as root"),
+        isolated([], tmp_path, tmp_path),
+    ):
+        pass
 
 
 @NAMESPACES
