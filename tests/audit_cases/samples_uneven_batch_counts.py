@@ -20,9 +20,9 @@ def average_gradients(model):
 def train(args):
     torch.manual_seed(0)
     model = make_model()
-    parts = [120] + [120 // (args.num_nodes - 1)] * (args.num_nodes - 1)
+    parts = [180] + [180 // (args.num_nodes - 1)] * (args.num_nodes - 1)
     parts[0], parts[-1] = parts[0] + 24, parts[-1] - 24
-    dataset = random_split(Pictures(), parts)[args.rank]
+    dataset = random_split(Pictures(360), parts)[args.rank]
     loader = DataLoader(dataset, batch_size=args.batch_size // args.num_nodes, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for epoch in range(2):

@@ -52,6 +52,11 @@ class Case:
     flags: tuple[str, ...]
     verdict: str | None
 
+    @property
+    def quick_size(self) -> int:
+        """The one size for a quick test: the last, or the first where ranks are not forked."""
+        return self.sizes[-1 if _is_forked(self.command.words) else 0]
+
 
 def read_case(path: Path) -> Case:
     """Return the case in a file. Raises ValueError for a docstring with an unknown line."""
@@ -121,16 +126,17 @@ def start_forked(
 
     plant : the mistake of lab/proofs/wrong.py that replaces this project's right code.
     """
-    spawns = any("mp.spawn" in _text(word) for word in words if word.endswith(".py"))
-    if words[0] != "python" or spawns:
+    if not _is_forked(words):
         return start_process(words, environment, cwd, log)
     log.touch()
     program = [sys.executable, __file__, plant, *words[1:]]
     return ForkedProgram(program, cwd, environment, log, log)
 
 
-def _text(script: str) -> str:
-    return Path(script).read_text(encoding="utf-8")
+def _is_forked(words: Sequence[str]) -> bool:
+    """Return whether a command can be run in a fork: it starts no interpreters itself."""
+    scripts = [Path(word).read_text(encoding="utf-8") for word in words if word.endswith(".py")]
+    return words[0] == "python" and not any("mp.spawn" in one for one in scripts)
 
 
 def mistakes(case: Case, recordings: Sequence[Recording]) -> list[str]:
@@ -152,6 +158,8 @@ def mistakes(case: Case, recordings: Sequence[Recording]) -> list[str]:
 
 
 if __name__ == "__main__":
+    import multiprocessing
+
     from lab.audit import probe
     from lab.proofs.wrong import WRONG
 
@@ -159,6 +167,7 @@ if __name__ == "__main__":
         if wrong.name == sys.argv[1]:
             wrong.plant()
     probe.install()
+    multiprocessing.set_start_method(None, force=True)  # the script's loaders fork, as by default
     sys.argv[:2] = []
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

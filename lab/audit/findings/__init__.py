@@ -11,6 +11,7 @@ from dataclasses import replace
 from lab.audit.findings import clocks, collectives, gradients, notices, samples, weights
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, merge
 from lab.audit.findings.gradients.factors import resolve
+from lab.audit.findings.where import shares_forward
 from lab.audit.recording import Recording
 
 CHECKS = (collectives, gradients, weights, samples, notices, clocks)
@@ -90,7 +91,15 @@ def _with_sizes(said: dict[str, list[int]], sizes: set[int]) -> list[str]:
 
 def _check_all(recording: Recording) -> Iterator[Outcome]:
     """Yield the outcomes of all checks. What a check cannot read, it cannot judge."""
+    split = shares_forward(recording)
+    if split:
+        yield Unknown(
+            "gradients: the ranks exchange tensors within the forward pass, so they compute one"
+            " model together (tensor, expert or pipeline parallel); only replicas can be compared"
+        )
     for part in CHECKS:
+        if split and part in (gradients, weights, samples):
+            continue
         try:
             yield from part.check(recording)
         except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:

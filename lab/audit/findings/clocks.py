@@ -7,7 +7,7 @@ judged by their divisor only.
 
 from collections.abc import Iterator
 
-from lab.audit.findings.finding import Finding, Outcome, Right
+from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
 from lab.audit.recording import RankRecords, Record, Recording, code_line
 
 _FEWEST = 5
@@ -26,7 +26,9 @@ def check(recording: Recording) -> Iterator[Outcome]:
             found.setdefault(finding.name, finding)
     yield from found.values()
     whole = [mean for _, mean in means if _is_of_steps(mean)]
-    if whole and not found:
+    if not means:
+        yield Unknown("the clock: the script forms no mean of the times that it measures")
+    elif whole and not found:
         yield Right(f"the mean time is that of {_iterations(whole[-1])} whole steps, not the first")
     yield from _local_losses(recording)
 

@@ -72,17 +72,29 @@ def _first_difference(recording: Recording) -> Finding | None:
     calls = {rank.rank: _by_group(rank) for rank in recording.ranks}
     for one, other in combinations(recording.ranks, 2):
         for group in calls[one.rank].keys() & calls[other.rank].keys():
-            pairs = zip(calls[one.rank][group], calls[other.rank][group], strict=False)
+            pairs = list(zip(calls[one.rank][group], calls[other.rank][group], strict=False))
+            ahead = _ahead(pairs) if one.by_kind["step"] and other.by_kind["step"] else None
             for number, (left, right) in enumerate(pairs, start=1):
-                if _kind(left) != _kind(right):
+                shifted = ahead is not None and _ahead([(left, right)], ahead) != ahead
+                if _kind(left) != _kind(right) or shifted:
                     where = "" if group is None else f" of the group of ranks {list(group[1])}"
                     observed = (
-                        f"collective {number}{where}, step {left['step']}: "
-                        f"rank {one.rank} calls {_describe(left)}; "
-                        f"rank {other.rank} calls {_describe(right)}"
+                        f"collective {number}{where}: "
+                        f"rank {one.rank} calls {_describe(left)} in step {left['step']}; "
+                        f"rank {other.rank} calls {_describe(right)} in step {right['step']}"
                     )
                     return _finding(observed, recording, right)
     return None
+
+
+def _ahead(pairs: list[tuple[Record, Record]], otherwise: int = 0) -> int:
+    """Return by how many steps the second rank is ahead where both first exchange gradients."""
+    steps = (
+        right["step"] - left["step"]
+        for left, right in pairs
+        if left["content"] == right["content"] == "gradient"
+    )
+    return next(steps, otherwise)
 
 
 def _missing(recording: Recording) -> Finding | Unknown | None:
@@ -177,11 +189,9 @@ def _finding(observed: str, recording: Recording, call: Record) -> Finding:
     stacks = []
     for rank in recording.ranks:
         for record in rank.by_kind["stack"][-1:]:
-            lines = [
-                f"{name}:{line} in {function}"
-                for _, frames in record["threads"]
-                for name, line, function, _ in frames
-            ]
+            threads = [frames for _, frames in record["threads"]]
+            frames = max(threads, key=len, default=())
+            lines = [f"{name}:{line} in {function}" for name, line, function, _ in frames]
             stacks.append(f"rank {rank.rank} stood at {' > '.join(lines)}")
     return Finding("collectives-differ", (observed, *stacks), code_line(call["at"]))
 
@@ -225,7 +235,7 @@ def _steps_with_its_own(rank: RankRecords, step: Record) -> bool:
     if own is None or got is None or own.shape != got.shape:
         return False
     product = np.linalg.norm(own) * np.linalg.norm(got)
-    return bool(product == 0 or own @ got > (1 - 1e-4) * product)
+    return bool(own @ got > (1 - 1e-4) * product)
 
 
 def _unused(recording: Recording) -> Finding:
@@ -233,9 +243,12 @@ def _unused(recording: Recording) -> Finding:
     group = recording.ranks[0].by_kind["group"][0]
     calls = Counter(call["name"] for call in recording.ranks[0].by_kind["call"])
     others = {name: number for name, number in calls.items() if name not in _SETUP}
-    called = ", ".join(f"{number} {name}" for name, number in others.items()) or "nothing"
+    called = ", ".join(f"{number} {name}" for name, number in others.items()) or "no collective"
     observed = (
-        f"in {steps} steps of {recording.size} ranks no tensor is exchanged: called are {called}",
-        "every rank's optimiser gets the gradient of its own samples only",
+        f"in {steps} steps of {recording.size} ranks no tensor is exchanged; called is {called}",
+        "no optimiser gets anything from another rank",
     )
-    return Finding("group-unused", observed, code_line(group["at"]))
+    if not any(rank.by_kind["cut"] for rank in recording.ranks):
+        return Finding("group-unused", observed, code_line(group["at"]))
+    rarely = f"a script that exchanges weights only after more than {steps} steps looks the same"
+    return Finding("group-unused", (*observed, rarely), code_line(group["at"]), "likely")

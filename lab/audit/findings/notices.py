@@ -18,8 +18,9 @@ def check(recording: Recording) -> Iterator[Outcome]:
         return
     yield from _batchnorm_statistics(recording)
     yield from _equal_dropout(recording)
-    yield from _order_and_padding(recording)
+    yield from _shares(recording)
     yield from _accumulation(recording)
+    yield from _uneven_batches(recording)
 
 
 def compare(recordings: Sequence[Recording]) -> Iterator[Finding]:
@@ -89,7 +90,7 @@ def _equal_dropout(recording: Recording) -> Iterator[Outcome]:
         )
 
 
-def _order_and_padding(recording: Recording) -> Iterator[Outcome]:
+def _shares(recording: Recording) -> Iterator[Outcome]:
     for loaders in training_loaders(recording):
         first = [_first_indices(one.epochs[0].batches) for one in loaders]
         if all(len(row) >= 8 and is_sequential(row) for row in first):
@@ -97,6 +98,13 @@ def _order_and_padding(recording: Recording) -> Iterator[Outcome]:
             yield Finding(
                 "no-shuffling", (f"rank {loaders[0].rank} draws samples {listed}, … in order",)
             )
+        contents = {one.facts.get("content") for one in loaders} - {None}
+        divides = all(one.facts.get("replicas") == len(loaders) for one in loaders)
+        if divides and len(contents) == len(loaders):
+            length = loaders[0].facts["length"]
+            text = f"every rank's dataset holds other data: of the {length:,} samples of rank "
+            text += f"{loaders[0].rank}'s, the sampler gives it one in {len(loaders)}"
+            yield Finding("divided-twice", (text,), sure="likely")
         whole = next(whole_epochs(loaders), None)
         if whole and whole.replicas == whole.size and 0 < whole.repeats <= whole.tolerance:
             total, number = whole.counts.total(), len(whole.counts)
@@ -145,3 +153,19 @@ def _exchanges_each(step: TrainingStep) -> bool:
     """Return whether the gradients of each micro-batch are exchanged, by DDP or by hand."""
     by_ddp = all(backward.get("synced") is True for backward in step.backwards)
     return by_ddp or step.exchanged == set(range(1, step.batches + 1))
+
+
+def _uneven_batches(recording: Recording) -> Iterator[Outcome]:
+    """Compare the ranks' samples in a step; by rounding alone they may differ slightly."""
+    local = local_batches(recording) or {0: 0}
+    least, greatest = min(local, key=local.__getitem__), max(local, key=local.__getitem__)
+    steps = [step for rank in recording.ranks for step in training_steps(rank)]
+    if local[greatest] > 1.1 * local[least] + 1 and all(map(_adds_up, steps)):
+        times = local[greatest] / local[least]
+        yield Finding(
+            "uneven-batches",
+            (
+                f"a step has {local[least]:,} samples on rank {least} and {local[greatest]:,} on "
+                f"rank {greatest}, so a sample of rank {least} counts {times:.3g} times as much",
+            ),
+        )

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from lab.audit.findings import gradients
-from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
+from lab.audit.findings.finding import FAULT, Finding, Outcome, Right, Unknown
 from lab.audit.findings.gradients.replicas import Replicas, read_replicas
-from lab.audit.findings.where import recording_exchanges
+from lab.audit.findings.where import lasting_optimizers, recording_exchanges
 from lab.audit.recording import Record, Recording
 
 START = 1e-5
@@ -21,6 +21,9 @@ START = 1e-5
 def check(recording: Recording) -> Iterator[Outcome]:
     """Judge the ranks' weights; see lab/audit/findings/finding.py."""
     if recording.size < 2 or len(recording.ranks) < max(2, recording.size):
+        return
+    if any(one.get("version") == 1 for rank in recording.ranks for one in rank.of("fsdp")):
+        yield Unknown("weights: FSDP1 holds another part of them on each rank")
         return
     replicas = read_replicas(recording)
     differing = False
@@ -59,7 +62,10 @@ def _different_start(one: Replicas) -> Finding:
 
 def _explained(recording: Recording) -> bool:
     """Return whether a fault of the gradients makes the weights differ."""
-    return any(isinstance(one, Finding) for one in gradients.check(recording))
+    return any(
+        isinstance(one, Finding) and one.entry.severity == FAULT
+        for one in gradients.check(recording)
+    )
 
 
 def _first_apart(one: Replicas) -> tuple[Replicas, int] | None:
@@ -81,7 +87,7 @@ def _steps(recording: Recording, kind: str, optimizer: int) -> list[dict[int, Re
 
 def _different_settings(recording: Recording) -> Finding | None:
     """Return the finding if learning rates, other numbers or the optimiser's class differ."""
-    for o in sorted({one["o"] for rank in recording.ranks for one in rank.by_kind["step"]}):
+    for o in lasting_optimizers(recording):
         ranks = _steps(recording, "step", o)
         for step in sorted(set.intersection(*(set(one) for one in ranks))):
             settings = [_comparable(one[step]) for one in ranks]

@@ -1,8 +1,11 @@
 """Facts about a recording that several checks ask for: DDP, exchanges, lines of the script."""
 
+import sys
 from collections.abc import Iterator
+from math import prod
 
-from lab.audit.recording import CodeLine, Record, Recording, code_line
+from lab.audit.findings.samples.epochs import trained_epochs
+from lab.audit.recording import CodeLine, RankRecords, Record, Recording, code_line
 
 _SETUP = ("init_process_group", "new_group")
 _NO_EXCHANGE = ("barrier", "object", "monitored", *_SETUP)
@@ -50,6 +53,58 @@ def recording_exchanges(recording: Recording) -> bool:
         if any("size" not in one or one.get("bytes") for one in calls) or len(objects) > 1:
             return True
     return uses_ddp(recording) or any(rank.by_kind["mesh"] for rank in recording.ranks)
+
+
+def first_step_apart(recording: Recording) -> int:
+    """Return the first step in which a rank is in another epoch than the others.
+
+    From there on steps of equal numbers do not belong together, as within torch's ``Join``.
+    """
+    ranks = [_epochs_of_steps(rank) for rank in recording.ranks]
+    if all(trained_epochs(rank) for rank in recording.ranks):
+        for step, epochs in enumerate(zip(*ranks, strict=False)):
+            if len(set(epochs)) > 1:
+                return step
+    return sys.maxsize
+
+
+def _epochs_of_steps(rank: RankRecords) -> list[int]:
+    """Return by step how many training epochs have ended before it."""
+    trained, ended = trained_epochs(rank), 0
+    found: list[int] = []
+    for record in rank.records:
+        if record["k"] == "epoch":
+            ended += (record["l"], record["epoch"]) in trained and not record["cut"]
+        elif record["k"] == "step" and record["step"] == len(found):
+            found.append(ended)
+    return found
+
+
+def shares_forward(recording: Recording) -> bool:
+    """Return whether ranks exchange tensors within the forward pass, as parts of one model do.
+
+    FSDP gathers weights there; DDP within Join sends a single number.
+    """
+    if any(rank.by_kind["fsdp"] for rank in recording.ranks):
+        return False
+    return any(
+        one.get("in_forward") and one.get("content") == "other" and prod(one.get("shape") or ()) > 1
+        for rank in recording.ranks
+        for one in rank.by_kind["call"]
+    )
+
+
+def lasting_optimizers(recording: Recording) -> list[int]:
+    """Return the numbers of the optimisers that train the model.
+
+    Others come and go with tensors that are thrown away: copies of the model for one task, or
+    inputs that an adversary changes. If there are only such ones, each of them counts.
+    """
+    numbers = sorted({one["o"] for rank in recording.ranks for one in rank.by_kind["step"]})
+    params = [one for rank in recording.ranks for one in rank.by_kind["params"]]
+    late = {one["o"] for one in params if one.get("built")}
+    gone = {o for one in params for o in numbers if o < one["o"] and o not in one.get("alive", [o])}
+    return [o for o in numbers if o not in late | gone] or numbers
 
 
 def exchange_line(recording: Recording, step: int) -> CodeLine | None:

@@ -25,11 +25,13 @@ trouble  text (traceback): the probe itself failed in one place, and the script 
 group    init_process_group: rank, world, backend, at
 ddp      DistributedDataParallel was built: parameters, bytes, broadcast_buffers, at
 fsdp     fully_shard or FSDP1: version, at
-params   new parameters of optimiser o: optimizer (class), rows [[key, name, shape, dtype, numel,
-         offset, length]]: key is "o.group.index", the rank holds [offset, offset + length) of the
-         flat parameter (all of it, unless it is sharded). Of a sharded parameter (FSDP2), weights,
-         got and sent hold only those of its fixed coordinates that lie in this range, in order; own
-         holds all of them. Length 0: the shard is no range, and nothing of it is kept
+params   new parameters of optimiser o: optimizer (class), built (step at which the probe first saw
+         the optimiser), alive (numbers of the optimisers that still exist), rows [[key, name,
+         shape, dtype, numel, offset, length]]: key is "o.group.index", the rank holds [offset,
+         offset + length) of the flat parameter (all of it, unless it is sharded). Of a sharded
+         parameter (FSDP2), weights, got and sent hold only those of its fixed coordinates that lie
+         in this range, in order; own holds all of them. Length 0: the shard is no range, and
+         nothing of it is kept
 weights  before the first training forward after ``step`` steps of optimiser o: o, step, values
          (samples); written at the first backward after it, for step 0 after ``params``
 backward step (as Probe.step counts), micro (number of this backward in the step, from 0), forwards
@@ -62,11 +64,13 @@ rest     l, epoch, indices: what the script would still have been given after th
          endless), inner: the innermost index of each, or null
 trained  a backward or an update followed a batch of this iteration over l: l, epoch (once for each)
 epoch    an iteration over l ended: l, epoch, batches, cut
+join     the script entered torch.distributed's Join: at
 call     a collective began: c, name, op, size (of its group), group (null for all ranks, else its
          [name, ranks]), bytes (that this rank gives, or gets if it gives none), dtype and shape (of
          the first tensor), tensors (their number), step, peer (src, dst or null), async, content
-         ("gradient", "weights" or "other"), at. init_process_group and new_group are calls as well;
-         that of init_process_group has world (the number of ranks that it waits for, or null)
+         ("gradient", "weights" or "other"), in_forward (within a model's forward pass that trains),
+         at. init_process_group and new_group are calls as well; that of init_process_group has
+         world (the number of ranks that it waits for, or null)
 done     c, seconds (until the call returned), error (null unless it failed); a second record after
          an asynchronous call's Work.wait, with seconds 0 and wait_seconds
 mesh     a DeviceMesh was built, so some communication may not be seen: at

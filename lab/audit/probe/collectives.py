@@ -180,6 +180,7 @@ class CallRecorder:
             "peer": _peer(name, given, group),
             "async": bool(given.get("async_op")) or name in ("isend", "irecv"),
             "content": self._contents.content_of(every),
+            "in_forward": self._probe.forwards.training,
         }
 
     def _record_group(self, at: list[Any] | None) -> None:

@@ -61,7 +61,8 @@ class Forward:
 class ForwardWatch:
     """The forward passes since the last backward that reached one.
 
-    ``synced`` is whether DDP was to average the gradients of its latest forward (None without DDP).
+    ``training`` is whether a forward pass that trains is under way; ``synced``, whether DDP was to
+    average the gradients of its latest forward (None without DDP).
     """
 
     def __init__(self, probe: Probe) -> None:
@@ -71,6 +72,7 @@ class ForwardWatch:
         self._roots: Any = WeakIdKeyDictionary()
         self._sharded: dict[tuple[int, str], Any] = {}
         self._outermost: Any = None
+        self.training = False
         self.synced: bool | None = None
         self._in_ddp, self._went_through_ddp = 0, False
         self._pending: list[Forward] = []
@@ -91,6 +93,7 @@ class ForwardWatch:
         if not self._in_ddp and next(module.parameters(), None) is None:
             return  # a loss, an activation
         self._outermost, self._went_through_ddp = weakref.ref(module), self._in_ddp > 0
+        self.training = torch.is_grad_enabled() and module.training
         self._roots[self._root(module)] = True
         self._find_sharded(module)
         self._probe.tell("forward_begin", module)
@@ -103,7 +106,7 @@ class ForwardWatch:
         self._watch_gathered(module)
         if self._outermost() is not module:
             return
-        self._outermost = None
+        self._outermost, self.training = None, False
         given = (*arguments, *named.values())
         if torch.is_grad_enabled():
             forward = Forward(module, self._through(module))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lab.audit.findings.where import first_step_apart, lasting_optimizers
 from lab.audit.probe.coordinates import coordinates
 from lab.audit.recording import Numbers, RankRecords, Record, Recording
 
@@ -99,13 +100,13 @@ def gradient_steps(recording: Recording) -> dict[int, list[GradientStep]]:
     if len(recording.ranks) < recording.size:
         missing = set(range(recording.size)) - {one.rank for one in recording.ranks}
         raise ValueError(f"rank {min(missing)} recorded nothing")
-    numbers = {record["o"] for rank in recording.ranks for record in rank.by_kind["step"]}
-    return {o: list(_steps_of(recording, o)) for o in sorted(numbers)}
+    return {o: list(_steps_of(recording, o)) for o in lasting_optimizers(recording)}
 
 
 def _steps_of(recording: Recording, o: int) -> Iterator[GradientStep]:
+    end = first_step_apart(recording)
     steps = [
-        {one["step"]: one for one in rank.by_kind["step"] if one["o"] == o}
+        {one["step"]: one for one in rank.by_kind["step"] if one["o"] == o and one["step"] < end}
         for rank in recording.ranks
     ]
     for number in sorted(set.intersection(*(set(one) for one in steps))):

@@ -4,6 +4,7 @@ A sum is right if each rank divides its loss by the number of ranks, and a mean 
 not: so the factor is judged together with the scale at which the gradient reaches the loss.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -33,8 +34,8 @@ def judge_factor(recording: Recording, observed: list[Pattern]) -> Iterator[Outc
         return
     size, micro = step.size, int(step.records[0].get("micro") or 1)
     losses = _losses(recording, observed)
-    scale = loss_scale(losses)
-    if scale is not None and _near(scale * micro * factor, 1, tolerance):
+    weights = _weight_of_losses(losses, size)
+    if weights and all(_near(one * factor, 1, tolerance) for one in weights):
         yield Right("the losses' scale and the exchange together give the mean of all samples")
     elif micro > 1 and _near(factor * micro, 1, tolerance):
         yield Right("the optimiser gets the mean of the ranks' gradients and of the micro-batches")
@@ -75,6 +76,9 @@ def _name_factor(recording: Recording, observed: list[Pattern], factor: float) -
         f" the {size} ranks' gradients (residue {residue:.0e}; the same in {len(observed)} steps)"
     )
     if _near(factor, size, tolerance):
+        means = [one.get("reduction") == "mean" for one in _losses_of_all(recording)]
+        if not means or not all(means):
+            return Unknown(f"gradients: {text}; what the losses are divided by was not seen")
         sure = "certain" if loss_scale(_losses(recording, observed)) else "likely"
         return Finding("sum-not-mean", (text,), line, sure)
     averaged = _near(factor, 1 / size, tolerance)
@@ -98,7 +102,7 @@ def _losses(recording: Recording, observed: list[Pattern]) -> list[Record]:
     told which optimiser's it is.
     """
     steps = {one.step.step: float(one.step.records[0].get("scale") or 1) for one in observed}
-    losses = []
+    losses: list[Record] = []
     for rank in recording.ranks:
         if any(one["o"] != observed[0].step.optimizer for one in rank.by_kind["step"]):
             return []
@@ -109,8 +113,28 @@ def _losses(recording: Recording, observed: list[Pattern]) -> list[Record]:
             if loss is None or loss.get("arriving") is None:
                 return []
             arriving = abs(float(loss["arriving"])) / steps[backward["step"]]
-            losses.append({**loss, "arriving": arriving, "samples": samples_of(backward)})
+            place = {"step": backward["step"], "samples": samples_of(backward)}
+            losses.append({**loss, "arriving": arriving, **place})
     return losses
+
+
+def _losses_of_all(recording: Recording) -> list[Record]:
+    """Return the losses of all backwards, whichever optimiser they are for."""
+    return [one.get("loss") or {} for rank in recording.ranks for one in rank.by_kind["backward"]]
+
+
+def _weight_of_losses(losses: list[Record], size: int) -> list[float]:
+    """Return by step what the weights of all samples' losses on all ranks add up to, divided by N.
+
+    1 for a mean on each rank. Empty if a loss was not seen, or if it is no sum of samples' losses.
+    """
+    totals: dict[int, float] = defaultdict(float)
+    for one in losses:
+        count = one["samples"] if one.get("reduction") == "sum" else 1
+        if one.get("reduction") not in ("mean", "sum", "none") or not count:
+            return []
+        totals[one["step"]] += one["arriving"] * count / size
+    return list(totals.values())
 
 
 def loss_scale(losses: list[Record]) -> float | None:
@@ -161,8 +185,11 @@ def resolve(findings: Sequence[Finding], recordings: Sequence[Recording]) -> lis
     """Return the findings of all sizes without those that another size contradicts.
 
     A loss that is halved on two ranks and on three is not divided by the number of ranks; a
-    divisor of 4 on two ranks may be 2 times 2, which three ranks tell apart.
+    divisor of 4 on two ranks may be 2 times 2, which three ranks tell apart. A sum with a learning
+    rate that is divided by the number of ranks is SGD on the mean.
     """
+    rates = [_rate_of_the_mean(one) for one in recordings]
+    scaled = len(rates) > 1 and all(one == rates[0] is not None for one in rates)
     audited = {one.size for one in recordings if one.size > 1}
     twice = any(one.name == "averaged-twice" and max(one.sizes) > 2 for one in findings)
     kept = []
@@ -170,7 +197,17 @@ def resolve(findings: Sequence[Finding], recordings: Sequence[Recording]) -> lis
         sizes = set(one.sizes)
         if one.name == "scaled-in-loss" and sizes < audited:
             continue
+        if one.name == "sum-not-mean" and scaled:
+            continue
         if one.name == "literal-divisor" and sizes == {2} and twice:
             continue
         kept.append(one)
     return kept
+
+
+def _rate_of_the_mean(recording: Recording) -> float | None:
+    """Return the first learning rate times the ranks, if the update is linear in the gradient."""
+    steps = recording.ranks[0].by_kind["step"] if recording.ranks else []
+    if not steps or steps[0]["optimizer"] != "SGD" or steps[0]["settings"].get("weight_decay"):
+        return None
+    return round(float(steps[0]["lr"][0]) * recording.size, 9)

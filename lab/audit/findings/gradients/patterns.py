@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lab.audit.findings.gradients.combination import GradientStep, Parameter, combine, misfit
 from lab.audit.recording import Numbers, Record
@@ -27,8 +28,9 @@ class Pattern:
     kind : "mean"; "factor" (the mean times ``total``); "same" (all ranks computed the same, so that
         mean and own are one); "own" (each rank its own); "rows" (each rank what ``texts`` says);
         "weighted" (all ranks the same sum, with unequal weights); "clipped" and "clamped" (before
-        averaging, by norm and by value); "parameters" (``texts`` says which, how); "stale";
-        "kept" (old gradients are still there); "unknown".
+        averaging, by norm and by value); "extreme" (the ranks' greatest or smallest numbers);
+        "parameters" (``texts`` says which, how); "stale"; "kept" (old gradients are still there);
+        "nothing" (no gradient, or zeros); "unknown".
     weights : (ranks, ranks), row r holds the weights of what rank r's optimiser gets.
     total : the mean of the weights' sums; 1 for a mean.
     residue : the greatest relative misfit.
@@ -57,9 +59,11 @@ def explain(step: GradientStep, previous: GradientStep | None, start: Numbers | 
     def pattern(kind: str, *texts: str, total: float = total, residue: float = residue) -> Pattern:
         return Pattern(kind, step, weights, total, residue, texts)
 
+    if not step.got.any():
+        return pattern("nothing")
     if residue <= _tolerance(step):
         return _linear(step, weights, pattern)
-    for attempt in (_clamped, _stale, _by_parameter, _rounded, _decayed, _shortened):
+    for attempt in (_clamped, _extreme, _stale, _by_part, _rounded, _decayed, _shortened, _some):
         if found := attempt(step, previous, start, pattern):
             return found
     return pattern("unknown")
@@ -92,7 +96,7 @@ def _linear(step: GradientStep, weights: Numbers, pattern: MakePattern) -> Patte
         same = all(_worst(step, ones[0], own) <= limit for own in step.own)
         return pattern("same" if same and size > 1 else "mean")
     rows = [_describe(step, r, weights[r]) for r in range(size)]
-    if all(row == "its own" for row in rows):
+    if all(row.endswith("its own") for row in rows):
         return pattern("own")
     if len(set(rows)) > 1 or rows[0].startswith("rank "):
         return pattern("rows", *rows)
@@ -112,6 +116,8 @@ def _describe(step: GradientStep, rank: int, weights: Numbers) -> str:
     got, ones = step.got[rank], np.eye(step.size)
     if _worst(step, ones[rank], got) <= limit:
         return "its own"
+    if weights[rank] > 0 and _worst(step, ones[rank] * weights[rank], got) <= limit:
+        return f"{weights[rank]:.3f} times its own"
     for k in range(size):
         if _worst(step, ones[k], got) <= limit:
             return f"rank {k}'s own"
@@ -177,6 +183,29 @@ def _clamped(
     return None
 
 
+def _extreme(
+    step: GradientStep, _: GradientStep | None, __: Numbers | None, pattern: MakePattern
+) -> Pattern | None:
+    """The greatest or the smallest of the ranks' numbers (ReduceOp.MAX or MIN)."""
+    for words, values in (("greatest", step.own.max(axis=0)), ("smallest", step.own.min(axis=0))):
+        if _all_fit(values[None], np.ones(1), step):
+            return pattern("extreme", words, residue=0.0)
+    return None
+
+
+def _some(
+    step: GradientStep, _: GradientStep | None, __: Numbers | None, pattern: MakePattern
+) -> Pattern | None:
+    """A weighted sum on some ranks, and something else on others (a reduce to one rank)."""
+    rows = []
+    for rank, got in enumerate(step.got):
+        found = combine(step.own, got, step.balance)
+        fits = _worst(step, found, got) <= _tolerance(step)
+        known = (_describe(step, rank, found) or _numbers(found)) if fits else ""
+        rows.append(known or "no weighted sum of the ranks' gradients")
+    return pattern("rows", *rows) if len(set(rows)) > 1 else None
+
+
 def _all_fit(basis: Numbers, weights: Numbers, step: GradientStep) -> bool:
     limit = _tolerance(step)
     return all(misfit(basis, weights, got, step.measured).max() <= limit for got in step.got)
@@ -203,36 +232,53 @@ def _stale(
     return pattern("stale", total=float(before.sum(axis=1).mean()), residue=max(fits))
 
 
-def _by_parameter(
+def _by_part(
     step: GradientStep, _: GradientStep | None, __: Numbers | None, pattern: MakePattern
 ) -> Pattern | None:
-    """Each parameter by itself: the mean of some, something else of others."""
-    size = step.size
-    named = {"averaged": 1 / size, "each rank's own": None, "added up": 1.0, "zero": 0.0}
+    """The mean in some parameters or parts of them, something else in others."""
+    size, judged = step.size, [one for one in step.measured if step.got[:, one.columns].any()]
+    total, columns = step.own.sum(axis=0), np.zeros(step.own.shape[1], dtype=bool)
+    for one in judged:
+        columns[one.columns] = True
+    allowed = np.abs(step.own).sum(axis=0)
+    allowed[columns] += 1e-2 / step.balance[columns]
+    named = {
+        "averaged": total / size,
+        "each rank's own": step.own,
+        "each rank's own, divided": step.own / size,
+        "added up": total,
+    }
+    fits = {
+        words: np.abs(step.got - values) <= _tolerance(step) * allowed
+        for words, values in named.items()
+    }
+    if not judged or not np.any(list(fits.values()), axis=0)[:, columns].all():
+        return None
     found: dict[str, list[Parameter]] = {}
-    for one in step.measured:
-        for words, factor in named.items():
-            if all(_fits_one(step, r, one, factor) for r in range(size)):
-                found.setdefault(words, []).append(one)
-                break
-        else:
-            return None
-    found.pop("zero", None)
-    if set(found) == {"averaged"}:
+    for one in judged:
+        whole = (words for words, fit in fits.items() if fit[:, one.columns].all())
+        found.setdefault(next(whole, ""), []).append(one)
+    if "" in found:
+        return pattern("rows", *(_shares(fits, r, columns) for r in range(size)), residue=0.0)
+    if set(found) <= {"averaged"}:
         return pattern("mean", total=1.0, residue=0.0)
-    if "averaged" not in found and "added up" not in found:
-        return pattern("own") if found else None
-    fewer = sorted(found.items(), key=lambda item: (item[0] == "averaged", len(item[1])))
+    if not {"averaged", "added up"} & set(found):
+        return pattern("own")
     if len(found) == 1:
         return pattern("factor", total=float(size), residue=0.0)
-    return pattern("parameters", fewer[0][0], *[one.name or one.key for one in fewer[0][1]])
+    how, few = min(found.items(), key=lambda item: (item[0] == "averaged", len(item[1])))
+    return pattern("parameters", how, *[one.name or one.key for one in few])
 
 
-def _fits_one(step: GradientStep, rank: int, one: Parameter, factor: float | None) -> bool:
-    weights = np.eye(step.size)[rank] if factor is None else np.full(step.size, factor)
-    if factor == 0:
-        return not step.got[rank][one.columns].any()
-    return bool(misfit(step.own, weights, step.got[rank], (one,))[0] <= _tolerance(step))
+def _shares(fits: dict[str, NDArray[np.bool_]], rank: int, columns: NDArray[np.bool_]) -> str:
+    """Say which share of the numbers that a rank's optimiser gets is what."""
+    texts, left = [], columns.copy()
+    for words, fit in fits.items():
+        if (now := left & fit[rank]).any():
+            share = f"{now.sum() / columns.sum():.0%}"
+            texts.append(f"{share} {words}".replace("each rank's", "its"))
+        left &= ~now
+    return "numbers of which are " + ", ".join(texts)
 
 
 def _rounded(

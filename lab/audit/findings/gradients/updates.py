@@ -11,18 +11,22 @@ import numpy as np
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
 from lab.audit.findings.gradients.combination import GradientStep, gradient_steps
 from lab.audit.findings.gradients.factors import judge_factor, judge_loss
+from lab.audit.findings.gradients.own import bypassed, judge_own
 from lab.audit.findings.gradients.patterns import Pattern, clips_of, explain, limits_before_exchange
 from lab.audit.findings.gradients.replicas import Replicas, read_replicas
 from lab.audit.findings.where import (
-    backward_line,
     bypasses_ddp,
     exchange_line,
     exchanges,
     local_samples,
-    recording_exchanges,
     uses_ddp,
 )
-from lab.audit.recording import CodeLine, Numbers, Recording, code_line
+from lab.audit.recording import CodeLine, Recording, code_line
+
+_SMALL = 0.1
+"""A residue with which the nearest weighted sum still means something."""
+_UNIFORM = frozenset({"mean", "factor"})
+"""All ranks count alike: so they may in single steps, by chance, where they otherwise do not."""
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
@@ -37,17 +41,33 @@ def check(recording: Recording) -> Iterator[Outcome]:
         return
     replicas = read_replicas(recording)
     for o, steps in optimizers.items():
-        yield from _judge(recording, _explain_all(steps, replicas.get(o)), replicas.get(o))
+        whose = _holder(steps) if len(optimizers) > 1 else "the optimiser"
+        patterns = _explain_all(steps, replicas.get(o))
+        yield from _judge(recording, patterns, replicas.get(o), whose)
     if not any(optimizers.values()):
         yield Unknown(f"gradients: {_why_unseen(recording)}")
 
 
+def _holder(steps: list[GradientStep]) -> str:
+    """Return "the optimiser of" and its first parameter's name, to tell it from others."""
+    names = [one.name or one.key for one in steps[0].parameters] if steps else []
+    return f"the optimiser of {names[0]}" if names else "an optimiser"
+
+
 def _why_unseen(recording: Recording) -> str:
+    without = [rank.rank for rank in recording.ranks if not rank.by_kind["step"]]
     if any(one.get("version") == 1 for rank in recording.ranks for one in rank.of("fsdp")):
         return "FSDP1's flat parameters cannot be compared with what each rank computed"
-    if not any(rank.by_kind["step"] for rank in recording.ranks):
+    if len(without) == len(recording.ranks):
         return "no step of a torch optimiser was seen"
-    return "what each rank computed was not seen (no ordinary backward(), or a rank ended early)"
+    if without:
+        return f"rank {without[0]} took no step of a torch optimiser, others did"
+    if not all(rank.by_kind["backward"] for rank in recording.ranks):
+        return "no backward() was seen on a rank"
+    return (
+        "the tensors that the optimisers hold are not those that backward() fills (copies of the"
+        " weights in another precision?)"
+    )
 
 
 def _explain_all(steps: list[GradientStep], replicas: Replicas | None) -> list[Pattern]:
@@ -60,58 +80,75 @@ def _explain_all(steps: list[GradientStep], replicas: Replicas | None) -> list[P
 
 
 def _judge(
-    recording: Recording, patterns: list[Pattern], replicas: Replicas | None
+    recording: Recording, patterns: list[Pattern], replicas: Replicas | None, whose: str
 ) -> Iterator[Outcome]:
-    """Judge all updates of one optimiser."""
-    observed = [one for one in patterns if one.kind != "same"]
+    """Judge all updates of one optimiser; ``whose`` names it."""
+    received = [one for one in patterns if one.kind != "nothing"]
+    observed = [one for one in received if one.kind != "same"]
     kinds = {one.kind for one in observed}
     if not patterns:
         return
-    if not observed:
-        yield from _judge_same(recording, patterns)
+    if not received:
+        yield Unknown(
+            f"gradients: {whose} gets none, or zeros, in all {len(patterns)} steps (does"
+            " zero_grad() stand between backward() and step()?)"
+        )
+    elif not observed:
+        yield from _judge_same(recording, patterns, whose)
     elif {one.kind for one in observed if one.step.step > 0} == {"stale"}:
         yield _stale([one for one in observed if one.kind == "stale"])
     elif kinds & {"unknown", "kept", "stale"}:
         yield _unknown(observed)
     elif kinds & {"own", "rows"}:
-        yield from _judge_own(recording, observed, replicas)
+        yield from judge_own(recording, observed, replicas)
+    elif kinds == {"extreme"}:
+        yield _extreme(recording, observed)
     elif kinds == {"parameters"}:
         yield _some_parameters(recording, observed)
-    elif kinds <= {"mean", "clipped"} and "clipped" in kinds:
+    elif "clipped" in kinds and kinds <= {*_UNIFORM, "clipped"}:
         yield _clipped([one for one in observed if one.kind == "clipped"], len(observed))
-    elif kinds <= {"mean", "clamped"} and "clamped" in kinds:
+    elif "clamped" in kinds and kinds <= {*_UNIFORM, "clamped"}:
         yield _clamped([one for one in observed if one.kind == "clamped"], len(observed))
-    elif "weighted" in kinds and kinds <= {"mean", "weighted"}:
+    elif "weighted" in kinds and kinds <= {*_UNIFORM, "weighted"}:
         yield from _judge_weighted(recording, observed)
-    elif kinds <= {"mean", "factor"}:
-        yield from _judge_total(recording, observed)
+    elif kinds <= _UNIFORM:
+        yield from _judge_total(recording, observed, whose)
     else:
         yield Unknown(f"gradients: not the same in all steps ({', '.join(sorted(kinds))})")
 
 
-def _judge_total(recording: Recording, observed: list[Pattern]) -> Iterator[Outcome]:
+def _judge_total(recording: Recording, observed: list[Pattern], whose: str) -> Iterator[Outcome]:
     """Judge updates that are the mean times a number."""
     if any(one.kind == "factor" for one in observed):
         yield from judge_factor(recording, observed)
         return
-    found = judge_loss(recording, observed) or _clipped_without_effect(recording, observed)
-    if found is not None:
-        yield found
+    if scaled := judge_loss(recording, observed):
+        yield scaled
         return
-    worst = max(one.residue for one in observed)
+    if early := _clipped_without_effect(recording, observed):
+        yield early
+    worst = max(min(one.residue, _deviation(one.step)) for one in observed)
     extra = {text for one in observed for text in one.texts}
     yield Right(
-        f"the optimiser gets the mean of the ranks' gradients in all {len(observed)} steps"
+        f"{whose} gets the mean of the ranks' gradients in all {len(observed)} steps"
         f" (greatest deviation {worst:.0e}{''.join(', ' + one for one in sorted(extra))})"
     )
 
 
-def _judge_same(recording: Recording, patterns: list[Pattern]) -> Iterator[Outcome]:
+def _deviation(step: GradientStep) -> float:
+    """Return how far the optimisers' gradients are from the mean, relatively to its norm."""
+    mean = step.own.mean(axis=0)
+    apart = max(float(np.linalg.norm(got - mean)) for got in step.got)
+    return apart / max(float(np.linalg.norm(mean)), 1e-300)
+
+
+def _judge_same(recording: Recording, patterns: list[Pattern], whose: str) -> Iterator[Outcome]:
     if bypasses_ddp(recording) and not exchanges(recording, patterns[0].step.step):
-        yield _bypassed(recording, patterns)
+        yield bypassed(recording, patterns)
         return
     yield Unknown(
-        "gradients: all ranks compute the same gradient, so the mean cannot be told from one rank's"
+        f"gradients: all ranks compute the same gradient for {whose}, so the mean cannot be told"
+        " from one rank's"
     )
 
 
@@ -134,96 +171,25 @@ def _unknown(observed: list[Pattern]) -> Unknown:
             f"gradients: in {_where(first)} .grad still holds gradients of the step before"
             " (is zero_grad() missing?)"
         )
-    return Unknown(
-        f"gradients: in {_where(first)} what the optimiser gets is not a weighted sum of what the"
-        f" ranks computed (residue {first.residue:.0e}); a lossy compression does that"
-    )
-
-
-def _judge_own(
-    recording: Recording, observed: list[Pattern], replicas: Replicas | None
-) -> Iterator[Outcome]:
-    """Judge updates with one rank's own gradient."""
-    bad = [one for one in observed if one.kind in {"own", "rows"}]
-    if not any(rank.by_kind["group"] for rank in recording.ranks):
-        yield Unknown("gradients: the ranks are not connected, no process group was made")
-        return
-    everywhere = all(one.kind == "own" for one in bad)
-    if everywhere and bypasses_ddp(recording):
-        yield _bypassed(recording, bad)
-        return
-    if everywhere and not recording_exchanges(recording):
-        return  # group-unused says it
-    averaged = _averaged_weights(bad, replicas) if everywhere else None
-    if averaged is not None:
-        yield averaged
-        return
-    if len(bad) == 1 < len(observed):
-        yield Unknown(f"gradients: the optimisers get the mean in all steps but {_where(bad[0])}")
-        return
-    sure = "certain" if len(bad) == len(observed) else "likely"
-    yield from _own_findings(recording, bad, sure, len(observed))
-
-
-def _own_findings(
-    recording: Recording, bad: list[Pattern], sure: str, steps: int
-) -> Iterator[Outcome]:
-    first, line = bad[0], exchange_line(recording, bad[0].step.step) or backward_line(recording)
-    if first.kind == "own":
-        text = (
-            f"step {first.step.step}, all {first.step.size} ranks: each optimiser gets its rank's"
-            f" own gradient (in {len(bad)} of {steps} steps)"
-        )
-        yield Finding("own-gradient", (text,), line, sure)
-        return
-    texts = "; ".join(f"rank {r} gets {text}" for r, text in enumerate(first.texts))
-    single = any(text.endswith("own") for text in first.texts)
-    name = "own-gradient" if single else "not-the-mean"
-    yield Finding(
-        name, (f"step {first.step.step}: {texts} (in {len(bad)} of {steps} steps)",), line, sure
-    )
-
-
-def _bypassed(recording: Recording, bad: list[Pattern]) -> Finding:
     text = (
-        f"{_where(bad[0])}: the forward pass did not run through DDP, and each optimiser gets its"
-        " rank's own gradient"
+        f"gradients: in {_where(first)} what the optimiser gets is not a weighted sum of what the"
+        f" ranks computed (residue {first.residue:.0e})"
     )
-    return Finding("ddp-bypassed", (text,), backward_line(recording))
-
-
-def _averaged_weights(bad: list[Pattern], replicas: Replicas | None) -> Finding | None:
-    """Return the finding if the weights are equal again after updates with different gradients."""
-    if replicas is None:
-        return None
-    for one in bad:
-        after = one.step.step + 1
-        if after not in replicas.values or replicas.moved(after) < 1e-7:
-            continue
-        if not replicas.equal(after) or replicas.spread(after).max() > 1e-2 * replicas.moved(after):
-            continue
-        moved = replicas.values[after][0] - replicas.values[after - 1][0]
-        whose = _follows_one_rank(one.step, moved)
-        if whose is not None:
-            text = f"before step {after} all ranks hold what rank {whose} computed by itself"
-            return Finding("own-gradient", (f"{_where(one)}: {text}",))
-        text = (
-            f"{_where(one)}: each optimiser gets its rank's own gradient, and before step {after}"
-            " the weights of all ranks are equal again"
+    if first.residue < _SMALL:
+        text += (
+            f", as after lossy compression or with added noise; the nearest one is"
+            f" {first.total:.2f} times the mean"
         )
-        return Finding("weights-averaged", (text,))
-    return None
+    return Unknown(text)
 
 
-def _follows_one_rank(step: GradientStep, moved: Numbers) -> int | None:
-    """Return the rank whose gradient alone points where the weights moved; None without."""
-    if moved.shape != step.got[0].shape:
-        return None
-    for rank, got in enumerate(step.got):
-        factor = float(got @ moved / max(float(got @ got), 1e-300))
-        if np.linalg.norm(moved - factor * got) < 1e-2 * np.linalg.norm(moved):
-            return rank
-    return None
+def _extreme(recording: Recording, observed: list[Pattern]) -> Finding:
+    one = observed[0]
+    text = (
+        f"{_where(one)}: the optimiser gets the {one.texts[0]} of the ranks' gradients, number by"
+        " number (ReduceOp.MAX or MIN)"
+    )
+    return Finding("not-the-mean", (text,), exchange_line(recording, one.step.step))
 
 
 def _some_parameters(recording: Recording, observed: list[Pattern]) -> Outcome:
@@ -274,10 +240,7 @@ def _clipped_without_effect(recording: Recording, observed: list[Pattern]) -> Fi
     """Clipping before an exchange by hand whose limit no rank reached in these steps."""
     if uses_ddp(recording):
         return None
-    for kind, name in (
-        ("norm", "clipped-before-averaging"),
-        ("value", "value-clipped-before-averaging"),
-    ):
+    for kind in ("norm", "value"):
         early = all(
             any(limits_before_exchange(clip, record) for clip in clips_of(record, kind))
             for one in observed
@@ -288,7 +251,7 @@ def _clipped_without_effect(recording: Recording, observed: list[Pattern]) -> Fi
                 "each rank clips before its gradients are exchanged; no gradient reached the limit"
                 f" in these {len(observed)} steps, so it made no difference yet"
             )
-            return Finding(name, (text,), _clip_line(observed, kind), "likely")
+            return Finding("clips-too-early", (text,), _clip_line(observed, kind))
     return None
 
 

@@ -89,10 +89,14 @@ def coverage(loaders: Sequence[TrainingLoader]) -> Iterator[Outcome]:
         for one in loaders
     )
     whole = next(whole_epochs(loaders), None)
-    if whole is None:
+    if (replicas := _common(loaders, "replicas") or 0) > len(loaders):
+        length, ranks = _common(loaders, "length") or 0, len(loaders)
+        missing = length - -(-length // replicas) * ranks
+        text = f"no rank draws {missing:,} of {length:,} samples: the sampler shares them out to "
+        yield Finding("uneven-coverage", (f"{text}{replicas} ranks, but there are {ranks}",))
+    elif whole is None:
         yield from _seen_so_far(loaders)
-        return
-    if whole.repeats > whole.tolerance:
+    elif whole.repeats > whole.tolerance:
         yield from _judge_repeats(whole, one_dataset)
     elif (fault := _left_out(whole)) is not None:
         yield Finding("uneven-coverage", (f"epoch {whole.epoch + 1}: {fault}",))
@@ -160,13 +164,8 @@ def _judge_repeats(whole: Coverage, one_dataset: bool) -> Iterator[Outcome]:
 
 def _left_out(whole: Coverage) -> str | None:
     """Return what shows that samples are left out by mistake, or None."""
-    missing, starts = whole.missing, [one.start for one in whole.ranges]
+    starts = [one.start for one in whole.ranges]
     steps = {one.step for one in whole.ranges}
-    if missing and whole.replicas and whole.replicas > whole.size:
-        return (
-            f"no rank draws {missing:,} of {whole.length:,} samples: the sampler shares them out "
-            f"to {whole.replicas} ranks, but there are {whole.size}"
-        )
     if steps == {1}:
         gaps = [
             range(one.stop, other.start)

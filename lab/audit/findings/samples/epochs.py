@@ -35,10 +35,12 @@ class Epoch:
     batches : outer indices of each batch that the script was given.
     indices : outer indices of the whole epoch, also of what was left when the run was cut; None if
         they are not all known.
+    left : the script left it early: neither the loader nor the cut ended it.
     """
 
     batches: tuple[tuple[Index, ...], ...]
     indices: tuple[Index, ...] | None
+    left: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,14 +144,15 @@ def _epoch(rank: RankRecords, facts: Record, epoch: int, records: dict[int, Reco
     rests = [one for one in rank.by_kind["rest"] if (one["l"], one["epoch"]) == key]
     rest = [_key(one) for record in rests for one in record["indices"] or []]
     everything = tuple(one for batch in batches for one in batch) + tuple(rest)
-    count, size = facts.get("batches") or 0, facts.get("batch_size") or 0
+    count = facts.get("batches") or 0
+    size = facts.get("batch_size") or max(map(len, batches), default=0)
     whole = len(batches) == len(rows) and sorted(records) == list(range(len(records)))
     if rests:
         # Batches that were prefetched, but neither given nor left, would be missing here.
         whole &= count * size > 0 and len(everything) > (count - 1) * size
     else:
         whole &= any(not one["cut"] for one in ends) and count in (0, len(batches))
-    return Epoch(batches, everything if whole and everything else None)
+    return Epoch(batches, everything if whole and everything else None, left=not ends)
 
 
 def _items(rank: RankRecords, number: int) -> tuple[dict[Index, Item], dict[Index, Index]]:

@@ -6,11 +6,12 @@ whole epochs is in coverage.py.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, takewhile
 
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
 from lab.audit.findings.samples.coverage import coverage
 from lab.audit.findings.samples.epochs import (
+    Epoch,
     Index,
     TrainingLoader,
     is_sequential,
@@ -18,9 +19,11 @@ from lab.audit.findings.samples.epochs import (
     training_loaders,
 )
 from lab.audit.findings.samples.steps import local_batches, training_steps
-from lab.audit.recording import RankRecords, Recording
+from lab.audit.recording import RankRecords, Record, Recording
 
 Loaders = Sequence[TrainingLoader]
+_MANY = 4
+"""So many epochs that are all left early are compared, too: the script draws each batch anew."""
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
@@ -113,26 +116,20 @@ def _same_inputs(recording: Recording) -> Iterator[Outcome]:
     sharded may rightly compute one sample on several ranks.
     """
     rows = [row for one in recording.ranks for p in one.by_kind["params"] for row in p["rows"]]
-    if any(length < numel for *_, numel, _, length in rows):
-        return
     hashes = {one.rank: _input_hashes(one) for one in recording.ranks}
-    for rank in sorted(hashes)[1:]:
-        first = min(hashes)
+    first, *others = sorted(hashes)
+    for rank in others if all(length == numel for *_, numel, _, length in rows) else ():
         both = [
             (hashes[first][key], hashes[rank][key]) for key in hashes[first] if key in hashes[rank]
         ]
         inputs = {mine[0] for mine, _ in both}
         targets = {mine[1] for mine, _ in both}
-        if len(both) < 2 or any(mine != theirs for mine, theirs in both):
-            continue
-        if len(inputs) > 1 or None not in targets:
-            yield Finding(
-                "same-samples",
-                (
-                    f"ranks {first} and {rank} compute with the same inputs and targets in all "
-                    f"{len(both)} backward passes compared",
-                ),
-            )
+        same = len(both) >= 2 and all(mine == theirs for mine, theirs in both)
+        if same and (len(inputs) > 1 or None not in targets):
+            text = f"ranks {first} and {rank} compute with the same inputs and targets in all "
+            yield Finding("same-samples", (f"{text}{len(both)} backward passes compared",))
+            return
+    yield Unknown("which samples each rank trains on: no DataLoader draws them by index")
 
 
 def _input_hashes(rank: RankRecords) -> dict[tuple[int, int], tuple[object, object]]:
@@ -148,35 +145,40 @@ def _input_hashes(rank: RankRecords) -> dict[tuple[int, int], tuple[object, obje
 
 
 def _same_order(loaders: Loaders) -> Iterator[Outcome]:
-    """Compare the first batches of each epoch with those of the epoch before."""
-    seen: list[tuple[int, int, bool, Index]] = []
+    """Compare the first batches of each epoch with those of the epoch before.
+
+    An epoch that the script left early, as to look at a batch, counts only if there is none else
+    and they are many.
+    """
+    seen: list[tuple[int, Sequence[Index], bool]] = []
     for one in loaders:
-        for number, (first, second) in enumerate(pairwise(one.epochs)):
-            batches = zip(first.batches, second.batches, strict=False)
-            common = [(a, b) for a, b in batches if min(len(a), len(b)) >= 2]
-            if len(common) >= 2 and not is_sequential([i for a, _ in common for i in a]):
-                same = all(a == b for a, b in common)
-                seen.append((number, len(common), same, common[0][0]))
-    for number, count, same, indices in seen[:1]:
-        if not all(one[2] == same for one in seen):
-            return
-        yield _order(loaders[0], number, count, indices if same else None)
+        numbered: Sequence[tuple[int, Epoch]] = list(enumerate(one.epochs, 1))
+        kept = [(number, epoch) for number, epoch in numbered if not epoch.left]
+        several = kept if len(kept) >= 2 or len(numbered) < _MANY else numbered
+        for (_, first), (number, second) in pairwise(several):
+            batches = list(zip(first.batches, second.batches, strict=False))
+            common = [index for a, b in batches if len(b) >= len(a) >= 2 for index in a]
+            if (len(batches) >= 2 or several is numbered) and not is_sequential(common):
+                seen.append((number, common, all(a == b for a, b in batches if len(a) == len(b))))
+    if seen and len({same for *_, same in seen}) == 1:
+        number, indices, same = seen[0]
+        yield _order(loaders[0], number, indices if same else None)
 
 
-def _order(loader: TrainingLoader, number: int, count: int, indices: Index) -> Outcome:
+def _order(loader: TrainingLoader, number: int, indices: Sequence[Index] | None) -> Outcome:
     """Return what it means that all epochs have the same order, or with None another one."""
     if indices is None:
-        return Right(f"epoch {number + 2} has another order than epoch {number + 1}")
+        return Right(f"epoch {number} has another order than epoch {number - 1}")
     sampler = str(loader.facts.get("sampler"))
     if "Distributed" not in sampler and sampler != "RandomSampler":
         return Unknown(
             f"whether the order is meant to be the same in every epoch: {sampler} gives the same "
-            f"first {count} batches again"
+            f"first {len(indices)} samples again"
         )
     listed = ", ".join(map(str, indices[:4]))
     evidence = (
-        f"the first {count} batches of epoch {number + 2} are those of epoch {number + 1}, in the "
-        f"same order (rank {loader.rank}: samples {listed}, …)"
+        f"epoch {number} begins with the same {len(indices)} samples as the one before, in "
+        f"the same order (rank {loader.rank}: samples {listed}, …)"
     )
     return Finding("same-order", (evidence,))
 
@@ -184,8 +186,8 @@ def _order(loader: TrainingLoader, number: int, count: int, indices: Index) -> O
 def _batch_counts(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
     """Compare how many batches the ranks have in an epoch.
 
-    Not a fault in a script that ends by itself and has made equally many steps on all ranks,
-    whatever its loaders hold.
+    Not a fault if the ranks stay in step where an epoch ends, since their loops then end alike or
+    begin anew, or if Join lets those wait that have fewer.
     """
     counts = {one.rank: one.facts.get("batches") for one in loaders}
     if None in counts.values():
@@ -193,15 +195,41 @@ def _batch_counts(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
     if len(set(counts.values())) == 1:
         yield Right(f"every rank has {next(iter(counts.values())):,} batches in an epoch")
         return
-    steps = {len(training_steps(one)) for one in recording.ranks}
-    cut = any(one.by_kind["cut"] for one in recording.ranks)
-    if len(steps) == 1 and not cut and not recording.hung:
-        yield Unknown(
-            "whether the ranks' different numbers of batches matter: they made equally many steps"
-        )
-        return
     listed = ", ".join(f"rank {rank} has {count:,}" for rank, count in counts.items())
-    yield Finding("different-batch-counts", (f"batches in an epoch: {listed}",))
+    taken = [
+        [record["epoch"] for record in _until_cut(rank) if _is_batch_of(loader, record)]
+        for rank in recording.ranks
+        for loader in loaders
+        if loader.rank == rank.rank
+    ]
+    cut = any(one.by_kind["cut"] for one in recording.ranks)
+    ends = not cut or any(len(set(epochs)) > 1 for epochs in taken)
+    in_step = not recording.hung and len(set(map(len, taken))) == 1
+    if any(one.by_kind["join"] for one in recording.ranks):
+        yield Right(f"Join lets the ranks with fewer batches wait ({listed})")
+    elif ends and in_step:
+        yield Unknown(
+            f"whether the ranks' different numbers of batches matter ({listed}): they "
+            "stay in step where an epoch ends"
+        )
+    else:
+        evidence = [f"batches in an epoch: {listed}"]
+        if not ends:
+            evidence.append(
+                "no epoch ended within the steps watched: if the loop stops earlier, "
+                "give as many --steps"
+            )
+        yield Finding(
+            "different-batch-counts", tuple(evidence), sure="certain" if ends else "likely"
+        )
+
+
+def _until_cut(rank: RankRecords) -> Iterator[Record]:
+    return takewhile(lambda record: record["k"] != "cut", rank.records)
+
+
+def _is_batch_of(loader: TrainingLoader, record: Record) -> bool:
+    return bool(record["k"] == "batch" and record["l"] == loader.facts["l"])
 
 
 def _global_batch(recording: Recording) -> Iterator[Outcome]:

@@ -5,6 +5,7 @@
 Before each batch ``stopping`` is asked; it ends the epoch by StopIteration or SystemExit.
 """
 
+import importlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,15 +25,14 @@ LONGEST_REST = 5_000_000  # indices; a sampler that gives more may be endless
 
 
 class WatchedLoader:
-    """A DataLoader, or several one after another that a script builds over the same dataset.
+    """A DataLoader, or several alike that a script builds one after another, as for each epoch.
 
     trained : epochs that served training, each with its number of batches so far.
     """
 
-    def __init__(self, number: int, loader: "DataLoader[Any]") -> None:
-        self.number, self.epochs = number, 0
+    def __init__(self, number: int, loader: "DataLoader[Any]", facts: dict[str, Any]) -> None:
+        self.number, self.facts, self.epochs = number, facts, 0
         self.current = ref(loader)
-        self.likeness = _likeness(loader)
         self.trained: dict[int, int] = {}
 
 
@@ -64,7 +64,7 @@ class LoaderWatch:
         self.loaders: list[WatchedLoader] = []
         self.epochs: WeakKeyDictionary[Any, WatchedEpoch] = WeakKeyDictionary()
         self.queues: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
-        self.newest: ref[WatchedEpoch] | None = None
+        self.newest: WatchedEpoch | None = None  # alive, also after next(iter(loader))
         self.open: WeakSet[WatchedEpoch] = WeakSet()
         base = getattr(dataloader, "_BaseDataLoaderIter", None)
         replace(DataLoader, "__iter__", self.begin)
@@ -95,17 +95,17 @@ class LoaderWatch:
 
     def find(self, loader: "DataLoader[Any]") -> WatchedLoader:
         """Return what is known of a loader; a new one may follow one that was thrown away."""
-        likeness = _likeness(loader)
         for known in self.loaders:
-            before = known.current()
-            if before is loader:
+            if known.current() is loader:
                 return known
-            if before is None and known.likeness == likeness:
+        facts = {**_describe(loader), "at": self.probe.place()}
+        for known in self.loaders:
+            if known.current() is None and known.facts == facts:
                 known.current = ref(loader)
                 return known
-        watched = WatchedLoader(len(self.loaders), loader)
+        watched = WatchedLoader(len(self.loaders), loader, facts)
         self.loaders.append(watched)
-        self.probe.record("loader", l=watched.number, **_describe(loader), at=self.probe.place())
+        self.probe.record("loader", l=watched.number, **facts)
         return watched
 
     def give(self, original: Callable[..., Any], iterator: Any) -> Any:
@@ -153,7 +153,7 @@ class LoaderWatch:
         epoch.fresh = True
         if epoch.trains:
             epoch.loader.trained[epoch.number] = epoch.given
-        self.newest = ref(epoch)
+        self.newest = epoch
 
     def end(self, epoch: WatchedEpoch, *, cut: bool) -> None:
         """Write the record ``epoch``."""
@@ -190,12 +190,11 @@ class LoaderWatch:
 
     def after_forward(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
         """Note what the batches were given for."""
-        newest = self.newest() if self.newest is not None else None
-        if newest is not None:
-            newest.evaluating = not torch.is_grad_enabled()
+        if self.newest is not None:
+            self.newest.evaluating = not torch.is_grad_enabled()
         if not torch.is_grad_enabled():
             for epoch in self.open:
-                epoch.fresh = epoch.fresh and epoch is newest
+                epoch.fresh = epoch.fresh and epoch is self.newest
 
     def train(self, *_: Any) -> None:
         """Note that the latest batches serve training: a backward or an update begins."""
@@ -213,11 +212,6 @@ def plain_indices(batch: Any) -> list[Any]:
     if isinstance(batch, (str, bytes, int)) or not hasattr(batch, "__iter__"):
         return [plain_index(batch)]
     return [plain_index(index) for index in batch]
-
-
-def _likeness(loader: "DataLoader[Any]") -> tuple[Any, ...]:
-    sampler = getattr(loader, "sampler", None)
-    return id(loader.dataset), type(loader.dataset), type(sampler), loader.batch_size
 
 
 def _length(of: Any) -> int | None:
@@ -257,7 +251,20 @@ def _describe(loader: "DataLoader[Any]") -> dict[str, Any]:
     }
 
 
+def _watch_join(probe: Probe) -> None:
+    """Record that ranks with fewer batches wait for the others."""
+
+    def enter(original: Callable[..., Any], context: Any) -> Any:
+        probe.record("join", at=probe.place())
+        return original(context)
+
+    if torch.distributed.is_available():
+        join = importlib.import_module("torch.distributed.algorithms.join")
+        replace(join.Join, "__enter__", enter)
+
+
 def watch(probe: Probe) -> None:
     """Watch all loaders of this process, and what their batches are used for."""
     LoaderWatch(probe, ItemWatch(probe))
+    _watch_join(probe)
     passes.watch(probe)

@@ -41,7 +41,7 @@ class OptimizerWatch:
     def of(self, optimizer: Optimizer) -> WatchedOptimizer:
         """Return what is known of an optimiser, with the parameters that it has now."""
         if (watched := self._of.get(optimizer)) is None:
-            watched = self._of[optimizer] = WatchedOptimizer()
+            watched = self._of[optimizer] = WatchedOptimizer(built=self._probe.step)
         for tensor in watched.update(optimizer):
             self._gradients.watch(tensor)
         return watched
@@ -139,7 +139,15 @@ class OptimizerWatch:
             watched.number, self._numbered = self._numbered, self._numbered + 1
         if rows := watched.new_rows(self._probe.parameter_names()):
             name = type(optimizer).__name__
-            self._probe.record("params", o=watched.number, optimizer=name, rows=rows)
+            alive = [one.number for _, one in self if one.number is not None]
+            self._probe.record(
+                "params",
+                o=watched.number,
+                optimizer=name,
+                built=watched.built,
+                alive=alive,
+                rows=rows,
+            )
         if first:
             self._write_weights(watched)
 

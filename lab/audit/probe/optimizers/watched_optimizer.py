@@ -109,12 +109,13 @@ def _range(tensor: Any) -> tuple[int, int]:
 class WatchedOptimizer:
     """The parameters of one optimiser, and what is known of its current step.
 
-    ``number`` is None until its first step. ``sent`` and ``weights`` hold samples that are still on
-    their device.
+    ``built`` is the step at which it was first seen; ``number`` is None until its own first step.
+    ``sent`` and ``weights`` hold samples that are still on their device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, built: int) -> None:
         self.number: int | None = None
+        self.built = built
         self.steps = 0
         self.rows: list[Row] = []
         self._written_rows = 0
