@@ -11,7 +11,7 @@ from dataclasses import replace
 from lab.audit.findings import clocks, collectives, gradients, notices, samples, weights
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, merge
 from lab.audit.findings.gradients.factors import resolve
-from lab.audit.findings.where import shares_forward
+from lab.audit.findings.where import is_one_model
 from lab.audit.recording import Recording
 
 CHECKS = (collectives, gradients, weights, samples, notices, clocks)
@@ -91,10 +91,10 @@ def _with_sizes(said: dict[str, list[int]], sizes: set[int]) -> list[str]:
 
 def _check_all(recording: Recording) -> Iterator[Outcome]:
     """Yield the outcomes of all checks. What a check cannot read, it cannot judge."""
-    split = shares_forward(recording)
+    split = is_one_model(recording)
     if split:
         yield Unknown(
-            "gradients: the ranks exchange tensors within the forward pass, so they compute one"
+            "gradients: the ranks exchange activations, so they compute one"
             " model together (tensor, expert or pipeline parallel); only replicas can be compared"
         )
     for part in CHECKS:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
+from lab.audit.findings.where import POINT_TO_POINT
 from lab.audit.recording import RankRecords, Record, Recording, code_line
 
 _EQUAL_SIZES = ("all_reduce", "broadcast", "reduce")
-_POINT_TO_POINT = ("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list")
 _SETUP = ("init_process_group", "new_group")
 _MOST_CALLS = 20_000
 """A longer list may be incomplete, see probe/collectives.py."""
@@ -55,7 +55,7 @@ def _by_group(rank: RankRecords) -> dict[Group, list[Record]]:
     """Return the collectives of each group, in order; None is the group of all ranks."""
     found: dict[Group, list[Record]] = defaultdict(list)
     for call in _until_cut(rank):
-        if call["name"] not in _POINT_TO_POINT:
+        if call["name"] not in POINT_TO_POINT:
             group = call.get("group")
             found[None if group is None else (str(group[0]), tuple(group[1]))].append(call)
     return found
@@ -133,7 +133,7 @@ def _stuck(rank: RankRecords) -> Record | None:
 
 def _lacks(waiting: RankRecords, other: RankRecords, call: Record) -> bool:
     """Return whether ``other`` takes part in fewer such calls than ``waiting``."""
-    if call["name"] in _POINT_TO_POINT:
+    if call["name"] in POINT_TO_POINT:
         return call.get("peer") == other.rank and _messages(other, waiting, call) < _messages(
             waiting, other, call, same=True
         )
@@ -149,7 +149,7 @@ def _messages(rank: RankRecords, peer: RankRecords, call: Record, same: bool = F
     sends = ("send" in call["name"]) == same
     objects = "object" in call["name"]
     return sum(
-        one["name"] in _POINT_TO_POINT
+        one["name"] in POINT_TO_POINT
         and ("send" in one["name"]) == sends
         and ("object" in one["name"]) == objects
         and (one.get("peer") == peer.rank or one.get("peer") is None)

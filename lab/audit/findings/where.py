@@ -5,6 +5,7 @@ from math import prod
 
 from lab.audit.recording import CodeLine, Record, Recording, code_line
 
+POINT_TO_POINT = ("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list")
 _SETUP = ("init_process_group", "new_group")
 _NO_EXCHANGE = ("barrier", "object", "monitored", *_SETUP)
 
@@ -53,17 +54,31 @@ def recording_exchanges(recording: Recording) -> bool:
     return uses_ddp(recording) or any(rank.by_kind["mesh"] for rank in recording.ranks)
 
 
-def shares_forward(recording: Recording) -> bool:
-    """Return whether ranks exchange tensors within the forward pass, as parts of one model do.
+def is_one_model(recording: Recording) -> bool:
+    """Return whether the ranks compute one model together, by exchanging activations.
 
-    FSDP gathers weights there; DDP within Join sends a single number.
+    They do so within the forward pass, by all_to_all or all_gather within backward, or between ranks that train
+    different parameters. FSDP gathers weights in forward; DDP within Join sends a single number.
     """
     if any(rank.by_kind["fsdp"] for rank in recording.ranks):
         return False
-    return any(
-        one.get("in_forward") and one.get("content") == "other" and prod(one.get("shape") or ()) > 1
+    calls = [
+        one
         for rank in recording.ranks
         for one in rank.by_kind["call"]
+        if one.get("content") == "other" and prod(one.get("shape") or ()) > 1
+    ]
+    rows = [
+        sorted([row[1:3] for one in rank.by_kind["params"] for row in one["rows"]])
+        for rank in recording.ranks
+    ]
+    if any(one != rows[0] for one in rows) and any(one["name"] in POINT_TO_POINT for one in calls):
+        return True
+    within = [(one.get("within"), one["name"]) for one in calls]
+    return any(
+        place == "forward"
+        or (place == "backward" and name.startswith(("all_to_all", "all_gather")))
+        for place, name in within
     )
 
 

@@ -185,7 +185,8 @@ def resolve(findings: Sequence[Finding], recordings: Sequence[Recording]) -> lis
     """Return the findings of all sizes without those that another size contradicts.
 
     A loss that is halved on two ranks and on three is not divided by the number of ranks; a
-    divisor of 4 on two ranks may be 2 times 2, which three ranks tell apart.
+    divisor of 4 on two ranks may be 2 times 2, which three ranks tell apart. A sum is a mean if the
+    learning rate falls as 1 / N.
     """
     audited = {one.size for one in recordings if one.size > 1}
     twice = any(one.name == "averaged-twice" and max(one.sizes) > 2 for one in findings)
@@ -196,5 +197,23 @@ def resolve(findings: Sequence[Finding], recordings: Sequence[Recording]) -> lis
             continue
         if one.name == "literal-divisor" and sizes == {2} and twice:
             continue
+        if one.name == "sum-not-mean" and sizes == audited and _rate_divides(recordings):
+            continue
         kept.append(one)
     return kept
+
+
+def _rate_divides(recordings: Sequence[Recording]) -> bool:
+    """Return whether the learning rate times the number of ranks is the same in runs of two sizes.
+
+    That makes a mean of a sum if the update is proportional to the gradient: SGD without decay.
+    """
+    products = set()
+    for recording in recordings:
+        for one in recording.ranks[0].by_kind["step"]:
+            settings = one.get("settings") or {}
+            if one["optimizer"] != "SGD" or settings.get("weight_decay"):
+                return False
+            if one["step"] == 0:
+                products |= {float(f"{rate * recording.size:.4g}") for rate in one["lr"] if rate}
+    return len(products) == 1 and len({one.size for one in recordings}) > 1
