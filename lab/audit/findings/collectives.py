@@ -245,9 +245,9 @@ def _unused(recording: Recording) -> Finding:
     group = recording.ranks[0].by_kind["group"][0]
     calls = Counter(call["name"] for call in recording.ranks[0].by_kind["call"])
     others = {name: number for name, number in calls.items() if name not in _SETUP}
-    called = ", ".join(f"{number} {name}" for name, number in others.items()) or "no collective"
+    called = ", ".join(f"{name} {number} times" for name, number in others.items()) or "none"
     observed = (
-        f"in {steps} steps of {recording.size} ranks no tensor is exchanged; called is {called}",
+        f"in {steps} steps of {recording.size} ranks no tensor is exchanged (calls: {called})",
         "no optimiser gets anything from another rank",
     )
     return Finding("group-unused", observed, code_line(group["at"]))

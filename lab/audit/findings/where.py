@@ -57,8 +57,9 @@ def recording_exchanges(recording: Recording) -> bool:
 def is_one_model(recording: Recording) -> bool:
     """Return whether the ranks compute one model together, by exchanging activations.
 
-    They do so within the forward pass, by all_to_all or all_gather within backward, or between ranks that train
-    different parameters. FSDP gathers weights in forward; DDP within Join sends a single number.
+    They do so within the forward pass, by all_to_all or all_gather within backward, or between
+    ranks that train different parameters. FSDP gathers weights in forward; DDP within Join sends a
+    single number.
     """
     if any(rank.by_kind["fsdp"] for rank in recording.ranks):
         return False
@@ -76,8 +77,7 @@ def is_one_model(recording: Recording) -> bool:
         return True
     within = [(one.get("within"), one["name"]) for one in calls]
     return any(
-        place == "forward"
-        or (place == "backward" and name.startswith(("all_to_all", "all_gather")))
+        place == "forward" or (place and name.startswith(("all_to_all", "all_gather")))
         for place, name in within
     )
 
