@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lab.audit.findings import gradients
-from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
+from lab.audit.findings.finding import FAULT, Finding, Outcome, Right, Unknown
 from lab.audit.findings.gradients.replicas import Replicas, read_replicas
 from lab.audit.findings.where import lasting_optimizers, recording_exchanges
 from lab.audit.recording import Record, Recording
@@ -62,7 +62,10 @@ def _different_start(one: Replicas) -> Finding:
 
 def _explained(recording: Recording) -> bool:
     """Return whether a fault of the gradients makes the weights differ."""
-    return any(isinstance(one, Finding) for one in gradients.check(recording))
+    return any(
+        isinstance(one, Finding) and one.entry.severity == FAULT
+        for one in gradients.check(recording)
+    )
 
 
 def _first_apart(one: Replicas) -> tuple[Replicas, int] | None:

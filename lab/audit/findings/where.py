@@ -1,9 +1,11 @@
 """Facts about a recording that several checks ask for: DDP, exchanges, lines of the script."""
 
+import sys
 from collections.abc import Iterator
 from math import prod
 
-from lab.audit.recording import CodeLine, Record, Recording, code_line
+from lab.audit.findings.samples.epochs import trained_epochs
+from lab.audit.recording import CodeLine, RankRecords, Record, Recording, code_line
 
 POINT_TO_POINT = ("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list")
 _SETUP = ("init_process_group", "new_group")
@@ -52,6 +54,31 @@ def recording_exchanges(recording: Recording) -> bool:
         if any("size" not in one or one.get("bytes") for one in calls) or len(objects) > 1:
             return True
     return uses_ddp(recording) or any(rank.by_kind["mesh"] for rank in recording.ranks)
+
+
+def first_step_apart(recording: Recording) -> int:
+    """Return the first step in which a rank is in another epoch than the others.
+
+    From there on steps of equal numbers do not belong together, as within torch's ``Join``.
+    """
+    ranks = [_epochs_of_steps(rank) for rank in recording.ranks]
+    if all(trained_epochs(rank) for rank in recording.ranks):
+        for step, epochs in enumerate(zip(*ranks, strict=False)):
+            if len(set(epochs)) > 1:
+                return step
+    return sys.maxsize
+
+
+def _epochs_of_steps(rank: RankRecords) -> list[int]:
+    """Return by step how many training epochs have ended before it."""
+    trained, ended = trained_epochs(rank), 0
+    found: list[int] = []
+    for record in rank.records:
+        if record["k"] == "epoch":
+            ended += (record["l"], record["epoch"]) in trained and not record["cut"]
+        elif record["k"] == "step" and record["step"] == len(found):
+            found.append(ended)
+    return found
 
 
 def is_one_model(recording: Recording) -> bool:

@@ -130,16 +130,17 @@ def test_value_clipping_before_averaging(tmp_path: Path) -> None:
     assert str(next(iter(check_gradients(recording))).at) == "main.py:9: clip"  # type: ignore[union-attr]  # a Finding
 
 
-def test_clipping_that_never_bit_is_likely(tmp_path: Path) -> None:
+def test_clipping_that_never_bit_is_a_notice(tmp_path: Path) -> None:
     limit = 1000.0
 
     def edit(kind: str, rank: int, fields: dict[str, Any]) -> None:
         if kind == "step":
             fields["clips"] = [clip_record("norm", limit, fields["own_norm"])]
 
-    found = next(iter(check_gradients(train(tmp_path / "hand", edit=edit))))
-    assert isinstance(found, Finding)
-    assert (found.name, found.sure) == ("clipped-before-averaging", "likely")
+    recording = train(tmp_path / "hand", edit=edit)
+    found = [one for one in check_gradients(recording) if isinstance(one, Finding)]
+    assert [(one.name, one.entry.severity) for one in found] == [("clips-too-early", "notice")]
+    assert verdict([recording], found).answer == "yes"
     assert names(train(tmp_path / "ddp", edit=edit, ddp=True)) == []
     limit = float("inf")  # only to learn the norm
     assert names(train(tmp_path / "log", edit=edit)) == []
@@ -183,6 +184,33 @@ def test_the_scale_of_the_loss_counts(tmp_path: Path) -> None:
     assert names(train(tmp_path / "half", edit=losses(arriving=0.5))) == []
     summed = losses(arriving=1 / 24, reduction="sum")
     assert names(train(tmp_path / "global", total, edit=summed)) == []
+
+
+def test_sums_over_the_tokens_of_all_ranks(tmp_path: Path) -> None:
+    """Each rank divides the sum of its losses by the number of all ranks' tokens."""
+
+    def edit(kind: str, rank: int, fields: dict[str, Any]) -> None:
+        if kind == "backward":
+            fields["loss"] |= {"reduction": "none", "arriving": (4, 9, 5)[rank] / (18 * parts)}
+
+    parts = 1
+    assert names(train(tmp_path / "right", total, edit=edit)) == []
+    parts = 2
+    recording = train(tmp_path / "half", total, edit=edit)
+    assert names(recording) == []
+    assert verdict([recording], []).answer == "cannot tell"
+
+
+def test_sum_with_a_rate_divided_by_the_ranks(tmp_path: Path) -> None:
+    recordings = [
+        train(tmp_path / str(size), total, size=size, rates=lambda rank, size=size: 0.6 / size)
+        for size in (2, 3)
+    ]
+    found = [one for r in recordings for one in check_gradients(r) if isinstance(one, Finding)]
+    assert {one.name for one in found} == {"sum-not-mean"}
+    assert resolve(found, recordings) == []
+    recordings[1] = train(tmp_path / "same rate", total, rates=lambda rank: 0.3)
+    assert resolve(found, recordings) == found
 
 
 def test_half_a_loss_on_two_ranks_only_is_no_division_by_ranks(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.audit.findings.where import lasting_optimizers
+from lab.audit.findings.where import first_step_apart, lasting_optimizers
 from lab.audit.probe.coordinates import coordinates
 from lab.audit.recording import Numbers, RankRecords, Record, Recording
 
@@ -104,8 +104,9 @@ def gradient_steps(recording: Recording) -> dict[int, list[GradientStep]]:
 
 
 def _steps_of(recording: Recording, o: int) -> Iterator[GradientStep]:
+    end = first_step_apart(recording)
     steps = [
-        {one["step"]: one for one in rank.by_kind["step"] if one["o"] == o}
+        {one["step"]: one for one in rank.by_kind["step"] if one["o"] == o and one["step"] < end}
         for rank in recording.ranks
     ]
     for number in sorted(set.intersection(*(set(one) for one in steps))):

@@ -185,9 +185,11 @@ def resolve(findings: Sequence[Finding], recordings: Sequence[Recording]) -> lis
     """Return the findings of all sizes without those that another size contradicts.
 
     A loss that is halved on two ranks and on three is not divided by the number of ranks; a
-    divisor of 4 on two ranks may be 2 times 2, which three ranks tell apart. A sum is a mean if the
-    learning rate falls as 1 / N.
+    divisor of 4 on two ranks may be 2 times 2, which three ranks tell apart. A sum with a learning
+    rate that is divided by the number of ranks is SGD on the mean.
     """
+    rates = [_rate_of_the_mean(one) for one in recordings]
+    scaled = len(rates) > 1 and all(one == rates[0] is not None for one in rates)
     audited = {one.size for one in recordings if one.size > 1}
     twice = any(one.name == "averaged-twice" and max(one.sizes) > 2 for one in findings)
     kept = []
@@ -195,25 +197,17 @@ def resolve(findings: Sequence[Finding], recordings: Sequence[Recording]) -> lis
         sizes = set(one.sizes)
         if one.name == "scaled-in-loss" and sizes < audited:
             continue
-        if one.name == "literal-divisor" and sizes == {2} and twice:
+        if one.name == "sum-not-mean" and scaled:
             continue
-        if one.name == "sum-not-mean" and sizes == audited and _rate_divides(recordings):
+        if one.name == "literal-divisor" and sizes == {2} and twice:
             continue
         kept.append(one)
     return kept
 
 
-def _rate_divides(recordings: Sequence[Recording]) -> bool:
-    """Return whether the learning rate times the number of ranks is the same in runs of two sizes.
-
-    That makes a mean of a sum if the update is proportional to the gradient: SGD without decay.
-    """
-    products = set()
-    for recording in recordings:
-        for one in recording.ranks[0].by_kind["step"]:
-            settings = one.get("settings") or {}
-            if one["optimizer"] != "SGD" or settings.get("weight_decay"):
-                return False
-            if one["step"] == 0:
-                products |= {float(f"{rate * recording.size:.4g}") for rate in one["lr"] if rate}
-    return len(products) == 1 and len({one.size for one in recordings}) > 1
+def _rate_of_the_mean(recording: Recording) -> float | None:
+    """Return the first learning rate times the ranks, if the update is linear in the gradient."""
+    steps = recording.ranks[0].by_kind["step"] if recording.ranks else []
+    if not steps or steps[0]["optimizer"] != "SGD" or steps[0]["settings"].get("weight_decay"):
+        return None
+    return round(float(steps[0]["lr"][0]) * recording.size, 9)

@@ -37,6 +37,13 @@ def judge_own(
     if (found := averaged or mixed) is not None:
         yield found
         return
+    again = [one for one in bad if not everywhere and _equal_again(one.step, replicas)]
+    if again:
+        yield Unknown(
+            f"gradients: in step {again[0].step.step} the optimisers get different gradients, but"
+            " afterwards the ranks make their weights equal"
+        )
+        return
     if len(bad) == 1 < len(observed):
         yield Unknown(
             f"gradients: the optimisers get the mean in all steps but step {bad[0].step.step}"
@@ -71,6 +78,13 @@ def bypassed(recording: Recording, bad: list[Pattern]) -> Finding:
         " gets its rank's own gradient"
     )
     return Finding("ddp-bypassed", (text,), backward_line(recording))
+
+
+def _equal_again(step: GradientStep, replicas: Replicas | None) -> bool:
+    """Return whether all ranks have the same weights after they got different gradients."""
+    if replicas is None or step.step + 1 not in replicas.values:
+        return False
+    return replicas.equal(step.step + 1) and not np.allclose(step.got, step.got[0], atol=0)
 
 
 def _averaged_weights(bad: list[Pattern], replicas: Replicas | None) -> Finding | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lab.audit.findings.gradients.combination import parameter_rows
-from lab.audit.findings.where import lasting_optimizers
+from lab.audit.findings.where import first_step_apart, lasting_optimizers
 from lab.audit.probe.coordinates import coordinates
 from lab.audit.recording import Numbers, Recording
 
@@ -72,11 +72,14 @@ def read_replicas(recording: Recording) -> dict[int, Replicas]:
 
 def _by_step(recording: Recording, o: int) -> dict[int, Numbers]:
     """Return (ranks, columns) of each step that all ranks recorded with finite weights."""
+    end = first_step_apart(recording)
     ranks = [
         {
             one["step"]: values
             for one in rank.by_kind["weights"]
-            if one["o"] == o and (values := rank.numbers(one["values"])) is not None
+            if one["o"] == o
+            and one["step"] < end
+            and (values := rank.numbers(one["values"])) is not None
         }
         for rank in recording.ranks
     ]

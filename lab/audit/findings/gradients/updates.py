@@ -125,10 +125,11 @@ def _judge_total(recording: Recording, observed: list[Pattern], whose: str) -> I
     if any(one.kind == "factor" for one in observed):
         yield from judge_factor(recording, observed)
         return
-    found = judge_loss(recording, observed) or _clipped_without_effect(recording, observed)
-    if found is not None:
-        yield found
+    if scaled := judge_loss(recording, observed):
+        yield scaled
         return
+    if early := _clipped_without_effect(recording, observed):
+        yield early
     worst = max(min(one.residue, _deviation(one.step)) for one in observed)
     extra = {text for one in observed for text in one.texts}
     yield Right(
@@ -242,10 +243,7 @@ def _clipped_without_effect(recording: Recording, observed: list[Pattern]) -> Fi
     """Clipping before an exchange by hand whose limit no rank reached in these steps."""
     if uses_ddp(recording):
         return None
-    for kind, name in (
-        ("norm", "clipped-before-averaging"),
-        ("value", "value-clipped-before-averaging"),
-    ):
+    for kind in ("norm", "value"):
         early = all(
             any(limits_before_exchange(clip, record) for clip in clips_of(record, kind))
             for one in observed
@@ -256,7 +254,7 @@ def _clipped_without_effect(recording: Recording, observed: list[Pattern]) -> Fi
                 "each rank clips before its gradients are exchanged; no gradient reached the limit"
                 f" in these {len(observed)} steps, so it made no difference yet"
             )
-            return Finding(name, (text,), _clip_line(observed, kind), "likely")
+            return Finding("clips-too-early", (text,), _clip_line(observed, kind))
     return None
 
 
