@@ -218,7 +218,7 @@ def _is_unused(recording: Recording) -> bool:
         kinds = rank.by_kind
         if any(kinds[kind] for kind in ("ddp", "fsdp", "mesh")) or len(kinds["step"]) < 2:
             return False
-        if not any(group["world"] > 1 for group in kinds["group"]):
+        if not any(group["world"] > 1 for group in kinds["group"]) and not _started_as_rank(rank):
             return False
         calls = [call for call in kinds["call"] if call["name"] not in _SETUP]
         objects = {call["step"] for call in calls if "object" in call["name"]}
@@ -227,6 +227,12 @@ def _is_unused(recording: Recording) -> bool:
         if not all(_steps_with_its_own(rank, step) for step in kinds["step"]):
             return False
     return len(recording.ranks) == recording.size
+
+
+def _started_as_rank(rank: RankRecords) -> bool:
+    """Return whether the command named this process's rank, but the process joined no group."""
+    named = any(start.get("hint") is not None for start in rank.by_kind["start"])
+    return named and not rank.by_kind["group"]
 
 
 def _steps_with_its_own(rank: RankRecords, step: Record) -> bool:
@@ -240,15 +246,18 @@ def _steps_with_its_own(rank: RankRecords, step: Record) -> bool:
 
 def _unused(recording: Recording) -> Finding:
     steps = min(len(rank.by_kind["step"]) for rank in recording.ranks)
-    group = recording.ranks[0].by_kind["group"][0]
+    groups = recording.ranks[0].by_kind["group"]
+    line = code_line(groups[0]["at"]) if groups else None
     calls = Counter(call["name"] for call in recording.ranks[0].by_kind["call"])
     others = {name: number for name, number in calls.items() if name not in _SETUP}
     called = ", ".join(f"{name} {number} times" for name, number in others.items()) or "none"
+    made = "" if groups else "no process group is made; "
     observed = (
-        f"in {steps} steps of {recording.size} ranks no tensor is exchanged (calls: {called})",
+        f"{made}in {steps} steps of {recording.size} ranks no tensor is exchanged"
+        f" (calls: {called})",
         "no optimiser gets anything from another rank",
     )
     if not any(rank.by_kind["cut"] for rank in recording.ranks):
-        return Finding("group-unused", observed, code_line(group["at"]))
+        return Finding("group-unused", observed, line)
     rarely = f"a script that exchanges weights only after more than {steps} steps looks the same"
-    return Finding("group-unused", (*observed, rarely), code_line(group["at"]), "likely")
+    return Finding("group-unused", (*observed, rarely), line, "likely")

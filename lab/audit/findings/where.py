@@ -115,11 +115,22 @@ def lasting_optimizers(recording: Recording) -> list[int]:
     Others come and go with tensors that are thrown away: copies of the model for one task, or
     inputs that an adversary changes. If there are only such ones, each of them counts.
     """
-    numbers = sorted({one["o"] for rank in recording.ranks for one in rank.by_kind["step"]})
-    params = [one for rank in recording.ranks for one in rank.by_kind["params"]]
-    late = {one["o"] for one in params if one.get("built")}
-    gone = {o for one in params for o in numbers if o < one["o"] and o not in one.get("alive", [o])}
-    return [o for o in numbers if o not in late | gone] or numbers
+    rank = max(recording.ranks, key=lambda one: len(one.by_kind["step"]))
+    steps: dict[int, list[float]] = {}
+    for one in rank.by_kind["step"]:
+        steps.setdefault(one["o"], []).append(one["t"])
+    params = {one["o"]: one for one in reversed(rank.by_kind["params"]) if one["o"] in steps}
+
+    def is_gone(o: int) -> bool:
+        return any(
+            o not in params[later].get("alive", [o])
+            or (steps[later][0] > steps[o][-1] and len(steps[later]) >= len(steps[o]))
+            for later in params
+            if later > o
+        )
+
+    kept = [o for o in sorted(steps) if not is_gone(o)] or sorted(steps)
+    return [o for o in kept if o in params and not params[o].get("built")] or kept
 
 
 def exchange_line(recording: Recording, step: int) -> CodeLine | None:
