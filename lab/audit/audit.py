@@ -117,7 +117,8 @@ def audit_size(
         hung=end.hung is not None,
     )
     ranks = recording.size or size or 1
-    say(f"{ranks} rank{'s' * (ranks != 1)}: {end.steps} steps in {end.seconds:.1f} s")
+    steps = f"{end.steps} step{'s' * (end.steps != 1)}"
+    say(f"{ranks} rank{'s' * (ranks != 1)}: {steps} in {end.seconds:.1f} s")
     return AuditedRun(end, recording, explain_failure(command, end, recording))
 
 

@@ -65,7 +65,7 @@ def counts_text(result: AuditResult) -> str:
     found = [f"{count} {kind}{'s' * (count != 1)}" for kind, count in counts.items() if count]
     torch = versions(result)["torch"]
     version = f" with torch {torch}" if torch else ""
-    return f"{enumerated(found) or 'No fault'} on {runs_text(result)}{version}"
+    return f"{enumerated(found) or 'No fault found'} on {runs_text(result)}{version}"
 
 
 def runs_text(result: AuditResult) -> str:

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lab.audit.findings import gradients, weights
-from lab.audit.findings.finding import Finding, Right, Unknown
+from lab.audit.findings.finding import Finding
 from lab.audit.recording import Recording
 
 UNEQUAL = (
@@ -94,8 +93,7 @@ def verdict(
         title = one.entry.title[:1].lower() + one.entry.title[1:]
         likely = "" if certain else "probably "
         return EqualityVerdict("no", f"{likely}{title}{_sizes(one)}")
-    reasons = [*unknown, *(text for one in recordings for text in _open(one))]
-    reasons = [one for one in reasons if one.startswith(("gradients: ", "weights: "))]
+    reasons = [one for one in unknown if one.startswith(("gradients: ", "weights: "))]
     if any(one.name == "collectives-differ" for one in findings):
         reasons.append("gradients: the ranks do not call the same collectives")
     if not recordings:
@@ -115,15 +113,6 @@ def _sizes(one: Finding) -> str:
         return ""
     listed = " and ".join(str(size) for size in one.sizes)
     return f" ({listed} ranks)"
-
-
-def _open(recording: Recording) -> list[str]:
-    """Return what a run leaves open about its gradients and weights."""
-    outcomes = [*gradients.check(recording), *weights.check(recording)]
-    texts = [one.text for one in outcomes if isinstance(one, Unknown)]
-    if not texts and not any(isinstance(one, Right) for one in outcomes):
-        texts = ["gradients: no step could be compared"]
-    return texts
 
 
 def _has_batchnorm(recording: Recording) -> bool:

@@ -217,7 +217,7 @@ class _RunWatch:
         self._settings, self._started = settings, started
         self._progress = StepProgress(folder)
         self._began = self._active = self._recorded = self._looked = time.monotonic()
-        self._work = 0.0
+        self._work = self._longest_quiet = 0.0
         self._failed: list[int] = []
         self._first_failure: float | None = None
         self._hung: str | None = None
@@ -229,6 +229,7 @@ class _RunWatch:
         while any(status is None for status in self._statuses):
             now = time.monotonic()
             if self._progress.read():
+                self._longest_quiet = max(self._longest_quiet, now - self._recorded)
                 self._active = self._recorded = now
             self._take_statuses(now)
             if now > self._looked + _LOOK_SECONDS:
@@ -267,9 +268,11 @@ class _RunWatch:
         settings, cut = self._settings, self._progress.processes_with("cut")
         quiet = now - self._recorded
         if cut:
-            all_processes = cut >= self._progress.processes_with("step")
-            limit = _CUT_SECONDS if all_processes else _CUT_ALONE_SECONDS
-            return quiet > (_REPLAY_SECONDS if settings.replay else limit)
+            if settings.replay:
+                return quiet > _REPLAY_SECONDS
+            if cut >= self._progress.processes_with("step"):
+                return quiet > min(max(_CUT_SECONDS, self._longest_quiet), _CUT_ALONE_SECONDS)
+            return quiet > _CUT_ALONE_SECONDS
         if self._first_failure is not None:
             grace = _FAILED_SECONDS if self._progress.worlds else _FAILED_EARLY_SECONDS
             return now > self._first_failure + grace

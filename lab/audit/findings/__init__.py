@@ -7,11 +7,12 @@ it finds right, and what it cannot judge, see ``finding.py``. Names, causes and 
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from types import ModuleType
 
 from lab.audit.findings import clocks, collectives, gradients, notices, samples, weights
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, merge
 from lab.audit.findings.gradients.factors import resolve
-from lab.audit.findings.where import shares_forward
+from lab.audit.findings.where import is_one_model
 from lab.audit.recording import Recording
 
 CHECKS = (collectives, gradients, weights, samples, notices, clocks)
@@ -90,22 +91,32 @@ def _with_sizes(said: dict[str, list[int]], sizes: set[int]) -> list[str]:
 
 
 def _check_all(recording: Recording) -> Iterator[Outcome]:
-    """Yield the outcomes of all checks. What a check cannot read, it cannot judge."""
-    split = shares_forward(recording)
-    if split:
-        yield Unknown(
-            "gradients: the ranks exchange tensors within the forward pass, so they compute one"
-            " model together (tensor, expert or pipeline parallel); only replicas can be compared"
-        )
+    """Yield the outcomes of all checks; no faults of replicas where the ranks may hold none."""
+    if not is_one_model(recording):
+        for part in CHECKS:
+            yield from _check(part, recording)
+        return
+    told = False
     for part in CHECKS:
-        if split and part in (gradients, weights, samples):
-            continue
-        try:
-            yield from part.check(recording)
-        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            name = part.__name__.rpartition(".")[2]
-            why = f"the records could not be read ({type(error).__name__}: {error})"
-            yield Unknown(f"{name}: not judged, because {why}")
+        for one in _check(part, recording):
+            if not isinstance(one, Finding) or part not in (gradients, weights, samples):
+                yield one
+            elif not told:
+                told = True
+                yield Unknown(
+                    "gradients: the ranks exchange activations, so they may compute one model"
+                    " together (tensor, expert or pipeline parallel); only replicas are compared"
+                )
+
+
+def _check(part: ModuleType, recording: Recording) -> Iterator[Outcome]:
+    """Yield the outcomes of one check. What it cannot read, it cannot judge."""
+    try:
+        yield from part.check(recording)
+    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+        name = part.__name__.rpartition(".")[2]
+        why = f"the records could not be read ({type(error).__name__}: {error})"
+        yield Unknown(f"{name}: not judged, because {why}")
 
 
 def without_explained(found: Iterable[Finding]) -> list[Finding]:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
+from lab.audit.findings.where import POINT_TO_POINT
 from lab.audit.recording import RankRecords, Record, Recording, code_line
 
 _EQUAL_SIZES = ("all_reduce", "broadcast", "reduce")
-_POINT_TO_POINT = ("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list")
 _SETUP = ("init_process_group", "new_group")
 _MOST_CALLS = 20_000
 """A longer list may be incomplete, see probe/collectives.py."""
@@ -55,7 +55,7 @@ def _by_group(rank: RankRecords) -> dict[Group, list[Record]]:
     """Return the collectives of each group, in order; None is the group of all ranks."""
     found: dict[Group, list[Record]] = defaultdict(list)
     for call in _until_cut(rank):
-        if call["name"] not in _POINT_TO_POINT:
+        if call["name"] not in POINT_TO_POINT:
             group = call.get("group")
             found[None if group is None else (str(group[0]), tuple(group[1]))].append(call)
     return found
@@ -134,7 +134,7 @@ def _stuck(rank: RankRecords) -> Record | None:
 
 def _lacks(waiting: RankRecords, other: RankRecords, call: Record) -> bool:
     """Return whether ``other`` takes part in fewer such calls than ``waiting``."""
-    if call["name"] in _POINT_TO_POINT:
+    if call["name"] in POINT_TO_POINT:
         return call.get("peer") == other.rank and _messages(other, waiting, call) < _messages(
             waiting, other, call, same=True
         )
@@ -150,7 +150,7 @@ def _messages(rank: RankRecords, peer: RankRecords, call: Record, same: bool = F
     sends = ("send" in call["name"]) == same
     objects = "object" in call["name"]
     return sum(
-        one["name"] in _POINT_TO_POINT
+        one["name"] in POINT_TO_POINT
         and ("send" in one["name"]) == sends
         and ("object" in one["name"]) == objects
         and (one.get("peer") == peer.rank or one.get("peer") is None)
@@ -218,7 +218,7 @@ def _is_unused(recording: Recording) -> bool:
         kinds = rank.by_kind
         if any(kinds[kind] for kind in ("ddp", "fsdp", "mesh")) or len(kinds["step"]) < 2:
             return False
-        if not any(group["world"] > 1 for group in kinds["group"]):
+        if not any(group["world"] > 1 for group in kinds["group"]) and not _started_as_rank(rank):
             return False
         calls = [call for call in kinds["call"] if call["name"] not in _SETUP]
         objects = {call["step"] for call in calls if "object" in call["name"]}
@@ -227,6 +227,12 @@ def _is_unused(recording: Recording) -> bool:
         if not all(_steps_with_its_own(rank, step) for step in kinds["step"]):
             return False
     return len(recording.ranks) == recording.size
+
+
+def _started_as_rank(rank: RankRecords) -> bool:
+    """Return whether the command named this process's rank, but the process joined no group."""
+    named = any(start.get("hint") is not None for start in rank.by_kind["start"])
+    return named and not rank.by_kind["group"]
 
 
 def _steps_with_its_own(rank: RankRecords, step: Record) -> bool:
@@ -240,15 +246,18 @@ def _steps_with_its_own(rank: RankRecords, step: Record) -> bool:
 
 def _unused(recording: Recording) -> Finding:
     steps = min(len(rank.by_kind["step"]) for rank in recording.ranks)
-    group = recording.ranks[0].by_kind["group"][0]
+    groups = recording.ranks[0].by_kind["group"]
+    line = code_line(groups[0]["at"]) if groups else None
     calls = Counter(call["name"] for call in recording.ranks[0].by_kind["call"])
     others = {name: number for name, number in calls.items() if name not in _SETUP}
-    called = ", ".join(f"{number} {name}" for name, number in others.items()) or "no collective"
+    called = ", ".join(f"{name} {number} times" for name, number in others.items()) or "none"
+    made = "" if groups else "no process group is made; "
     observed = (
-        f"in {steps} steps of {recording.size} ranks no tensor is exchanged; called is {called}",
+        f"{made}in {steps} steps of {recording.size} ranks no tensor is exchanged"
+        f" (calls: {called})",
         "no optimiser gets anything from another rank",
     )
     if not any(rank.by_kind["cut"] for rank in recording.ranks):
-        return Finding("group-unused", observed, code_line(group["at"]))
+        return Finding("group-unused", observed, line)
     rarely = f"a script that exchanges weights only after more than {steps} steps looks the same"
-    return Finding("group-unused", (*observed, rarely), code_line(group["at"]), "likely")
+    return Finding("group-unused", (*observed, rarely), line, "likely")

@@ -38,7 +38,8 @@ def check(recording: Recording) -> Iterator[Outcome]:
     if differing:
         return
     if not any(one.values for one in replicas.values()):
-        yield Unknown("weights: they were not seen on all ranks, or are sharded")
+        if not any(rank.by_kind["fsdp"] for rank in recording.ranks):
+            yield Unknown("weights: no ranks' weights of equal parameters were seen")
         return
     yield Right("all ranks start from the same weights")
     first = [found for one in replicas.values() if (found := _first_apart(one)) is not None]

@@ -7,6 +7,7 @@ from math import prod
 from lab.audit.findings.samples.epochs import trained_epochs
 from lab.audit.recording import CodeLine, RankRecords, Record, Recording, code_line
 
+POINT_TO_POINT = ("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list")
 _SETUP = ("init_process_group", "new_group")
 _NO_EXCHANGE = ("barrier", "object", "monitored", *_SETUP)
 
@@ -80,17 +81,31 @@ def _epochs_of_steps(rank: RankRecords) -> list[int]:
     return found
 
 
-def shares_forward(recording: Recording) -> bool:
-    """Return whether ranks exchange tensors within the forward pass, as parts of one model do.
+def is_one_model(recording: Recording) -> bool:
+    """Return whether the ranks compute one model together, by exchanging activations.
 
-    FSDP gathers weights there; DDP within Join sends a single number.
+    They do so within the forward pass, by all_to_all or all_gather within backward, or between
+    ranks that train different parameters. FSDP gathers weights in forward; DDP within Join sends a
+    single number.
     """
     if any(rank.by_kind["fsdp"] for rank in recording.ranks):
         return False
-    return any(
-        one.get("in_forward") and one.get("content") == "other" and prod(one.get("shape") or ()) > 1
+    calls = [
+        one
         for rank in recording.ranks
         for one in rank.by_kind["call"]
+        if one.get("content") == "other" and prod(one.get("shape") or ()) > 1
+    ]
+    rows = [
+        sorted([row[1:3] for one in rank.by_kind["params"] for row in one["rows"]])
+        for rank in recording.ranks
+    ]
+    if any(one != rows[0] for one in rows) and any(one["name"] in POINT_TO_POINT for one in calls):
+        return True
+    within = [(one.get("within"), one["name"]) for one in calls]
+    return any(
+        place == "forward" or (place and name.startswith(("all_to_all", "all_gather")))
+        for place, name in within
     )
 
 
@@ -100,11 +115,22 @@ def lasting_optimizers(recording: Recording) -> list[int]:
     Others come and go with tensors that are thrown away: copies of the model for one task, or
     inputs that an adversary changes. If there are only such ones, each of them counts.
     """
-    numbers = sorted({one["o"] for rank in recording.ranks for one in rank.by_kind["step"]})
-    params = [one for rank in recording.ranks for one in rank.by_kind["params"]]
-    late = {one["o"] for one in params if one.get("built")}
-    gone = {o for one in params for o in numbers if o < one["o"] and o not in one.get("alive", [o])}
-    return [o for o in numbers if o not in late | gone] or numbers
+    rank = max(recording.ranks, key=lambda one: len(one.by_kind["step"]))
+    steps: dict[int, list[float]] = {}
+    for one in rank.by_kind["step"]:
+        steps.setdefault(one["o"], []).append(one["t"])
+    params = {one["o"]: one for one in reversed(rank.by_kind["params"]) if one["o"] in steps}
+
+    def is_gone(o: int) -> bool:
+        return any(
+            o not in params[later].get("alive", [o])
+            or (steps[later][0] > steps[o][-1] and len(steps[later]) >= len(steps[o]))
+            for later in params
+            if later > o
+        )
+
+    kept = [o for o in sorted(steps) if not is_gone(o)] or sorted(steps)
+    return [o for o in kept if o in params and not params[o].get("built")] or kept
 
 
 def exchange_line(recording: Recording, step: int) -> CodeLine | None:

@@ -68,9 +68,9 @@ join     the script entered torch.distributed's Join: at
 call     a collective began: c, name, op, size (of its group), group (null for all ranks, else its
          [name, ranks]), bytes (that this rank gives, or gets if it gives none), dtype and shape (of
          the first tensor), tensors (their number), step, peer (src, dst or null), async, content
-         ("gradient", "weights" or "other"), in_forward (within a model's forward pass that trains),
-         at. init_process_group and new_group are calls as well; that of init_process_group has
-         world (the number of ranks that it waits for, or null)
+         ("gradient", "weights" or "other"), within ("forward" if a model's that trains is under
+         way, "backward" or null), at. init_process_group and new_group are calls as well; that of
+         init_process_group has world (the number of ranks that it waits for, or null)
 done     c, seconds (until the call returned), error (null unless it failed); a second record after
          an asynchronous call's Work.wait, with seconds 0 and wait_seconds
 mesh     a DeviceMesh was built, so some communication may not be seen: at

@@ -180,8 +180,13 @@ class CallRecorder:
             "peer": _peer(name, given, group),
             "async": bool(given.get("async_op")) or name in ("isend", "irecv"),
             "content": self._contents.content_of(every),
-            "in_forward": self._probe.forwards.training,
+            "within": self._within(),
         }
+
+    def _within(self) -> str | None:
+        if self._probe.in_backward:
+            return "backward"
+        return "forward" if self._probe.forwards.training else None
 
     def _record_group(self, at: list[Any] | None) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()

@@ -123,7 +123,7 @@ def test_a_right_script_has_no_heading_without_content() -> None:
         remarks=(),
     )
     text = printed(result)
-    assert ": yes — x.\nNo fault on 2 ranks with torch 2.9: python" in text
+    assert ": yes — x.\nNo fault found on 2 ranks with torch 2.9: python" in text
     assert not re.search("FAULT|Notices|Could not|Speed|Replay", text)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from common.errors import UserError
+from lab.audit import runner
 from lab.audit.command import parse_command
 from lab.audit.isolation import isolated, sort_names
 from lab.audit.runner import RunEnd, RunSettings, run_audit_size
@@ -147,6 +149,24 @@ def test_ranks_that_wait_for_each_other_have_hung(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_script_that_was_slow_before_the_cut_gets_as_long_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_CUT_SECONDS", 0.5)
+    script = """\
+import json, os, time
+path = f"{json.loads(os.environ['LAB_AUDIT'])['folder']}/{os.getpid()}.jsonl"
+for kinds in (["step", "cut"], ["step"]):
+    time.sleep(2)
+    with open(path, "a") as file:
+        file.writelines(json.dumps({"k": kind, "t": time.monotonic()}) + "\\n" for kind in kinds)
+time.sleep(1000)
+"""
+    end = run(tmp_path, script)
+    assert (end.steps, end.statuses) == (2, (None, None))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "flags", "number", "whole_group"),
     [
@@ -198,6 +218,17 @@ def test_names_to_isolate_are_sorted() -> None:
     for wrong in ("a b", "10.0.0", "$(reboot)", "x;y", "-x"):
         with pytest.raises(ValueError, match="--isolate: got"):
             sort_names([wrong])
+
+
+def test_a_machine_without_namespaces_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tools, "namespaces_refused", lambda: "start it as root")
+    with (
+        pytest.raises(UserError, match=r"--isolate: this machine allows no .*: start it as root"),
+        isolated([], tmp_path, tmp_path),
+    ):
+        pass
 
 
 @NAMESPACES

@@ -162,6 +162,8 @@ def _join(
         Parameter(r[0], r[1], str(r[3]), int(starts[i]), int(starts[i + 1]), sharded[i])
         for i, r in ((i, rows[0][i]) for i in known)
     )
+    if not np.any(_zeroed(own)) and np.any(_zeroed(got)):
+        return None  # backward() fills other tensors than those that the optimiser holds
     whole = None if any(one is None for one in sent) else np.array(sent)
     if whole is not None and (whole.shape[1] not in lengths or not np.isfinite(whole).all()):
         whole = None

@@ -10,7 +10,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
-from lab.audit.findings.gradients.patterns import Pattern, coefficient_tolerance, common_clip_factor
+from lab.audit.findings.gradients.patterns import (
+    Pattern,
+    clips_of,
+    coefficient_tolerance,
+    common_clip_factor,
+)
 from lab.audit.findings.where import backward_line, exchange_line, samples_of, uses_ddp
 from lab.audit.recording import Record, Recording
 
@@ -57,6 +62,9 @@ def _clipped_after(observed: list[Pattern]) -> bool:
         for one, factor in zip(observed, by_call, strict=True)
     ):
         return True
+    sharded = [clips_of(one.step.records[0], "norm") for one in observed if one.kind == "factor"]
+    if all(len(clips) == 1 and clips[0]["norm"] is None for clips in sharded):
+        return max(one.total for one in observed) < 1.001  # of a DTensor the norm is not known
     recorded = [one.step.records[0].get("got_norm") for one in observed if one.kind == "factor"]
     norms = [float(norm) for norm in recorded if norm]
     if len(norms) < max(2, len(recorded)):

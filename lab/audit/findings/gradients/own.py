@@ -23,7 +23,8 @@ def judge_own(
 ) -> Iterator[Outcome]:
     """Judge updates with one rank's own gradient."""
     bad = [one for one in observed if one.kind in {"own", "rows"}]
-    if not any(rank.by_kind["group"] for rank in recording.ranks):
+    unnamed = any(s.get("hint") is None for rank in recording.ranks for s in rank.by_kind["start"])
+    if unnamed and not any(rank.by_kind["group"] for rank in recording.ranks):
         yield Unknown("gradients: the ranks are not connected, no process group was made")
         return
     everywhere = all(one.kind == "own" for one in bad)

@@ -7,7 +7,7 @@ import numpy as np
 from lab.audit.findings.gradients.combination import parameter_rows
 from lab.audit.findings.where import first_step_apart, lasting_optimizers
 from lab.audit.probe.coordinates import coordinates
-from lab.audit.recording import Numbers, Recording
+from lab.audit.recording import Numbers, RankRecords, Recording
 
 SAME = 1e-6
 """Weights that differ by less than this, relatively to a parameter's norm, are rounded."""
@@ -56,8 +56,10 @@ def read_replicas(recording: Recording) -> dict[int, Replicas]:
     found = {}
     for o in lasting_optimizers(recording):
         rows = [parameter_rows(rank, o) for rank in recording.ranks]
-        if len({tuple((r[0], tuple(r[2])) for r in one) for one in rows}) > 1:
+        if len({tuple((r[0], r[1], tuple(r[2])) for r in one) for one in rows}) > 1:
             continue
+        if not any(_is_trained(rank, o) for rank in recording.ranks):
+            continue  # tensors that backward() does not reach are not the model's weights
         if any(row[6] < row[4] for one in rows for row in one):
             continue
         limits = np.cumsum([len(coordinates(row[4])) for row in rows[0]]).astype(int)
@@ -68,6 +70,11 @@ def read_replicas(recording: Recording) -> dict[int, Replicas]:
         values = {step: one[:, : limits[known - 1]] for step, one in values.items() if known}
         found[o] = Replicas(o, names[:known], tuple(int(one) for one in limits[:known]), values)
     return found
+
+
+def _is_trained(rank: RankRecords, o: int) -> bool:
+    steps = (one for one in rank.by_kind["step"] if one["o"] == o)
+    return any(own.any() for one in steps if (own := rank.numbers(one["own"])) is not None)
 
 
 def _by_step(recording: Recording, o: int) -> dict[int, Numbers]:

@@ -34,6 +34,11 @@ def check(recording: Recording) -> Iterator[Outcome]:
     if recording.size < 2 or len(recording.ranks) < 2:
         yield Unknown("gradients: one rank alone has nothing to average")
         return
+    if any(one.get("version") == 1 for rank in recording.ranks for one in rank.of("fsdp")):
+        yield Unknown(
+            "gradients: FSDP1's flat parameters cannot be compared with what each rank computed"
+        )
+        return
     try:
         optimizers = gradient_steps(recording)
     except ValueError as error:
@@ -56,8 +61,6 @@ def _holder(steps: list[GradientStep]) -> str:
 
 def _why_unseen(recording: Recording) -> str:
     without = [rank.rank for rank in recording.ranks if not rank.by_kind["step"]]
-    if any(one.get("version") == 1 for rank in recording.ranks for one in rank.of("fsdp")):
-        return "FSDP1's flat parameters cannot be compared with what each rank computed"
     if len(without) == len(recording.ranks):
         return "no step of a torch optimiser was seen"
     if without:
