@@ -160,9 +160,11 @@ def _same_order(loaders: Loaders) -> Iterator[Outcome]:
             common = [index for a, b in batches if len(b) >= len(a) >= 2 for index in a]
             if (len(batches) >= 2 or several is numbered) and not is_sequential(common):
                 seen.append((number, common, all(a == b for a, b in batches if len(a) == len(b))))
-    if seen and len({same for *_, same in seen}) == 1:
+    if len({same for *_, same in seen}) == 1:
         number, indices, same = seen[0]
         yield _order(loaders[0], number, indices if same else None)
+    if loaders[0].facts.get("replicas") and max(len(one.epochs) for one in loaders) == 1:
+        yield Unknown("whether each epoch has another order: one epoch was seen")
 
 
 def _order(loader: TrainingLoader, number: int, indices: Sequence[Index] | None) -> Outcome:
