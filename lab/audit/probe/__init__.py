@@ -19,7 +19,7 @@ The kinds, with their fields ("at" is [file, line, text of the line] of the scri
 ======== ==========================================================================================
 start    pid, ppid, argv, python, torch (null before its import: see ``torch``), hint (the rank that
          the command was started for, or null), variables (RANK, LOCAL_RANK, WORLD_SIZE where set),
-         worker (a loader's worker process), forked_from (pid or null)
+         forked_from (pid or null)
 torch    version; torch has been imported
 trouble  text (traceback): the probe itself failed in one place, and the script went on
 group    init_process_group: rank, world, backend, at
@@ -52,11 +52,10 @@ step     before the optimiser's update: o, step (from 0), optimizer, micro (back
          this step, at]], calls (collectives in this step so far), at
 stepped  after the update: o, step, seconds (of the update), state (hash of samples of the
          optimiser's state; null if it has none)
-loader   l (its number), dataset, length, batch_size, batches, sampler, replicas, drop_last,
-         workers, replacement (or null), inner (class of the innermost dataset), inner_length,
+loader   l (its number), dataset, length, batch_size, batches, sampler, replicas, inner_length,
          content (hash of what the innermost dataset holds as attributes, or null), at
 batch    given to the script: l, epoch (iterations over l so far, from 0), b, indices (of the
-         sampler), train (whether gradients were on)
+         sampler)
 items    rows [[outer index, index that reached the innermost dataset or null, label or null,
          hash or null]], l; from the process that fetched them. Indices of the n-th innermost
          dataset of a ConcatDataset begin at n * 2**40. Both are null for an iterable dataset

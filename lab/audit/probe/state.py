@@ -100,7 +100,6 @@ class Probe:
             torch=str(torch.__version__) if torch is not None else None,
             hint=self.settings.get("rank"),
             variables={name: os.environ[name] for name in names if name in os.environ},
-            worker=False,
             forked_from=forked_from,
         )
 

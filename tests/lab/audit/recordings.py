@@ -27,7 +27,7 @@ class Writer:
         self._lines, self._numbers = folder / f"{pid}.jsonl", folder / f"{pid}.f64"
         self._count, self._time = 0, 0.0
         self._lines.touch()
-        self.record("start", pid=pid, ppid=1, hint=None, variables={}, worker=False, torch="2.15")
+        self.record("start", pid=pid, ppid=1, hint=None, variables={}, torch="2.15")
 
     def record(self, kind: str, **fields: Any) -> None:
         """Write one record; the clock advances by a millisecond."""

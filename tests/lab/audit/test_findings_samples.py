@@ -75,8 +75,6 @@ class Script:
             "batches": -(-len(draws) // self.batch),
             "sampler": "DistributedSampler",
             "replicas": self.size,
-            "drop_last": False,
-            "workers": 0,
         }
         records: list[Record] = [loader | self.facts | self.per_rank(rank)]
         step = 0
@@ -110,7 +108,7 @@ class Script:
         loss = {"value": 1.0, "reduction": "mean", "arriving": self.arriving, "samples": None}
         return [
             {"k": "items", "l": 0, "rows": rows},
-            {"k": "batch", "l": 0, "epoch": epoch, "b": b, "indices": indices, "train": True},
+            {"k": "batch", "l": 0, "epoch": epoch, "b": b, "indices": indices},
             {
                 "k": "backward",
                 "step": step,
@@ -408,9 +406,7 @@ def test_evaluation_loaders_are_not_judged() -> None:
         rank.records.append({"k": "items", "l": 1, "rows": rows})
         for b in range(2):
             indices = list(range(16 * b, 16 * b + 16))
-            rank.records.append(
-                {"k": "batch", "l": 1, "epoch": 0, "b": b, "indices": indices, "train": True}
-            )
+            rank.records.append({"k": "batch", "l": 1, "epoch": 0, "b": b, "indices": indices})
     assert names(recording) == []
 
 

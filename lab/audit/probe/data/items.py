@@ -90,15 +90,11 @@ class ItemWatch:
         self.seen: dict[int, dict[int, Any]] = {}
         self.numbers: dict[int, dict[int, int]] = {}
         self.wrapped: WeakSet[type] = WeakSet()
-        self.started = probe.pid
         replace(fetch._MapDatasetFetcher, "fetch", self.fetch)
         replace(fetch._IterableDatasetFetcher, "fetch", self.fetch_rows)
 
     def wanted(self, dataset: Any) -> bool:
-        """Return whether to record this batch; a worker writes its ``start`` first."""
-        if get_worker_info() is not None and self.started != os.getpid():
-            self.started = os.getpid()
-            _write_worker_start(self.probe)
+        """Return whether to record this batch."""
         self.fetched[id(dataset)] = self.fetched.get(id(dataset), 0) + 1
         return self.fetched[id(dataset)] <= self.most
 
@@ -210,12 +206,11 @@ def _listed_indices(dataset: Any) -> tuple[list[Any], bool]:
 
 
 def describe_innermost(dataset: Any) -> dict[str, Any]:
-    """Return class, length and a hash of the contents of the innermost datasets."""
+    """Return the length and a hash of the contents of the innermost datasets."""
     innermost = [one for one, wraps_others in _datasets(dataset) if not wraps_others]
     codes = [code for one in innermost for name in CONTENTS if (code := hash_held(one, name))]
     lengths = [len(one) for one in innermost if hasattr(one, "__len__")]
     return {
-        "inner": type(innermost[0]).__name__ if innermost else None,
         "inner_length": sum(lengths) if len(lengths) == len(innermost) else None,
         "content": zlib.crc32(repr(codes).encode()) if codes else None,
     }
@@ -293,18 +288,3 @@ def _noting(original: Callable[..., Any], *, several: bool) -> Callable[..., Any
         return item
 
     return noting
-
-
-def _write_worker_start(probe: Probe) -> None:
-    probe.record(
-        "start",
-        pid=os.getpid(),
-        ppid=os.getppid(),
-        argv=getattr(sys, "orig_argv", sys.argv),
-        python=sys.version.split()[0],
-        torch=str(torch.__version__),
-        hint=None,
-        variables={},
-        worker=True,
-        forked_from=None,
-    )

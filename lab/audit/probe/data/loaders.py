@@ -144,7 +144,6 @@ class LoaderWatch:
             epoch=epoch.number,
             b=epoch.given,
             indices=indices,
-            train=torch.is_grad_enabled() and not (epoch.evaluating and not epoch.trains),
         )
         epoch.given += 1
         epoch.given_late += self.probe.cutting
@@ -244,9 +243,6 @@ def _describe(loader: "DataLoader[Any]") -> dict[str, Any]:
         "batches": None if iterable else _length(loader),
         "sampler": None if iterable or not samplers else type(samplers[0]).__name__,
         "replicas": ask("num_replicas"),
-        "drop_last": bool(loader.drop_last or ask("drop_last")),
-        "workers": loader.num_workers,
-        "replacement": ask("replacement"),
         **items.describe_innermost(loader.dataset),
     }
 
