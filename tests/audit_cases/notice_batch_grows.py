@@ -3,6 +3,7 @@
 finds: nothing
 notices: batch-grows
 ranks: 2 3
+together: yes
 verdict: yes
 """
 

@@ -24,7 +24,7 @@ from tests.helpers.processes import ForkedProgram
 
 FOLDER = ROOT / "tests/audit_cases"
 BY_FLAGS = "python {script} --master-ip {master} --port {port} --num-nodes {nodes} --rank {rank}"
-_KEYS = ("finds", "notices", "ranks", "command", "flags", "verdict")
+_KEYS = ("finds", "notices", "ranks", "command", "flags", "verdict", "together")
 _CLOCK_STEPS = 40
 
 
@@ -41,6 +41,7 @@ class Case:
     command : how a rank, or the launcher, is started, as after ``lab audit --``.
     flags : of ``lab audit``.
     verdict : "yes", "no", "cannot tell", or None if any will do.
+    together : it holds only where the runs of all sizes are compared.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Case:
     command: AuditCommand
     flags: tuple[str, ...]
     verdict: str | None
+    together: bool = False
 
     @property
     def quick_size(self) -> int:
@@ -78,6 +80,7 @@ def read_case(path: Path) -> Case:
         command=AuditCommand(tuple(places.get(word, word) for word in words)),
         flags=tuple(shlex.split(declared.get("flags", ""))),
         verdict=declared.get("verdict"),
+        together="together" in declared,
     )
 
 

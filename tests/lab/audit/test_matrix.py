@@ -16,7 +16,7 @@ CASES = read_cases()
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_finds_exactly_what_is_wrong(case: Case, tmp_path: Path) -> None:
     """On one number of ranks; on all, where the runs are compared."""
-    sizes = case.sizes if "batch-grows" in case.notices else (case.quick_size,)
+    sizes = case.sizes if case.together else (case.quick_size,)
     assert not mistakes(case, [record_case(case, size, tmp_path / str(size)) for size in sizes])
 
 
@@ -25,6 +25,6 @@ def test_finds_exactly_what_is_wrong(case: Case, tmp_path: Path) -> None:
 def test_finds_the_same_on_every_number_of_ranks(case: Case, tmp_path: Path) -> None:
     """On each number of ranks by itself, and in all runs together, as ``lab audit`` judges them."""
     recordings = [record_case(case, size, tmp_path / str(size)) for size in case.sizes]
-    for recording in recordings if "batch-grows" not in case.notices else ():
+    for recording in () if case.together else recordings:
         assert not mistakes(case, [recording]), f"on {recording.size} ranks"
     assert not mistakes(case, recordings)
