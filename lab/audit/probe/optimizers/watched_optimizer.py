@@ -67,20 +67,9 @@ class Row:
 
     def description(self, number: int, names: dict[int, str]) -> list[Any]:
         """Return the row of the record ``params``."""
-        name = names.get(id(self.reference()), self.key(number))
-        return [
-            self.key(number),
-            name,
-            self.shape,
-            self.dtype,
-            self.numel,
-            self.offset,
-            self.length,
-        ]
-
-    def key(self, number: int) -> str:
-        """Return the parameter's place: "optimiser.group.index"."""
-        return f"{number}.{self.group}.{self.place}"
+        key = f"{number}.{self.group}.{self.place}"
+        name = names.get(id(self.reference()), key)
+        return [key, name, self.shape, self.dtype, self.numel, self.offset, self.length]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -116,14 +105,13 @@ class WatchedOptimizer:
     def __init__(self, *, built: int) -> None:
         self.number: int | None = None
         self.built = built
-        self.steps = 0
+        self.steps = -1
         self.rows: list[Row] = []
         self._written_rows = 0
         self.weights: list[Tensor] | None = None
         self.begun = 0.0
         self.place: list[Any] | None = None
         self.next_step()
-        self.steps = 0
 
     def next_step(self) -> None:
         """Begin to observe the next step."""
