@@ -208,6 +208,7 @@ _HERE = {
     ".venv/bin/python benchmarks/loader.py": [long(cifar=True)],
     ".venv/bin/python benchmarks/startup.py": [long()],
     ".venv/bin/python benchmarks/heartbeat.py": [long("--pairs 2")],
+    ".venv/bin/python benchmarks/audit_overhead.py": [long("--pairs 1 --steps 2")],
     ".venv/bin/python benchmarks/sync.py": [long("--rounds 2 --pairs 2")],
     ".venv/bin/python benchmarks/cluster.py": [long("--rounds 2")],
     "python3 benchmarks/gpu.py --stage 1 --dry-run --out reports/gpu-dry": [

@@ -23,7 +23,7 @@ start    pid, ppid, argv, python, torch (null before its import: see ``torch``),
 torch    version; torch has been imported
 trouble  text (traceback): the probe itself failed in one place, and the script went on
 group    init_process_group: rank, world, backend, at
-ddp      DistributedDataParallel was built: parameters, bytes, broadcast_buffers, at
+ddp      DistributedDataParallel was built: parameters, bytes, at
 fsdp     fully_shard or FSDP1: version, at
 params   new parameters of optimiser o: optimizer (class), built (step at which the probe first saw
          the optimiser), alive (numbers of the optimisers that still exist), rows [[key, name,
@@ -45,11 +45,10 @@ step     before the optimiser's update: o, step (from 0), optimizer, micro (back
          step), own (samples: this rank's own gradients, added up since .grad was last cleared; 0
          where none arrived, NaN where nobody knows), got (samples of what the optimiser gets), sent
          (samples of .grad when the first collective after the last backward began; null without
-         one), own_norm and got_norm and sent_norm (over all parameters, in full; own_norm is null
-         with several backwards, the others if parameters are sharded), without (keys whose grad is
-         None), lr [per group], settings {name: value of the first group}, scale (of GradScaler, or
-         1), clips [[kind "norm" or "value", limit, total norm or null, collectives before it in
-         this step, at]], calls (collectives in this step so far), at
+         one), own_norm and got_norm (over all parameters, in full; own_norm is null with several
+         backwards, got_norm if parameters are sharded), lr [per group], settings {name: value of
+         the first group}, scale (of GradScaler, or 1), clips [[kind "norm" or "value", limit, total
+         norm or null, collectives before it in this step, at]], at
 stepped  after the update: o, step, seconds (of the update), state (hash of samples of the
          optimiser's state; null if it has none)
 loader   l (its number), dataset, length, batch_size, batches, sampler, replicas, inner_length,

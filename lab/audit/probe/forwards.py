@@ -206,7 +206,6 @@ class ForwardWatch:
             "ddp",
             parameters=sum(one.numel() for one in parameters),
             bytes=sum(one.numel() * one.element_size() for one in parameters),
-            broadcast_buffers=getattr(ddp, "broadcast_buffers", None),
             at=self._probe.place(),
         )
 

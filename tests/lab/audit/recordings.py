@@ -103,7 +103,7 @@ def train(
         if group:
             write("group", rank, rank=rank, world=size, backend="gloo", at=None)
         if ddp:
-            write("ddp", rank, parameters=4, bytes=4 * COLUMNS, broadcast_buffers=True, at=None)
+            write("ddp", rank, parameters=4, bytes=4 * COLUMNS, at=None)
         write("params", rank, o=0, optimizer="SGD", rows=params_rows(SHAPES, dtype))
     weights = np.array([start(rank) for rank in range(size)])
     for step in range(steps):
@@ -158,11 +158,8 @@ def _step(step: int, own: Numbers, got: Numbers, rate: float) -> dict[str, Any]:
         "sent": None,
         "own_norm": float(np.linalg.norm(own)),
         "got_norm": float(np.linalg.norm(got)),
-        "sent_norm": None,
-        "without": [],
         "lr": [rate],
         "settings": {"lr": rate, "momentum": 0},
         "scale": 1,
         "clips": [],
-        "calls": 1,
     }

@@ -14,6 +14,7 @@ import lab.audit
 from lab.audit.findings.collectives import check
 from lab.audit.findings.finding import Finding
 from lab.audit.recording import Recording, read_recording
+from tests.helpers.waiting import wait_until
 
 HOOK = Path(lab.audit.__file__).parent / "probe" / "hook"
 JOIN = """
@@ -72,7 +73,8 @@ def start(folder: Path, body: str) -> list[subprocess.Popen[bytes]]:
 
 
 def finish(folder: Path, ranks: list[subprocess.Popen[bytes]], *, seconds: float) -> Recording:
-    """Return what the ranks record; end those that take longer."""
+    """Return what the ranks record; end those that run for longer after they have met."""
+    wait_until(lambda: _all_met(folder, ranks), "the ranks meet")
     hung, limit = False, time.monotonic() + seconds
     for one in ranks:
         try:
@@ -83,6 +85,15 @@ def finish(folder: Path, ranks: list[subprocess.Popen[bytes]], *, seconds: float
         one.kill()
         one.wait()
     return read_recording(folder / "records", hung=hung)
+
+
+def _all_met(folder: Path, ranks: list[subprocess.Popen[bytes]]) -> bool:
+    """Return whether each rank has joined the group or has ended."""
+    paths = [folder / "records" / f"{one.pid}.jsonl" for one in ranks]
+    return all(
+        one.poll() is not None or (path.exists() and '"k": "group"' in path.read_text())
+        for one, path in zip(ranks, paths, strict=True)
+    )
 
 
 def faults(recording: Recording) -> list[Finding]:

@@ -89,6 +89,10 @@ class OwnGradients:
         self.last_seconds, self.backward, self.alone = 0.0, 0, False
         self.any_sharded = False
 
+    def tensors(self) -> list[Tensor]:
+        """Return all parameters that are watched."""
+        return list(self._known.keys())
+
     def of(self, tensor: Tensor) -> OwnSum | None:
         """Return the own gradient of a parameter; None if its gradients cannot be seen."""
         return self._known.get(tensor)

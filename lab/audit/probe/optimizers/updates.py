@@ -170,7 +170,6 @@ class OptimizerWatch:
             "settings": _settings(optimizer.param_groups[0]),
             "scale": self.scale,
             "clips": clips,
-            "calls": self._calls,
             "at": watched.place,
         }
 

@@ -67,20 +67,9 @@ class Row:
 
     def description(self, number: int, names: dict[int, str]) -> list[Any]:
         """Return the row of the record ``params``."""
-        name = names.get(id(self.reference()), self.key(number))
-        return [
-            self.key(number),
-            name,
-            self.shape,
-            self.dtype,
-            self.numel,
-            self.offset,
-            self.length,
-        ]
-
-    def key(self, number: int) -> str:
-        """Return the parameter's place: "optimiser.group.index"."""
-        return f"{number}.{self.group}.{self.place}"
+        key = f"{number}.{self.group}.{self.place}"
+        name = names.get(id(self.reference()), key)
+        return [key, name, self.shape, self.dtype, self.numel, self.offset, self.length]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -116,20 +105,19 @@ class WatchedOptimizer:
     def __init__(self, *, built: int) -> None:
         self.number: int | None = None
         self.built = built
-        self.steps = 0
+        self.steps = -1
         self.rows: list[Row] = []
         self._written_rows = 0
         self.weights: list[Tensor] | None = None
         self.begun = 0.0
         self.place: list[Any] | None = None
         self.next_step()
-        self.steps = 0
 
     def next_step(self) -> None:
         """Begin to observe the next step."""
         self.steps += 1
         self.weights_written = False
-        self.sent: tuple[list[Tensor], list[Tensor] | None] | None = None
+        self.sent: list[Tensor] | None = None
         self.clips: list[list[Any]] = []
 
     def update(self, optimizer: Optimizer) -> list[Tensor]:
@@ -159,13 +147,9 @@ class WatchedOptimizer:
         """Return the samples of the parameters."""
         return [row.take(row.parameter()) for row in self.rows]
 
-    def sample_gradients(self) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return the samples of ``.grad`` and the sums of its squares (None if sharded)."""
-        gradients = [row.gradient() for row in self.rows]
-        samples = [row.take(one) for row, one in zip(self.rows, gradients, strict=True)]
-        if any(row.sharded for row in self.rows):
-            return samples, None
-        return samples, [square_norm(one) for one in gradients if one is not None]
+    def sample_gradients(self) -> list[Tensor]:
+        """Return the samples of ``.grad``."""
+        return [row.take(row.gradient()) for row in self.rows]
 
     def own_fields(self, gradients: OwnGradients, write: Numbers) -> dict[str, Any]:
         """Return the fields own, own_norm and micro of the record ``step``."""
@@ -180,17 +164,15 @@ class WatchedOptimizer:
         }
 
     def gradient_fields(self, divisor: Tensor | None, write: Numbers) -> dict[str, Any]:
-        """Return the fields got, sent, their norms and without.
+        """Return the fields got, got_norm and sent.
 
         ``divisor`` is what a fused optimiser itself will divide the gradients by.
         """
-        got, squares = self.sample_gradients()
-        sent, sent_squares = self.sent or (None, None)
         scale = 1.0 if divisor is None else float(divisor)
+        whole = [one for row in self.rows if (one := row.gradient()) is not None]
+        sharded = any(row.sharded for row in self.rows)
         return {
-            "got": write(join(one / scale for one in got)),
-            "got_norm": None if squares is None else total(squares) / scale,
-            "sent": None if sent is None else write(join(sent)),
-            "sent_norm": None if sent_squares is None else total(sent_squares),
-            "without": [row.key(self.number or 0) for row in self.rows if row.gradient() is None],
+            "got": write(join(one / scale for one in self.sample_gradients())),
+            "got_norm": None if sharded else total([square_norm(one) for one in whole]) / scale,
+            "sent": None if self.sent is None else write(join(self.sent)),
         }

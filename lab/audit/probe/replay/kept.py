@@ -8,7 +8,8 @@ it, and the gradient that reached the model's output. At the cut each rank saves
 import copy
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ class Replay:
             try:
                 method(*args)
             except Exception as error:
-                self.why_not = f"{error} ({type(error).__name__})"
+                kind = "" if type(error) is ValueError else f" ({type(error).__name__})"
+                self.why_not = f"{error}{kind}"
 
         return attempted
 
@@ -114,7 +116,10 @@ class Replay:
         if self.done:
             return
         self.done = True
-        rank, size = self.place_in_group()
+        if self.group is None:
+            self.probe.record("replay", steps=[], why_not="no process group was seen")
+            return
+        rank, size = self.group
         steps = [self.steps[step] for step in range(STEPS) if step in self.steps]
         kept = RankSteps(self.probe.pid, steps, self.why_not)
         path = self.probe.folder / f"replay-{rank}.pt"
@@ -149,7 +154,7 @@ class Replay:
         if self.copy is None or self.optimizer is None:
             return [], "no step of one model and one optimiser was seen"
         optimizer = self.build_optimizer(self.copy)
-        with Silence(self.probe):
+        with _silent(self.probe):
             return compute_again(self.probe.folder, self.copy, optimizer, ranks)
 
     def build_optimizer(self, model: Module) -> torch.optim.Optimizer:
@@ -162,35 +167,26 @@ class Replay:
         optimizer.load_state_dict(self.state)
         return optimizer
 
-    def place_in_group(self) -> tuple[int, int]:
-        """Return this rank and the number of ranks, also after the group's end."""
-        settings = self.probe.settings
-        if self.group is not None:
-            return self.group
-        rank = settings.get("rank")
-        known = os.environ.get("RANK", "0") if rank is None else rank
-        return int(known), int(settings.get("size") or os.environ.get("WORLD_SIZE", "1"))
-
     def note_group(self, *_: Any) -> None:
         """Remember rank and size while the group exists."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.group = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-class Silence:
-    """The probe writes no record and tells no event meanwhile."""
-
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
-
-    def __enter__(self) -> None:
-        self.probe.__dict__.update(
-            record=lambda *_, **__: None, tell=lambda *_: None, numbers=lambda _: [0, 0]
-        )
-
-    def __exit__(self, *_: Any) -> None:
-        for name in ("record", "tell", "numbers"):
-            del self.probe.__dict__[name]
+@contextmanager
+def _silent(probe: Probe) -> Iterator[None]:
+    """Let the probe write no record and tell no event meanwhile."""
+    instead: dict[str, Any] = {
+        "record": lambda *_, **__: None,
+        "tell": lambda *_: None,
+        "numbers": lambda _: [0, 0],
+    }
+    vars(probe).update(instead)
+    try:
+        yield
+    finally:
+        for name in instead:
+            del vars(probe)[name]
 
 
 def _unwrapped(module: Module) -> Module:
