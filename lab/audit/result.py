@@ -100,7 +100,7 @@ def verdict(
         reasons.append("gradients: nothing was recorded")
     if reasons:
         return EqualityVerdict("cannot tell", reasons[0].partition(": ")[2])
-    why = "in all steps each optimiser got the mean of the ranks' gradients, from equal weights"
+    why = "from equal weights, every update is that of the mean of the ranks' gradients"
     if any(one.name == "same-samples" for one in findings):
         why += "; but the ranks train on the same samples"
     if any(_has_batchnorm(one) for one in recordings):

@@ -96,13 +96,13 @@ def _check_all(recording: Recording) -> Iterator[Outcome]:
         for part in CHECKS:
             yield from _check(part, recording)
         return
-    told = False
+    one_model = False
     for part in CHECKS:
         for one in _check(part, recording):
             if not isinstance(one, Finding) or part not in (gradients, weights, samples):
                 yield one
-            elif not told:
-                told = True
+            elif not one_model:
+                one_model = True
                 yield Unknown(
                     "gradients: the ranks exchange activations, so they may compute one model"
                     " together (tensor, expert or pipeline parallel); only replicas are compared"

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,11 @@ def check(recording: Recording) -> Iterator[Outcome]:
         return
     replicas = read_replicas(recording)
     differing = False
+    firsts = {family[0] for family in lasting_optimizers(recording)}
     for one in replicas.values():
-        if 0 in one.values and one.spread(0).max(initial=0.0) > START:
+        if one.optimizer not in firsts or 0 not in one.values:
+            continue
+        if one.spread(0).max(initial=0.0) > START:
             differing = True
             if recording_exchanges(recording):
                 yield _different_start(one)
@@ -88,7 +92,7 @@ def _steps(recording: Recording, kind: str, optimizer: int) -> list[dict[int, Re
 
 def _different_settings(recording: Recording) -> Finding | None:
     """Return the finding if learning rates, other numbers or the optimiser's class differ."""
-    for o in lasting_optimizers(recording):
+    for o in chain.from_iterable(lasting_optimizers(recording)):
         ranks = _steps(recording, "step", o)
         for step in sorted(set.intersection(*(set(one) for one in ranks))):
             settings = [_comparable(one[step]) for one in ranks]

@@ -1,6 +1,7 @@
 """Facts about a recording that several checks ask for: DDP, exchanges, lines of the script."""
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
 
@@ -109,28 +110,37 @@ def is_one_model(recording: Recording) -> bool:
     )
 
 
-def lasting_optimizers(recording: Recording) -> list[int]:
-    """Return the numbers of the optimisers that train the model.
+def lasting_optimizers(recording: Recording) -> list[list[int]]:
+    """Return the optimisers that train the model, by number; together if they share a tensor.
 
     Others come and go with tensors that are thrown away: copies of the model for one task, or
     inputs that an adversary changes. If there are only such ones, each of them counts.
     """
     rank = max(recording.ranks, key=lambda one: len(one.by_kind["step"]))
-    steps: dict[int, list[float]] = {}
+    steps: dict[int, list[float]] = defaultdict(list)
     for one in rank.by_kind["step"]:
-        steps.setdefault(one["o"], []).append(one["t"])
-    params = {one["o"]: one for one in reversed(rank.by_kind["params"]) if one["o"] in steps}
+        steps[one["o"]].append(one["t"])
+    built = {one["o"]: one.get("built", 0) for one in reversed(rank.by_kind["params"])}
+    families: list[tuple[set[int], list[int]]] = []
+    for o in sorted(steps):
+        tensors, family = _tensors_of(rank, o), [o]
+        for known in [one for one in families if one[0] & tensors]:
+            families.remove(known)
+            tensors, family = tensors | known[0], [*known[1], *family]
+        families.append((tensors, family))
+    times = [sorted(time for o in family for time in steps[o]) for _, family in families]
+    kept = [
+        family
+        for (_, family), mine in zip(families, times, strict=True)
+        if not any(other[0] > mine[-1] and len(other) >= len(mine) for other in times)
+    ]
+    kept = kept or [family for _, family in families]
+    return [one for one in kept if not min(built.get(o, 0) for o in one)] or kept
 
-    def is_gone(o: int) -> bool:
-        return any(
-            o not in params[later].get("alive", [o])
-            or (steps[later][0] > steps[o][-1] and len(steps[later]) >= len(steps[o]))
-            for later in params
-            if later > o
-        )
 
-    kept = [o for o in sorted(steps) if not is_gone(o)] or sorted(steps)
-    return [o for o in kept if o in params and not params[o].get("built")] or kept
+def _tensors_of(rank: RankRecords, o: int) -> set[int]:
+    rows = (row for one in rank.by_kind["params"] if one["o"] == o for row in one["rows"])
+    return {row[7] for row in rows if len(row) > 7}
 
 
 def exchange_line(recording: Recording, step: int) -> CodeLine | None:

@@ -26,12 +26,12 @@ group    init_process_group: rank, world, backend, at
 ddp      DistributedDataParallel was built: parameters, bytes, at
 fsdp     fully_shard or FSDP1: version, at
 params   new parameters of optimiser o: optimizer (class), built (step at which the probe first saw
-         the optimiser), alive (numbers of the optimisers that still exist), rows [[key, name,
-         shape, dtype, numel, offset, length]]: key is "o.group.index", the rank holds [offset,
-         offset + length) of the flat parameter (all of it, unless it is sharded). Of a sharded
-         parameter (FSDP2), weights, got and sent hold only those of its fixed coordinates that lie
-         in this range, in order; own holds all of them. Length 0: the shard is no range, and
-         nothing of it is kept
+         the optimiser), rows [[key, name, shape, dtype, numel, offset, length, serial]]: key is
+         "o.group.index", the rank holds [offset, offset + length) of the flat parameter (all of it,
+         unless it is sharded), serial is the tensor's own, whichever optimiser holds it. Of a
+         sharded parameter (FSDP2), weights, got and sent hold only those of its fixed coordinates
+         that lie in this range, in order; own holds all of them. Length 0: the shard is no range,
+         and nothing of it is kept
 weights  before the first training forward after ``step`` steps of optimiser o: o, step, values
          (samples); written at the first backward after it, for step 0 after ``params``
 backward step (as Probe.step counts), micro (number of this backward in the step, from 0), forwards

@@ -8,6 +8,7 @@ explain what an optimiser got.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,8 @@ def gradient_steps(recording: Recording) -> dict[int, list[GradientStep]]:
     if len(recording.ranks) < recording.size:
         missing = set(range(recording.size)) - {one.rank for one in recording.ranks}
         raise ValueError(f"rank {min(missing)} recorded nothing")
-    return {o: list(_steps_of(recording, o)) for o in lasting_optimizers(recording)}
+    numbers = chain.from_iterable(lasting_optimizers(recording))
+    return {o: list(_steps_of(recording, o)) for o in numbers}
 
 
 def _steps_of(recording: Recording, o: int) -> Iterator[GradientStep]:

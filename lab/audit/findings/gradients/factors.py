@@ -19,7 +19,7 @@ from lab.audit.findings.gradients.patterns import (
 from lab.audit.findings.where import backward_line, exchange_line, samples_of, uses_ddp
 from lab.audit.recording import Record, Recording
 
-GREATEST_LITERAL = 64
+GREATEST_LITERAL = 16
 _CLASSIFIERS = ("NllLoss", "CrossEntropy", "BinaryCrossEntropy")
 
 

@@ -1,6 +1,7 @@
 """The ranks' weights before each step, and how far they are apart."""
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -54,7 +55,7 @@ class Replicas:
 def read_replicas(recording: Recording) -> dict[int, Replicas]:
     """Return the weights by optimiser; without those that are sharded or differ in their shapes."""
     found = {}
-    for o in lasting_optimizers(recording):
+    for o in chain.from_iterable(lasting_optimizers(recording)):
         rows = [parameter_rows(rank, o) for rank in recording.ranks]
         if len({tuple((r[0], r[1], tuple(r[2])) for r in one) for one in rows}) > 1:
             continue

@@ -6,6 +6,7 @@ torch.optim and samples ``.grad`` right before the update: after a closure, afte
 and after the communication of an optimiser that averages in its own ``step``.
 """
 
+import itertools
 import time
 import weakref
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..sampling import checksum, take
 from ..state import Probe
@@ -31,6 +33,8 @@ class OptimizerWatch:
         self._probe = probe
         self._gradients: OwnGradients = probe.gradients
         self._of: Any = weakref.WeakKeyDictionary()
+        self._serials: Any = WeakTensorKeyDictionary()
+        self._counter = itertools.count()
         self._numbered = 0
         self._stepping: Optimizer | None = None
         self._early: dict[str, Any] | None = None  # the record of a step that is not yet written
@@ -42,7 +46,11 @@ class OptimizerWatch:
         """Return what is known of an optimiser, with the parameters that it has now."""
         if (watched := self._of.get(optimizer)) is None:
             watched = self._of[optimizer] = WatchedOptimizer(built=self._probe.step)
-        for tensor in watched.update(optimizer):
+        for row in watched.update(optimizer):
+            tensor = row.parameter()
+            if tensor not in self._serials:
+                self._serials[tensor] = next(self._counter)
+            row.serial = self._serials[tensor]
             self._gradients.watch(tensor)
         return watched
 
@@ -139,13 +147,11 @@ class OptimizerWatch:
             watched.number, self._numbered = self._numbered, self._numbered + 1
         if rows := watched.new_rows(self._probe.parameter_names()):
             name = type(optimizer).__name__
-            alive = [one.number for _, one in self if one.number is not None]
             self._probe.record(
                 "params",
                 o=watched.number,
                 optimizer=name,
                 built=watched.built,
-                alive=alive,
                 rows=rows,
             )
         if first:

@@ -17,12 +17,13 @@ from .gradients import OwnGradients, OwnSum
 class Row:
     """A parameter at its place in the optimiser.
 
-    ``offset`` and ``length`` are this rank's range of the flat parameter.
+    ``offset`` and ``length`` are this rank's range of the flat parameter; ``serial`` is the number
+    of its tensor, in whichever optimiser.
     """
 
     def __init__(self, tensor: Tensor, group: int, place: int) -> None:
         self.reference = weakref.ref(tensor)
-        self.group, self.place = group, place
+        self.group, self.place, self.serial = group, place, -1
         self.numel, self.sharded = tensor.numel(), is_sharded(tensor)
         self.offset, self.length = _range(tensor) if self.sharded else (0, self.numel)
         self.shape, self.dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -69,7 +70,8 @@ class Row:
         """Return the row of the record ``params``."""
         key = f"{number}.{self.group}.{self.place}"
         name = names.get(id(self.reference()), key)
-        return [key, name, self.shape, self.dtype, self.numel, self.offset, self.length]
+        part = [self.offset, self.length]
+        return [key, name, self.shape, self.dtype, self.numel, *part, self.serial]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -120,15 +122,15 @@ class WatchedOptimizer:
         self.sent: list[Tensor] | None = None
         self.clips: list[list[Any]] = []
 
-    def update(self, optimizer: Optimizer) -> list[Tensor]:
-        """Add the parameters that are new in the optimiser's groups, and return them."""
+    def update(self, optimizer: Optimizer) -> list[Row]:
+        """Add the parameters that are new in the optimiser's groups, and return their rows."""
         known = {id(row.parameter()) for row in self.rows}
         new = []
         for group, settings in enumerate(optimizer.param_groups):
             for place, tensor in enumerate(settings["params"]):
                 if id(tensor) not in known:
-                    self.rows.append(Row(tensor, group, place))
-                    new.append(tensor)
+                    new.append(Row(tensor, group, place))
+        self.rows += new
         return new
 
     def new_rows(self, names: dict[int, str]) -> list[list[Any]]:
