@@ -11,7 +11,7 @@ from lab.flags import add_command
 
 STEPS, CLOCK_STEPS = 6, 40
 """Optimiser steps to watch; with --clocks, as many as the assignment's report of times needs."""
-_RANKS_PER_CORE, _ALWAYS_RANKS = 4, 4
+_RANKS_PER_CORE = 4
 
 
 def add_flags(commands: argparse._SubParsersAction) -> None:
@@ -80,13 +80,13 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
 def check_flags(args: argparse.Namespace, command: AuditCommand) -> None:
     """Raise UserError for flags that cannot work, before anything runs. Sorts ``args.ranks``."""
     cores = usable_cores()
-    most = max(_RANKS_PER_CORE * cores, _ALWAYS_RANKS)
     for size in args.ranks:
         if size < 2:
             raise UserError(f"--ranks: got {size}; one rank exchanges nothing: give 2 or more")
-        if size > most:
+        if size > _RANKS_PER_CORE * cores:
             raise UserError(
-                f"--ranks: got {size}; this machine has {cores} cores: give at most {most}"
+                f"--ranks: got {size}; this machine has {cores} cores: give at most "
+                f"{_RANKS_PER_CORE * cores}"
             )
     args.ranks = sorted(set(args.ranks))
     for flag in ("steps", "global_batch", "timeout"):

@@ -67,32 +67,23 @@ def processes_of(folder: Path, pids: Iterable[int]) -> dict[int, psutil.Process]
 
     The settings name ``folder``. They show also processes that have left their parent and session.
     """
+    wanted = set(pids)
     found: dict[int, psutil.Process] = {}
-    for process in [*map(_process, pids), *_with_settings(folder)]:
-        if process is None or process.pid in found or process.pid == os.getpid():
-            continue
-        with contextlib.suppress(psutil.Error):
-            for one in [process, *process.children(recursive=True)]:
-                if one.status() != psutil.STATUS_ZOMBIE:
-                    found[one.pid] = one
-    return found
-
-
-def _process(pid: int) -> psutil.Process | None:
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid)
-    return None
-
-
-def _with_settings(folder: Path) -> list[psutil.Process]:
-    """Return the processes whose environment names the folder, or one in it."""
-    found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError, ValueError, KeyError):
-            settings = json.loads(process.environ()["LAB_AUDIT"])
-            if Path(settings["folder"]).is_relative_to(folder):
-                found.append(process)
+        with contextlib.suppress(psutil.Error):
+            if process.pid in wanted or _has_settings(process, folder):
+                for one in [process, *process.children(recursive=True)]:
+                    if one.pid != os.getpid() and one.status() != psutil.STATUS_ZOMBIE:
+                        found[one.pid] = one
     return found
+
+
+def _has_settings(process: psutil.Process, folder: Path) -> bool:
+    """Return whether the environment of a process names the folder, or one in it."""
+    with contextlib.suppress(psutil.Error, OSError, ValueError, KeyError):
+        settings = json.loads(process.environ()["LAB_AUDIT"])
+        return Path(settings["folder"]).is_relative_to(folder)
+    return False
 
 
 def work_done(processes: Iterable[psutil.Process]) -> float:

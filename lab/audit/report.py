@@ -209,7 +209,7 @@ def as_json(result: AuditResult) -> dict[str, Any]:
         "performance": result.performance,
         "replay": result.replay,
     }
-    return label("audit", FORMAT) | _plain(msgspec.to_builtins(content, enc_hook=_number))
+    return label("audit", FORMAT) | _plain(msgspec.to_builtins(content))
 
 
 def finding_json(finding: Finding) -> dict[str, Any]:
@@ -234,11 +234,6 @@ def versions(result: AuditResult) -> dict[str, str]:
     python = {str(one["python"]) for rank in ranks for one in rank.by_kind["start"]}
     torch = {str(one["version"]) for rank in ranks for one in rank.by_kind["torch"]}
     return {"python": ", ".join(sorted(python)), "torch": ", ".join(sorted(torch))}
-
-
-def _number(value: Any) -> Any:
-    """Return a number or an array of numpy as plain values, anything else as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _plain(value: Any) -> Any:

@@ -49,10 +49,10 @@ def flat(text: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_right_script_and_its_json(tmp_path: Path) -> None:
+def test_a_right_script_its_replay_and_its_json(tmp_path: Path) -> None:
     words = ("python", "train.py", "tcp://{master}:{port}", "{nodes}", "{rank}")
     files = ("--json", tmp_path / "a.json", "--html", tmp_path / "a.html")
-    ended = audit(tmp_path, *files, "--keep", tmp_path / "kept", "--", *words)
+    ended = audit(tmp_path, "--replay", *files, "--keep", tmp_path / "kept", "--", *words)
     assert ended.status == 0, ended
     assert "2 ranks: 8 steps in " in ended.out
     assert "3 ranks: 8 steps in " in ended.out
@@ -61,6 +61,10 @@ def test_a_right_script_and_its_json(tmp_path: Path) -> None:
     assert len(ended.out.splitlines()) < 50
     content = json.loads((tmp_path / "a.json").read_text())
     assert content["status"] == 0
+    assert content["replay"]["ranks"] == 3
+    assert len(content["replay"]["steps"]) == 4
+    assert max(difference for _, difference, _ in content["replay"]["steps"]) < 1e-6
+    assert "step 3: the weights of 3 ranks differ by at most" in flat(ended.out)
     assert {finding["severity"] for finding in content["findings"]} <= {"notice"}
     assert [run["ranks"] for run in content["runs"]] == [2, 3]
     assert "<html" in (tmp_path / "a.html").read_text()

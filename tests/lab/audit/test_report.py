@@ -189,7 +189,7 @@ def test_the_scripts_text_is_shown_and_never_obeyed(tmp_path: Path) -> None:
 
 def test_the_json_has_stable_names_and_plain_values(tmp_path: Path) -> None:
     path = tmp_path / "audit.json"
-    performance = PERFORMANCE | {"seconds": np.float64(0.5), "exposed_seconds": float("nan")}
+    performance = PERFORMANCE | {"seconds": 0.5, "exposed_seconds": float("nan")}
     write_json(path, wrong_script(performance=performance))
     content = json.loads(path.read_text())
     assert (content["format"], content["what"]) == (1, "audit of data-parallel-lab")
