@@ -57,7 +57,7 @@ batch    given to the script: l, epoch (iterations over l so far, from 0), b, in
          sampler)
 items    rows [[outer index, index that reached the innermost dataset or null, label or null,
          hash or null]], l; from the process that fetched them. Indices of the n-th innermost
-         dataset of a ConcatDataset begin at n * 2**40. Both are null for an iterable dataset
+         dataset of a ConcatDataset begin at n * 2**40. None for iterable datasets
 rest     l, epoch, indices: what the script would still have been given after the cut (null if
          endless), inner: the innermost index of each, or null
 trained  a backward or an update followed a batch of this iteration over l: l, epoch (once for each)

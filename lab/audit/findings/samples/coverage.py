@@ -78,8 +78,8 @@ class Coverage:
         return self.size if small else self.size * max(self.local_batch, 1)
 
 
-def coverage(loaders: Sequence[TrainingLoader]) -> Iterator[Outcome]:
-    """Judge the first epoch whose samples are known on all ranks."""
+def coverage(loaders: Sequence[TrainingLoader], ranks: int) -> Iterator[Outcome]:
+    """Judge the first epoch whose samples are known on all ranks that have a loader."""
     data = [same_data(one, other) for one, other in combinations(loaders, 2)]
     if False in data:
         return
@@ -89,8 +89,8 @@ def coverage(loaders: Sequence[TrainingLoader]) -> Iterator[Outcome]:
         for one in loaders
     )
     whole = next(whole_epochs(loaders), None)
-    if (replicas := _common(loaders, "replicas") or 0) > len(loaders):
-        length, ranks = _common(loaders, "length") or 0, len(loaders)
+    if (replicas := _common(loaders, "replicas") or 0) > ranks:
+        length = _common(loaders, "length") or 0
         missing = length - -(-length // replicas) * ranks
         text = f"no rank draws {missing:,} of {length:,} samples: the sampler shares them out to "
         yield Finding("uneven-coverage", (f"{text}{replicas} ranks, but there are {ranks}",))

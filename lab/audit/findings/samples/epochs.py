@@ -168,8 +168,6 @@ def _items(rank: RankRecords, number: int) -> tuple[dict[Index, Item], dict[Inde
         if record["l"] != number:
             continue
         for outer, inner, label, digest in map(_key, record["rows"]):
-            if outer is None:  # an iterable dataset
-                continue
             names &= inner is not None and inner_of.setdefault(outer, inner) == inner
             items[outer] = Item(inner, label, digest)
     for record in rank.of("rest"):

@@ -39,7 +39,7 @@ def check(recording: Recording) -> Iterator[Outcome]:
         same = list(_same_samples(recording, loaders))
         yield from same
         if not any(isinstance(one, Finding | Unknown) for one in same):
-            yield from coverage(loaders)
+            yield from coverage(loaders, recording.size)
         yield from _same_order(loaders)
         yield from _batch_counts(recording, loaders)
     if not any(epoch.batches for group in groups for one in group for epoch in one.epochs):

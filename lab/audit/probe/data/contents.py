@@ -2,7 +2,6 @@
 
 import zlib
 from array import array
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,18 +49,6 @@ def _hash(value: Any) -> int | None:
     if isinstance(value, str):
         return zlib.crc32(value.encode())
     return zlib.crc32(repr(value[:HASHED]).encode()) if isinstance(value, list) else None
-
-
-def split_batch(batch: Any) -> Iterator[list[Any]]:
-    """Yield [label, hash] of each row of a batch that has been put together."""
-    parts = list(batch.values()) if isinstance(batch, dict) else batch
-    parts = list(parts) if isinstance(parts, (list, tuple)) else [parts]
-    if not parts or not isinstance(parts[0], torch.Tensor) or parts[0].ndim == 0:
-        return
-    rows = len(parts[0])
-    whole = [p for p in parts if isinstance(p, torch.Tensor) and p.ndim > 0 and len(p) == rows]
-    for row in range(rows):
-        yield describe_item([part[row] for part in whole])
 
 
 def hash_held(dataset: Any, name: str) -> int | None:

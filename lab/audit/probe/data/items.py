@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 from torch.utils.data._utils import fetch
 
 from ..state import Probe
-from .contents import CONTENTS, describe_item, hash_held, split_batch
+from .contents import CONTENTS, describe_item, hash_held
 
 LOADER = "LAB_AUDIT_LOADER"
 """Holds the number of the loader whose workers are being started."""
@@ -91,7 +91,6 @@ class ItemWatch:
         self.numbers: dict[int, dict[int, int]] = {}
         self.wrapped: WeakSet[type] = WeakSet()
         replace(fetch._MapDatasetFetcher, "fetch", self.fetch)
-        replace(fetch._IterableDatasetFetcher, "fetch", self.fetch_rows)
 
     def wanted(self, dataset: Any) -> bool:
         """Return whether to record this batch."""
@@ -114,14 +113,6 @@ class ItemWatch:
         if (rows := self.probe.guard(self.rows)(dataset, outer, calls)) is not None:
             self.record(rows)
             self.seen.setdefault(id(dataset), {}).update((row[0], row[1]) for row in rows)
-        return batch
-
-    def fetch_rows(self, original: Callable[..., Any], fetcher: Any, index: Any) -> Any:
-        """Fetch a batch of an iterable dataset, which has no indices."""
-        batch = original(fetcher, index)
-        if self.wanted(fetcher.dataset):
-            contents = self.probe.guard(lambda: list(split_batch(batch)))() or []
-            self.record([[None, None, *content] for content in contents])
         return batch
 
     def record(self, rows: list[list[Any]]) -> None:
