@@ -77,7 +77,7 @@ def run_checks(
     compared = notices.compare(recordings)
     found += [one for one in compared if not _explained(one.name, known)]
     sizes = {one.size for one in recordings}
-    return resolve(merge(found), recordings), _with_sizes(right, sizes), _with_sizes(unknown, sizes)
+    return merge(resolve(found, recordings)), _with_sizes(right, sizes), _with_sizes(unknown, sizes)
 
 
 def _with_sizes(said: dict[str, list[int]], sizes: set[int]) -> list[str]:

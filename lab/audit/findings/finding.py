@@ -37,6 +37,7 @@ class Finding:
     at : the line of the script that shows it.
     sure : "certain" if the numbers leave no other explanation, else "likely".
     sizes : the numbers of ranks at which it was found.
+    value : a number to compare with those of other sizes.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Finding:
     at: CodeLine | None = None
     sure: str = "certain"
     sizes: tuple[int, ...] = ()
+    value: float | None = None
 
     @property
     def entry(self) -> CatalogueEntry:

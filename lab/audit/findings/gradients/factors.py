@@ -20,6 +20,7 @@ from lab.audit.findings.where import backward_line, exchange_line, samples_of, u
 from lab.audit.recording import Record, Recording
 
 GREATEST_LITERAL = 16
+_BY_FACTOR = ("scaled-in-loss", "literal-divisor", "averaged-twice")
 _CLASSIFIERS = ("NllLoss", "CrossEntropy", "BinaryCrossEntropy")
 
 
@@ -99,7 +100,8 @@ def _name_factor(recording: Recording, observed: list[Pattern], factor: float) -
         says = f"{of} of the gradients is divided by {whole} on {size} ranks"
         if averaged:
             says += " (or by 2 and by 2 again)"
-        return Finding("literal-divisor", (says, text), line, "likely" if averaged else "certain")
+        sure = "likely" if averaged else "certain"
+        return Finding("literal-divisor", (says, text), line, sure, value=factor)
     return Unknown(f"gradients: {text}; every rank gets the same, as with another learning rate")
 
 
@@ -190,27 +192,26 @@ def judge_loss(recording: Recording, observed: list[Pattern]) -> Finding | None:
 
 
 def resolve(findings: Sequence[Finding], recordings: Sequence[Recording]) -> list[Finding]:
-    """Return the findings of all sizes without those that another size contradicts.
+    """Return the findings, one a size, without those that another size contradicts.
 
     A loss that is halved on two ranks and on three is not divided by the number of ranks; a
-    divisor of 4 on two ranks may be 2 times 2, which three ranks tell apart. A sum with a learning
-    rate that is divided by the number of ranks is SGD on the mean.
+    divisor of 4 on two ranks may be 2 times 2, which three ranks tell apart. The same multiple of
+    the mean on all sizes is a rate, and so is a sum whose learning rate is divided by the ranks.
     """
-    rates = [_rate_of_the_mean(one) for one in recordings]
-    scaled = len(rates) > 1 and all(one == rates[0] is not None for one in rates)
     audited = {one.size for one in recordings if one.size > 1}
-    twice = any(one.name == "averaged-twice" and max(one.sizes) > 2 for one in findings)
-    kept = []
-    for one in findings:
-        sizes = set(one.sizes)
-        if one.name == "scaled-in-loss" and sizes < audited:
-            continue
-        if one.name == "sum-not-mean" and scaled:
-            continue
-        if one.name == "literal-divisor" and sizes == {2} and twice:
-            continue
-        kept.append(one)
-    return kept
+    rates = {_rate_of_the_mean(one) for one in recordings}
+    wrong = set()
+    if len(audited) > 1 and len(rates) == 1 and None not in rates:
+        wrong.add("sum-not-mean")
+    named = {name: [one for one in findings if one.name == name] for name in _BY_FACTOR}
+    if {size for one in named["scaled-in-loss"] for size in one.sizes} < audited:
+        wrong.add("scaled-in-loss")
+    literal = {size: one.value or 0 for one in named["literal-divisor"] for size in one.sizes}
+    twice = any(max(one.sizes) > 2 for one in named["averaged-twice"])
+    constant = len(audited) > 1 and literal.keys() == audited
+    if (constant and np.ptp(list(literal.values())) < 1e-3) or (twice and literal.keys() == {2}):
+        wrong.add("literal-divisor")
+    return [one for one in findings if one.name not in wrong]
 
 
 def _rate_of_the_mean(recording: Recording) -> float | None:

@@ -66,7 +66,7 @@ def _own_findings(
         yield Finding("own-gradient", (text,), line, sure)
         return
     texts = "; ".join(f"rank {r} gets {text}" for r, text in enumerate(first.texts))
-    single = any(text.endswith("own") for text in first.texts)
+    single = all(text.endswith("own") or text == "the mean" for text in first.texts)
     name = "own-gradient" if single else "not-the-mean"
     yield Finding(
         name, (f"step {first.step.step}: {texts} (in {len(bad)} of {steps} steps)",), line, sure

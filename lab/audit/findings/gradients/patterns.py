@@ -98,8 +98,6 @@ def _linear(step: GradientStep, weights: Numbers, pattern: MakePattern) -> Patte
     rows = [_describe(step, r, weights[r]) for r in range(size)]
     if all(row.endswith("its own") for row in rows):
         return pattern("own")
-    if len(set(rows)) > 1 or rows[0].startswith("rank "):
-        return pattern("rows", *rows)
     if any(rows) or np.abs(weights - weights[0]).max() > 1e-2 * np.abs(weights).max():
         return pattern("rows", *[row or _numbers(weights[r]) for r, row in enumerate(rows)])
     factors = _clip_factors(step)
@@ -119,8 +117,9 @@ def _describe(step: GradientStep, rank: int, weights: Numbers) -> str:
     if weights[rank] > 0 and _worst(step, ones[rank] * weights[rank], got) <= limit:
         return f"{weights[rank]:.3f} times its own"
     for k in range(size):
-        if _worst(step, ones[k], got) <= limit:
-            return f"rank {k}'s own"
+        if weights[k] and _worst(step, ones[k] * weights[k], got) <= limit:
+            times = "" if abs(weights[k] - 1) < 1e-2 else f"{weights[k]:.3f} times "
+            return f"{times}rank {k}'s own"
     for words, factor in (("the mean", 1 / size), ("the sum", 1.0), ("nothing", 0.0)):
         if _worst(step, np.full(size, factor), got) <= limit:
             return words

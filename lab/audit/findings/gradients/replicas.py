@@ -59,8 +59,8 @@ def read_replicas(recording: Recording) -> dict[int, Replicas]:
         rows = [parameter_rows(rank, o) for rank in recording.ranks]
         if len({tuple((r[0], r[1], tuple(r[2])) for r in one) for one in rows}) > 1:
             continue
-        if not any(_is_trained(rank, o) for rank in recording.ranks):
-            continue  # tensors that backward() does not reach are not the model's weights
+        if all(_steps_with_others(rank, o) for rank in recording.ranks):
+            continue  # it steps with gradients that no backward() gave: these are not the weights
         if any(row[6] < row[4] for one in rows for row in one):
             continue
         limits = np.cumsum([len(coordinates(row[4])) for row in rows[0]]).astype(int)
@@ -73,9 +73,10 @@ def read_replicas(recording: Recording) -> dict[int, Replicas]:
     return found
 
 
-def _is_trained(rank: RankRecords, o: int) -> bool:
-    steps = (one for one in rank.by_kind["step"] if one["o"] == o)
-    return any(own.any() for one in steps if (own := rank.numbers(one["own"])) is not None)
+def _steps_with_others(rank: RankRecords, o: int) -> bool:
+    steps = [one for one in rank.by_kind["step"] if one["o"] == o]
+    own, got = ([rank.numbers(one[name]) for one in steps] for name in ("own", "got"))
+    return not any(np.any(one) for one in own) and any(np.any(one) for one in got)
 
 
 def _by_step(recording: Recording, o: int) -> dict[int, Numbers]:

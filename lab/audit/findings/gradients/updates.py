@@ -86,15 +86,16 @@ def _judge(
     recording: Recording, patterns: list[Pattern], replicas: Replicas | None, whose: str
 ) -> Iterator[Outcome]:
     """Judge all updates of one optimiser; ``whose`` names it."""
-    received = [one for one in patterns if one.kind != "nothing"]
+    first = [one for one in patterns if any(record.get("micro") for record in one.step.records)]
+    received = [one for one in first or patterns if one.kind != "nothing"]
     observed = [one for one in received if one.kind != "same"]
     kinds = {one.kind for one in observed}
     if not patterns:
         return
     if not received:
+        why = "does zero_grad() stand between backward() and step(), or is the loss constant"
         yield Unknown(
-            f"gradients: {whose} gets none, or zeros, in all {len(patterns)} steps (does"
-            " zero_grad() stand between backward() and step()?)"
+            f"gradients: {whose} gets none, or zeros, in all {len(patterns)} steps ({why}?)"
         )
     elif not observed:
         yield from _judge_same(recording, patterns, whose)
@@ -107,7 +108,7 @@ def _judge(
     elif kinds == {"extreme"}:
         yield _extreme(recording, observed)
     elif kinds == {"parameters"}:
-        yield _some_parameters(recording, observed)
+        yield _some_parameters(recording, observed, repeated=len(patterns) - len(first))
     elif "clipped" in kinds and kinds <= {*_UNIFORM, "clipped"}:
         yield _clipped([one for one in observed if one.kind == "clipped"], len(observed))
     elif "clamped" in kinds and kinds <= {*_UNIFORM, "clamped"}:
@@ -195,7 +196,7 @@ def _extreme(recording: Recording, observed: list[Pattern]) -> Finding:
     return Finding("not-the-mean", (text,), exchange_line(recording, one.step.step))
 
 
-def _some_parameters(recording: Recording, observed: list[Pattern]) -> Outcome:
+def _some_parameters(recording: Recording, observed: list[Pattern], *, repeated: int) -> Outcome:
     always = set.intersection(*(set(one.texts[1:]) for one in observed))
     if not always:
         return Unknown("gradients: other parameters are left out in each step")
@@ -206,7 +207,9 @@ def _some_parameters(recording: Recording, observed: list[Pattern]) -> Outcome:
         f"{_where(observed[0])}: {len(names)} of {len(observed[0].step.measured)} parameters are"
         f" not averaged but {how}: {listed}"
     )
-    return Finding("some-parameters", (text,), exchange_line(recording, observed[0].step.step))
+    again = f"{repeated} more updates follow no backward() of their own: is step() within the loop?"
+    texts = (text, again) if repeated else (text,)
+    return Finding("some-parameters", texts, exchange_line(recording, observed[0].step.step))
 
 
 def _clipped(observed: list[Pattern], steps: int) -> Finding:
