@@ -205,7 +205,7 @@ for epoch in range(2):
     assert len(indices(rank, 1, loader=by_loader[40])) == 2
     assert {one["l"] for one in rank.by_kind["trained"]} == {by_loader[48]}
     assert [one["epoch"] for one in rank.by_kind["trained"]] == [0, 2]
-    assert [one["train"] for one in rank.by_kind["batch"]].count(True) == STEPS + 2
+    assert len(rank.by_kind["step"]) == STEPS + 2
     assert [one["step"] for one in rank.by_kind["eval"]] == [STEPS]
     assert rank.by_kind["eval"][0]["batchnorm"] == 1
     assert len(rank.by_kind["random"]) == STEPS + 2
