@@ -6,18 +6,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lab.audit.findings import run_checks
 from lab.audit.findings.finding import Finding, Right, Unknown
 from lab.audit.findings.gradients import check as check_gradients
 from lab.audit.findings.gradients.factors import resolve
 from lab.audit.findings.weights import check as check_weights
 from lab.audit.recording import Recording
-from lab.audit.result import verdict
+from lab.audit.result import EqualityVerdict, verdict
 from tests.lab.audit.recordings import COLUMNS, Exchange, Numbers, gradients, mean, train
 
 
 def names(recording: Recording) -> list[str]:
     outcomes = [*check_gradients(recording), *check_weights(recording)]
     return [one.name for one in outcomes if isinstance(one, Finding)]
+
+
+def judged(recording: Recording) -> EqualityVerdict:
+    findings, _, unknown = run_checks([recording])
+    return verdict([recording], findings, unknown)
 
 
 def same_on_all(row: Numbers, own: Numbers) -> Numbers:
@@ -198,7 +204,7 @@ def test_sums_over_the_tokens_of_all_ranks(tmp_path: Path) -> None:
     parts = 2
     recording = train(tmp_path / "half", total, edit=edit)
     assert names(recording) == []
-    assert verdict([recording], []).answer == "cannot tell"
+    assert judged(recording).answer == "cannot tell"
 
 
 def test_sum_with_a_rate_divided_by_the_ranks(tmp_path: Path) -> None:
@@ -272,7 +278,7 @@ def test_rounding_to_16_bits_is_a_mean(tmp_path: Path) -> None:
 def test_what_is_not_linear_cannot_be_told(exchange: Exchange, tmp_path: Path) -> None:
     recording = train(tmp_path, exchange)
     assert names(recording) == []
-    assert verdict([recording], []).answer == "cannot tell"
+    assert judged(recording).answer == "cannot tell"
 
 
 def test_weight_decay_by_hand_is_right(tmp_path: Path) -> None:
@@ -303,8 +309,8 @@ def test_equal_gradients_show_a_sum_but_no_mean(tmp_path: Path) -> None:
     alike = lambda rank, step: gradients(0, step)  # noqa: E731
     recording = train(tmp_path / "mean", own=alike)
     assert names(recording) == []
-    assert "cannot be told" in verdict([recording], []).why
-    assert verdict([recording], []).answer == "cannot tell"
+    assert "cannot be told" in judged(recording).why
+    assert judged(recording).answer == "cannot tell"
     assert names(train(tmp_path / "sum", total, own=alike)) == ["sum-not-mean"]
     two = lambda rank, step: gradients(max(rank, 1), step)  # noqa: E731
     assert names(train(tmp_path / "own", lambda own, step: own, own=two)) == ["own-gradient"]
@@ -370,7 +376,7 @@ def test_the_right_run_says_what_is_right(tmp_path: Path) -> None:
         "the weights of all ranks stay equal",
     ]
     assert len(outcomes) == 3
-    assert verdict([recording], []).answer == "yes"
+    assert judged(recording).answer == "yes"
 
 
 def test_weights_that_differ_are_named_once(tmp_path: Path) -> None:
@@ -400,5 +406,5 @@ def test_missing_ranks_and_records_break_nothing(tmp_path: Path) -> None:
     recording = train(tmp_path)
     recording.ranks.pop()
     assert names(recording) == []
-    assert verdict([recording], []).answer == "cannot tell"
+    assert judged(recording).answer == "cannot tell"
     assert verdict([], []).answer == "cannot tell"
