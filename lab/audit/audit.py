@@ -1,4 +1,4 @@
-"""The whole audit: run the script at each size, read the records, judge, and report."""
+"""The whole audit: run the script at each size, read the records, check, and report."""
 
 import argparse
 import contextlib

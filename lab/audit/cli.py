@@ -44,7 +44,7 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--clocks",
         action="store_true",
-        help="also judge how the script measures its time, over as many steps as its report needs",
+        help="also check how the script measures its time, over as many steps as its report needs",
     )
     parser.add_argument(
         "--global-batch", type=int, metavar="N", help="samples in a step that all ranks should have"

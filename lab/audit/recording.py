@@ -89,7 +89,7 @@ class Recording:
     others : processes that trained nothing: launchers, loaders' workers of ended ranks.
     asked_size : the number that the audit asked for; None if the script chose it.
     global_batch : what ``--global-batch`` says, or None.
-    clocks : whether clocks are judged.
+    clocks : whether clocks are checked.
     hung : the run did not end and was ended; the ranks' stacks are recorded.
     """
 

@@ -49,7 +49,7 @@ def print_audit(console: Console, result: AuditResult) -> None:
         console.print(Text("\nChecked and right:", style="bold"))
         _print_wrapped(console, "  ", one_line("; ".join(joined(result.right))) + ".")
     _print_list(console, "Notices (details: --json or --html)", map(title, result.notices))
-    _print_list(console, "Could not be judged", joined(result.unknown))
+    _print_list(console, "Could not be checked", joined(result.unknown))
     _print_list(console, "Computed again in one process", replay_lines(result.replay))
     _print_list(console, "Speed", speed_lines(result.performance))
 

@@ -40,7 +40,7 @@ class AuditResult:
     command : as typed, with its placeholders.
     recordings : one a number of ranks.
     findings : one a name, faults first.
-    right, unknown : sentences on what was checked and is right, and on what could not be judged.
+    right, unknown : sentences on what was checked and is right, and on what could not be checked.
     remarks : on the runs themselves, e.g. that the script fixes its number of ranks.
     performance : of the largest run, see performance.py; empty if nothing was measured.
     replay : see replay.py; None if it was not asked for.
@@ -84,7 +84,7 @@ def verdict(
     Parameters
     ----------
     findings : of all checks.
-    unknown : sentences on what could not be judged; those on gradients and weights count.
+    unknown : sentences on what could not be checked; those on gradients and weights count.
     """
     faults = [one for one in findings if one.name in UNEQUAL]
     certain = [one for one in faults if one.sure == "certain"]

@@ -1,7 +1,7 @@
 """What an audit finds: one check a fault, each on what the probe recorded.
 
 A check gets the ``Recording`` of one run (one number of ranks) and yields what it finds wrong, what
-it finds right, and what it cannot judge, see ``finding.py``. Names, causes and cures are in
+it finds right, and what it cannot check, see ``finding.py``. Names, causes and cures are in
 ``catalogue.toml``. ``run_checks`` runs all of them on all runs.
 """
 
@@ -57,7 +57,7 @@ def run_checks(
     Returns
     -------
     findings : one a name, faults first, without those that another finding of their run explains.
-    right, unknown : what was checked and found right, and what could not be judged; each sentence
+    right, unknown : what was checked and found right, and what could not be checked; each sentence
         once, with the numbers of ranks if it does not hold for all runs.
     """
     found: list[Finding] = []
@@ -110,13 +110,13 @@ def _check_all(recording: Recording) -> Iterator[Outcome]:
 
 
 def _check(part: ModuleType, recording: Recording) -> Iterator[Outcome]:
-    """Yield the outcomes of one check. What it cannot read, it cannot judge."""
+    """Yield the outcomes of one check. What it cannot read, it cannot check."""
     try:
         yield from part.check(recording)
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         name = part.__name__.rpartition(".")[2]
         why = f"the records could not be read ({type(error).__name__}: {error})"
-        yield Unknown(f"{name}: not judged, because {why}")
+        yield Unknown(f"{name}: not checked, because {why}")
 
 
 def without_explained(found: Iterable[Finding]) -> list[Finding]:

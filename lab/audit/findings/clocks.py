@@ -1,8 +1,8 @@
-"""Does the mean time that a script reports mean what it says? Only judged with ``--clocks``.
+"""Does the mean time that a script reports mean what it says? Only checked with ``--clocks``.
 
 Of each line of the script that divides a sum of intervals its last mean before the cut counts: a
 running mean is right or wrong at its end. Means of parts of a step, such as the exchange alone, are
-judged by their divisor only.
+checked by their divisor only.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
 from lab.audit.recording import RankRecords, Record, Recording, code_line
 
 _FEWEST = 5
-"""A mean over fewer iterations is not judged: its divisor may mean something else."""
+"""A mean over fewer iterations is not checked: its divisor may mean something else."""
 _SHARE = 0.9
 
 
@@ -22,7 +22,7 @@ def check(recording: Recording) -> Iterator[Outcome]:
     found: dict[str, Finding] = {}
     means = [(rank, mean) for rank in recording.ranks for mean in _last_means(rank)]
     for rank, mean in means:
-        for finding in _judge(rank.rank, mean):
+        for finding in _check(rank.rank, mean):
             found.setdefault(finding.name, finding)
     yield from found.values()
     whole = [mean for _, mean in means if _is_of_steps(mean)]
@@ -42,7 +42,7 @@ def _last_means(rank: RankRecords) -> list[Record]:
     return list(last.values())
 
 
-def _judge(rank: int, mean: Record) -> Iterator[Finding]:
+def _check(rank: int, mean: Record) -> Iterator[Finding]:
     at = code_line(mean["at"])
     number, divisor = _iterations(mean), mean["divisor"]
     if number < _FEWEST:

@@ -65,7 +65,7 @@ class Right:
 
 @dataclass(frozen=True)
 class Unknown:
-    """Something that could not be judged: ``text`` says what, and why."""
+    """Something that could not be checked: ``text`` says what, and why."""
 
     text: str
 

@@ -120,7 +120,7 @@ def _first_indices(batches: Sequence[Sequence[Index]]) -> list[Index]:
 
 
 def _accumulation(recording: Recording) -> Iterator[Outcome]:
-    """Judge the steps of several micro-batches, if at least two steps have them on each rank."""
+    """Check the steps of several micro-batches, if at least two steps have them on each rank."""
     steps = [
         [step for step in training_steps(rank) if step.accumulates] for rank in recording.ranks
     ]

@@ -20,7 +20,7 @@ START = 1e-5
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
-    """Judge the ranks' weights; see lab/audit/findings/finding.py."""
+    """Check the ranks' weights; see lab/audit/findings/finding.py."""
     if recording.size < 2 or len(recording.ranks) < max(2, recording.size):
         return
     if any(one.get("version") == 1 for rank in recording.ranks for one in rank.of("fsdp")):

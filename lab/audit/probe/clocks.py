@@ -38,7 +38,7 @@ _watcher: "_ClockWatcher | None" = None
 
 
 def watch(probe: Probe) -> None:
-    """Replace the clocks and the functions that average, if clocks are judged."""
+    """Replace the clocks and the functions that average, if clocks are checked."""
     global _watcher
     if not probe.settings.get("clocks"):
         return

@@ -115,7 +115,7 @@ def test_the_address_that_a_script_insists_on_is_named(
         ([START, {"k": "backward"}], "python t.py {rank}", "no optimiser of torch.optim used them"),
     ],
 )
-def test_nothing_to_judge(
+def test_nothing_to_check(
     tmp_path: Path, records: list[dict[str, Any]], words: str, message: str
 ) -> None:
     said = explain(tmp_path, records=records, words=words)

@@ -321,7 +321,7 @@ def test_a_validation_split_is_no_fault() -> None:
     assert "uneven-coverage" not in names(script.recording())
 
 
-def test_unknown_rest_is_not_judged() -> None:
+def test_unknown_rest_is_not_checked() -> None:
     """Prefetched batches are missing in the rest: the epoch is not whole."""
     script = Script(lambda r, e: distributed(960, r, 2, epoch=e))
     recording = script.recording()
@@ -397,7 +397,7 @@ def test_without_a_loader_the_inputs_tell() -> None:
     assert names(inputs([[1, 1, 1]] * 2, [[5, 5, 5]] * 2)) == ["same-samples"]
 
 
-def test_evaluation_loaders_are_not_judged() -> None:
+def test_evaluation_loaders_are_not_checked() -> None:
     """All ranks evaluate on the same samples, with gradients on."""
     recording = Script(lambda r, e: distributed(960, r, 2, epoch=e)).recording()
     for rank in recording.ranks:
@@ -488,7 +488,7 @@ def test_batch_grows() -> None:
 
 
 def test_run_checks_merges_and_leaves_out_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes are joined, consequences left out, and a check that fails is not judged."""
+    """Sizes are joined, consequences left out, and a check that fails is not checked."""
 
     def good(recording: Recording) -> Any:
         yield Finding("own-gradient", (f"at {recording.size}",))

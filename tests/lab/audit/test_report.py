@@ -92,7 +92,7 @@ Checked and right:
 Notices (details: --json or --html):
 - BatchNorm's running statistics differ between ranks (3 ranks)
 
-Could not be judged:
+Could not be checked:
 - the order of epochs: only one epoch was seen
 
 Speed:

@@ -181,7 +181,7 @@ def _join(
 
 
 def _zeroed(arrays: list[Numbers | None]) -> Numbers:
-    """Return (ranks, columns) with zeros where a number is not known: nothing is judged there."""
+    """Return (ranks, columns) with zeros where a number is not known: nothing is checked there."""
     return np.nan_to_num(np.array(arrays, dtype=np.float64), nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -233,7 +233,7 @@ def misfit(
 ) -> Numbers:
     """Return by parameter how far sum of weights[k] * basis[k] is from target, relatively.
 
-    The scale is what is added up, so that a sum that nearly cancels is not judged by what is left.
+    The scale is what is added up, so that a sum that nearly cancels is not measured by what is left.
     """
     predicted = weights @ basis
     found = []

@@ -1,7 +1,7 @@
 """What a constant factor between the mean and what the optimiser gets means.
 
 A sum is right if each rank divides its loss by the number of ranks, and a mean of such losses is
-not: so the factor is judged together with the scale at which the gradient reaches the loss.
+not: so the factor is compared together with the scale at which the gradient reaches the loss.
 """
 
 from collections import defaultdict
@@ -24,8 +24,8 @@ _BY_FACTOR = ("scaled-in-loss", "literal-divisor", "averaged-twice")
 _CLASSIFIERS = ("NllLoss", "CrossEntropy", "BinaryCrossEntropy")
 
 
-def judge_factor(recording: Recording, observed: list[Pattern]) -> Iterator[Outcome]:
-    """Judge updates that are the mean times ``total``, on all ranks and for all parameters."""
+def check_factor(recording: Recording, observed: list[Pattern]) -> Iterator[Outcome]:
+    """Check updates that are the mean times ``total``, on all ranks and for all parameters."""
     if _clipped_after(observed):
         yield Right("gradients are averaged, then clipped")
         return
@@ -167,7 +167,7 @@ def _sums_losses(losses: list[Record]) -> bool:
     )
 
 
-def judge_loss(recording: Recording, observed: list[Pattern]) -> Finding | None:
+def check_loss(recording: Recording, observed: list[Pattern]) -> Finding | None:
     """Return the finding if losses are divided by the number of ranks, and gradients averaged.
 
     On two ranks 1/2 may be a weight of the loss: then it is not sure (see ``settle``).

@@ -18,10 +18,10 @@ from lab.audit.findings.where import (
 from lab.audit.recording import Numbers, Recording
 
 
-def judge_own(
+def check_own(
     recording: Recording, observed: list[Pattern], replicas: Replicas | None
 ) -> Iterator[Outcome]:
-    """Judge updates with one rank's own gradient."""
+    """Check updates with one rank's own gradient."""
     bad = [one for one in observed if one.kind in {"own", "rows"}]
     unnamed = any(s.get("hint") is None for rank in recording.ranks for s in rank.by_kind["start"])
     if unnamed and not any(rank.by_kind["group"] for rank in recording.ranks):

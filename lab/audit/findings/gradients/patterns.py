@@ -235,9 +235,9 @@ def _by_part(
     step: GradientStep, _: GradientStep | None, __: Numbers | None, pattern: MakePattern
 ) -> Pattern | None:
     """The mean in some parameters or parts of them, something else in others."""
-    size, judged = step.size, [one for one in step.measured if step.got[:, one.columns].any()]
+    size, checked = step.size, [one for one in step.measured if step.got[:, one.columns].any()]
     total, columns = step.own.sum(axis=0), np.zeros(step.own.shape[1], dtype=bool)
-    for one in judged:
+    for one in checked:
         columns[one.columns] = True
     allowed = np.abs(step.own).sum(axis=0)
     allowed[columns] += 1e-2 / step.balance[columns]
@@ -251,10 +251,10 @@ def _by_part(
         words: np.abs(step.got - values) <= _tolerance(step) * allowed
         for words, values in named.items()
     }
-    if not judged or not np.any(list(fits.values()), axis=0)[:, columns].all():
+    if not checked or not np.any(list(fits.values()), axis=0)[:, columns].all():
         return None
     found: dict[str, list[Parameter]] = {}
-    for one in judged:
+    for one in checked:
         whole = (words for words, fit in fits.items() if fit[:, one.columns].all())
         found.setdefault(next(whole, ""), []).append(one)
     if "" in found:

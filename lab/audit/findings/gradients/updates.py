@@ -1,6 +1,6 @@
 """Whether every optimiser gets the mean of what the ranks computed.
 
-``check`` explains each update (patterns.py) and judges all updates of an optimiser
+``check`` explains each update (patterns.py) and checks all updates of an optimiser
 together: a fault holds in all of them. What depends on how the losses are scaled is in factors.py.
 """
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
 from lab.audit.findings.gradients.combination import GradientStep, gradient_steps
-from lab.audit.findings.gradients.factors import judge_factor, judge_loss
-from lab.audit.findings.gradients.own import bypassed, judge_own
+from lab.audit.findings.gradients.factors import check_factor, check_loss
+from lab.audit.findings.gradients.own import bypassed, check_own
 from lab.audit.findings.gradients.patterns import Pattern, clips_of, explain, limits_before_exchange
 from lab.audit.findings.gradients.replicas import Replicas, read_replicas
 from lab.audit.findings.where import (
@@ -30,7 +30,7 @@ _UNIFORM = frozenset({"mean", "factor"})
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
-    """Judge what the optimisers get; see lab/audit/findings/finding.py."""
+    """Check what the optimisers get; see lab/audit/findings/finding.py."""
     if recording.size < 2 or len(recording.ranks) < 2:
         yield Unknown("gradients: one rank alone has nothing to average")
         return
@@ -48,7 +48,7 @@ def check(recording: Recording) -> Iterator[Outcome]:
     for o, steps in optimizers.items():
         whose = _holder(steps) if len(optimizers) > 1 else "the optimiser"
         patterns = _explain_all(steps, replicas.get(o))
-        yield from _judge(recording, patterns, replicas.get(o), whose)
+        yield from _check(recording, patterns, replicas.get(o), whose)
     if not any(optimizers.values()):
         yield Unknown(f"gradients: {_why_unseen(recording)}")
 
@@ -82,10 +82,10 @@ def _explain_all(steps: list[GradientStep], replicas: Replicas | None) -> list[P
     return patterns
 
 
-def _judge(
+def _check(
     recording: Recording, patterns: list[Pattern], replicas: Replicas | None, whose: str
 ) -> Iterator[Outcome]:
-    """Judge all updates of one optimiser; ``whose`` names it."""
+    """Check all updates of one optimiser; ``whose`` names it."""
     first = [one for one in patterns if any(record.get("micro") for record in one.step.records)]
     received = [one for one in first or patterns if one.kind != "nothing"]
     observed = [one for one in received if one.kind != "same"]
@@ -98,13 +98,13 @@ def _judge(
             f"gradients: {whose} gets none, or zeros, in all {len(patterns)} steps ({why}?)"
         )
     elif not observed:
-        yield from _judge_same(recording, patterns, whose)
+        yield from _check_same(recording, patterns, whose)
     elif {one.kind for one in observed if one.step.step > 0} == {"stale"}:
         yield _stale([one for one in observed if one.kind == "stale"])
     elif kinds & {"unknown", "kept", "stale"}:
         yield _unknown(observed)
     elif kinds & {"own", "rows"}:
-        yield from judge_own(recording, observed, replicas)
+        yield from check_own(recording, observed, replicas)
     elif kinds == {"extreme"}:
         yield _extreme(recording, observed)
     elif kinds == {"parameters"}:
@@ -114,19 +114,19 @@ def _judge(
     elif "clamped" in kinds and kinds <= {*_UNIFORM, "clamped"}:
         yield _clamped([one for one in observed if one.kind == "clamped"], len(observed))
     elif "weighted" in kinds and kinds <= {*_UNIFORM, "weighted"}:
-        yield from _judge_weighted(recording, observed)
+        yield from _check_weighted(recording, observed)
     elif kinds <= _UNIFORM:
-        yield from _judge_total(recording, observed, whose)
+        yield from _check_total(recording, observed, whose)
     else:
         yield Unknown(f"gradients: not the same in all steps ({', '.join(sorted(kinds))})")
 
 
-def _judge_total(recording: Recording, observed: list[Pattern], whose: str) -> Iterator[Outcome]:
-    """Judge updates that are the mean times a number."""
+def _check_total(recording: Recording, observed: list[Pattern], whose: str) -> Iterator[Outcome]:
+    """Check updates that are the mean times a number."""
     if any(one.kind == "factor" for one in observed):
-        yield from judge_factor(recording, observed)
+        yield from check_factor(recording, observed)
         return
-    if scaled := judge_loss(recording, observed):
+    if scaled := check_loss(recording, observed):
         yield scaled
         return
     if early := _clipped_without_effect(recording, observed):
@@ -146,7 +146,7 @@ def _deviation(step: GradientStep) -> float:
     return apart / max(float(np.linalg.norm(mean)), 1e-300)
 
 
-def _judge_same(recording: Recording, patterns: list[Pattern], whose: str) -> Iterator[Outcome]:
+def _check_same(recording: Recording, patterns: list[Pattern], whose: str) -> Iterator[Outcome]:
     if bypasses_ddp(recording) and not exchanges(recording, patterns[0].step.step):
         yield bypassed(recording, patterns)
         return
@@ -261,8 +261,8 @@ def _clipped_without_effect(recording: Recording, observed: list[Pattern]) -> Fi
     return None
 
 
-def _judge_weighted(recording: Recording, observed: list[Pattern]) -> Iterator[Outcome]:
-    """Judge sums in which the ranks count differently."""
+def _check_weighted(recording: Recording, observed: list[Pattern]) -> Iterator[Outcome]:
+    """Check sums in which the ranks count differently."""
     bad = [one for one in observed if one.kind == "weighted" and not _by_samples(recording, one)]
     if not bad:
         yield Right("the optimiser gets the ranks' gradients weighted by their samples")

@@ -79,7 +79,7 @@ class Coverage:
 
 
 def coverage(loaders: Sequence[TrainingLoader], ranks: int) -> Iterator[Outcome]:
-    """Judge the first epoch whose samples are known on all ranks that have a loader."""
+    """Check the first epoch whose samples are known on all ranks that have a loader."""
     data = [same_data(one, other) for one, other in combinations(loaders, 2)]
     if False in data:
         return
@@ -97,7 +97,7 @@ def coverage(loaders: Sequence[TrainingLoader], ranks: int) -> Iterator[Outcome]
     elif whole is None:
         yield from _seen_so_far(loaders)
     elif whole.repeats > whole.tolerance:
-        yield from _judge_repeats(whole, one_dataset)
+        yield from _check_repeats(whole, one_dataset)
     elif (fault := _left_out(whole)) is not None:
         yield Finding("uneven-coverage", (f"epoch {whole.epoch + 1}: {fault}",))
     elif whole.missing is None:
@@ -142,7 +142,7 @@ def _common(loaders: Sequence[TrainingLoader], name: str) -> int | None:
     return values.pop() if len(values) == 1 else None
 
 
-def _judge_repeats(whole: Coverage, one_dataset: bool) -> Iterator[Outcome]:
+def _check_repeats(whole: Coverage, one_dataset: bool) -> Iterator[Outcome]:
     """Say that samples come twice, unless a sampler draws them so on each rank by itself."""
     own = max(len(share) - len(set(share)) for share in whole.shares)
     if own > max(whole.size, whole.local_batch):
@@ -182,7 +182,7 @@ def _left_out(whole: Coverage) -> str | None:
 
 
 def _seen_so_far(loaders: Sequence[TrainingLoader]) -> Iterator[Outcome]:
-    """Judge the batches alone: random draws of several ranks from one dataset meet sooner or later.
+    """Check the batches alone: random draws of several ranks from one dataset meet sooner or later.
 
     By chance, or by padding, a few samples may come twice.
     """
