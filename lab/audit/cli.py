@@ -25,7 +25,7 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         "runs the command after -- on a few ranks of this machine and watches it from within. In "
         "the command, {rank} is replaced by the rank, {nodes} by the number of ranks, {master} and "
         "{port} by rank 0's address and a free port. Exit status: 0 right, 1 faults found, 2 could "
-        "not be audited",
+        "not be audited, or cannot tell",
     )
     parser.add_argument(
         "--ranks",
@@ -33,7 +33,7 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         nargs="+",
         default=[2, 3],
         metavar="N",
-        help="numbers of ranks; on two alone a literal divisor of 2 looks right",
+        help="numbers of ranks to try; 2 alone hides a literal divisor of 2",
     )
     parser.add_argument(
         "--steps",
@@ -44,23 +44,37 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--clocks",
         action="store_true",
-        help="also check how the script measures its time, over as many steps as its report needs",
+        help="also check how the script measures its time (watches more steps, see --steps)",
     )
     parser.add_argument(
-        "--global-batch", type=int, metavar="N", help="samples in a step that all ranks should have"
+        "--global-batch",
+        type=int,
+        metavar="N",
+        help="check that all ranks together train on N samples a step",
     )
     parser.add_argument(
         "--replay",
         action="store_true",
         help="also compute the first steps again in one process and compare the weights",
     )
-    parser.add_argument("--rank0", metavar="COMMAND", help="rank 0's command, if it has its own")
+    parser.add_argument("--rank0", metavar="COMMAND", help="rank 0's command, if it differs")
     _add_network(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the result as a page")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the records and output")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="limit for each run"
+        "--html", type=Path, metavar="FILE", help="write the result as an HTML page"
+    )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the audit's records and the script's output",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="end each run after this time",
     )
 
 
@@ -72,8 +86,8 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         "--isolate",
         nargs="*",
         metavar="NAME",
-        help="run the ranks in a network of their own with the interface (eth1 by default), "
-        "addresses or host names that the script insists on",
+        help="run the ranks in a private network with the interface (eth1 by default), addresses "
+        "or host names that the script needs",
     )
 
 
@@ -98,7 +112,7 @@ def check_flags(args: argparse.Namespace, command: AuditCommand) -> None:
 
 def _check_network(args: argparse.Namespace, command: AuditCommand) -> None:
     if args.rate is not None and args.isolate is not None:
-        raise UserError("--rate and --isolate make different networks: give one of them")
+        raise UserError("--rate and --isolate exclude each other: give one of them")
     if args.rate is not None and not command.one_process_a_rank:
         raise UserError(
             "--rate starts one process on each emulated node: give {rank} in the command, for "

@@ -19,48 +19,52 @@ _HINTS = (
     (r"No module named '?([\w.]+)", "Install {0} for the interpreter of the command ({python})."),
     (
         r"Unable to find address for: (\S+)|(?:interface|device) (\w+)[^\n]*(?:not found|unknown)",
-        "It insists on a network interface: try --isolate {0}.",
+        "The script needs a network interface that is missing here: try --isolate {0}.",
     ),
     (
         r"(?:getaddrinfo|gaierror|Name or service not known|name resolution)[^\n]*",
-        "It looks up a host name: try --isolate NAME, or give {{master}} in the command.",
+        "The script looks up a host name: try --isolate NAME, or give {{master}} in the command.",
     ),
     (
         r"Cannot assign requested address|[Nn]o route to host|Network is unreachable",
-        "It insists on an address: try --isolate ADDRESS, or give {{master}} in the command.",
+        "The script needs a certain address: try --isolate ADDRESS, or give {{master}} in the "
+        "command.",
     ),
-    (r"EOFError", "It reads from stdin, and there is no input: give its answers as flags."),
+    (r"EOFError", "The script reads stdin, which is empty here: pass the answers as flags."),
     (
         r"URLError|HTTP Error|HTTPError|ConnectionError|Max retries",
-        "It downloads something: put its data where it looks for them, then repeat.",
+        "A download or connection failed: put the data where the script looks for them.",
     ),
     (
         r"environment variable (\w+) expected|KeyError: '(?:RANK|WORLD_SIZE|LOCAL_RANK)'",
-        f"It is written for torchrun: try {_TORCHRUN}.",
+        f"The script is written for torchrun: try {_TORCHRUN}.",
     ),
     (
         r"error: (?:unrecognized arguments|the following arguments|argument |invalid choice)",
-        "Give the flags that it asks for; {{master}}, {{port}}, {{nodes}} and {{rank}} are "
+        "Give the flags that the script asks for; {{master}}, {{port}}, {{nodes}} and {{rank}} are "
         "replaced by their values.",
     ),
     (
         r"can't open file|FileNotFoundError|No such file|not found or corrupted|Dataset not found",
-        "Start it in the folder in which it finds its files: cd there, then lab audit.",
+        "A file is missing: cd to the folder in which the script normally runs, then repeat.",
     ),
     (
         r"Address already in use|EADDRINUSE",
-        "Another program uses its port: end that, or give {{port}} in the command.",
+        "Another program uses this port: stop it, or give {{port}} in the command.",
+    ),
+    (
+        r"MemoryError|out of memory|allocate memory",
+        "The run needs too much memory: use a smaller batch, or fewer --ranks.",
     ),
     (
         r"CUDA|NVIDIA|[Nn][Cc][Cc][Ll]",
-        "It asks for a GPU: run the audit where there is one, or give its flag for the CPU.",
+        "The script needs a GPU: use a machine that has one, or pass the script's CPU flag.",
     ),
     (
         r"new group's (?:world size|rank)",
-        "It makes a group of a fixed number of ranks: give that number with --ranks.",
+        "The script makes a group of a fixed number of ranks: give that number with --ranks.",
     ),
-    (r"MemoryError|out of memory|allocate memory", "Give a smaller batch, or fewer --ranks."),
-    (r"usage:", "Give the flags that it asks for."),
+    (r"usage:", "Give the flags that the script asks for."),
 )
 
 
@@ -79,21 +83,21 @@ def _reason(command: AuditCommand, end: RunEnd, recording: Recording) -> str | N
         return f"{end.hung}. {_waiting(end, recording)}"
     if not starts:
         return (
-            "the command started no Python that loads the probe. Give the Python command itself, "
-            "without -I, -E and -S and without wrappers: these hide PYTHONPATH."
+            "the audit could not enter any Python process. Give the Python command itself, without "
+            "-I, -E or -S: they ignore PYTHONPATH, and so may a wrapper such as sudo or docker."
         )
     if end.steps == 0:
         return _no_step(recording)
     training = sum(1 for one in _processes(recording) if one.by_kind["backward"])
     if recording.size < 2 and training > 1:
         return (
-            f"{training} of its processes train, and no process group is seen. Other ways to "
-            "exchange gradients (torch.distributed.rpc, MPI, shared memory) are not read."
+            f"{training} of its processes train, but none joins a process group. The audit does "
+            "not see gradients sent by torch.distributed.rpc, MPI or shared memory."
         )
     if recording.size < 2:
         return (
-            "it trains on one rank, so there is nothing to compare. Give it its number of ranks "
-            f"and its rank with {{nodes}} and {{rank}}, or start it with torchrun: {_TORCHRUN}."
+            "the script trains on one rank only, so there is nothing to compare. Pass {nodes} and "
+            f"{{rank}} to it, or start it with torchrun: {_TORCHRUN}."
         )
     return None
 
@@ -110,7 +114,7 @@ def _own_error(command: AuditCommand, end: RunEnd, recording: Recording) -> str:
         message = f"{text} (at {at})" if at else text
     text = message + last_error_line(outputs[culprit]) + outputs[culprit][-4000:]
     hint = next(filter(None, (_hint(pattern, advice, text) for pattern, advice in _HINTS)), None)
-    return f"{message.rstrip('.')}. {hint or 'Run the command by itself first.'}"
+    return f"{message.rstrip('.')}. {hint or 'First run the command without lab audit.'}"
 
 
 def _hint(pattern: str, advice: str, text: str) -> str | None:
@@ -152,7 +156,7 @@ def _waiting(end: RunEnd, recording: Recording) -> str:
         if open_calls:
             at = code_line(open_calls[-1].get("at"))
             waits.append(f"{open_calls[-1]['name']} ({at})" if at else open_calls[-1]["name"])
-    where = f"They wait in {', '.join(sorted(set(waits)))}. " if waits else ""
+    where = f"The ranks wait in {', '.join(sorted(set(waits)))}. " if waits else ""
     if any(wait.startswith("init_process_group") for wait in waits):
         outputs = (end.output(number) for number in range(len(end.statuses)))
         found = next(filter(None, map(_CONNECTS_TO.search, outputs)), None)
@@ -161,16 +165,19 @@ def _waiting(end: RunEnd, recording: Recording) -> str:
             f"{where}Give the number of ranks, the address and the port that it uses: --ranks N, "
             f"{{master}} and {{port}} in the command, or --isolate {address}."
         )
-    return f"{where}Unless a fault explains it, give less data or --steps, or raise --timeout."
+    return (
+        f"{where}Check that every rank reaches the same call; if the run is only slow, use less "
+        "data or raise --timeout."
+    )
 
 
 def _no_step(recording: Recording) -> str:
     if any(one.by_kind["backward"] for one in _processes(recording)):
         return (
-            "it computes gradients, but no optimiser of torch.optim used them, so what the update "
-            "gets is not seen. Use a torch optimiser for the audit."
+            "the script computes gradients, but no torch.optim optimiser uses them. Use one for "
+            "the audit."
         )
     return (
-        "it ended without a step of an optimiser of torch.optim on any rank. Give the command that "
-        "trains, with PyTorch."
+        "the script ended before any torch.optim optimiser took a step. Give the command that "
+        "trains."
     )

@@ -98,7 +98,7 @@ def isolated(names: Sequence[str], folder: Path, cwd: Path) -> Iterator[RunNetwo
     """
     insisted = sort_names(names)
     if refused := tools.namespaces_refused():
-        raise UserError(f"--isolate: this machine allows no network of its own: {refused}")
+        raise UserError(f"--isolate: this machine allows no network namespaces: {refused}")
     hosts = folder / "hosts"
     hosts.write_text(insisted.host_lines() + _HOSTS.read_text())
     with subprocess.Popen(
@@ -115,7 +115,9 @@ def isolated(names: Sequence[str], folder: Path, cwd: Path) -> Iterator[RunNetwo
             assert holder.stdout is not None
             said = holder.stdout.readline().strip()
             if said != _READY:
-                raise UserError(f"--isolate {' '.join(names)}: the network was not made: {said}")
+                raise UserError(
+                    f"--isolate {' '.join(names)}: could not set up the network: {said}"
+                )
             inside = [*descendants(holder.pid), holder.pid][0]
             prefix = _enter(inside, cwd, network="--net")
             yield RunNetwork(insisted.master, insisted.interfaces[0], lambda rank: prefix)

@@ -77,7 +77,7 @@ def measure(recording: Recording, *, rate_bits: float | None = None) -> dict[str
     mean = _combine(list(typical.values()), fmean)
     cores, note = usable_cores(), ""
     if rate_bits is None and recording.size > cores:
-        note = f"{recording.size} ranks share {cores} cores, so the step is slower than on nodes"
+        note = f"{recording.size} ranks share {cores} cores, so a step is slower than on nodes"
     rank = next(one for one in recording.ranks if one.rank in typical)
     return {
         "ranks": recording.size,

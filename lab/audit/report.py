@@ -40,7 +40,7 @@ def print_audit(console: Console, result: AuditResult) -> None:
     for line in (f"{counts_text(result)}: {result.command}", *result.remarks):
         _print_wrapped(console, "", line)
     if result.faults and result.failure:  # without faults, `lab` prints it as its last line
-        _print_wrapped(console, "", f"Not all could be audited: {result.failure}")
+        _print_wrapped(console, "", f"Incomplete: {result.failure}")
     for finding in result.faults:
         console.print()
         _print_wrapped(console, "FAULT: ", title(finding), style="bold red")

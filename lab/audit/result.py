@@ -100,7 +100,7 @@ def verdict(
         reasons.append("gradients: nothing was recorded")
     if reasons:
         return EqualityVerdict("cannot tell", reasons[0].partition(": ")[2])
-    why = "from equal weights, every update is that of the mean of the ranks' gradients"
+    why = "the ranks start equal, and every watched update uses the mean of their gradients"
     if any(one.name == "same-samples" for one in findings):
         why += "; but the ranks train on the same samples"
     if any(_has_batchnorm(one) for one in recordings):

@@ -277,9 +277,9 @@ class _RunWatch:
             grace = _FAILED_SECONDS if self._progress.worlds else _FAILED_EARLY_SECONDS
             return now > self._first_failure + grace
         if now > self._began + settings.limit_seconds:
-            self._hung = f"it had not ended after {settings.limit_seconds:g} s"
+            self._hung = f"the script did not end within {settings.limit_seconds:g} s"
         elif self._progress.processes_with("call") and now > self._active + settings.idle_seconds:
-            self._hung = f"its ranks waited for {now - self._active:.0f} s"
+            self._hung = f"no rank made progress for {now - self._active:.0f} s"
         self._wanted = self._other_size(quiet)
         return self._hung is not None or self._wanted is not None
 

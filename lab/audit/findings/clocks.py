@@ -27,9 +27,11 @@ def check(recording: Recording) -> Iterator[Outcome]:
     yield from found.values()
     whole = [mean for _, mean in means if _is_of_steps(mean)]
     if whole and not found:
-        yield Right(f"the mean time is that of {_iterations(whole[-1])} whole steps, not the first")
+        yield Right(f"the mean time covers {_iterations(whole[-1])} whole steps, without the first")
     elif not found:
-        yield Unknown(f"the clock: the script forms no mean time of {_FEWEST} whole steps or more")
+        yield Unknown(
+            f"the clock: the script computes no mean time over {_FEWEST} or more whole steps"
+        )
     yield from _local_losses(recording)
 
 
@@ -95,6 +97,6 @@ def _local_losses(recording: Recording) -> Iterator[Finding]:
     for rank in recording.ranks:
         for record in rank.by_kind["clock"]:
             if record["event"] == "loss_printed" and record["local"] and recording.size > 1:
-                observed = f"rank {rank.rank}: the loss printed here is that of its own samples"
+                observed = f"rank {rank.rank}: the loss printed here covers only its own samples"
                 yield Finding("loss-of-one-rank", (observed,), code_line(record["at"]))
                 return

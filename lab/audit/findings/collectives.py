@@ -192,7 +192,7 @@ def _finding(observed: str, recording: Recording, call: Record) -> Finding:
             threads = [frames for _, frames in record["threads"]]
             frames = max(threads, key=len, default=())
             lines = [f"{name}:{line} in {function}" for name, line, function, _ in frames]
-            stacks.append(f"rank {rank.rank} stood at {' > '.join(lines)}")
+            stacks.append(f"rank {rank.rank} was at {' > '.join(lines)}")
     return Finding("collectives-differ", (observed, *stacks), code_line(call["at"]))
 
 
@@ -253,7 +253,7 @@ def _unused(recording: Recording) -> Finding:
     called = ", ".join(f"{name} {number} times" for name, number in others.items()) or "none"
     made = "" if groups else "no process group is made; "
     observed = (
-        f"{made}in {steps} steps of {recording.size} ranks no tensor is exchanged"
+        f"{made}in {steps} steps of {recording.size} ranks no tensor was exchanged"
         f" (calls: {called})",
         "no optimiser gets anything from another rank",
     )

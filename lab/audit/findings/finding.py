@@ -57,7 +57,7 @@ class Finding:
 class Right:
     """Something that was checked and is right.
 
-    text : one short sentence without a full stop, e.g. "every rank trains on samples of its own".
+    text : one short sentence without a full stop, e.g. "every rank trains on different samples".
     """
 
     text: str

@@ -36,7 +36,7 @@ def compare(recordings: Sequence[Recording]) -> Iterator[Finding]:
         f"{sum(runs[size].values()):,} with {size} ranks" for size in sorted(runs)
     )
     sizes = tuple(sorted(runs))
-    yield Finding("batch-grows", (f"a step has {listed} (samples)",), sizes=sizes)
+    yield Finding("batch-grows", (f"samples in a step: {listed}",), sizes=sizes)
 
 
 def _batchnorm_statistics(recording: Recording) -> Iterator[Outcome]:

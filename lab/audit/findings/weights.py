@@ -49,7 +49,7 @@ def check(recording: Recording) -> Iterator[Outcome]:
     first = [found for one in replicas.values() if (found := _first_apart(one)) is not None]
     if not first:
         if any(max(one.values) > 0 for one in replicas.values() if one.values):
-            yield Right("the weights of all ranks stay equal")
+            yield Right("the ranks' weights stay equal in the watched steps")
     elif settings is None and recording_exchanges(recording) and not _explained(recording):
         yield _name_divergence(recording, *first[0])
 

@@ -56,7 +56,7 @@ def test_a_right_script_its_replay_and_its_json(tmp_path: Path) -> None:
     assert ended.status == 0, ended
     assert "2 ranks: 8 steps in " in ended.out
     assert "3 ranks: 8 steps in " in ended.out
-    assert "averages: yes — from equal weights" in ended.out
+    assert "averages: yes — the ranks start equal" in ended.out
     assert "every rank has 12 and 8 batches in an epoch (on 2 and 3 ranks)" in flat(ended.out)
     assert len(ended.out.splitlines()) < 50
     content = json.loads((tmp_path / "a.json").read_text())

@@ -183,7 +183,7 @@ def test_a_busy_rank_is_unknown_and_one_in_ddp_waits(tmp_path: Path) -> None:
     assert isinstance(busy, Unknown)
     assert isinstance(sleeps, Unknown)
     assert observed.name == "collectives-differ"
-    assert "rank 1 stood at" in observed.evidence[1]
+    assert "rank 1 was at" in observed.evidence[1]
 
 
 def test_messages_pair_by_pair(tmp_path: Path) -> None:

@@ -43,17 +43,17 @@ def explain(
         ("OSError: [Errno 99] Cannot assign requested address", "--isolate ADDRESS"),
         ("OSError: [Errno 101] Network is unreachable", "--isolate ADDRESS"),
         ("socket.gaierror: [Errno -2] Name or service not known", "--isolate NAME"),
-        ("EOFError: EOF when reading a line", "reads from stdin"),
-        ("urllib.error.URLError: <urlopen error [Errno 111]>", "downloads something"),
+        ("EOFError: EOF when reading a line", "reads stdin"),
+        ("urllib.error.URLError: <urlopen error [Errno 111]>", "put the data where"),
         ("ValueError: environment variable RANK expected, but not set", "torchrun"),
         ("KeyError: 'LOCAL_RANK'", "torchrun"),
         ("t.py: error: unrecognized arguments: --rank", "{nodes} and {rank} are replaced"),
-        ("python: can't open file '/x/t.py': [Errno 2]", "Start it in the folder"),
-        ("RuntimeError: Dataset not found or corrupted.", "Start it in the folder"),
+        ("python: can't open file '/x/t.py': [Errno 2]", "cd to the folder"),
+        ("RuntimeError: Dataset not found or corrupted.", "cd to the folder"),
         ("RuntimeError: errno: 98 - Address already in use", "give {port}"),
-        ("AssertionError: Torch not compiled with CUDA enabled", "asks for a GPU"),
+        ("AssertionError: Torch not compiled with CUDA enabled", "needs a GPU"),
         ("ValueError: the new group's world size should be less or equal", "number with --ranks"),
-        ("ZeroDivisionError: division by zero", "Run the command by itself"),
+        ("ZeroDivisionError: division by zero", "First run the command without"),
     ],
 )
 def test_the_scripts_own_error_and_what_to_try(tmp_path: Path, error: str, advice: str) -> None:
@@ -110,9 +110,13 @@ def test_the_address_that_a_script_insists_on_is_named(
 @pytest.mark.parametrize(
     ("records", "words", "message"),
     [
-        ([], "python -I t.py {rank}", "no Python that loads the probe. Give the Python command"),
-        ([START], "python t.py {rank}", "without a step of an optimiser"),
-        ([START, {"k": "backward"}], "python t.py {rank}", "no optimiser of torch.optim used them"),
+        (
+            [],
+            "python -I t.py {rank}",
+            "could not enter any Python process. Give the Python command",
+        ),
+        ([START], "python t.py {rank}", "before any torch.optim optimiser took a step"),
+        ([START, {"k": "backward"}], "python t.py {rank}", "no torch.optim optimiser uses them"),
     ],
 )
 def test_nothing_to_check(
@@ -127,7 +131,7 @@ def test_one_rank_alone_proves_nothing_and_two_are_fine(tmp_path: Path) -> None:
     step = {"k": "step", "o": 0}
     said = explain(tmp_path, records=[START, step], words="python t.py", steps=1)
     assert said is not None
-    assert "it trains on one rank" in said
+    assert "the script trains on one rank" in said
     group = {"k": "group", "rank": 0, "world": 2}
     assert explain(tmp_path, records=[START, group, step], steps=1) is None
 
@@ -138,4 +142,4 @@ def test_processes_that_share_gradients_in_another_way_are_counted(tmp_path: Pat
     (tmp_path / "8.jsonl").write_text(lines)
     said = explain(tmp_path, records=trained, words="python t.py", steps=1)
     assert said is not None
-    assert "2 of its processes train, and no process group is seen" in said
+    assert "2 of its processes train, but none joins a process group" in said

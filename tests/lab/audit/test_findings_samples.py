@@ -137,9 +137,9 @@ def test_a_distributed_sampler_is_right(size: int) -> None:
     assert names(recording) == []
     padded = ", 1 padded" if size == 2 else ", 2 padded"
     said = texts(recording, Right)
-    assert "every rank trains on samples of its own" in said
+    assert "every rank trains on different samples" in said
     assert f"each epoch covers the dataset once (961 samples{padded})" in said
-    assert "epoch 2 has another order than epoch 1" in said
+    assert "epoch 2 has a different order from epoch 1" in said
     assert names(recording, notices.check) == ["padding-sampler"]
 
 
@@ -230,7 +230,7 @@ def test_parts_of_one_dataset_are_right() -> None:
         facts={"dataset": "Partition", "sampler": "RandomSampler", "replicas": None},
     )
     assert names(script.recording()) == []
-    assert "every rank trains on samples of its own" in texts(script.recording(), Right)
+    assert "every rank trains on different samples" in texts(script.recording(), Right)
 
 
 def test_parts_drawn_with_different_seeds_overlap() -> None:

@@ -310,7 +310,7 @@ def test_equal_gradients_show_a_sum_but_no_mean(tmp_path: Path) -> None:
     alike = lambda rank, step: gradients(0, step)  # noqa: E731
     recording = train(tmp_path / "mean", own=alike)
     assert names(recording) == []
-    assert "cannot be told" in verdict_of(recording).why
+    assert "cannot tell" in verdict_of(recording).why
     assert verdict_of(recording).answer == "cannot tell"
     assert names(train(tmp_path / "sum", total, own=alike)) == ["sum-not-mean"]
     two = lambda rank, step: gradients(max(rank, 1), step)  # noqa: E731
@@ -374,7 +374,7 @@ def test_the_right_run_says_what_is_right(tmp_path: Path) -> None:
     assert texts[0].startswith("the optimiser gets the mean of the ranks' gradients in all 4 steps")
     assert texts[1:] == [
         "all ranks start from the same weights",
-        "the weights of all ranks stay equal",
+        "the ranks' weights stay equal in the watched steps",
     ]
     assert len(outcomes) == 3
     assert verdict_of(recording).answer == "yes"

@@ -135,8 +135,8 @@ def test_ranks_that_wait_for_each_other_show_where(tmp_path: Path) -> None:
     assert "rank 0 calls all_reduce of 12 bytes (script.py:10" in observed.evidence[0]
     assert "rank 1 calls barrier (script.py:12" in observed.evidence[0]
     assert [line.split(" in ")[0] for line in observed.evidence[1:]] == [
-        "rank 0 stood at script.py:10",
-        "rank 1 stood at script.py:12",
+        "rank 0 was at script.py:10",
+        "rank 1 was at script.py:12",
     ]
 
 

@@ -28,7 +28,7 @@ PERFORMANCE = {
     "bytes_sent": 1_000_000.0,
     "exposed_share": 0.25,
     "most_bytes_sent": 2_000_000.0,
-    "note": "3 ranks share 2 cores, so the step is slower than on nodes",
+    "note": "3 ranks share 2 cores, so a step is slower than on separate machines",
     "predicted": [
         {
             "strategy": "ddp",
@@ -56,7 +56,7 @@ def wrong_script(**changes: object) -> AuditResult:
             Finding("batchnorm-statistics", ("layer1.running_mean differs by 3 %",), sizes=(3,)),
         ),
         verdict=EqualityVerdict("no", "the gradients are added up, not divided (2 and 3 ranks)."),
-        right=("every rank trains on samples of its own", "the ranks start from equal weights"),
+        right=("every rank trains on different samples", "the ranks start from equal weights"),
         unknown=("the order of epochs: only one epoch was seen",),
         remarks=("What the script printed is cut after 6 steps",),
         performance=PERFORMANCE,
@@ -87,7 +87,7 @@ FAULT: Gradients are added up, but not divided by the number of ranks (2 and 3 r
   sure  certain
 
 Checked and right:
-  every rank trains on samples of its own; the ranks start from equal weights.
+  every rank trains on different samples; the ranks start from equal weights.
 
 Notices (details: --json or --html):
 - BatchNorm's running statistics differ between ranks (3 ranks)
@@ -100,7 +100,7 @@ Speed:
   most 2 MB
 - predicted for this model and batch: ddp 15.5 ms
 - loopback as calibrated on a laptop, 2026-11-21
-- 3 ranks share 2 cores, so the step is slower than on nodes
+- 3 ranks share 2 cores, so a step is slower than on separate machines
 """
 
 
@@ -150,7 +150,7 @@ def test_a_run_that_failed_is_named_everywhere(tmp_path: Path) -> None:
     result = wrong_script(failure="3 ranks: <out> of memory")
     write_page(tmp_path / "audit.html", result)
     write_json(tmp_path / "audit.json", result)
-    assert "Not all could be audited: 3 ranks: <out> of memory" in printed(result)
+    assert "Incomplete: 3 ranks: <out> of memory" in printed(result)
     assert "3 ranks: &lt;out&gt; of memory" in (tmp_path / "audit.html").read_text()
     assert json.loads((tmp_path / "audit.json").read_text())["failure"] == result.failure
 

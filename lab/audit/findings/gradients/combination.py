@@ -233,7 +233,7 @@ def misfit(
 ) -> Numbers:
     """Return by parameter how far sum of weights[k] * basis[k] is from target, relatively.
 
-    The scale is what is added up, so that a sum that nearly cancels is not measured by what is left.
+    The scale is what is added up, so a sum that nearly cancels is not measured by what is left.
     """
     predicted = weights @ basis
     found = []

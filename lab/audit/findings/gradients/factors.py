@@ -82,7 +82,8 @@ def _name_factor(recording: Recording, observed: list[Pattern], factor: float) -
     line = exchange_line(recording, step.step)
     text = (
         f"step {step.step}, all ranks: what the optimiser gets is {factor:.3f} times the mean of"
-        f" the {size} ranks' gradients (residue {residue:.0e}; the same in {len(observed)} steps)"
+        f" the {size} ranks' gradients (relative error {residue:.0e}; the same in {len(observed)}"
+        " steps)"
     )
     if _near(factor, size, tolerance):
         means = [one.get("reduction") == "mean" for one in _losses_of_all(recording)]
@@ -102,7 +103,7 @@ def _name_factor(recording: Recording, observed: list[Pattern], factor: float) -
             says += " (or by 2 and by 2 again)"
         sure = "likely" if averaged else "certain"
         return Finding("literal-divisor", (says, text), line, sure, value=factor)
-    return Unknown(f"gradients: {text}; every rank gets the same, as with another learning rate")
+    return Unknown(f"gradients: {text}; all ranks get the same multiple")
 
 
 def _losses(recording: Recording, observed: list[Pattern]) -> list[Record]:

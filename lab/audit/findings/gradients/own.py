@@ -25,7 +25,7 @@ def check_own(
     bad = [one for one in observed if one.kind in {"own", "rows"}]
     unnamed = any(s.get("hint") is None for rank in recording.ranks for s in rank.by_kind["start"])
     if unnamed and not any(rank.by_kind["group"] for rank in recording.ranks):
-        yield Unknown("gradients: the ranks are not connected, no process group was made")
+        yield Unknown("gradients: the script made no process group, so the ranks are not connected")
         return
     everywhere = all(one.kind == "own" for one in bad)
     if everywhere and bypasses_ddp(recording):

@@ -93,7 +93,7 @@ def _check(
     if not patterns:
         return
     if not received:
-        why = "does zero_grad() stand between backward() and step(), or is the loss constant"
+        why = "is zero_grad() called between backward() and step(), or is the loss constant"
         yield Unknown(
             f"gradients: {whose} gets none, or zeros, in all {len(patterns)} steps ({why}?)"
         )
@@ -118,7 +118,7 @@ def _check(
     elif kinds <= _UNIFORM:
         yield from _check_total(recording, observed, whose)
     else:
-        yield Unknown(f"gradients: not the same in all steps ({', '.join(sorted(kinds))})")
+        yield Unknown("gradients: the ranks' gradients are combined differently from step to step")
 
 
 def _check_total(recording: Recording, observed: list[Pattern], whose: str) -> Iterator[Outcome]:
@@ -151,8 +151,8 @@ def _check_same(recording: Recording, patterns: list[Pattern], whose: str) -> It
         yield bypassed(recording, patterns)
         return
     yield Unknown(
-        f"gradients: all ranks compute the same gradient for {whose}, so the mean cannot be told"
-        " from one rank's"
+        f"gradients: all ranks compute the same gradient for {whose}, so the audit"
+        " cannot tell the mean from one rank's"
     )
 
 
@@ -161,8 +161,8 @@ def _stale(observed: list[Pattern]) -> Finding:
     return Finding(
         "stale-gradient",
         (
-            f"{_where(one)}: what the optimiser gets holds the gradients of step"
-            f" {one.step.step - 1} (weights that add up to {one.total:.3f}, residue"
+            f"{_where(one)}: the optimiser gets the gradients of step"
+            f" {one.step.step - 1} (their weights add up to {one.total:.3f}, relative error"
             f" {one.residue:.0e})",
         ),
     )
@@ -177,7 +177,7 @@ def _unknown(observed: list[Pattern]) -> Unknown:
         )
     text = (
         f"gradients: in {_where(first)} what the optimiser gets is not a weighted sum of what the"
-        f" ranks computed (residue {first.residue:.0e})"
+        f" ranks computed (relative error {first.residue:.0e})"
     )
     if first.residue < _SMALL:
         text += (
@@ -205,9 +205,9 @@ def _some_parameters(recording: Recording, observed: list[Pattern], *, repeated:
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     text = (
         f"{_where(observed[0])}: {len(names)} of {len(observed[0].step.measured)} parameters are"
-        f" not averaged but {how}: {listed}"
+        f" {how}, not averaged: {listed}"
     )
-    again = f"{repeated} more updates follow no backward() of their own: is step() within the loop?"
+    again = f"{repeated} more updates have no backward() of their own: is step() inside the loop?"
     texts = (text, again) if repeated else (text,)
     return Finding("some-parameters", texts, exchange_line(recording, observed[0].step.step))
 

@@ -149,8 +149,8 @@ def _check_repeats(whole: Coverage, one_dataset: bool) -> Iterator[Outcome]:
         yield Unknown("the coverage of the dataset: the sampler draws samples repeatedly on a rank")
     elif not one_dataset:
         yield Unknown(
-            "the coverage of the dataset: the ranks draw the same indices, but nothing tells "
-            "whether these belong to the same data"
+            "the coverage of the dataset: the ranks draw the same indices, but the "
+            "audit cannot tell whether these belong to the same data"
         )
     else:
         several = sum(count > 1 for count in whole.counts.values())

@@ -93,7 +93,7 @@ def _same_samples(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
             evidence += f"; so in {len(same)} of the {len(shares)} batches compared"
         yield Finding("same-samples", (evidence,))
     if own:
-        yield Right("every rank trains on samples of its own")
+        yield Right("every rank trains on different samples")
 
 
 def _shares(one: TrainingLoader, other: TrainingLoader) -> Iterator[tuple[str, list[Index], float]]:
@@ -170,7 +170,7 @@ def _same_order(loaders: Loaders) -> Iterator[Outcome]:
 def _order(loader: TrainingLoader, number: int, indices: Sequence[Index] | None) -> Outcome:
     """Return what it means that all epochs have the same order, or with None another one."""
     if indices is None:
-        return Right(f"epoch {number} has another order than epoch {number - 1}")
+        return Right(f"epoch {number} has a different order from epoch {number - 1}")
     sampler = str(loader.facts.get("sampler"))
     if "Distributed" not in sampler and sampler != "RandomSampler":
         return Unknown(
