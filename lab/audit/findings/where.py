@@ -161,6 +161,26 @@ def backward_line(recording: Recording) -> CodeLine | None:
     return None
 
 
+def ends_without_sync(recording: Recording, step: int) -> bool:
+    """Return whether DDP averages in some backward of a step, but not in the last, on all ranks."""
+    for rank in recording.ranks:
+        synced = [one.get("synced") for one in rank.by_kind["backward"] if one["step"] == step]
+        if True not in synced or synced[-1] is not False:
+            return False
+    return True
+
+
+def unawaited(recording: Recording, step: int) -> int:
+    """Return how many asynchronous exchanges of gradients rank 0 never waits for in a step."""
+    rank = recording.ranks[0]
+    waited = {one["c"] for one in rank.by_kind["done"] if one.get("wait_seconds") is not None}
+    return sum(
+        bool(one.get("async")) and one.get("content") == "gradient" and one["c"] not in waited
+        for one in rank.by_kind["call"]
+        if one.get("step") == step
+    )
+
+
 def samples_of(backward: Record) -> int:
     """Return on how many samples a backward trained; 0 if that is not known."""
     loss = backward.get("loss") or {}

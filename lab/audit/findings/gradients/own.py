@@ -14,6 +14,7 @@ from lab.audit.findings.where import (
     exchange_line,
     exchanges,
     recording_exchanges,
+    unawaited,
 )
 from lab.audit.recording import Numbers, Recording
 
@@ -63,13 +64,16 @@ def _own_findings(
             f"step {first.step.step}, all {first.step.size} ranks: each optimiser gets its rank's"
             f" own gradient (in {len(bad)} of {steps} steps)"
         )
-        yield Finding("own-gradient", (text,), line, sure)
+        texts = [text]
+        if number := unawaited(recording, first.step.step):
+            texts.append(f"{number} asynchronous exchanges are started, and nothing waits for them")
+        yield Finding("own-gradient", tuple(texts), line, sure)
         return
-    texts = "; ".join(f"rank {r} gets {text}" for r, text in enumerate(first.texts))
+    listed = "; ".join(f"rank {r} gets {text}" for r, text in enumerate(first.texts))
     single = all(text.endswith("own") or text == "the mean" for text in first.texts)
     name = "own-gradient" if single else "not-the-mean"
     yield Finding(
-        name, (f"step {first.step.step}: {texts} (in {len(bad)} of {steps} steps)",), line, sure
+        name, (f"step {first.step.step}: {listed} (in {len(bad)} of {steps} steps)",), line, sure
     )
 
 

@@ -15,7 +15,9 @@ from lab.audit.findings.gradients.own import bypassed, check_own
 from lab.audit.findings.gradients.patterns import Pattern, clips_of, explain, limits_before_exchange
 from lab.audit.findings.gradients.replicas import Replicas, read_replicas
 from lab.audit.findings.where import (
+    backward_line,
     bypasses_ddp,
+    ends_without_sync,
     exchange_line,
     exchanges,
     local_samples,
@@ -102,7 +104,7 @@ def _check(
     elif {one.kind for one in observed if one.step.step > 0} == {"stale"}:
         yield _stale([one for one in observed if one.kind == "stale"])
     elif kinds & {"unknown", "kept", "stale"}:
-        yield _unknown(observed)
+        yield _unknown(recording, observed)
     elif kinds & {"own", "rows"}:
         yield from check_own(recording, observed, replicas)
     elif kinds == {"extreme"}:
@@ -168,8 +170,14 @@ def _stale(observed: list[Pattern]) -> Finding:
     )
 
 
-def _unknown(observed: list[Pattern]) -> Unknown:
+def _unknown(recording: Recording, observed: list[Pattern]) -> Outcome:
     first = next(one for one in observed if one.kind in {"unknown", "kept", "stale"})
+    if all(ends_without_sync(recording, one.step.step) for one in observed):
+        text = (
+            f"{_where(first)}: the last micro-batch runs under no_sync() and an earlier one does"
+            " not, so what comes after that is never averaged"
+        )
+        return Finding("own-gradient", (text,), backward_line(recording))
     if first.kind == "kept":
         return Unknown(
             f"gradients: in {_where(first)} .grad still holds gradients of the step before"

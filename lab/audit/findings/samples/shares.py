@@ -82,8 +82,8 @@ def _same_samples(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
             continue
         if data is None:
             yield Unknown(
-                f"whether {ranks} train on the same samples: their indices are equal, but nothing "
-                "tells whether these belong to the same data"
+                f"whether {ranks} train on the same samples: their indices are equal, but "
+                "the audit cannot tell whether they index the same data"
             )
             continue
         where, both, _ = same[0]

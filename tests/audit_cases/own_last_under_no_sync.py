@@ -1,0 +1,41 @@
+"""DDP with accumulation: the last of two micro-batches runs under no_sync, the first does not.
+
+finds: own-gradient
+ranks: 2 3
+verdict: no
+"""
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from student import Pictures, join, make_model, read_flags
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+args = read_flags()
+join(args)
+model = make_model()
+ddp_model = DistributedDataParallel(model)
+dataset = Pictures()
+sampler = DistributedSampler(dataset)
+loader = DataLoader(dataset, batch_size=args.batch_size // args.num_nodes, sampler=sampler)
+criterion = nn.CrossEntropyLoss()
+optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.05, momentum=0.9)
+
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    running_loss = 0.0
+    for i, (images, labels) in enumerate(loader):
+        last = i % 2 == 1
+        with ddp_model.no_sync() if last else nullcontext():
+            loss = criterion(ddp_model(images), labels) / 2
+            loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+        running_loss += loss.item()
+    print(f"epoch {epoch}: loss {running_loss / len(loader):.3f}")
+dist.destroy_process_group()
