@@ -142,7 +142,7 @@ def test_ranks_that_wait_for_each_other_have_hung(tmp_path: Path) -> None:
     settings = RunSettings(cwd=tmp_path, limit_seconds=60, idle_seconds=4)
     command = parse_command(f"{sys.executable} {BY_FLAGS} 0".split(), None)
     end = run_audit_size(command, 2, records, settings)
-    assert end.hung == "its ranks waited for 4 s"
+    assert end.hung == "no rank made progress for 4 s"
     assert end.steps == 2
     assert (records / "dump").exists()
     assert running_in(tmp_path) == []
