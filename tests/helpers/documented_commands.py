@@ -94,10 +94,10 @@ _HERE = {
     # docs/auditing.md
     "lab audit -- python docs/examples/wrong_divisor.py --master-ip {master} --port {port} "
     "--num-nodes {nodes} --rank {rank}": [
-        long(prints=r"no — (.|\n)*divided by a constant(.|\n)*Speed", statuses=(1,))
+        slow(prints=r"no — (.|\n)*divided by a constant(.|\n)*Speed", statuses=(1,))
     ],
     f"lab audit -- torchrun --nproc-per-node 2 PartThree/main.py {TINY_RUN}": [
-        long(prints=r"averages: yes")
+        slow(prints=r"averages: yes")
     ],
     # docs/comparing.md
     "lab compare --nodes 1 2 --sync gather_scatter all_reduce ddp --dataset digits --batch-size 32 "
