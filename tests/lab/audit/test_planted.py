@@ -56,7 +56,13 @@ INVISIBLE = {
     "UnseededOrder": "this project seeds the global generator alike too, so the orders are equal",
     "UnseededAugmentation": "augmentation may differ from rank to rank",
 }
-_IN_EACH_RUN = ("RingWithoutAChunk", "StaleByOneStep", "LastBucketNotSent", "ClipBeforeAveraging")
+_IN_EACH_RUN = (
+    "SameSamples",
+    "RingWithoutAChunk",
+    "StaleByOneStep",
+    "LastBucketNotSent",
+    "ClipBeforeAveraging",
+)
 """The others take a minute together."""
 
 

@@ -118,7 +118,7 @@ def _same_inputs(recording: Recording) -> Iterator[Outcome]:
     rows = [row for one in recording.ranks for p in one.by_kind["params"] for row in p["rows"]]
     hashes = {one.rank: _input_hashes(one) for one in recording.ranks}
     first, *others = sorted(hashes)
-    for rank in others if all(length == numel for *_, numel, _, length in rows) else ():
+    for rank in others if all(row[6] == row[4] for row in rows) else ():
         both = [
             (hashes[first][key], hashes[rank][key]) for key in hashes[first] if key in hashes[rank]
         ]
