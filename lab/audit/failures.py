@@ -14,6 +14,10 @@ _CONSEQUENCE = re.compile(
 )
 _CONNECTS_TO = re.compile(r"(?:host |connect to |addresses of )[\[(]?([\w.-]+)\]?[:,]")
 _PREFIX = re.compile(r"^\[(rank|default)\d+\]:\s?", re.MULTILINE)
+_TORCHRUNS_REPORT = re.compile(
+    r"^[EW]\d{4} [^\n]*torch/distributed/elastic/.*", re.MULTILINE | re.DOTALL
+)
+"""What torchrun prints once a rank has failed: about itself, not about the script."""
 _TORCHRUN = "lab audit -- torchrun --nproc-per-node 2 SCRIPT"
 _HINTS = (
     (r"No module named '?([\w.]+)", "Install {0} for the interpreter of the command ({python})."),
@@ -104,7 +108,10 @@ def _reason(command: AuditCommand, end: RunEnd, recording: Recording) -> str | N
 
 def _own_error(command: AuditCommand, end: RunEnd, recording: Recording) -> str:
     """Return the script's own last error, and what to try."""
-    outputs = {number: _PREFIX.sub("", end.output(number)) for number in end.failed}
+    outputs = {
+        number: _TORCHRUNS_REPORT.sub("", _PREFIX.sub("", end.output(number)))
+        for number in end.failed
+    }
     statuses = {number: end.statuses[number] or 0 for number in end.failed}
     name = "rank" if command.one_process_a_rank else "process"
     culprit, message = find_root_failure(list(end.failed), statuses, outputs, name=name)
@@ -137,7 +144,7 @@ def _first_error(recording: Recording) -> Record | None:
         key=lambda error: error["t"],
     )
     causes = (one for one in errors if not _CONSEQUENCE.search(f"{one['type']} {one['message']}"))
-    return next(causes, errors[0] if errors else None)
+    return next(causes, None)
 
 
 def _processes(recording: Recording) -> Iterator[ProcessRecords]:

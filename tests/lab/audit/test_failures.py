@@ -143,3 +143,16 @@ def test_processes_that_share_gradients_in_another_way_are_counted(tmp_path: Pat
     said = explain(tmp_path, records=trained, words="python t.py", steps=1)
     assert said is not None
     assert "2 of its processes train, but none joins a process group" in said
+
+
+def test_torchruns_report_does_not_hide_what_the_script_said(tmp_path: Path) -> None:
+    output = """error: give --thing
+E1123 15:02:58.178000 28131 torch/distributed/elastic/multiprocessing/api.py:1002] failed
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+  error_file: <N/A>
+"""
+    failed = {"k": "error", "type": "ChildFailedError", "message": "", "at": None}
+    said = explain(tmp_path, records=[START, failed], output=output, status=1)
+    assert said is not None
+    assert "status 1: error: give --thing." in said
