@@ -1,6 +1,6 @@
-"""Where the ranks of a script run: loopback, a network with what it insists on, or emulated nodes.
+"""Where a script's ranks run: loopback, a network with the names it needs, or emulated nodes.
 
-Real scripts insist on an interface (``eth1``), an address or a host name of the cluster that they
+Real scripts need an interface (``eth1``), an address or a host name of the cluster that they
 were written for. ``isolated`` gives all ranks one network namespace that has them.
 """
 
@@ -31,7 +31,7 @@ _READY = "ready"
 
 @dataclass(frozen=True)
 class Insisted:
-    """What a script insists on, sorted by what it is."""
+    """The interfaces, addresses and host names that a script needs."""
 
     interfaces: tuple[str, ...]
     addresses: tuple[str, ...]

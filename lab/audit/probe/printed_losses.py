@@ -2,7 +2,7 @@
 
 ``Tensor.item()`` of a loss on which backward() began returns a float that tells when it is
 formatted, unless the tensor has been exchanged before; sums and means of such floats tell as well.
-Then a record says so, once a line of the script:
+Each line of the script that prints such a loss gets one record:
 
 ``{"event": "loss_printed", local (true), at}``
 """

@@ -16,7 +16,7 @@ from lab.audit.recording import Numbers, Record
 EXACT, ROUNDED = 1e-4, 2e-2
 """The greatest misfit of float32, and of 16-bit gradients."""
 _MEASURED = 100.0
-"""A limit of so many norms is given only to learn the norm, as inf is."""
+"""A clipping limit this many times the norm is there to measure the norm, not to limit it."""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ class Replicas:
 
     Parameters
     ----------
+    optimizer : its number in the records.
     names : of the parameters.
-    stops : the column at which each parameter ends.
-    values : by step, (ranks, columns): the weights after so many updates.
+    limits : the column at which each parameter ends.
+    values : by number of updates, an array of shape (ranks, columns): the weights after them.
     """
 
     optimizer: int

@@ -26,9 +26,9 @@ from lab.audit.findings.where import (
 from lab.audit.recording import CodeLine, Recording, code_line
 
 _SMALL = 0.1
-"""A residue with which the nearest weighted sum still means something."""
+"""Up to this relative error the nearest weighted sum is worth telling."""
 _UNIFORM = frozenset({"mean", "factor"})
-"""All ranks count alike: so they may in single steps, by chance, where they otherwise do not."""
+"""Patterns in which all ranks count equally; a single step may look so by chance."""
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
@@ -88,8 +88,10 @@ def _check(
     recording: Recording, patterns: list[Pattern], replicas: Replicas | None, whose: str
 ) -> Iterator[Outcome]:
     """Check all updates of one optimiser; ``whose`` names it."""
-    first = [one for one in patterns if any(record.get("micro") for record in one.step.records)]
-    received = [one for one in first or patterns if one.kind != "nothing"]
+    after_backward = [
+        one for one in patterns if any(record.get("micro") for record in one.step.records)
+    ]
+    received = [one for one in after_backward or patterns if one.kind != "nothing"]
     observed = [one for one in received if one.kind != "same"]
     kinds = {one.kind for one in observed}
     if not patterns:
@@ -110,7 +112,7 @@ def _check(
     elif kinds == {"extreme"}:
         yield _extreme(recording, observed)
     elif kinds == {"parameters"}:
-        yield _some_parameters(recording, observed, repeated=len(patterns) - len(first))
+        yield _some_parameters(recording, observed, repeated=len(patterns) - len(after_backward))
     elif "clipped" in kinds and kinds <= {*_UNIFORM, "clipped"}:
         yield _clipped([one for one in observed if one.kind == "clipped"], len(observed))
     elif "clamped" in kinds and kinds <= {*_UNIFORM, "clamped"}:

@@ -23,7 +23,7 @@ from lab.audit.recording import RankRecords, Record, Recording
 
 Loaders = Sequence[TrainingLoader]
 _MANY = 4
-"""So many epochs that are all left early are compared, too: the script draws each batch anew."""
+"""From this many epochs that all end early, the script takes one batch of each: compare them."""
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
