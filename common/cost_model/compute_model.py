@@ -6,9 +6,9 @@ adds the messages.
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Annotated
 
 from msgspec import Meta
@@ -34,6 +34,28 @@ class StepCompute:
     update_seconds: float
     ready_bytes: Sequence[int] = ()
     ready_shares: Sequence[float] = ()
+
+    @classmethod
+    def of_layers(
+        cls,
+        before_seconds: float,
+        ready: Mapping[str, float],
+        update_seconds: float,
+        sizes: dict[str, int],
+    ) -> "StepCompute":
+        """Return the step whose backward makes each gradient after the seconds in ``ready``.
+
+        sizes : bytes of the gradients, by name, in the order of the parameters.
+        """
+        backward = max(ready.values())
+        shares = (ready[name] / backward for name in reversed(sizes))
+        return cls(
+            before_seconds,
+            backward,
+            update_seconds,
+            tuple(accumulate(reversed(sizes.values()))),
+            tuple(accumulate(shares, max)),
+        )
 
     @property
     def seconds(self) -> float:

@@ -7,7 +7,6 @@ time of a step with emulated compute.
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from itertools import accumulate
 from typing import Any
 
 from common.cost_model.compute_model import StepCompute, local_samples
@@ -121,15 +120,11 @@ def emulated_compute(
 
     names, gradients : of the parameters that train, in their order.
     """
-    ready = profile.ready_seconds(samples)
-    backward = max(ready.values())
-    in_turn = [ready[name] / backward for name in reversed(names)]
-    return StepCompute(
+    return StepCompute.of_layers(
         profile.forward_seconds(samples),
-        backward,
+        profile.ready_seconds(samples),
         profile.update_seconds,
-        tuple(accumulate(reversed(gradients))),
-        tuple(accumulate(in_turn, max)),
+        dict(zip(names, gradients, strict=True)),
     )
 
 
