@@ -7,7 +7,6 @@ time of a step with emulated compute.
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from itertools import accumulate
 from typing import Any
 
 from common.cost_model.compute_model import StepCompute, local_samples
@@ -121,15 +120,12 @@ def emulated_compute(
 
     names, gradients : of the parameters that train, in their order.
     """
-    ready, needed = profile.ready_seconds(samples), profile.needed_seconds(samples)
-    forward, backward = profile.forward_seconds(samples), max(ready.values())
-    return StepCompute(
-        forward,
-        backward,
+    return StepCompute.of_layers(
+        profile.forward_seconds(samples),
+        profile.ready_seconds(samples),
         profile.update_seconds,
-        tuple(accumulate(reversed(gradients))),
-        tuple(accumulate((ready[name] / backward for name in reversed(names)), max)),
-        tuple(accumulate((needed[name] / forward for name in reversed(names)), min)),
+        dict(zip(names, gradients, strict=True)),
+        needed=profile.needed_seconds(samples),
     )
 
 
