@@ -114,6 +114,32 @@ def test_late_layers_are_made_up_for_and_times_follow_the_samples():
     assert all(forward + backward > 0.59 for forward, backward in taken)
 
 
+def test_a_wait_in_a_forward_pre_hook_is_not_made_up_for():
+    """A strategy waits there for weights. The hook of a layer inside another one runs, too."""
+    model = nn.Sequential(
+        nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 3)
+    )
+    emulated(model, forward=SectionTime(0.02, 0.0), backward=SectionTime(0.02, 0.0))
+    waits, called = {"0": 0.05, "1.0": 0.1, "2": 0.0}, []
+    for name, seconds in waits.items():
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda *_, name=name, seconds=seconds: (called.append(name), time.sleep(seconds))[0]
+        )
+    began = time.perf_counter()
+    outputs = model(torch.zeros(2, 3))
+    assert time.perf_counter() - began >= 4 * 0.02 + 0.15
+    outputs.sum().backward()
+    assert time.perf_counter() - began >= 8 * 0.02 + 0.15
+    assert called == list(waits)
+
+
+def test_an_update_of_a_part_of_the_weights_takes_that_part_of_the_time():
+    emulation = emulated(Small(), update=0.4)
+    began = time.perf_counter()
+    emulation.update(0.25)
+    assert 0.1 <= time.perf_counter() - began < 0.4
+
+
 def test_the_update_begins_when_the_exchange_has_ended():
     """The update does not make up for the time of an exchange."""
     model = Small()
@@ -324,7 +350,8 @@ def test_layers_are_timed_where_they_run_and_parameters_belong_to_the_call_that_
 def _one_step(rank: int, names: tuple[str, ...]) -> dict[str, tuple]:
     """Return, by strategy, this rank's gradients before and after the exchange.
 
-    The result also says whether the weights are unchanged, and holds the outcome of the step.
+    The result also says whether the weights are unchanged, and holds the outcome of the step and
+    the norm of the exchanged gradients: a rank that updates a part of the weights has a part.
     """
     found = {}
     for name in names:
@@ -348,7 +375,12 @@ def _one_step(rank: int, names: tuple[str, ...]) -> dict[str, tuple]:
             outcome = engine.train_step([(images, labels)], global_samples=4)
             for hook in hooks:
                 hook.remove()
-        after = {key: p.grad.clone().numpy() for key, p in model.named_parameters()}
+        after = {
+            key: p.grad.clone().numpy() for key, p in model.named_parameters() if name != "sharded"
+        }
+        held = [p.grad for group in engine.optimizer.param_groups for p in group["params"]]
+        norm = float(engine.sync.gradient_norm(held))
+        engine.sync.sync_replicas(model)
         same = all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
         found[name] = (
             same,
@@ -357,6 +389,7 @@ def _one_step(rank: int, names: tuple[str, ...]) -> dict[str, tuple]:
             float(outcome.numbers[0]),
             float(outcome.numbers[1]),
             outcome.trained,
+            norm,
         )
         engine.close()
     return found
@@ -367,14 +400,19 @@ def test_every_strategy_exchanges_the_gradients_that_the_ranks_made():
     ranks = run_ranks(2, _one_step, names)
     for name in names:
         exact = build_sync(name).exact
-        for same, _, after, loss, correct, trained in (rank[name] for rank in ranks):
+        means = {
+            key: (gradient + ranks[1][name][1][key]) / 2
+            for key, gradient in ranks[0][name][1].items()
+        }
+        squares = sum(float((mean.astype("float64") ** 2).sum()) for mean in means.values())
+        for same, _, after, loss, correct, trained, norm in (rank[name] for rank in ranks):
             assert same, f"{name}: nothing is learned"
             assert loss != loss
             assert correct != correct
             assert not trained
             for key, gradient in after.items() if exact else ():
-                mean = (ranks[0][name][1][key] + ranks[1][name][1][key]) / 2
-                assert gradient == pytest.approx(mean, rel=1e-5, abs=1e-9), (name, key)
+                assert gradient == pytest.approx(means[key], rel=1e-5, abs=1e-9), (name, key)
+            assert not exact or norm == pytest.approx(math.sqrt(squares), rel=1e-5), name
         assert any(
             (ranks[0][name][1][key] != ranks[1][name][1][key]).any() for key in ranks[0][name][1]
         )
