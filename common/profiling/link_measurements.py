@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.distributed.collectives import all_gather_single
 from common.sync.message_cost import KINDS
 from common.sync.p2p import send_and_receive
 from common.sync.sharded import reduce_scatter_single
@@ -46,7 +47,9 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
         "scatter": lambda tensor: dist.scatter(
             torch.empty_like(tensor), [tensor] * size if rank == 0 else None, src=0
         ),
-        "all_gather": lambda tensor: dist.all_gather(buffers(tensor), tensor),
+        "all_gather": lambda tensor: all_gather_single(
+            tensor.new_empty(size * len(tensor)), tensor
+        ),
         "all_to_all": lambda tensor: dist.all_to_all_single(
             torch.empty_like(whole_parts(tensor)), whole_parts(tensor)
         ),

@@ -195,6 +195,14 @@ def test_more_bytes_and_more_ranks_never_take_less(kind):
 # K: bytes of 1 % of the entries
 TENSORS, PAYLOAD, K = len(VGG11), sum(VGG11), 4 * -(-sum(VGG11) // 400)
 
+SHARDED_BUCKETS = (9_463_848, 9_443_328, 9_443_328, 4_724_736, 3_849_216)
+
+
+def padded(sizes, ranks):
+    """Return the sum of these bytes, each padded to equal parts of whole 4-byte entries."""
+    return sum(4 * ranks * -(-size // (4 * ranks)) for size in sizes)
+
+
 # From docs/strategies.md, for n ranks: messages in sequence, and payload bytes on the busiest link.
 CLOSED_FORMS = {
     "gather_scatter": lambda n: (
@@ -211,6 +219,10 @@ CLOSED_FORMS = {
         2 * 16 + 2,
         (2 + 2) * PAYLOAD,
     ),  # 100,000 is no power of two: two more messages, each of all bytes
+    "sharded": lambda n: (
+        5 * n,
+        2 * (n - 1) / n * padded(SHARDED_BUCKETS, n) + 5 * (n - 2) * PACKET_BYTES,
+    ),
     "overlapped": lambda n: (3 * 2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
     "ddp": lambda n: (3 * 2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
     "ddp_fp16": lambda n: (3 * 2 * (n - 1), (n - 1) / n * PAYLOAD),
