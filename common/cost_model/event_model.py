@@ -10,6 +10,7 @@ Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPIC
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Annotated
 
 from msgspec import Meta
@@ -202,7 +203,8 @@ def exposed_seconds(
         is under way, backward computes at a speed of 1 - ``overlap_cost``.
 
     A forward that waits for messages is the same seen in a mirror: time runs backwards, so the last
-    message comes first, and may begin once all of forward that needs it is done.
+    message comes first, and may begin once all of forward that needs it is done. Its t_k is then
+    the time from the end of the message before to its own.
     """
     now = computed = 0.0  # seconds on the clock, and how many seconds' worth of backward are done
     end_of_backward: float | None = None
@@ -221,6 +223,25 @@ def exposed_seconds(
     if end_of_backward is None:
         end_of_backward = now = now + backward_seconds - computed
     return end_of_backward - backward_seconds, now - end_of_backward
+
+
+def ends_in_pairs(seconds: Sequence[float]) -> list[float]:
+    """Return when each message ends if all are started at once, none before the one before it.
+
+    Gloo has two threads. Two messages at a time share the link, so the first one of several takes
+    up to twice its own ``seconds``. The last one's end is the same as one after the other.
+    """
+    now, ends = 0.0, [0.0] * len(seconds)
+    waiting, under_way = list(enumerate(seconds)), list[tuple[float, int]]()
+    while waiting or under_way:
+        while waiting and len(under_way) < 2:
+            index, left = waiting.pop(0)
+            under_way.append((left, index))
+        shortest, ended = min(under_way)
+        now += shortest * len(under_way)
+        ends[ended] = now
+        under_way = [(left - shortest, index) for left, index in under_way if index != ended]
+    return list(accumulate(ends, max))
 
 
 @dataclass(frozen=True)
@@ -303,11 +324,16 @@ def _busy_and_exposed(
         for one, cost in costs
         if one.needed_bytes is None
     ]
-    beside_forward = [  # in the mirror: from the end of forward
-        (compute.before_seconds - compute.needed_seconds(one.needed_bytes), cost.seconds)
-        for one, cost in reversed(costs)
+    gathers = [
+        (compute.needed_seconds(one.needed_bytes), cost.seconds)
+        for one, cost in costs
         if one.needed_bytes is not None
     ]
+    ends = [0.0, *ends_in_pairs([seconds for _, seconds in gathers])]
+    beside_forward = [  # in the mirror: from the end of forward
+        (compute.before_seconds - needed, end - begin)
+        for (needed, _), (begin, end) in zip(gathers, pairwise(ends), strict=True)
+    ][::-1]
     computed = compute.before_seconds + compute.backward_seconds
     computed += plan.update_share(ranks) * compute.update_seconds
     exposed = 0.0
