@@ -55,7 +55,7 @@ def test_sharded_sends_padded_buckets_in_both_directions() -> None:
     Only the first bucket needs padding: the classifier's 10 biases, with 8 bytes to 4 equal parts.
     """
     sizes = GradientSize.of(build_model("vgg11", 10).parameters())
-    plan = build_message_plan_from("sharded", {})
+    plan = build_message_plan_from("sharded", {"bucket_mb": 4})
     *reduces, a, b, c, d, e = plan.operations(sizes, 4)
     assert [(one.kind, one.nbytes, one.summed_bytes, one.copied_bytes) for one in reduces] == [
         ("all_to_all", padded, padded, size)
