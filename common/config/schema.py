@@ -79,10 +79,10 @@ def option(default: Any, group: str, help: str, *flags: str, **rules: Any) -> An
     ----------
     group : the heading in ``--help``.
     flags : the flag's other names.
-    rules : ``type`` and ``choices``; ``word``, a text that is allowed, too; ``minimum``, ``above`` and ``maximum`` of a number; ``form``
-        of a text (a regular expression, and its description in messages); ``per_rank`` if ranks may
-        differ; ``in_recipe=False`` if a recipe may not set it, as with the rank;
-        ``secret`` if no file may show it.
+    rules : ``type`` and ``choices``; ``word``, a text that is allowed, too; ``minimum``, ``above``
+        and ``maximum`` of a number; ``form`` of a text (a regular expression, and its description
+        in messages); ``per_rank`` if ranks may differ; ``in_recipe=False`` if a recipe may not set
+        it, as with the rank; ``secret`` if no file may show it.
     """
     assert rules.keys() <= _RULES.keys()
     if rules.get("type") is int:

@@ -41,19 +41,20 @@ class StepCompute:
         before_seconds: float,
         ready: Mapping[str, float],
         update_seconds: float,
-        sizes: dict[str, int],
+        sizes: Mapping[str, int],
     ) -> "StepCompute":
         """Return the step whose backward makes each gradient after the seconds in ``ready``.
 
         sizes : bytes of the gradients, by name, in the order of the parameters.
         """
         backward = max(ready.values())
-        shares = (ready[name] / backward for name in reversed(sizes))
+        in_turn = list(sizes)[::-1]
+        shares = (ready[name] / backward for name in in_turn)
         return cls(
             before_seconds,
             backward,
             update_seconds,
-            tuple(accumulate(reversed(sizes.values()))),
+            tuple(accumulate(sizes[name] for name in in_turn)),
             tuple(accumulate(shares, max)),
         )
 
