@@ -27,6 +27,10 @@ class StepCompute:
     ``ready_bytes`` counts, rising, the bytes of gradients made so far; ``ready_shares`` holds the
     share of backward after which each count is reached. Backward makes the gradients in the reverse
     order of the parameters.
+
+    ``needed_shares`` holds, for each of these counts, the share of "before" after which forward
+    first uses one of their parameters. Without it forward is the mirror image of backward, and data
+    counts as a part of it: 1 - ``ready_shares``.
     """
 
     before_seconds: float
@@ -34,6 +38,7 @@ class StepCompute:
     update_seconds: float
     ready_bytes: Sequence[int] = ()
     ready_shares: Sequence[float] = ()
+    needed_shares: Sequence[float] = ()
 
     @classmethod
     def of_layers(
@@ -42,20 +47,26 @@ class StepCompute:
         ready: Mapping[str, float],
         update_seconds: float,
         sizes: Mapping[str, int],
+        *,
+        needed: Mapping[str, float] | None = None,
     ) -> "StepCompute":
         """Return the step whose backward makes each gradient after the seconds in ``ready``.
 
-        sizes : bytes of the gradients, by name, in the order of the parameters.
+        sizes : bytes of the gradients, by name, in the order of the parameters. needed : seconds of
+        "before" until forward uses each parameter; None: see ``needed_shares``.
         """
         backward = max(ready.values())
         in_turn = list(sizes)[::-1]
         shares = (ready[name] / backward for name in in_turn)
+        needed = needed or {}
+        begins = (needed[name] / before_seconds for name in in_turn if name in needed)
         return cls(
             before_seconds,
             backward,
             update_seconds,
             tuple(accumulate(sizes[name] for name in in_turn)),
             tuple(accumulate(shares, max)),
+            tuple(accumulate(begins, min)),
         )
 
     @property
@@ -68,6 +79,13 @@ class StepCompute:
         index = bisect.bisect_left(self.ready_bytes, nbytes)
         share = self.ready_shares[index] if index < len(self.ready_shares) else 1.0
         return share * self.backward_seconds
+
+    def needed_seconds(self, nbytes: int) -> float:
+        """Return the seconds until forward uses a parameter beyond the first ``nbytes`` bytes."""
+        shares = self.needed_shares or [1 - share for share in self.ready_shares]
+        total = self.ready_bytes[-1] if self.ready_bytes else 0
+        index = bisect.bisect_left(self.ready_bytes, total - nbytes)
+        return shares[index] * self.before_seconds if index < len(shares) else 0.0
 
 
 @dataclass(frozen=True)

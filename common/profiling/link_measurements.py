@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.sync.message_cost import KINDS
 from common.sync.p2p import send_and_receive
+from common.sync.sharded import reduce_scatter_single
 
 FLOAT_BYTES = 4
 SMALL, LARGE, LARGEST = 1_024, 2_000_000, 8_000_000
@@ -34,6 +35,9 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
     def buffers(tensor: Tensor) -> list[Tensor]:
         return [torch.empty_like(tensor) for _ in range(size)]
 
+    def whole_parts(tensor: Tensor) -> Tensor:
+        return tensor[: len(tensor) // size * size]
+
     calls: dict[str, Callable[[Tensor], object]] = {
         "all_reduce": lambda tensor: dist.all_reduce(tensor),
         "reduce": lambda tensor: dist.reduce(tensor, dst=0),
@@ -43,6 +47,12 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
             torch.empty_like(tensor), [tensor] * size if rank == 0 else None, src=0
         ),
         "all_gather": lambda tensor: dist.all_gather(buffers(tensor), tensor),
+        "all_to_all": lambda tensor: dist.all_to_all_single(
+            torch.empty_like(whole_parts(tensor)), whole_parts(tensor)
+        ),
+        "reduce_scatter": lambda tensor: reduce_scatter_single(
+            tensor.new_empty(len(tensor) // size), whole_parts(tensor)
+        ),
         "exchange": lambda tensor: send_and_receive(
             tensor, torch.empty_like(tensor), to=(rank + 1) % size, source=(rank - 1) % size
         ),

@@ -125,6 +125,7 @@ def emulated_compute(
         profile.ready_seconds(samples),
         profile.update_seconds,
         dict(zip(names, gradients, strict=True)),
+        needed=profile.needed_seconds(samples),
     )
 
 
