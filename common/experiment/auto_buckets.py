@@ -87,5 +87,9 @@ def _emulated_compute(setup: Setup, sizes: Mapping[str, int]) -> StepCompute:
     earlier = -(-plan.shards // ranks) * plan.accumulation_steps - 1
     forward = profile.forward_seconds(samples)
     return StepCompute.of_layers(
-        forward + earlier * (forward + max(ready.values())), ready, profile.update_seconds, sizes
+        forward + earlier * (forward + max(ready.values())),
+        ready,
+        profile.update_seconds,
+        sizes,
+        needed=profile.needed_seconds(samples),
     )

@@ -59,8 +59,10 @@ class ComputeTrial:
         slowest = torch.tensor(rows[_WARM_UP_STEPS:], dtype=torch.float64).median(dim=0).values
         slowest = slowest.to(self._world.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        before, update, *ready = slowest.tolist()
-        return StepCompute.of_layers(before, dict(zip(names, ready, strict=True)), update, sizes)
+        before, update, *moments = slowest.tolist()
+        ready = dict(zip(names, moments[: len(names)], strict=True))
+        needed = dict(zip(names, moments[len(names) :], strict=True))
+        return StepCompute.of_layers(before, ready, update, sizes, needed=needed)
 
     def overlap_cost(self, nbytes: int) -> float:
         """Return the share of a message's time by which it delays a concurrent step.
@@ -102,18 +104,27 @@ class ComputeTrial:
         return self._engine.timer.seconds(self._engine.timer.take()), data
 
     def _row(self, timer: LayerTimer, names: Sequence[str]) -> list[float]:
-        """Return a step's seconds before its last backward, of its update, and of that backward.
+        """Return the seconds of a step before its last backward, and of its update.
 
-        The last are one for each parameter, until its gradient is ready.
+        Then, for each parameter, those of the last backward until its gradient is ready; and those
+        until forward needs it.
         """
         seconds, data = self._step()
-        calls, _, backward = timer.take()
-        passed = 0.0
+        calls, forward, backward = timer.take()
         ready: dict[str, float] = {}
+        needed: dict[str, float] = {}
+        passed, begun = 0.0, data
         for call, own in zip(reversed(calls), reversed(backward), strict=True):
             passed += own
             ready |= dict.fromkeys(call.parameters, passed)
+        for call, own in zip(calls, forward, strict=True):
+            needed |= dict.fromkeys(call.parameters, begun)
+            begun += own
         once = data + seconds["forward"]
         before = once + self._earlier * (once + seconds["backward"])
-        # A parameter that no layer without children owns counts as the last one.
-        return [before, seconds["update"], *(ready.get(name, passed) for name in names)]
+        # A parameter that no layer without children owns is ready last and needed first.
+        return [
+            *(before, seconds["update"]),
+            *(ready.get(name, passed) for name in names),
+            *(needed.get(name, data) for name in names),
+        ]
