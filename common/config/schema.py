@@ -18,6 +18,7 @@ from common.distributed.launch_env import LaunchFlags
 from common.errors import UserError
 from common.models import MODELS
 from common.sync import STRATEGIES
+from common.sync.bucketing import AUTO
 from common.utils import paths
 from common.utils.environment import DEFAULT_MASTER_PORT, RUN_TOKEN
 from common.utils.registry import choices_text
@@ -348,11 +349,11 @@ class Config:
     bucket_mb: float | str | None = option(
         None,
         TRAINING,
-        "for ddp and overlapped: MiB of gradients that are sent together (default: 1 in "
-        "the first bucket, then 25, like DistributedDataParallel); 'auto' measures links and "
-        "layers first, and chooses the size for which it predicts the shortest step",
+        "for ddp, overlapped and sharded: MiB of gradients that are sent together (default: 1 in "
+        "the first bucket, then 25, like DistributedDataParallel; 4 for sharded); 'auto' measures "
+        "links and layers, and chooses the size for which it predicts the shortest step",
         type=float,
-        word="auto",
+        word=AUTO,
         above=0,
     )
     topk_ratio: float = option(

@@ -7,13 +7,14 @@ it; each costs a latency, or the floor of event_model.py. Imports no torch.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from common.cost_model.compute_model import StepCompute
 from common.cost_model.event_model import Network, step_seconds
 from common.sync import build_message_plan_from
-from common.sync.bucketing import MIB
+from common.sync.bucketing import AUTO, MIB
+from common.sync.message_plans import MessagePlan
 
-AUTO = "auto"
 SIZES_MB = (1.0, 2.0, 4.0, 6.0, 9.0, 14.0, 25.0, 50.0)
 LEAST_GAIN = 0.01  # over the default: less than the event model's own errors is no gain
 
@@ -50,18 +51,35 @@ def choose_buckets(
     The default stays unless another size gains more than ``LEAST_GAIN``. Plain arithmetic: ranks
     with equal arguments choose alike. ``sizes`` are those of ``predict_step``.
     """
+    plan = build_message_plan_from(sync, {})
+    best, seconds = _search(type(plan), sizes, ranks, network, compute)
+    return BucketChoice(sync, best, seconds[best], seconds[None])
+
+
+def chosen_plan(
+    plan: MessagePlan, sizes: Sequence[int], ranks: int, *, network: Network, compute: StepCompute
+) -> MessagePlan:
+    """Return ``plan`` itself, or if its ``bucket_mb`` is "auto", one with the size to choose."""
+    if getattr(plan, "bucket_mb", None) != AUTO:
+        return plan
+    make: Any = type(plan)
+    best, _ = _search(make, sizes, ranks, network, compute)
+    return make(bucket_mb=best)
+
+
+def _search(
+    make: Any, sizes: Sequence[int], ranks: int, network: Network, compute: StepCompute
+) -> tuple[float | None, dict[float | None, float]]:
+    """Return the size to choose, and the seconds of a step for each size that was tried.
+
+    make : the class of the strategy's plan.
+    """
     whole = float(math.ceil(sum(sizes) / MIB))
     seconds = {
         bucket_mb: step_seconds(
-            build_message_plan_from(sync, {"bucket_mb": bucket_mb}),
-            sizes,
-            ranks,
-            network=network,
-            compute=compute,
+            make(bucket_mb=bucket_mb), sizes, ranks, network=network, compute=compute
         )
         for bucket_mb in (None, *(size for size in SIZES_MB if size < whole), whole)
     }
-    best, default = min(seconds, key=seconds.__getitem__), seconds[None]
-    if seconds[best] >= (1 - LEAST_GAIN) * default:
-        best = None
-    return BucketChoice(sync, best, seconds[best], default)
+    best = min(seconds, key=seconds.__getitem__)
+    return (best if seconds[best] < (1 - LEAST_GAIN) * seconds[None] else None), seconds

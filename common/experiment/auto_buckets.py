@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from common.cost_model.bucket_choice import AUTO, BucketChoice, choose_buckets, has_buckets
+from common.cost_model.bucket_choice import BucketChoice, choose_buckets, has_buckets
 from common.cost_model.compute_model import StepCompute
 from common.cost_model.event_model import Network
 from common.cost_model.measured_links import MeasuredLinks, network_from
@@ -20,6 +20,7 @@ from common.experiment.setup import Setup
 from common.profiling.link_measurements import measure_links
 from common.reporting.console import say
 from common.sync import build_message_plan_from
+from common.sync.bucketing import AUTO
 from common.sync.message_cost import GradientSize
 
 _LINK_SECONDS = 0.5  # for each kind of message at each of three sizes
