@@ -18,6 +18,7 @@ from common.distributed.launch_env import LaunchFlags
 from common.errors import UserError
 from common.models import MODELS
 from common.sync import STRATEGIES
+from common.sync.bucketing import AUTO
 from common.utils import paths
 from common.utils.environment import DEFAULT_MASTER_PORT, RUN_TOKEN
 from common.utils.registry import choices_text
@@ -79,10 +80,10 @@ def option(default: Any, group: str, help: str, *flags: str, **rules: Any) -> An
     ----------
     group : the heading in ``--help``.
     flags : the flag's other names.
-    rules : ``type`` and ``choices``; ``word``, a text that is allowed, too; ``minimum``, ``above`` and ``maximum`` of a number; ``form``
-        of a text (a regular expression, and its description in messages); ``per_rank`` if ranks may
-        differ; ``in_recipe=False`` if a recipe may not set it, as with the rank;
-        ``secret`` if no file may show it.
+    rules : ``type`` and ``choices``; ``word``, a text that is allowed, too; ``minimum``, ``above``
+        and ``maximum`` of a number; ``form`` of a text (a regular expression, and its description
+        in messages); ``per_rank`` if ranks may differ; ``in_recipe=False`` if a recipe may not set
+        it, as with the rank; ``secret`` if no file may show it.
     """
     assert rules.keys() <= _RULES.keys()
     if rules.get("type") is int:
@@ -348,11 +349,11 @@ class Config:
     bucket_mb: float | str | None = option(
         None,
         TRAINING,
-        "for ddp and overlapped: MiB of gradients that are sent together (default: 1 in "
-        "the first bucket, then 25, like DistributedDataParallel); 'auto' measures links and "
-        "layers first, and chooses the size for which it predicts the shortest step",
+        "for ddp, overlapped and sharded: MiB of gradients that are sent together (default: 1 in "
+        "the first bucket, then 25, like DistributedDataParallel; 4 for sharded); 'auto' measures "
+        "links and layers, and chooses the size for which it predicts the shortest step",
         type=float,
-        word="auto",
+        word=AUTO,
         above=0,
     )
     topk_ratio: float = option(

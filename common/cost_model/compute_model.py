@@ -46,7 +46,7 @@ class StepCompute:
         before_seconds: float,
         ready: Mapping[str, float],
         update_seconds: float,
-        sizes: dict[str, int],
+        sizes: Mapping[str, int],
         *,
         needed: Mapping[str, float] | None = None,
     ) -> "StepCompute":
@@ -56,14 +56,15 @@ class StepCompute:
         "before" until forward uses each parameter; None: see ``needed_shares``.
         """
         backward = max(ready.values())
-        shares = (ready[name] / backward for name in reversed(sizes))
+        in_turn = list(sizes)[::-1]
+        shares = (ready[name] / backward for name in in_turn)
         needed = needed or {}
-        begins = (needed[name] / before_seconds for name in reversed(sizes) if name in needed)
+        begins = (needed[name] / before_seconds for name in in_turn if name in needed)
         return cls(
             before_seconds,
             backward,
             update_seconds,
-            tuple(accumulate(reversed(sizes.values()))),
+            tuple(accumulate(sizes[name] for name in in_turn)),
             tuple(accumulate(shares, max)),
             tuple(accumulate(begins, min)),
         )

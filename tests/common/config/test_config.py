@@ -232,7 +232,7 @@ def test_a_size_of_buckets_or_auto():
     assert _parse("--bucket-mb", "auto").bucket_mb == "auto"
     with pytest.raises(UserError, match="--bucket-mb: got 'fast', give a number, or auto"):
         _parse("--bucket-mb", "fast")
-    with pytest.raises(UserError, match="--bucket-mb: got 0.0, give a number above 0, or auto"):
+    with pytest.raises(UserError, match=r"--bucket-mb: got 0\.0, give a number above 0, or auto"):
         _parse("--bucket-mb", "0")
 
 
