@@ -14,13 +14,12 @@ from common.cost_model.event_model import (
     PACKET_BYTES,
     Network,
     Rate,
-    ends_in_pairs,
-    exposed_seconds,
     loads,
     message_terms,
     operation_terms,
     predict_step,
 )
+from common.cost_model.overlap import ends_in_pairs, exposed_seconds
 from common.sync import STRATEGIES
 from common.sync.message_cost import KINDS, GradientSize, Operation
 from common.sync.message_plans import MessagePlan
