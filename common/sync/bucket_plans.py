@@ -14,7 +14,7 @@ from common.utils.grouping import grouped
 # PowerSGD compresses a gradient that has more than this many times the entries of P and Q.
 POWERSGD_LEAST_GAIN = 2
 # Smaller than DDP's: the next forward waits for the whole of its first bucket.
-SHARDED_BUCKET_MB = 4.0
+SHARDED_BUCKET_MB = 1
 
 
 class DDPPlan(MessagePlan):
