@@ -60,12 +60,13 @@ class Sharded(ShardedPlan, GradientSync):
 
     Parameters
     ----------
-    bucket_mb : MiB that close a bucket; None: 4.
+    bucket_mb : MiB that close a bucket; None: 1.
 
     Raises UserError in ``prepare`` unless the optimiser treats each entry by itself.
     """
 
     equal_gradients = False
+    weights_under_way = True
     _optimizer: OptimizerShards | None = None
     _filling: BackwardBuckets | None = None
     _buckets: "Sequence[_Bucket]" = ()
