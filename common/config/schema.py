@@ -350,7 +350,7 @@ class Config:
         None,
         TRAINING,
         "for ddp, overlapped and sharded: MiB of gradients that are sent together (default: 1 in "
-        "the first bucket, then 25, like DistributedDataParallel; 4 for sharded); 'auto' measures "
+        "the first bucket, then 25, like DistributedDataParallel; 1 for sharded); 'auto' measures "
         "links and layers, and chooses the size for which it predicts the shortest step",
         type=float,
         word=AUTO,

@@ -126,10 +126,10 @@ def cell_suffix(nodes: int, rate: str | None) -> str:
 
 
 def part_of(sync: str) -> str:
-    """Return the part that offers a strategy."""
+    """Return the part that offers a strategy, whatever the size of its buckets."""
     if sync == "none":
         return "PartOne"
-    return "PartThree" if sync in BUILT_IN else "PartTwo"
+    return "PartThree" if split_variant(sync)[0] in BUILT_IN else "PartTwo"
 
 
 def node_command(run: Run) -> list[str]:

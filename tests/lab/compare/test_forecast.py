@@ -101,6 +101,7 @@ def test_steps_of_emulated_cells_are_those_of_the_event_model():
 
 def test_only_what_the_strategies_send_is_measured():
     assert kinds_of(["all_reduce", "ddp"], {}, FOUR, 4) == ["all_reduce"]
+    assert kinds_of(["ddp-9", "ddp-auto"], {"bucket_mb": "auto"}, FOUR, 4) == ["all_reduce"]
     assert set(kinds_of(["gather_scatter", "ring", "none"], {}, FOUR, 4)) == {
         "gather",
         "scatter",
