@@ -25,6 +25,7 @@ _SMALL_CALLS, _SMALL_ROUNDS, _LARGE_CALLS, _LARGE_ROUNDS, _WARM_UP_CALLS = 20, 5
 # Strategies use these in pairs: a rank sends out what it has collected. A send timed alone would
 # seem to end as soon as the message is in a buffer.
 _IN_PAIRS = {"gather": "scatter", "scatter": "gather", "reduce": "broadcast", "broadcast": "reduce"}
+_PIECES = 8  # of an all_to_all: sharded sends at most 1 MiB at once
 SPREAD = 7936  # floats between two messages; a multiple of 64 keeps each aligned like a tensor
 MEMORY_SIZES = (1_000_000, 4_000_000, 12_000_000)
 _MEMORY_PAIRS = 4
@@ -39,6 +40,9 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
     def whole_parts(tensor: Tensor) -> Tensor:
         return tensor[: len(tensor) // size * size]
 
+    def parts(tensor: Tensor) -> list[Tensor]:
+        return list(whole_parts(tensor).tensor_split(size))
+
     calls: dict[str, Callable[[Tensor], object]] = {
         "all_reduce": lambda tensor: dist.all_reduce(tensor),
         "reduce": lambda tensor: dist.reduce(tensor, dst=0),
@@ -50,8 +54,8 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
         "all_gather": lambda tensor: all_gather_single(
             tensor.new_empty(size * len(tensor)), tensor
         ),
-        "all_to_all": lambda tensor: dist.all_to_all_single(
-            torch.empty_like(whole_parts(tensor)), whole_parts(tensor)
+        "all_to_all": lambda tensor: dist.all_to_all(
+            parts(torch.empty_like(tensor)), parts(tensor)
         ),
         "reduce_scatter": lambda tensor: reduce_scatter_single(
             tensor.new_empty(len(tensor) // size), whole_parts(tensor)
@@ -87,12 +91,11 @@ def measure_links(
         pair = [message_call(one, rank, size) for one in (kind, twin) if one is not None]
         found[kind] = found.get(twin or "") or []
         for nbytes, calls, rounds in (sizes[:2] if shaped else sizes)[len(found[kind]) :]:
-            # What is gathered has this size, as a bucket has.
-            part = nbytes // size if kind == "all_gather" else nbytes
+            part, in_row = _as_sent(kind, nbytes, calls, size)
             tensor = torch.zeros(part // FLOAT_BYTES, device=device)
             taken: list[float] = []
-            while len(taken) < rounds and sum(taken) * calls * len(pair) < limit_seconds:
-                taken.append(_seconds(pair, tensor, calls=calls))
+            while len(taken) < rounds and sum(taken) * in_row * len(pair) < limit_seconds:
+                taken.append(_seconds(pair, tensor, calls=in_row))
             found[kind].append((part, statistics.median(taken)))
     arena = torch.zeros(24_000_000, device=device)
     per_byte = {
@@ -104,6 +107,15 @@ def measure_links(
         for name, rows in time_memory(arena).items()
     }
     return {"nodes": size, "kinds": found, **per_byte}
+
+
+def _as_sent(kind: str, nbytes: int, calls: int, size: int) -> tuple[int, int]:
+    """Return the bytes that a rank passes in and the calls in a row, as for a bucket that large."""
+    if kind == "all_gather":  # each rank has a part of the bucket
+        return nbytes // size, calls
+    if kind == "all_to_all" and nbytes > SMALL:  # a bucket goes in pieces
+        return nbytes // _PIECES, calls * _PIECES
+    return nbytes, calls
 
 
 def _seconds(
