@@ -11,9 +11,11 @@ from common.errors import UserError
 from common.models import build_model
 from common.sync import MESSAGE_PLANS, STRATEGIES, build_message_plan_from, build_sync_from
 from common.sync.base import GradientSync
+from common.sync.bucket_plans import PIECE_BYTES
 from common.sync.message_cost import GradientSize, Operation
 from common.sync.message_plans import MessagePlan
 from common.utils import registry
+from common.utils.grouping import grouped
 
 SETTINGS = {"bucket_mb": 1, "topk_ratio": 0.5, "powersgd_rank": 3, "averaging_period": 7, "lr": 0.1}
 SIZES = [GradientSize((64, 64, 3, 3)), GradientSize((1_000_000,)), GradientSize((5,), 2)]
