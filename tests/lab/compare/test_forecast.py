@@ -124,7 +124,7 @@ def test_messages_are_measured_alike_on_all_ranks():
     whole = ("all_reduce", "gather", "scatter", "reduce")
     sizes = {kind: [SMALL, LARGE, LARGEST] for kind in whole}
     sizes["all_gather"] = [SMALL // 2, LARGE // 2, LARGEST // 2]  # each of two ranks has a part
-    sizes["all_to_all"] = [SMALL, LARGE // 8, LARGEST // 8]  # in pieces
+    sizes["all_to_all"] = [SMALL // 8, LARGE // 8, LARGEST // 8]  # in pieces
     assert {kind: [row[0] for row in rows] for kind, rows in mine.kinds.items()} == sizes
     for rows in mine.kinds.values():
         assert 0 < rows[0][1] < rows[2][1]
