@@ -96,7 +96,8 @@ def measure_links(
         if kind == "all_to_all":
             pair = [partial(all_to_all_in_pieces, size=size, pieces=_PIECES)]
         found[kind] = found.get(twin or "") or []
-        for nbytes, calls, rounds in (sizes[:2] if shaped else sizes)[len(found[kind]) :]:
+        one_large = sizes[::2] if kind == "all_to_all" else sizes[:2]  # a piece of 1 MB
+        for nbytes, calls, rounds in (one_large if shaped else sizes)[len(found[kind]) :]:
             # A bucket of that size: each rank has a part of it, or sends it in pieces.
             part = nbytes // size if kind == "all_gather" else nbytes
             pieces = _PIECES if kind == "all_to_all" else 1
