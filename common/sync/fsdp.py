@@ -249,7 +249,8 @@ class _Part:
 
     def pass_gradient(self) -> None:
         """Move this rank's rows of the mean gradient to the parameter that the optimiser has."""
-        gradient, self._sharded.grad = self._sharded.grad, None
+        gradient: Any = self._sharded.grad
+        self._sharded.grad = None
         if gradient is not None and self.segment is not None:
             self.segment.parameter.grad = gradient.to_local().view(-1)
 
