@@ -226,10 +226,9 @@ class FullyShardedModel(nn.Module):
 class _Part:
     """This rank's rows of a parameter: ``whole`` of the model, ``sharded`` of the copy."""
 
-    def __init__(self, whole: nn.Parameter, sharded: nn.Parameter) -> None:
-        self.whole = whole
-        self._sharded: Any = sharded  # also a DTensor
-        self._rows = self._sharded.detach().to_local()
+    def __init__(self, whole: nn.Parameter, sharded: Any) -> None:
+        self.whole, self._sharded = whole, sharded  # the second one is a DTensor
+        self._rows = sharded.detach().to_local()
         self._first_row = dist.get_rank() * -(-len(whole) // dist.get_world_size())
         begin = self._first_row * whole[0].numel()
         self.segment = None
@@ -249,8 +248,7 @@ class _Part:
 
     def pass_gradient(self) -> None:
         """Move this rank's rows of the mean gradient to the parameter that the optimiser has."""
-        gradient: Any = self._sharded.grad
-        self._sharded.grad = None
+        gradient, self._sharded.grad = self._sharded.grad, None
         if gradient is not None and self.segment is not None:
             self.segment.parameter.grad = gradient.to_local().view(-1)
 
