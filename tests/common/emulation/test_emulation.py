@@ -403,7 +403,8 @@ def mean_gradient(sync: GradientSync, parameter: nn.Parameter) -> Tensor:
 
 
 def test_every_strategy_exchanges_the_gradients_that_the_ranks_made():
-    names = tuple(name for name in STRATEGIES if name not in ("none", "ddp_powersgd"))
+    consumed = ("fsdp", "ddp_zero1")  # their optimiser takes the gradients away
+    names = tuple(name for name in STRATEGIES if name not in ("none", "ddp_powersgd", *consumed))
     ranks = run_ranks(2, _one_step, names)
     for name in names:
         exact = build_sync(name).exact
