@@ -1,0 +1,107 @@
+"""A rank holds what the closed forms predict: tensors of real ranks, counted to the byte."""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from common.cost_model.memory_model import (
+    KINDS,
+    Memory,
+    optimizer_cost,
+    predict_memory,
+    total,
+)
+from common.reporting.rank_memory import rank_memory
+from common.sync import MESSAGE_PLANS, build_sync
+from common.sync.message_cost import GradientSize
+from tests.helpers import run_ranks
+
+OPTIMIZERS = {
+    ("sgd", 0.0): lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    ("sgd", 0.9): lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, fused=True),
+    ("adamw", 0.9): lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+ADAMW = ("adamw", 0.9)
+CASES = [(name, ADAMW) for name in MESSAGE_PLANS if name != "none"] + [
+    ("all_reduce", ("sgd", 0.0)),
+    ("all_reduce", ("sgd", 0.9)),
+]
+STEPS = 4  # DDP rebuilds its buckets after the first step, PowerSGD compresses from the third on
+
+
+class Odd(nn.Module):
+    """Sizes that no world size divides, a buffer, and a frozen layer of 6 entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 37, 3, padding=1), nn.BatchNorm2d(37)
+        self.hidden, self.head = nn.Linear(37, 61), nn.Linear(61, 2)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = torch.relu(self.norm(self.conv(images))).mean(dim=(2, 3))
+        return self.frozen(self.head(torch.relu(self.hidden(features))))
+
+
+TRAINED = GradientSize.of(Odd().parameters())
+UNTRAINED = 4 * 6 + 4 * 37 * 2 + 8  # frozen, BatchNorm's mean and variance, its int64 counter
+
+
+def measured(rank: int, name: str, optimizer_name: tuple[str, float]) -> Memory:
+    torch.manual_seed(0)
+    sync, model = build_sync(name), Odd()
+    optimizer = OPTIMIZERS[optimizer_name]([p for p in model.parameters() if p.requires_grad])
+    training = sync.prepare(model, optimizer)
+    for _ in range(STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        training(torch.randn(4, 3, 5, 5)).square().sum().backward()
+        sync.synchronize(training)
+        optimizer.step()
+        sync.after_step(training)
+    memory = rank_memory(training, optimizer, sync)
+    sync.sync_replicas(training)
+    sync.close()
+    return memory
+
+
+def every_case(rank: int) -> list[Memory]:
+    return [measured(rank, *case) for case in CASES]
+
+
+@functools.cache
+def memories(ranks: int) -> list[list[Memory]]:
+    """Return each rank's memory by case, measured once for all tests."""
+    return run_ranks(ranks, every_case)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", CASES, ids=[f"{name}-{opt}-{m}" for name, (opt, m) in CASES])
+def test_each_rank_holds_what_is_predicted(case: tuple, ranks: int) -> None:
+    name, (opt, momentum) = case
+    for rank in range(ranks):
+        predicted = predict_memory(
+            name,
+            {},
+            TRAINED,
+            rank=rank,
+            ranks=ranks,
+            optimizer=optimizer_cost(opt, momentum),
+            untrained=UNTRAINED,
+        )
+        assert memories(ranks)[rank][CASES.index(case)] == predicted
+
+
+def test_kinds_of_a_replica_in_multiples_of_its_parameters() -> None:
+    """Independent of the model of memory: M, M, 2 M and 4 bytes a tensor, nothing else."""
+    whole = sum(p.numel() * 4 for p in Odd().parameters() if p.requires_grad)
+    found = memories(2)[0][CASES.index(("all_reduce", ADAMW))]
+    assert [found[kind] for kind in KINDS] == [whole, whole, 2 * whole + 4 * 8, 0, UNTRAINED]
+    assert total(found) == 4 * whole + 32 + UNTRAINED
+
+
+def test_no_prediction_for_a_strategy_without_a_closed_form() -> None:
+    cost = optimizer_cost("sgd", 0.9)
+    assert predict_memory("my_own", {}, TRAINED, rank=0, ranks=2, optimizer=cost) is None
