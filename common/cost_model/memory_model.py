@@ -11,49 +11,42 @@ Activations are not in it: they depend on the rank's batch, and are freed by the
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, NamedTuple
 
 from common.sync import MESSAGE_PLANS, build_message_plan_from
 from common.sync.bucket_plans import is_compressed, thin_entries
 from common.sync.message_cost import GradientSize, with_shape
-from common.utils.typed_json import Count
 
+Memory = dict[str, int]
+"""Bytes of tensors on one rank by kind, one of ``KINDS``; each storage is counted once."""
 
-class Memory(TypedDict):
-    """Bytes of tensors on one rank, each storage counted once.
+KINDS = {
+    "parameters": "parameters",  # those that train
+    "gradients": "gradients",  # what ``p.grad`` views, a flat buffer or DDP's buckets too
+    "optimizer_state": "optimiser state",
+    "buckets": "other buckets",  # what else the strategy keeps
+    "untrained": "buffers and frozen",
+}
+"""What each kind is called for a person."""
 
-    parameters : that train. gradients : what ``p.grad`` views. optimizer_state : momentum and
-    alike. buckets : what else the strategy keeps. untrained : buffers and frozen parameters.
-    """
-
-    parameters: Count
-    gradients: Count
-    optimizer_state: Count
-    buckets: Count
-    untrained: Count
-
-
-KINDS = tuple(Memory.__annotations__)
 _STEP_BYTES = 4  # AdamW counts the steps of each parameter in a tensor of one float
 
 
-class OptimizerCost(TypedDict):
-    """Bytes of state that an optimiser keeps."""
+class OptimizerCost(NamedTuple):
+    """What an optimiser keeps: values for each entry, and bytes for each parameter besides."""
 
-    copies: int  # values for each entry of the parameters
-    step_bytes: int  # for each parameter besides
+    copies: int
+    step_bytes: int
 
 
 def optimizer_cost(opt: str, momentum: float) -> OptimizerCost:
-    """Return the state of "sgd" (``momentum`` 0 keeps none) or "adamw"."""
-    if opt == "adamw":
-        return OptimizerCost(copies=2, step_bytes=_STEP_BYTES)
-    return OptimizerCost(copies=int(momentum > 0), step_bytes=0)
+    """Return the state of "sgd", which keeps none without ``momentum``, or of "adamw"."""
+    return OptimizerCost(2, _STEP_BYTES) if opt == "adamw" else OptimizerCost(int(momentum > 0), 0)
 
 
-def total(memory: Mapping[str, int]) -> int:
+def total(memory: Memory) -> int:
     """Return the bytes of all kinds."""
-    return sum(memory[kind] for kind in KINDS)
+    return sum(memory.values())
 
 
 def predict_memory(
@@ -79,12 +72,12 @@ def predict_memory(
     rule = _RULES.get(name, _replicated)
     shaped = [with_shape(size) for size in sizes]
     memory = rule(build_message_plan_from(name, options), shaped, rank, ranks, optimizer)
-    return Memory(**(memory | {"untrained": untrained}))
+    return memory | {"untrained": untrained}
 
 
 def _replicated(
     plan: Any, sizes: Sequence[GradientSize], rank: int, ranks: int, optimizer: OptimizerCost
-) -> dict[str, int]:
+) -> Memory:
     """Every rank holds everything. A flat buffer or DDP's bucket is what ``p.grad`` views."""
     whole = sum(sizes)
     return {
@@ -97,18 +90,18 @@ def _replicated(
 
 def state_bytes(sizes: Sequence[int], optimizer: OptimizerCost) -> int:
     """Return the bytes of state for parameters, or parts of them, of these sizes."""
-    return optimizer["copies"] * sum(sizes) + optimizer["step_bytes"] * len(sizes)
+    return optimizer.copies * sum(sizes) + optimizer.step_bytes * len(sizes)
 
 
 def _top_k(
     plan: Any, sizes: Sequence[GradientSize], rank: int, ranks: int, optimizer: OptimizerCost
-) -> dict[str, int]:
+) -> Memory:
     return _replicated(plan, sizes, rank, ranks, optimizer) | {"buckets": sum(sizes)}
 
 
 def _powersgd(
     plan: Any, sizes: Sequence[GradientSize], rank: int, ranks: int, optimizer: OptimizerCost
-) -> dict[str, int]:
+) -> Memory:
     """Besides the errors, which have the gradients' size, P and Q of each compressed gradient."""
     thin = sum(
         sum(thin_entries(size.shape, plan.powersgd_rank)) * size.itemsize
@@ -118,4 +111,4 @@ def _powersgd(
     return _replicated(plan, sizes, rank, ranks, optimizer) | {"buckets": sum(sizes) + thin}
 
 
-_RULES: dict[str, Callable[..., dict[str, int]]] = {"topk": _top_k, "ddp_powersgd": _powersgd}
+_RULES: dict[str, Callable[..., Memory]] = {"topk": _top_k, "ddp_powersgd": _powersgd}

@@ -42,13 +42,13 @@ def rank_memory(model: nn.Module, optimizer: Optimizer, sync: GradientSync) -> M
 
     parameters = list(model.parameters())
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    return Memory(
-        parameters=new_bytes(p for p in parameters if p.requires_grad),
-        untrained=new_bytes([*parameters, *model.buffers()]),
-        gradients=new_bytes(p.grad for p in [*parameters, *stepped]),
-        optimizer_state=new_bytes(tensors_within(vars(optimizer), set())),
-        buckets=new_bytes(tensors_within(vars(sync), set())),
-    )
+    return {
+        "parameters": new_bytes(p for p in parameters if p.requires_grad),
+        "untrained": new_bytes([*parameters, *model.buffers()]),
+        "gradients": new_bytes(p.grad for p in [*parameters, *stepped]),
+        "optimizer_state": new_bytes(tensors_within(vars(optimizer), set())),
+        "buckets": new_bytes(tensors_within(vars(sync), set())),
+    }
 
 
 def tensors_within(value: Any, seen: set[int]) -> Iterator[Tensor]:
