@@ -40,7 +40,7 @@ T = TypeVar("T")
 _FIRST_PAUSE_SECONDS = 0.02
 
 # torch 2.14 warns of the older name, torch 2.11 does not know the newer one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def check_same_on_all_ranks(world: World, facts: Mapping[str, Any], *, what: str) -> None:
@@ -182,7 +182,7 @@ def gather_objects(world: World, mine: T, *, schema: type[T]) -> list[T]:
         return [mine]
     content = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8)
     numbers = torch.empty(world.size, dtype=torch.int64, device=world.device)
-    _all_gather(numbers, torch.tensor([len(content)], device=world.device))
+    all_gather_single(numbers, torch.tensor([len(content)], device=world.device))
     lengths = numbers.tolist()
     for rank, nbytes in enumerate(lengths):
         if not 0 < nbytes <= MOST_BYTES:
@@ -230,7 +230,7 @@ def _gather_bytes(world: World, mine: Tensor, lengths: Sequence[int]) -> list[Te
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(mine)] = mine
     rows = torch.empty(world.size * len(padded), dtype=torch.uint8, device=world.device)
-    _all_gather(rows, padded.to(world.device))
+    all_gather_single(rows, padded.to(world.device))
     table = rows.cpu().view(world.size, len(padded))
     return [row[:nbytes] for row, nbytes in zip(table, lengths, strict=True)]
 

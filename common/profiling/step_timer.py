@@ -2,8 +2,8 @@
 
 "sync" is exposed communication: the time from the moment this rank's last gradient is ready until
 all gradients are final. For strategies that begin after backward, this is the whole exchange; for
-DistributedDataParallel, it is the part that backward did not hide. A strategy that averages weights
-after the optimiser's step adds a second part.
+DistributedDataParallel, it is the part that backward did not hide. A strategy that exchanges
+weights after the optimiser's step adds a second part, and its waits for weights in forward count.
 
 The whole step is timed as well, from the end of the step before: "step" contains what lies between
 the sections, e.g. the metrics, the callbacks and Python's own time.
@@ -44,6 +44,7 @@ class StepTimer:
         self._last_gradient: Moment | None = None
         self._hooks: list[RemovableHandle] = []
         self._timed = True
+        self._running: tuple[Section, Moment] | None = None
         self._origin: tuple[Moment, float] = (0.0, 0.0)  # one moment, on both clocks
         self.begin()
 
@@ -51,6 +52,7 @@ class StepTimer:
         """Begin the first step now, and forget the sections since the last ``take``."""
         self.anchor()
         self._spans, self._last_gradient, self._step_began = {}, None, now(self._device)
+        self._waits = 0
 
     def anchor(self) -> None:
         """Compare the GPU's clock with the host's; ``spans`` and ``host_seconds`` use the result.
@@ -84,17 +86,32 @@ class StepTimer:
     def section(self, name: Section) -> Iterator[None]:
         """Time the block as the section of that name, one of ``SECTIONS``.
 
-        A section may occur several times in a step.
+        A section may occur several times in a step. One inside another interrupts it, so that no
+        moment counts twice.
         """
         self._activity.enter(name)
         if not self._timed:
             yield
             return
-        begin = now(self._device)
+        outer, moment = self._running, now(self._device)
+        if outer is not None:
+            self._add(outer, moment)
+        self._running = (name, moment)
         try:
             yield
         finally:
-            self._spans.setdefault(name, []).append((begin, now(self._device)))
+            moment = now(self._device)
+            self._add(self._running, moment)
+            self._running = None
+            if outer is not None:
+                self._running = (outer[0], moment)
+                self._activity.enter(outer[0])
+            if name == "backward":
+                self._waits = len(self._spans.get("sync", ()))
+
+    def _add(self, running: tuple[Section, Moment], end: Moment) -> None:
+        name, begin = running
+        self._spans.setdefault(name, []).append((begin, end))
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -108,11 +125,12 @@ class StepTimer:
     def take(self) -> RawSpans:
         """Return the step's raw times, for ``seconds`` and ``spans``, and begin the next step."""
         spans, step_end = self._spans, now(self._device)
-        if self._last_gradient is not None and {"backward", "sync"} <= spans.keys():
+        exchange = self._waits  # what "sync" had before was waiting for weights, in forward
+        if self._last_gradient is not None and len(spans.get("sync", ())) > exchange:
             spans["backward"][-1] = (spans["backward"][-1][0], self._last_gradient)
-            spans["sync"][0] = (self._last_gradient, spans["sync"][0][1])
+            spans["sync"][exchange] = (self._last_gradient, spans["sync"][exchange][1])
         spans[STEP] = [(self._step_began, step_end)]
-        self._spans, self._last_gradient, self._step_began = {}, None, step_end
+        self._spans, self._last_gradient, self._step_began, self._waits = {}, None, step_end, 0
         return spans
 
     def seconds(self, taken: RawSpans) -> dict[str, float]:

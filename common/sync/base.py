@@ -5,13 +5,14 @@ Order of the calls: ``prepare`` once; in every step ``synchronize`` after the la
 checkpoint; ``close`` at the end.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from common.errors import UserError
@@ -33,6 +34,9 @@ class GradientSync(MessagePlan):
 
     # Whether all ranks have the same gradients after ``synchronize``, and so agree on overflow.
     equal_gradients = True
+
+    # Encloses each wait outside ``synchronize`` and ``after_step``; the engine times it as "sync".
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self) -> None:
         self._parameters: dict[str, nn.Parameter] = {}
@@ -60,8 +64,19 @@ class GradientSync(MessagePlan):
         Called after the last backward, before unscale, clip and step.
         """
 
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the whole gradient, shape (), the same on every rank; for clipping.
+
+        ``gradients`` : those of the parameters that this rank's optimiser updates. Collective if
+        they are only a part.
+        """
+        return get_total_norm(gradients)
+
     def after_step(self, model: nn.Module) -> None:
-        """Average the weights here if the strategy is periodic; called after the optimiser."""
+        """Exchange weights here if the strategy does so; called after the optimiser."""
+
+    def wait_for_weights(self) -> None:
+        """Wait for weights that are under way; called before the engine reads weights itself."""
 
     def sync_replicas(self, model: nn.Module) -> None:
         """Make weights and optimiser state equal on all ranks. A collective call.
@@ -168,7 +183,7 @@ def check_strategy(sync: GradientSync, *, scales: bool, use_ema: bool) -> None:
             f"{type(sync).__name__} does not keep every step's exact gradient, but fp16's loss "
             "scaling needs it: give --amp-dtype bf16 (torch.bfloat16), or an exact strategy"
         )
-    if use_ema and not sync.equal_gradients:
+    if use_ema and sync.period > 1:
         raise UserError(
             f"{type(sync).__name__} lets the ranks' weights differ between averages, so each rank "
             "would keep a different moving average: leave out --ema, or choose another strategy"

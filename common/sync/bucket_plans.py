@@ -56,6 +56,10 @@ class OverlappedPlan(DDPPlan):
         super().__init__(bucket_mb=bucket_mb)
 
 
+class ShardedPlan(OverlappedPlan):
+    """TEMPORARY"""
+
+
 class DDPPowerSGDPlan(MessagePlan):
     """Three all_reduces for each itemsize: uncompressed gradients, all P, all Q.
 

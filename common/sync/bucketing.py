@@ -1,10 +1,13 @@
 """Which gradients travel together: the rule by which DistributedDataParallel fills its buckets."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from common.sync.message_cost import GradientSize, with_shape
 
 MIB = 1024 * 1024
+
+P = TypeVar("P")
 
 
 def assign_buckets(sizes_in_ready_order: Sequence[int], bucket_mb: float | None) -> list[list[int]]:
@@ -32,6 +35,13 @@ def assign_buckets(sizes_in_ready_order: Sequence[int], bucket_mb: float | None)
             closed.append(opened.pop(size.itemsize))
             limits_mb[size.itemsize] = later_mb
     return closed + sorted(opened.values())
+
+
+def buckets_in_ready_order(parameters: Sequence[P], bucket_mb: float | None) -> list[list[P]]:
+    """Return the parameters of each bucket. Backward computes the last one's gradient first."""
+    ready_order = parameters[::-1]
+    shares = assign_buckets(GradientSize.of(ready_order), bucket_mb)
+    return [[ready_order[index] for index in share] for share in shares]
 
 
 def bucket_sizes(

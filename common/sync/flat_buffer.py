@@ -15,17 +15,23 @@ from common.utils.grouping import grouped
 
 
 class FlatBuffer:
-    """One contiguous ``tensor``, and ``views``: for each parameter's gradient its part."""
+    """One contiguous ``tensor``, and ``views``: for each parameter its part, in its shape.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    Zeros at the end fill the tensor up to a length that is a multiple of ``multiple_of``.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, multiple_of: int = 1) -> None:
         self.parameters = list(parameters)
         first, lengths = self.parameters[0], [p.numel() for p in self.parameters]
-        self.tensor = torch.zeros(sum(lengths), dtype=first.dtype, device=first.device)
+        padded = -(-sum(lengths) // multiple_of) * multiple_of
+        self.tensor = torch.zeros(padded, dtype=first.dtype, device=first.device)
         # With the parameter's own strides (channels_last too), copies and the optimiser run
         # through memory in one go. The meta device computes strides without allocating.
         self.views = {
             p: part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
-            for p, part in zip(self.parameters, self.tensor.split(lengths), strict=True)
+            for p, part in zip(
+                self.parameters, self.tensor[: sum(lengths)].split(lengths), strict=True
+            )
         }
 
     @torch.no_grad()

@@ -22,21 +22,17 @@ Common mistake: sending each bucket when it is full on this rank. Another rank m
 seconds to add one byte.) Each dtype has its own buckets.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from common.errors import UserError
+from common.sync.backward_buckets import BackwardBuckets
 from common.sync.base import GradientSync
 from common.sync.bucket_plans import OverlappedPlan
-from common.sync.bucketing import assign_buckets
+from common.sync.bucketing import buckets_in_ready_order
 from common.sync.flat_buffer import FlatBuffer
-from common.sync.message_cost import GradientSize
 
 
 class Overlapped(OverlappedPlan, GradientSync):
@@ -48,73 +44,36 @@ class Overlapped(OverlappedPlan, GradientSync):
         DistributedDataParallel.
     """
 
-    _accumulating = False
-    _hooks: Sequence[Any] = ()
+    _filling: BackwardBuckets | None = None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """See the base class."""
         self.close()
         self._works: list[dist.Work] = []
-        self._missing: set[nn.Parameter] = set()  # whose gradient is in no bucket yet, this step
         return super().prepare(model, optimizer)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """See the base class; the hooks do nothing meanwhile."""
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
+        return self._filling.paused() if self._filling else nullcontext()
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
         parameters = self.exchanged()
-        if not self._buffers:
-            self._make_buckets(parameters)
-        # Gradients that no hook has copied: all in the first step, later those of unused
-        # parameters.
-        for bucket in self._buffers:
-            for parameter in self._missing.intersection(bucket.parameters):
-                bucket.take(parameter, divisor=dist.get_world_size())
-        self._missing.clear()
-        self._send_full_buckets()
+        if self._filling is None:
+            self._buffers = [
+                FlatBuffer(part) for part in buckets_in_ready_order(parameters, self.bucket_mb)
+            ]
+            self._filling = BackwardBuckets(self._buffers, self._send)
+        self._filling.finish()
         for work in self._works:
             work.wait()
-        self._works, self._missing = [], set(parameters)
+        self._works = []
 
-    def _make_buckets(self, parameters: Sequence[nn.Parameter]) -> None:
-        ready_order = parameters[::-1]  # backward computes the last layer's gradients first
-        shares = assign_buckets(GradientSize.of(ready_order), self.bucket_mb)
-        self._buffers = [FlatBuffer([ready_order[i] for i in share]) for share in shares]
-        self._missing = set(parameters)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._gradient_ready, bucket))
-            for bucket in self._buffers
-            for parameter in bucket.parameters
-        ]
-
-    def _gradient_ready(self, bucket: FlatBuffer, parameter: nn.Parameter) -> None:
-        if self._accumulating:
-            return
-        if parameter not in self._missing:
-            raise UserError(
-                "a parameter got a second gradient in one step, after the first one may have been "
-                "sent: put backward passes that do not end a step inside the strategy's no_sync()"
-            )
-        bucket.take(parameter, divisor=dist.get_world_size())
-        self._missing.remove(parameter)
-        self._send_full_buckets()
-
-    def _send_full_buckets(self) -> None:
-        # One work handle per bucket in flight. A full bucket waits for those before it, so that
-        # all ranks send the same buckets in the same order.
-        for bucket in self._buffers[len(self._works) :]:
-            if not self._missing.isdisjoint(bucket.parameters):
-                break
-            self._works.append(dist.all_reduce(bucket.tensor, async_op=True))
+    def _send(self, index: int) -> None:
+        self._works.append(dist.all_reduce(self._buffers[index].tensor, async_op=True))
 
     def close(self) -> None:
         """See the base class."""
-        for hook in self._hooks:
-            hook.remove()
+        if self._filling is not None:
+            self._filling.close()
+        self._filling = None

@@ -50,6 +50,18 @@ def autocast(device: torch.device | str, dtype: torch.dtype | None) -> torch.aut
     return torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype is not None)
 
 
+def build_scaler(device: torch.device, *, enabled: bool, sharded: bool) -> torch.amp.GradScaler:
+    """Return the GradScaler of a training.
+
+    sharded : the ranks have different gradients, so they must tell each other of an overflow.
+    """
+    if not (enabled and sharded):
+        return torch.amp.GradScaler(device.type, enabled=enabled)
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # slow to import
+
+    return ShardedGradScaler(device.type)
+
+
 def precision_name(dtype: torch.dtype | None) -> str:
     """Return a forward pass's type for the user, e.g. "bfloat16"; "fp32" for None."""
     return "fp32" if dtype is None else str(dtype).removeprefix("torch.")

@@ -8,6 +8,15 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from common.errors import UserError
+
+
+def checked_decay(decay: float) -> float:
+    """Return ``decay``; UserError unless it is between 0 and 1."""
+    if not 0 < decay < 1:
+        raise UserError(f"ema_decay: got {decay}, give a number between 0 and 1, e.g. 0.9999")
+    return decay
+
 
 def warmed_up_decay(decay: float, updates: int) -> float:
     """Return min(decay, (1 + n) / (10 + n)) after n updates.

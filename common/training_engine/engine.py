@@ -8,13 +8,14 @@ step itself; the loops around it are in epochs.py.
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common.distributed.collectives import check_same_on_all_ranks
 from common.distributed.process_group import (
@@ -31,10 +32,10 @@ from common.sync import build_sync
 from common.sync.base import GradientSync, check_strategy
 from common.sync.none import NoSync
 from common.training_engine import batchnorm
-from common.training_engine.amp import autocast, choose_amp
+from common.training_engine.amp import autocast, build_scaler, choose_amp
 from common.training_engine.captured_step import CapturedStep, compile_for, obstacle, release
 from common.training_engine.checkpoint_manager import load_state, state
-from common.training_engine.ema import WeightAverage
+from common.training_engine.ema import WeightAverage, checked_decay
 from common.training_engine.epochs import MicroBatch, fit, flush_metrics, train_epoch
 from common.training_engine.evaluation_loop import model_to_device, unwrap
 from common.training_engine.metrics import EpochResult, MetricsBuffer, StepOutcome, sum_over_ranks
@@ -76,9 +77,8 @@ class TrainingEngine:
     experiment_name, output_dir : ``train`` writes to ``output_dir/experiment_name/``.
     world : the open group, if the caller knows it.
 
-    Set ``timeline`` (common/profiling/comm_trace.py) to record the messages of some steps. Set
-    ``emulation`` (common/emulation/emulated_model.py) if the model sleeps instead of computing:
-    the weights then never change, and no loss is recorded.
+    Set ``timeline`` (comm_trace.py) to record the messages of some steps. Set ``emulation``
+    (emulated_model.py) if the model sleeps instead of computing: weights then never change.
     """
 
     def __init__(
@@ -115,19 +115,17 @@ class TrainingEngine:
         for name, value in (("accumulation_steps", accumulation_steps), ("clip_norm", clip_norm)):
             if value is not None and value <= 0:
                 raise UserError(f"{name}: got {value}, give a number above 0")
-        if use_ema and not 0 < ema_decay < 1:
-            raise UserError(
-                f"ema_decay: got {ema_decay}, give a number between 0 and 1, e.g. 0.9999"
-            )
         if use_amp and amp_dtype is None:
             amp_dtype, notice = choose_amp(
                 True, None, default=True, device=self.device, exact=self.sync.exact
             )
             self.notice(notice)
         self.amp_dtype = amp_dtype
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=amp_dtype == torch.float16)
-        check_strategy(self.sync, scales=self.scaler.is_enabled(), use_ema=use_ema)
+        sharded, scales = not self.sync.equal_gradients, amp_dtype == torch.float16
+        self.scaler = build_scaler(self.device, enabled=scales, sharded=sharded)
+        check_strategy(self.sync, scales=scales, use_ema=use_ema)
         self.timer = StepTimer(self.device, self.world.activity)
+        self.sync.waiting = partial(self.timer.section, "sync")
         self.world.activity.period = self.sync.period
         model = model_to_device(model, self.device)
         if sync_batchnorm and self.world.size > 1:
@@ -135,7 +133,7 @@ class TrainingEngine:
             self.notice(notice)
         self.model = model
         self.ema: WeightAverage | None = None
-        self._ema_decay = ema_decay if use_ema else None
+        self._ema_decay = checked_decay(ema_decay) if use_ema else None
         self.accumulation_steps, self._clip_norm = accumulation_steps, clip_norm
         self.output_folder = Path(output_dir) / experiment_name
         self.compiles, self.compile_seconds = compile_model, 0.0
@@ -198,14 +196,13 @@ class TrainingEngine:
         self.model = self.sync.prepare(self.model, optimizer)
         if self._ema_decay is not None and self.ema is None:
             self.ema = WeightAverage(unwrap(self.model), self._ema_decay)
-        self._trained = [p for p in self.model.parameters() if p.requires_grad]
         self.shards = batchnorm.ShardStatistics(unwrap(self.model), 1)
         if self.world.size > 1:  # with one rank nothing is exchanged after the last gradient
             self.timer.watch_gradients(self.model)
-        if self._capture and not (reason := obstacle(self)):
-            self.captured = CapturedStep(self._compute_alone, optimizer)
-        elif self._capture:
-            self.not_captured = reason
+        if self._capture:
+            self.not_captured = obstacle(self)
+            if not self.not_captured:
+                self.captured = CapturedStep(self._compute_alone, optimizer)
 
     def close(self) -> None:
         """Remove the hooks and the compiled code from the model, and the recorded step."""
@@ -239,7 +236,7 @@ class TrainingEngine:
         else:
             outcome = self._compute(micro_batches, global_samples, seeds)
             with self.timer.section("sync"):
-                self.sync.after_step(self.model)  # local SGD averages weights here
+                self.sync.after_step(self.model)  # some strategies exchange weights
         with self.timer.section("update"):
             self._after_update()
         self.step += 1
@@ -302,9 +299,13 @@ class TrainingEngine:
     def _unscale_and_clip(self) -> Tensor:
         """Divide gradients by the loss scale, clip them, and return the norm before clipping."""
         self.scaler.unscale_(self.optimizer)
-        if self._clip_norm is not None:
-            return clip_grad_norm_(self._trained, self._clip_norm)
-        return get_total_norm([p.grad for p in self._trained if p.grad is not None])
+        updated = [p for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in updated if p.grad is not None]
+        if self._clip_norm is None:
+            return get_total_norm(gradients)  # a rank's own part shows whether it is finite
+        norm = self.sync.gradient_norm(gradients)
+        clip_grads_with_norm_(updated, self._clip_norm, norm)
+        return norm
 
     def _after_update(self) -> None:
         """Step the scheduler and the moving average of the weights."""
@@ -313,6 +314,7 @@ class TrainingEngine:
         if self.scheduler is not None and not self._scheduler_by_epoch:
             self.scheduler.step()
         if self.ema is not None:
+            self.sync.wait_for_weights()
             self.shards.blend()
             self.ema.update(unwrap(self.model))
 

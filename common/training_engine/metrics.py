@@ -270,8 +270,9 @@ class MetricsBuffer:
         """Return how long each step's "sync" waited for the slowest rank. Collective."""
         if self._world.size == 1:
             return [0.0] * len(pending)
-        parts = [self._timer.spans(step.times)["sync"] for step in pending]
-        begins = [  # (steps, 2) on the ranks' common clock; "sync" has at most two parts
+        # The last two parts of "sync": before them it can only wait for weights, in forward.
+        parts = [self._timer.spans(step.times)["sync"][-2:] for step in pending]
+        begins = [  # (steps, 2) on the ranks' common clock
             [begin - self._clock_offset for begin, _ in spans] + [-math.inf] * (2 - len(spans))
             for spans in parts
         ]

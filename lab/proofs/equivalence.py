@@ -26,6 +26,7 @@ from lab.proofs.ranks import run_ranks
 OPTIONS: dict[str, dict[str, Any]] = {
     "ddp": {"find_unused_parameters": True},
     "overlapped": {"bucket_mb": 0.0002},
+    "sharded": {"bucket_mb": 0.0002},
 }
 """Options that the strategies need for ``ProofModel``.
 

@@ -205,7 +205,7 @@ WRONG = (
         "ClipEachParameter",
         "clipping",
         "Each parameter's gradient norm is clipped, not the norm of all gradients together.",
-        "common.training_engine.engine:clip_grad_norm_",
+        "common.training_engine.engine:clip_grads_with_norm_",
         wrong_code.clip_each_parameter,
         "tests/common/sync/test_sync.py::test_other_cases_equal_one_process[clipping]",
         rf"2 ranks, step 1: .*{_DIFFERS}",

@@ -85,7 +85,7 @@ def clip_before_averaging(engine: TrainingEngine, micro_batches: Any, **more: An
 
     def clip_first(model: nn.Module) -> None:
         if engine._clip_norm is not None:
-            nn.utils.clip_grad_norm_(engine._trained, engine._clip_norm)
+            nn.utils.clip_grad_norm_(model.parameters(), engine._clip_norm)
         average(model)
 
     vars(engine.sync)["synchronize"] = clip_first  # hides the method
@@ -95,9 +95,11 @@ def clip_before_averaging(engine: TrainingEngine, micro_batches: Any, **more: An
         del vars(engine.sync)["synchronize"]
 
 
-def clip_each_parameter(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    used = [p for p in parameters if p.grad is not None]
-    return torch.stack([nn.utils.clip_grad_norm_(p, max_norm) for p in used]).norm()
+def clip_each_parameter(
+    parameters: list[nn.Parameter], max_norm: float, _total_norm: Tensor
+) -> None:
+    for parameter in parameters:
+        nn.utils.clip_grad_norm_(parameter, max_norm)
 
 
 def save_without_hash(path: Path, entries: dict[str, Any]) -> None:

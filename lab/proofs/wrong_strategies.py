@@ -154,7 +154,6 @@ class TreeWithOneChild(GradientSync):
 class LastBucketNotSent(Overlapped):
     """The last bucket is filled during backward, but never sent."""
 
-    def _send_full_buckets(self) -> None:
-        *self._buffers, last = self._buffers
-        super()._send_full_buckets()
-        self._buffers.append(last)
+    def _send(self, index: int) -> None:
+        if index < len(self._buffers) - 1:
+            super()._send(index)
