@@ -5,16 +5,19 @@ of parameters on N ranks and an optimiser that keeps k values for each entry, a 
 
     strategy                parameters   gradients   optimiser state   buckets
     all_reduce, ddp, ...         M            M            k M            0
-    topk, ddp_powersgd           M            M            k M            M (what was not sent yet)
+    topk, ddp_powersgd           M            M            k M            M: what was not sent yet
+    sharded                      M           M/N          k M/N          2 M; M with NCCL
 
 Activations are not in it: they depend on the rank's batch, and are freed by the end of backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from common.sync import MESSAGE_PLANS, build_message_plan_from
 from common.sync.bucket_plans import is_compressed, thin_entries
+from common.sync.bucketing import assign_buckets
 from common.sync.message_cost import GradientSize, with_shape
 
 Memory = dict[str, int]
@@ -49,6 +52,22 @@ def total(memory: Memory) -> int:
     return sum(memory.values())
 
 
+@dataclass(frozen=True)
+class _Case:
+    """Which rank, and what decides what it holds; see ``predict_memory``."""
+
+    plan: Any
+    sizes: Sequence[GradientSize]
+    rank: int
+    ranks: int
+    optimizer: OptimizerCost
+    nccl: bool
+
+    def state_bytes(self, sizes: Sequence[int]) -> int:
+        """Return the optimiser's state for parameters, or parts of them, of these sizes."""
+        return self.optimizer.copies * sum(sizes) + self.optimizer.step_bytes * len(sizes)
+
+
 def predict_memory(
     name: str,
     options: Mapping[str, Any],
@@ -58,6 +77,7 @@ def predict_memory(
     ranks: int,
     optimizer: OptimizerCost,
     untrained: int = 0,
+    backend: str | None = "gloo",
 ) -> Memory | None:
     """Return what ``rank`` of ``ranks`` holds with strategy ``name``; None for an unknown one.
 
@@ -69,46 +89,60 @@ def predict_memory(
     """
     if name not in MESSAGE_PLANS:
         return None
-    rule = _RULES.get(name, _replicated)
-    shaped = [with_shape(size) for size in sizes]
-    memory = rule(build_message_plan_from(name, options), shaped, rank, ranks, optimizer)
-    return memory | {"untrained": untrained}
+    plan, shaped = build_message_plan_from(name, options), [with_shape(size) for size in sizes]
+    case = _Case(plan, shaped, rank, ranks, optimizer, nccl=backend == "nccl")
+    return _RULES.get(name, _replicated)(case) | {"untrained": untrained}
 
 
-def _replicated(
-    plan: Any, sizes: Sequence[GradientSize], rank: int, ranks: int, optimizer: OptimizerCost
-) -> Memory:
+def _replicated(case: _Case) -> Memory:
     """Every rank holds everything. A flat buffer or DDP's bucket is what ``p.grad`` views."""
-    whole = sum(sizes)
+    whole = sum(case.sizes)
     return {
         "parameters": whole,
         "gradients": whole,
-        "optimizer_state": state_bytes(sizes, optimizer),
+        "optimizer_state": case.state_bytes(case.sizes),
         "buckets": 0,
     }
 
 
-def state_bytes(sizes: Sequence[int], optimizer: OptimizerCost) -> int:
-    """Return the bytes of state for parameters, or parts of them, of these sizes."""
-    return optimizer.copies * sum(sizes) + optimizer.step_bytes * len(sizes)
+def _top_k(case: _Case) -> Memory:
+    return _replicated(case) | {"buckets": sum(case.sizes)}
 
 
-def _top_k(
-    plan: Any, sizes: Sequence[GradientSize], rank: int, ranks: int, optimizer: OptimizerCost
-) -> Memory:
-    return _replicated(plan, sizes, rank, ranks, optimizer) | {"buckets": sum(sizes)}
-
-
-def _powersgd(
-    plan: Any, sizes: Sequence[GradientSize], rank: int, ranks: int, optimizer: OptimizerCost
-) -> Memory:
+def _powersgd(case: _Case) -> Memory:
     """Besides the errors, which have the gradients' size, P and Q of each compressed gradient."""
+    columns = case.plan.powersgd_rank
     thin = sum(
-        sum(thin_entries(size.shape, plan.powersgd_rank)) * size.itemsize
-        for size in sizes
-        if is_compressed(size.shape, plan.powersgd_rank)
+        sum(thin_entries(size.shape, columns)) * size.itemsize
+        for size in case.sizes
+        if is_compressed(size.shape, columns)
     )
-    return _replicated(plan, sizes, rank, ranks, optimizer) | {"buckets": sum(sizes) + thin}
+    return _replicated(case) | {"buckets": sum(case.sizes) + thin}
 
 
-_RULES: dict[str, Callable[..., Memory]] = {"topk": _top_k, "ddp_powersgd": _powersgd}
+def _sharded(case: _Case) -> Memory:
+    """The rank's part of each flat bucket, which padding makes a multiple of N entries long."""
+    ready_order = case.sizes[::-1]
+    part_bytes, segments = 0, []
+    for bucket in assign_buckets(ready_order, case.plan.bucket_mb):
+        itemsize = ready_order[bucket[0]].itemsize
+        part = -(-sum(ready_order[index].entries for index in bucket) // case.ranks)
+        part_bytes += part * itemsize
+        end = -case.rank * part  # of the last parameter, counted from the begin of the rank's part
+        for index in bucket:
+            begin, end = end, end + ready_order[index].entries
+            segments.append(max(0, min(end, part) - max(begin, 0)) * itemsize)
+    padded = part_bytes * case.ranks
+    return {
+        "parameters": padded,
+        "gradients": part_bytes,
+        "optimizer_state": case.state_bytes([size for size in segments if size]),
+        "buckets": padded * (1 if case.nccl else 2),  # filled by backward; received
+    }
+
+
+_RULES: dict[str, Callable[[_Case], Memory]] = {
+    "topk": _top_k,
+    "ddp_powersgd": _powersgd,
+    "sharded": _sharded,
+}

@@ -153,6 +153,7 @@ def _predicted_memory(setup: "Setup", engine: TrainingEngine) -> Memory | None:
         ranks=world.size,
         optimizer=optimizer_cost(config.opt, config.momentum),
         untrained=sum(tensor.nbytes for tensor in [*frozen, *engine.model.buffers()]),
+        backend=world.backend,
     )
 
 

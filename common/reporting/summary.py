@@ -224,7 +224,7 @@ def _card_rows(
 
 def memory_text(memory: Memory) -> str:
     """Return the bytes of rank 0's tensors by kind, for a person."""
-    parts = [f"{name} {memory[kind] / 1e6:.1f} MB" for kind, name in KINDS.items() if memory[kind]]
+    parts = [f"{name} {memory[kind] / 1e6:.1f} MB" for kind, name in KINDS.items()]
     return f"{total(memory) / 1e6:.1f} MB on rank 0: {', '.join(parts)}"
 
 

@@ -24,9 +24,11 @@ OPTIMIZERS = {
     ("adamw", 0.9): lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
 }
 ADAMW = ("adamw", 0.9)
-CASES = [(name, ADAMW) for name in MESSAGE_PLANS if name != "none"] + [
-    ("all_reduce", ("sgd", 0.0)),
-    ("all_reduce", ("sgd", 0.9)),
+CASES = [(name, {}, ADAMW) for name in MESSAGE_PLANS if name != "none"] + [
+    ("all_reduce", {}, ("sgd", 0.0)),
+    ("all_reduce", {}, ("sgd", 0.9)),
+    ("sharded", {"bucket_mb": 0.002}, ("sgd", 0.9)),
+    ("sharded", {"bucket_mb": 0.002}, ADAMW),
 ]
 STEPS = 4  # DDP rebuilds its buckets after the first step, PowerSGD compresses from the third on
 
@@ -50,9 +52,9 @@ TRAINED = GradientSize.of(Odd().parameters())
 UNTRAINED = 4 * 6 + 4 * 37 * 2 + 8  # frozen, BatchNorm's mean and variance, its int64 counter
 
 
-def measured(rank: int, name: str, optimizer_name: tuple[str, float]) -> Memory:
+def measured(name: str, options: dict, optimizer_name: tuple[str, float]) -> Memory:
     torch.manual_seed(0)
-    sync, model = build_sync(name), Odd()
+    sync, model = build_sync(name, **options), Odd()
     optimizer = OPTIMIZERS[optimizer_name]([p for p in model.parameters() if p.requires_grad])
     training = sync.prepare(model, optimizer)
     for _ in range(STEPS):
@@ -68,7 +70,7 @@ def measured(rank: int, name: str, optimizer_name: tuple[str, float]) -> Memory:
 
 
 def every_case(rank: int) -> list[Memory]:
-    return [measured(rank, *case) for case in CASES]
+    return [measured(*case) for case in CASES]
 
 
 @functools.cache
@@ -78,13 +80,15 @@ def memories(ranks: int) -> list[list[Memory]]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES, ids=[f"{name}-{opt}-{m}" for name, (opt, m) in CASES])
+@pytest.mark.parametrize(
+    "case", CASES, ids=[f"{name}-{opt}-{m}-{o}" for name, o, (opt, m) in CASES]
+)
 def test_each_rank_holds_what_is_predicted(case: tuple, ranks: int) -> None:
-    name, (opt, momentum) = case
+    name, options, (opt, momentum) = case
     for rank in range(ranks):
         predicted = predict_memory(
             name,
-            {},
+            options,
             TRAINED,
             rank=rank,
             ranks=ranks,
@@ -97,7 +101,7 @@ def test_each_rank_holds_what_is_predicted(case: tuple, ranks: int) -> None:
 def test_kinds_of_a_replica_in_multiples_of_its_parameters() -> None:
     """Independent of the model of memory: M, M, 2 M and 4 bytes a tensor, nothing else."""
     whole = sum(p.numel() * 4 for p in Odd().parameters() if p.requires_grad)
-    found = memories(2)[0][CASES.index(("all_reduce", ADAMW))]
+    found = memories(2)[0][CASES.index(("all_reduce", {}, ADAMW))]
     assert [found[kind] for kind in KINDS] == [whole, whole, 2 * whole + 4 * 8, 0, UNTRAINED]
     assert total(found) == 4 * whole + 32 + UNTRAINED
 
