@@ -28,6 +28,8 @@ STRATEGIES = {
     "ddp": "common.sync.ddp:DDP",
     "ddp_fp16": "common.sync.ddp_fp16:DDPFp16",
     "ddp_powersgd": "common.sync.ddp_powersgd:DDPPowerSGD",
+    "ddp_zero1": "common.sync.zero1:DDPZero1",
+    "fsdp": "common.sync.fsdp:FSDP",
     "topk": "common.sync.topk:TopK",
     "local_sgd": "common.sync.local_sgd:LocalSGD",
 }
@@ -48,12 +50,14 @@ MESSAGE_PLANS = {
     "ddp": "common.sync.bucket_plans:DDPPlan",
     "ddp_fp16": "common.sync.bucket_plans:DDPFp16Plan",
     "ddp_powersgd": "common.sync.bucket_plans:DDPPowerSGDPlan",
+    "ddp_zero1": "common.sync.built_in_plans:DDPZero1Plan",
+    "fsdp": "common.sync.built_in_plans:FSDPPlan",
     "topk": "common.sync.message_plans:TopKPlan",
     "local_sgd": "common.sync.message_plans:LocalSGDPlan",
 }
 
-# PyTorch's DistributedDataParallel, which PartThree offers.
-BUILT_IN = tuple(name for name in STRATEGIES if name.startswith("ddp"))
+# PyTorch's own, which PartThree offers.
+BUILT_IN = tuple(name for name in STRATEGIES if name.startswith(("ddp", "fsdp")))
 # The others that exchange anything, which PartTwo offers.
 BY_HAND = tuple(name for name in STRATEGIES if name != "none" and name not in BUILT_IN)
 

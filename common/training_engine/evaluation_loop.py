@@ -38,8 +38,10 @@ class Predictions:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel, or the model itself."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    """Return the module inside DistributedDataParallel, the one of a sharded copy, or ``model``."""
+    if isinstance(model, DistributedDataParallel):
+        return model.module
+    return getattr(model, "whole_model", model)  # fsdp.py trains a copy
 
 
 @torch.inference_mode()

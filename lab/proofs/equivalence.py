@@ -25,6 +25,7 @@ from lab.proofs.ranks import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "ddp": {"find_unused_parameters": True},
+    "ddp_zero1": {"find_unused_parameters": True},
     "overlapped": {"bucket_mb": 0.0002},
     "sharded": {"bucket_mb": 0.0002},
 }
