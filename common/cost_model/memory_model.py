@@ -7,6 +7,8 @@ of parameters on N ranks and an optimiser that keeps k values for each entry, a 
     all_reduce, ddp, ...         M            M            k M            0
     topk, ddp_powersgd           M            M            k M            M: what was not sent yet
     sharded                      M           M/N          k M/N          2 M; M with NCCL
+    ddp_zero1                    M             M          about k M/N        0
+    fsdp                         M/N           M/N        k M/N              0
 
 Activations are not in it: they depend on the rank's batch, and are freed by the end of backward.
 """
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 from common.sync import MESSAGE_PLANS, build_message_plan_from
 from common.sync.bucket_plans import is_compressed, thin_entries
 from common.sync.bucketing import assign_buckets
+from common.sync.built_in_plans import layers_of, part_bytes, shares_of
 from common.sync.message_cost import GradientSize, with_shape
 
 Memory = dict[str, int]
@@ -141,8 +144,43 @@ def _sharded(case: _Case) -> Memory:
     }
 
 
+def _zero1(case: _Case) -> Memory:
+    """Whole parameters belong to a rank, so the state is not exactly 1/N."""
+    own = [case.sizes[index] for index in shares_of(case.sizes, case.ranks)[case.rank]]
+    return _replicated(case) | {"optimizer_state": case.state_bytes(own)}
+
+
+def _fsdp(case: _Case) -> Memory:
+    """The rank's rows of each parameter; torch pads them to the same number on every rank.
+
+    Of the whole parameter one entry stays, which every entry then reads. The gradients of a layer
+    share memory, which is freed where the rank has no row of the layer.
+    """
+    parameters, gradients, own = 0, 0, []
+    for layer in layers_of(case.sizes):
+        padded = sum(part_bytes(size, case.ranks) for size in layer)
+        mine = [size for one in layer if (size := _own_rows(one, case))]
+        parameters += padded
+        gradients += padded if mine else 0
+        own += mine
+    return {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer_state": case.state_bytes(own),
+        "buckets": sum(size.itemsize for size in case.sizes),
+    }
+
+
+def _own_rows(size: GradientSize, case: _Case) -> int:
+    """Return the bytes of the rank's rows of a parameter, without padding."""
+    part = part_bytes(size, case.ranks)
+    return max(0, min(part, size - case.rank * part))
+
+
 _RULES: dict[str, Callable[[_Case], Memory]] = {
     "topk": _top_k,
     "ddp_powersgd": _powersgd,
     "sharded": _sharded,
+    "ddp_zero1": _zero1,
+    "fsdp": _fsdp,
 }

@@ -6,13 +6,16 @@ exist. memory_model.py (common/cost_model) predicts the same numbers.
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from common.cost_model.memory_model import Memory
 from common.sync.base import GradientSync
+
+T = TypeVar("T")
 
 _CONTAINERS = (list, tuple, set, frozenset)
 # A module's tensors are counted as parameters and buffers.
@@ -42,31 +45,41 @@ def rank_memory(model: nn.Module, optimizer: Optimizer, sync: GradientSync) -> M
 
     parameters = list(model.parameters())
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    # ddp_zero1 has a second optimiser.
+    optimizers = [vars(one) for one in [optimizer, *found_within(vars(sync), Optimizer)]]
     return {
         "parameters": new_bytes(p for p in parameters if p.requires_grad),
         "untrained": new_bytes([*parameters, *model.buffers()]),
-        "gradients": new_bytes(p.grad for p in [*parameters, *stepped]),
-        "optimizer_state": new_bytes(tensors_within(vars(optimizer), set())),
-        "buckets": new_bytes(tensors_within(vars(sync), set())),
+        "gradients": new_bytes(p.grad for p in [*parameters, *stepped]) + _hidden_bytes(model),
+        "optimizer_state": new_bytes(found_within(optimizers, Tensor)),
+        "buckets": new_bytes(found_within(vars(sync), Tensor)),
     }
 
 
-def tensors_within(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield every tensor in containers and attributes of ``value``, however deep, except modules'.
+def _hidden_bytes(model: nn.Module) -> int:
+    """Return the bytes of DDP's buckets that no ``p.grad`` views: Python does not see them."""
+    if not isinstance(model, DistributedDataParallel):
+        return 0
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
 
-    ``seen`` : ids of objects that were searched already.
+
+def found_within(value: Any, kind: type[T], seen: set[int] | None = None) -> Iterator[T]:
+    """Yield every ``kind`` in containers and attributes of ``value``, however deep.
+
+    Does not search modules. ``seen`` : ids of objects that were searched already.
     """
-    if isinstance(value, Tensor):
+    seen = set() if seen is None else seen
+    if isinstance(value, kind):
         yield value
-        return
-    if isinstance(value, _NOT_SEARCHED) or id(value) in seen:
-        return
-    seen.add(id(value))
-    for part in _parts(value):
-        yield from tensors_within(part, seen)
+    elif not isinstance(value, _NOT_SEARCHED) and id(value) not in seen:
+        seen.add(id(value))
+        for part in _parts(value):
+            yield from found_within(part, kind, seen)
 
 
 def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, Tensor):
+        return
     if isinstance(value, Mapping):
         yield from value
         yield from value.values()
