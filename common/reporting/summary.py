@@ -224,8 +224,13 @@ def _card_rows(
 
 def memory_text(memory: Memory) -> str:
     """Return the bytes of rank 0's tensors by kind, for a person."""
-    parts = [f"{name} {memory[kind] / 1e6:.1f} MB" for kind, name in KINDS.items()]
-    return f"{total(memory) / 1e6:.1f} MB on rank 0: {', '.join(parts)}"
+    whole = total(memory)
+    parts = [
+        f"{name} {memory[kind] / 1e6:.1f}"
+        for kind, name in KINDS.items()
+        if memory[kind] > whole / 1000
+    ]
+    return f"{whole / 1e6:.1f} MB on rank 0: {', '.join(parts)}"
 
 
 def section_text(sections: SectionSeconds, step_seconds: float) -> str:

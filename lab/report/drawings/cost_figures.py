@@ -184,9 +184,11 @@ def _tensor_bars(axis: Axes, y: float, row: CellRow) -> None:
         note(axis, y, "not recorded")
         return
     left = 0.0
-    for kind, nbytes in (row.memory() or row.memory(predicted=True)).items():
-        axis.barh(y, nbytes / MB, left=left, height=0.7, color=color(row.sync), **_LOOKS[kind])
-        left += nbytes / MB
+    known = row.memory() or row.memory(predicted=True)
+    for kind, look in _LOOKS.items():
+        width = known[kind] / MB
+        axis.barh(y, width, left=left, height=0.7, color=color(row.sync), **look)
+        left += width
     if row.memory(predicted=True):
         predicted = sum(row.memory(predicted=True).values()) / MB
         hollow(axis, predicted, y, row.sync, marker="D", markersize=6)

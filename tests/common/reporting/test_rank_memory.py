@@ -1,7 +1,5 @@
 """A rank holds what the closed forms predict: tensors of real ranks, counted to the byte."""
 
-import functools
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,6 @@ from common.cost_model.memory_model import (
     Memory,
     optimizer_cost,
     predict_memory,
-    total,
 )
 from common.reporting.rank_memory import rank_memory
 from common.sync import MESSAGE_PLANS, build_sync
@@ -24,11 +21,19 @@ OPTIMIZERS = {
     ("adamw", 0.9): lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
 }
 ADAMW = ("adamw", 0.9)
-CASES = [(name, {}, ADAMW) for name in MESSAGE_PLANS if name != "none"] + [
+CASES = [
+    ("all_reduce", {}, ADAMW),
+    ("ddp", {}, ADAMW),
+    ("sharded", {"bucket_mb": 0.002}, ADAMW),
+    ("sharded", {"bucket_mb": 0.002}, ("sgd", 0.9)),
+]
+OTHER_CASES = [
+    (name, {}, ADAMW) for name in MESSAGE_PLANS if name not in ("none", "all_reduce")
+] + [
     ("all_reduce", {}, ("sgd", 0.0)),
     ("all_reduce", {}, ("sgd", 0.9)),
-    ("sharded", {"bucket_mb": 0.002}, ("sgd", 0.9)),
-    ("sharded", {"bucket_mb": 0.002}, ADAMW),
+    ("ddp_zero1", {}, ("sgd", 0.9)),
+    ("fsdp", {}, ("sgd", 0.9)),
 ]
 STEPS = 4  # DDP rebuilds its buckets after the first step, PowerSGD compresses from the third on
 
@@ -69,41 +74,49 @@ def measured(name: str, options: dict, optimizer_name: tuple[str, float]) -> Mem
     return memory
 
 
-def every_case(rank: int) -> list[Memory]:
-    return [measured(*case) for case in CASES]
+def every_case(rank: int, cases: list) -> list[Memory]:
+    return [measured(*case) for case in cases]
 
 
-@functools.cache
-def memories(ranks: int) -> list[list[Memory]]:
-    """Return each rank's memory by case, measured once for all tests."""
-    return run_ranks(ranks, every_case)
+def compare(cases: list, ranks: int) -> None:
+    by_rank = run_ranks(ranks, every_case, cases)
+    for index, (name, options, (opt, momentum)) in enumerate(cases):
+        for rank in range(ranks):
+            predicted = predict_memory(
+                name,
+                options,
+                TRAINED,
+                rank=rank,
+                ranks=ranks,
+                optimizer=optimizer_cost(opt, momentum),
+                untrained=UNTRAINED,
+            )
+            assert by_rank[rank][index] == predicted, (name, opt, momentum, rank)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "case", CASES, ids=[f"{name}-{opt}-{m}-{o}" for name, o, (opt, m) in CASES]
-)
-def test_each_rank_holds_what_is_predicted(case: tuple, ranks: int) -> None:
-    name, options, (opt, momentum) = case
-    for rank in range(ranks):
-        predicted = predict_memory(
-            name,
-            options,
-            TRAINED,
-            rank=rank,
-            ranks=ranks,
-            optimizer=optimizer_cost(opt, momentum),
-            untrained=UNTRAINED,
-        )
-        assert memories(ranks)[rank][CASES.index(case)] == predicted
+def test_each_rank_holds_what_is_predicted() -> None:
+    compare(CASES, 2)
 
 
-def test_kinds_of_a_replica_in_multiples_of_its_parameters() -> None:
-    """Independent of the model of memory: M, M, 2 M and 4 bytes a tensor, nothing else."""
-    whole = sum(p.numel() * 4 for p in Odd().parameters() if p.requires_grad)
-    found = memories(2)[0][CASES.index(("all_reduce", {}, ADAMW))]
-    assert [found[kind] for kind in KINDS] == [whole, whole, 2 * whole + 4 * 8, 0, UNTRAINED]
-    assert total(found) == 4 * whole + 32 + UNTRAINED
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_strategy_holds_what_is_predicted(ranks: int) -> None:
+    compare(CASES + OTHER_CASES, ranks)
+
+
+def test_stages_of_zero_by_hand() -> None:
+    """Four ranks share 640 bytes without a rest, in four parameters of one size."""
+    expected = {
+        "ddp": (640, 640, 640, 0),
+        "topk": (640, 640, 640, 640),
+        "ddp_zero1": (640, 640, 160, 0),
+        "sharded": (640, 160, 160, 1280),
+        "fsdp": (160, 160, 160, 16),
+    }
+    for name, kinds in expected.items():
+        cost, sizes = optimizer_cost("sgd", 0.9), [GradientSize((4, 10))] * 4
+        found = predict_memory(name, {}, sizes, rank=3, ranks=4, optimizer=cost)
+        assert found == dict(zip(KINDS, (*kinds, 0), strict=True)), name
 
 
 def test_no_prediction_for_a_strategy_without_a_closed_form() -> None:
