@@ -6,13 +6,16 @@
 Real ranks on this machine, with Gloo over loopback, train each model for three steps on two images
 a rank; then every tensor that the rank holds is counted, by kind, each storage once. Counted are
 bytes, so neither the batch nor the load of the machine matters. A row shows the rank that holds
-most.
+most. Its last column is the peak within a step: what it holds after ``zero_grad``, and the most
+that torch's allocator hands out from then on, which includes gathered layers, gradients before they
+are in a bucket, and the activations of two images. Gloo's own buffers are not in it.
 
 Activations depend on the batch: they are the tensors that autograd keeps for backward, counted on
 the meta device, which knows shapes and holds no data. ``lab.proofs.ranks`` starts the ranks.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 from loader import REPOSITORY, whole_number
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -36,6 +40,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.001),
 }
+_PEAK = "peak"
 _STEPS = 3  # DDP rebuilds its buckets after the first
 _GLOBAL_BATCH = 256
 
@@ -55,16 +60,34 @@ def _after_some_steps(model_name: str, opt: str, sync_name: str) -> Memory:
     sync, model = build_sync(sync_name), build(model_name)
     optimizer = OPTIMIZERS[opt](model.parameters())
     training = sync.prepare(model, optimizer)
-    for _ in range(_STEPS):
-        optimizer.zero_grad(set_to_none=True)
+
+    def step() -> None:
         training(torch.randn(2, 3, 32, 32)).square().mean().backward()
         sync.synchronize(training)
         optimizer.step()
         sync.after_step(training)
+
+    for _ in range(_STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        step()
     memory = rank_memory(training, optimizer, sync)
+    optimizer.zero_grad(set_to_none=True)
+    left = total(rank_memory(training, optimizer, sync))
+    memory[_PEAK] = left + most_allocated(step)
     sync.sync_replicas(training)
     sync.close()
     return memory
+
+
+def most_allocated(action: Callable[[], None]) -> int:
+    """Return the most bytes that torch's allocator has handed out at a time since the begin."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        action()
+    assert recorded.profiler is not None
+    assert recorded.profiler.kineto_results is not None
+    events = [one for one in recorded.profiler.kineto_results.events() if one.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))
 
 
 def predict(model_name: str, opt: str, sync_name: str, *, rank: int, ranks: int) -> Memory | None:
@@ -83,19 +106,19 @@ def predict(model_name: str, opt: str, sync_name: str, *, rank: int, ranks: int)
 
 def print_tensors(models: Sequence[str], sizes: Sequence[int], syncs: Sequence[str]) -> None:
     """Print a Markdown table of the rank that holds most, in MB."""
-    heads = ["model", "optimiser", "strategy", "ranks", *KINDS.values(), "all", "predicted"]
+    heads = ["model", "optimiser", "strategy", "ranks", *KINDS.values(), "all", "predicted", _PEAK]
     print(_line(heads), _line(["---"] * 3 + ["---:"] * (len(heads) - 3)), sep="\n")
     for size in sizes:
         names = ["none"] if size == 1 else syncs
         cases = [(model, opt, sync) for model in models for opt in OPTIMIZERS for sync in names]
         by_rank = run_ranks(size, measure, cases, timeout_seconds=1800)
         for index, case in enumerate(cases):
-            held = [memories[index] for memories in by_rank]
+            held = [{kind: memories[index][kind] for kind in KINDS} for memories in by_rank]
             rank = max(range(size), key=lambda one: total(held[one]))
             predicted = predict(*case, rank=rank, ranks=size)
-            numbers = [*(held[rank][kind] for kind in KINDS), total(held[rank])]
-            foretold = f"{total(predicted) / 1e6:.2f}" if predicted else "–"
-            print(_line([*case, size, *(f"{number / 1e6:.2f}" for number in numbers), foretold]))
+            sums = [total(held[rank]), total(predicted or {}), by_rank[rank][index][_PEAK]]
+            numbers = [f"{number / 1e6:.2f}" for number in [*held[rank].values(), *sums]]
+            print(_line([*case, size, *numbers]), flush=True)
 
 
 def print_activations(models: Sequence[str], sizes: Sequence[int]) -> None:
