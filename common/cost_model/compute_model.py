@@ -27,6 +27,10 @@ class StepCompute:
     ``ready_bytes`` counts, rising, the bytes of gradients made so far; ``ready_shares`` holds the
     share of backward after which each count is reached. Backward makes the gradients in the reverse
     order of the parameters.
+
+    ``needed_shares`` holds, for each of these counts, the share of "before" after which forward
+    first uses one of their parameters. Without it forward is the mirror image of backward, and data
+    counts as a part of it: 1 - ``ready_shares``.
     """
 
     before_seconds: float
@@ -34,6 +38,7 @@ class StepCompute:
     update_seconds: float
     ready_bytes: Sequence[int] = ()
     ready_shares: Sequence[float] = ()
+    needed_shares: Sequence[float] = ()
 
     @property
     def seconds(self) -> float:
@@ -45,6 +50,13 @@ class StepCompute:
         index = bisect.bisect_left(self.ready_bytes, nbytes)
         share = self.ready_shares[index] if index < len(self.ready_shares) else 1.0
         return share * self.backward_seconds
+
+    def needed_seconds(self, nbytes: int) -> float:
+        """Return the seconds until forward uses a parameter beyond the first ``nbytes`` bytes."""
+        shares = self.needed_shares or [1 - share for share in self.ready_shares]
+        total = self.ready_bytes[-1] if self.ready_bytes else 0
+        index = bisect.bisect_left(self.ready_bytes, total - nbytes)
+        return shares[index] * self.before_seconds if index < len(shares) else 0.0
 
 
 @dataclass(frozen=True)

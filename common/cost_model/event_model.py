@@ -1,10 +1,10 @@
 """The time of a training step, predicted from a strategy's message plan.
 
 Read downward: ``loads`` holds the closed formula of each collective, ``operation_terms`` turns it
-into seconds (alpha-beta-gamma model), ``exposed_seconds`` lets messages overlap with backward, and
-``predict_step`` adds up the step. Imports no torch, so that a table for 100,000 nodes takes a
-moment. The formulas are those of the algorithms that Gloo uses (Thakur, Rabenseifner, Gropp:
-Optimization of Collective Communication Operations in MPICH, 2005).
+into seconds (alpha-beta-gamma model), ``exposed_seconds`` lets messages overlap with backward and
+with the next forward, and ``predict_step`` adds up the step. Imports no torch, so that a table for
+100,000 nodes takes a moment. The formulas are those of the algorithms that Gloo uses (Thakur,
+Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
 """
 
 import math
@@ -154,6 +154,9 @@ def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
         "all_reduce": (2 * (ranks - 1), 2 * parts, parts),  # ring: reduce-scatter, then all-gather
         "reduce": (ranks, 2 * parts, parts),  # ring: reduce-scatter, then the parts go to the root
         "all_gather": (ranks - 1, (ranks - 1) * nbytes, 0.0),  # ring
+        # Each rank sends to all others at once: one latency, and headers as through a root.
+        "all_to_all": (1, parts + (ranks - 2) * PACKET_BYTES, 0.0),
+        "reduce_scatter": (ranks - 1, parts, parts),  # the first half of all_reduce's ring
         "broadcast": (rounds, rounds * nbytes, 0.0),  # binomial tree
         "gather": (1, through_root, 0.0),  # every rank straight to the root: one latency
         "scatter": (1, through_root, 0.0),  # and back
@@ -197,6 +200,9 @@ def exposed_seconds(
     messages : in order, after how many seconds of backward each may begin (None: after all of it),
         and its own seconds. They go one after the other, c_k = max(r_k, c_{k-1}) + t_k. While one
         is under way, backward computes at a speed of 1 - ``overlap_cost``.
+
+    A forward that waits for messages is the same seen in a mirror: time runs backwards, so the last
+    message comes first, and may begin once all of forward that needs it is done.
     """
     now = computed = 0.0  # seconds on the clock, and how many seconds' worth of backward are done
     end_of_backward: float | None = None
@@ -222,9 +228,9 @@ class Prediction:
     """One step, the mean over the strategy's period.
 
     ``compute_seconds`` : data, forward, backward and update, with the time that messages take from
-        backward.
-    ``sync_seconds`` : exposed communication, the messages left after backward. Both add up to
-        ``step_seconds``.
+        forward and backward.
+    ``sync_seconds`` : exposed communication, the messages left after backward and those that
+        forward waits for. Both add up to ``step_seconds``.
     ``bytes_sent_root``, ``bytes_sent_others`` : payload that rank 0 sends, and the mean over the
         other ranks (over some of them if they are many).
     ``bound`` : what takes longest: "compute", "latency", "bandwidth", "root's link" or "summation".
@@ -287,22 +293,32 @@ def _costs(
 def _busy_and_exposed(
     plan: MessagePlan, sizes: Sequence[int], ranks: int, network: Network, compute: StepCompute
 ) -> tuple[float, float]:
-    """Return the seconds of computing, and of the messages left after backward."""
-    slowed, left = exposed_seconds(
-        [
-            (
-                None
-                if operation.ready_bytes is None
-                else compute.ready_seconds(operation.ready_bytes),
-                cost.seconds,
-            )
-            for operation, cost in _costs(plan, sizes, ranks, network)
-        ],
-        compute.backward_seconds,
-        network.overlap_cost,
-    )
-    # A strategy that sends in every eighth step only (local SGD) costs an eighth of that a step.
-    return compute.seconds + slowed / plan.period, left / plan.period
+    """Return the seconds of computing, and of the messages that nothing hides."""
+    costs = _costs(plan, sizes, ranks, network)
+    beside_backward = [
+        (
+            None if one.ready_bytes is None else compute.ready_seconds(one.ready_bytes),
+            cost.seconds,
+        )
+        for one, cost in costs
+        if one.needed_bytes is None
+    ]
+    beside_forward = [  # in the mirror: from the end of forward
+        (compute.before_seconds - compute.needed_seconds(one.needed_bytes), cost.seconds)
+        for one, cost in reversed(costs)
+        if one.needed_bytes is not None
+    ]
+    computed = compute.before_seconds + compute.backward_seconds
+    computed += plan.update_share(ranks) * compute.update_seconds
+    exposed = 0.0
+    for messages, seconds in (
+        (beside_forward, compute.before_seconds),
+        (beside_backward, compute.backward_seconds),
+    ):
+        slowed, left = exposed_seconds(messages, seconds, network.overlap_cost)
+        # A strategy that sends in every eighth step only (local SGD) costs an eighth of that.
+        computed, exposed = computed + slowed / plan.period, exposed + left / plan.period
+    return computed, exposed
 
 
 def _bytes_sent(plan: MessagePlan, sizes: Sequence[int], ranks: int) -> tuple[float, float]:

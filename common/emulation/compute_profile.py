@@ -107,6 +107,15 @@ class Profile:
             ready |= dict.fromkeys(layer.parameters, passed)
         return ready
 
+    def needed_seconds(self, samples: float) -> dict[str, float]:
+        """Return the seconds of forward until each parameter is used, earliest first."""
+        passed = 0.0
+        needed: dict[str, float] = {}
+        for layer in self.layers:
+            needed |= dict.fromkeys(layer.parameters, passed)
+            passed += layer.forward.at(samples)
+        return needed
+
     def as_json(self) -> dict[str, Any]:
         """Return the file's content."""
         return label(_KIND, FORMAT) | asdict(self)

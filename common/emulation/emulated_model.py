@@ -28,7 +28,8 @@ class Emulation:
 
     Deadlines are absolute: from the first layer of forward to the last of backward, each layer ends
     when the sum of the times up to it has passed. If a busy machine or a hook delays a layer, the
-    next layers make up for it; only a delay at the end remains.
+    next layers make up for it; only a delay at the end remains. Forward pre-hooks are an exception:
+    there strategies wait for weights from other ranks, so all later deadlines move.
 
     Parameters
     ----------
@@ -47,30 +48,50 @@ class Emulation:
         self._layers = [
             (
                 layer,
-                [trained[name] for name in layer.parameters],
+                _owners(model, layer.parameters),
                 [_Gradient(trained[name], generator, rank) for name in layer.parameters],
             )
             for layer in profile.layers
         ]
+        self._model = model
         self._deadline: float | None = None
         self._backward_passes = 0
         model.forward = self._forward
 
-    def update(self) -> None:
-        """Sleep for the optimiser's time; no weight changes."""
+    def update(self, share: float = 1.0) -> None:
+        """Sleep for the time of an optimiser that updates that share of the weights.
+
+        No weight changes.
+        """
         self._deadline = None  # the exchange takes real time, which later layers must not catch up
-        self._pass(self._profile.update_seconds)
+        self._pass(share * self._profile.update_seconds)
         self._deadline = None
 
     def _forward(self, inputs: Tensor) -> Tensor:
-        samples = len(inputs)
-        signal = inputs.new_zeros((samples, self._classes))
-        for layer, parameters, gradients in self._layers:
-            self._pass(layer.forward.at(samples))
-            signal = _EmulatedLayer.apply(
-                signal, partial(self._backward, layer, gradients, samples), *parameters
+        signal = inputs.new_zeros((len(inputs), self._classes))
+        for layer, owners, gradients in self._layers:
+            # Through the modules that own the parameters, so that their hooks run.
+            call: Callable[[Tensor], Tensor] = partial(
+                self._forward_layer, layer, gradients, time.perf_counter()
             )
+            for module in owners:
+                module.forward, call = call, module
+            signal = call(signal)
         return signal
+
+    def _forward_layer(
+        self, layer: Layer, gradients: "Sequence[_Gradient]", called: float, signal: Tensor
+    ) -> Tensor:
+        """Take a layer's time; ``called`` is the moment before the hooks that run before it."""
+        if self._deadline is not None:
+            self._deadline += time.perf_counter() - called
+        samples = len(signal)
+        self._pass(layer.forward.at(samples))
+        # Looked up in each step: a strategy may have replaced them.
+        parameters = [self._model.get_parameter(name) for name in layer.parameters]
+        return _EmulatedLayer.apply(
+            signal, partial(self._backward, layer, gradients, samples), *parameters
+        )
 
     def _backward(
         self, layer: Layer, gradients: "Sequence[_Gradient]", samples: int
@@ -86,6 +107,12 @@ class Emulation:
         self._deadline = (now if self._deadline is None else self._deadline) + seconds
         if self._deadline > now:
             time.sleep(self._deadline - now)
+
+
+def _owners(model: nn.Module, parameters: Sequence[str]) -> list[nn.Module]:
+    """Return the modules that own these parameters, without ``model``: its hooks run anyway."""
+    names = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
+    return [model.get_submodule(name) for name in names if name]
 
 
 class _EmulatedLayer(torch.autograd.Function):

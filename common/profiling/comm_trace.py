@@ -28,6 +28,10 @@ _KINDS = {
     "c10d::allreduce_": "all_reduce",
     "c10d::allgather_": "all_gather",
     "c10d::_allgather_base_": "all_gather",
+    "c10d::alltoall_": "all_to_all",
+    "c10d::alltoall_base_": "all_to_all",
+    "c10d::reduce_scatter_": "reduce_scatter",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::reduce_": "reduce",
     "c10d::broadcast_": "broadcast",
     "c10d::gather_": "gather",
@@ -36,7 +40,8 @@ _KINDS = {
     "c10d::recv_": "recv",
 }
 _POINT_TO_POINT = ("send", "recv")
-_OWN_PART = {"all_gather": 1, "gather": 1}  # the argument with this rank's own part; else the first
+# The argument with the tensor that this rank passes in; else the first.
+_OWN_PART = {"all_gather": 1, "gather": 1, "all_to_all": 1, "reduce_scatter": 1}
 
 
 @dataclass
@@ -126,6 +131,8 @@ def _bytes(kind: str, args: tuple) -> tuple[int, float]:
     if kind in _POINT_TO_POINT:
         return size, float(size) if kind == "send" else 0.0
     root = next((a for a in args if isinstance(a, int) and not isinstance(a, bool)), 0)
+    if kind == "reduce_scatter" and dist.get_backend() == dist.Backend.GLOO:
+        kind = "all_reduce"  # which Gloo runs in its place
     return size, float(
         sent_bytes(kind, size, rank=dist.get_rank(), ranks=dist.get_world_size(), root=root)
     )

@@ -24,6 +24,9 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
     def buffers(tensor: Tensor) -> list[Tensor]:
         return [torch.empty_like(tensor) for _ in range(size)]
 
+    def whole_parts(tensor: Tensor) -> Tensor:
+        return tensor[: len(tensor) // size * size]
+
     calls: dict[str, Callable[[Tensor], object]] = {
         "all_reduce": lambda tensor: dist.all_reduce(tensor),
         "reduce": lambda tensor: dist.reduce(tensor, dst=0),
@@ -33,6 +36,12 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
             torch.empty_like(tensor), [tensor] * size if rank == 0 else None, src=0
         ),
         "all_gather": lambda tensor: dist.all_gather(buffers(tensor), tensor),
+        "all_to_all": lambda tensor: dist.all_to_all_single(
+            torch.empty_like(whole_parts(tensor)), whole_parts(tensor)
+        ),
+        "reduce_scatter": lambda tensor: dist.reduce_scatter_tensor(
+            tensor.new_empty(len(tensor) // size), whole_parts(tensor)
+        ),
         "exchange": lambda tensor: send_and_receive(
             tensor, torch.empty_like(tensor), to=(rank + 1) % size, source=(rank - 1) % size
         ),

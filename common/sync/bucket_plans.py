@@ -1,4 +1,4 @@
-"""What a step sends if gradients travel in buckets: ``overlapped`` and DDP's three strategies.
+"""What a step sends in buckets: ``overlapped``, ``sharded`` and DDP's three strategies.
 
 Like message_plans.py, this file imports no torch.
 """
@@ -13,6 +13,8 @@ from common.utils.grouping import grouped
 
 # PowerSGD compresses a gradient that has more than this many times the entries of P and Q.
 POWERSGD_LEAST_GAIN = 2
+# Smaller than DDP's: the next forward waits for the whole of its first bucket.
+SHARDED_BUCKET_MB = 4.0
 
 
 class DDPPlan(MessagePlan):
@@ -56,8 +58,38 @@ class OverlappedPlan(DDPPlan):
         super().__init__(bucket_mb=bucket_mb)
 
 
-class ShardedPlan(OverlappedPlan):
-    """TEMPORARY"""
+class ShardedPlan(MessagePlan):
+    """An all_to_all for each bucket of gradients, then an all_gather for each bucket of weights.
+
+    A bucket is padded to N equal parts, one for each rank. It is reduced as soon as backward has
+    filled it. The gathers come in the order of forward, so the last bucket that was reduced is the
+    first that is gathered.
+    """
+
+    def __init__(self, *, bucket_mb: float | None = None) -> None:
+        super().__init__()
+        self.bucket_mb = SHARDED_BUCKET_MB if bucket_mb is None else bucket_mb
+
+    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
+        """See the base class. Each rank adds the N parts that it receives."""
+        reduces, gathers = [], []
+        for size, ready in bucket_sizes(sizes, self.bucket_mb):
+            part = -(-size.entries // ranks) * size.itemsize
+            reduces.append(
+                Operation(
+                    "all_to_all",
+                    ranks * part,
+                    summed_bytes=ranks * part,
+                    copied_bytes=size,
+                    ready_bytes=ready,
+                )
+            )
+            gathers.append(Operation("all_gather", part, needed_bytes=sum(sizes) - ready))
+        return reduces + gathers[::-1]
+
+    def update_share(self, ranks: int) -> float:
+        """See the base class."""
+        return 1 / ranks
 
 
 class DDPPowerSGDPlan(MessagePlan):

@@ -12,7 +12,17 @@ from typing import Any
 
 from common.utils.grouping import grouped
 
-KINDS = ("all_reduce", "reduce", "broadcast", "gather", "scatter", "all_gather", "exchange")
+KINDS = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "gather",
+    "scatter",
+    "all_gather",
+    "all_to_all",
+    "reduce_scatter",
+    "exchange",
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,8 @@ class Operation:
         one, on the busiest rank.
     ready_bytes : if it may start during backward, the bytes of gradients that backward must have
         computed by then (it goes through the parameters in reverse); None: it starts afterwards.
+    needed_bytes : if it runs during the next forward, the bytes of parameters that forward may use,
+        in their order, before it must have ended. It starts after the update; None: before it.
     """
 
     kind: str
@@ -37,6 +49,7 @@ class Operation:
     summed_bytes: int = 0
     copied_bytes: int = 0
     ready_bytes: int | None = None
+    needed_bytes: int | None = None
 
 
 class GradientSize(int):
@@ -84,13 +97,17 @@ def sent_bytes(kind: str, nbytes: int, *, rank: int, ranks: int, root: int = 0) 
     """Return the payload bytes that ``rank`` sends in one collective, with Gloo's algorithms.
 
     all_reduce, all_gather and reduce are rings; after its ring, reduce collects the N parts at the
-    root. broadcast is a binomial tree; gather and scatter go straight to and from the root.
+    root. broadcast is a binomial tree; gather and scatter go straight to and from the root, in
+    all_to_all each part goes straight to its rank. reduce_scatter is NCCL's, the first half of
+    all_reduce's ring: Gloo runs a whole all_reduce in its place.
     The result is a fraction because the parts of a ring are M/N bytes.
     """
     at_root = rank == root
     tensors_sent: dict[str, Fraction | int] = {
         "all_reduce": Fraction(2 * (ranks - 1), ranks),
         "all_gather": ranks - 1,
+        "all_to_all": Fraction(ranks - 1, ranks),
+        "reduce_scatter": Fraction(ranks - 1, ranks),
         "reduce": Fraction(ranks - 1 if at_root else ranks, ranks),
         "gather": 0 if at_root else 1,
         "scatter": ranks - 1 if at_root else 0,

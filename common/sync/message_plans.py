@@ -34,6 +34,10 @@ class MessagePlan:
         """
         raise NotImplementedError(f"{type(self).__name__} does not define operations()")
 
+    def update_share(self, ranks: int) -> float:
+        """Return the share of the parameters that each rank's optimiser updates."""
+        return 1.0
+
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
         """Return the payload bytes that ``rank`` sends in ``period`` steps."""
         return sum(

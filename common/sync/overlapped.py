@@ -49,6 +49,7 @@ class Overlapped(OverlappedPlan, GradientSync):
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """See the base class."""
         self.close()
+        self._filling = None
         self._works: list[dist.Work] = []
         return super().prepare(model, optimizer)
 
@@ -76,4 +77,3 @@ class Overlapped(OverlappedPlan, GradientSync):
         """See the base class."""
         if self._filling is not None:
             self._filling.close()
-        self._filling = None

@@ -133,6 +133,7 @@ class Sharded(ShardedPlan, GradientSync):
 
     def close(self) -> None:
         """Remove the hooks. Optimiser state that ``sync_replicas`` has not gathered is lost."""
+        self.wait_for_weights()
         if self._filling is not None:
             self._filling.close()
         if self._optimizer is not None:

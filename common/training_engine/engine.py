@@ -266,7 +266,7 @@ class TrainingEngine:
             self.sync.synchronize(self.model)  # p.grad becomes the mean over all ranks
         with timer.section("update"):
             if self.emulation is not None:
-                self.emulation.update()
+                self.emulation.update(self.sync.update_share(self.world.size))
                 return StepOutcome.of_no_training()
             gradient_norm = self._unscale_and_clip()
             self.scaler.step(self.optimizer)  # skips a step whose fp16 gradients overflowed

@@ -121,15 +121,15 @@ def emulated_compute(
 
     names, gradients : of the parameters that train, in their order.
     """
-    ready = profile.ready_seconds(samples)
-    backward = max(ready.values())
-    in_turn = [ready[name] / backward for name in reversed(names)]
+    ready, needed = profile.ready_seconds(samples), profile.needed_seconds(samples)
+    forward, backward = profile.forward_seconds(samples), max(ready.values())
     return StepCompute(
-        profile.forward_seconds(samples),
+        forward,
         backward,
         profile.update_seconds,
         tuple(accumulate(reversed(gradients))),
-        tuple(accumulate(in_turn, max)),
+        tuple(accumulate((ready[name] / backward for name in reversed(names)), max)),
+        tuple(accumulate((needed[name] / forward for name in reversed(names)), min)),
     )
 
 

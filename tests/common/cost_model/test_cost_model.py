@@ -3,6 +3,7 @@
 The event model is compared with results by hand.
 """
 
+import random
 import time
 
 import pytest
@@ -21,6 +22,7 @@ from common.cost_model.event_model import (
 )
 from common.sync import STRATEGIES
 from common.sync.message_cost import KINDS, GradientSize, Operation
+from common.sync.message_plans import MessagePlan
 from lab.predict.tables import message_plans
 
 ALPHA, BETA, GAMMA = 3e-4, 8e-9, 2e-10
@@ -106,6 +108,12 @@ def messages_of(kind, ranks, nbytes):
             for rank in range(1, ranks)
         ],
         "all_gather": ring_rounds(ranks, ranks - 1, nbytes, 0),
+        "reduce_scatter": reduce_scatter,
+        "all_to_all": [
+            (rank, (rank + turn) % ranks, part + (PACKET_BYTES if turn > 1 else 0), [], 0)
+            for turn in range(1, ranks)
+            for rank in range(ranks)
+        ],
         "broadcast": binomial(ranks, nbytes),
         "gather": [
             (rank, 0, nbytes + (PACKET_BYTES if rank > 1 else 0), [], 0) for rank in range(1, ranks)
@@ -278,9 +286,7 @@ def test_event_model_by_hand(messages, cost, expected):
 
 
 def test_buckets_wait_for_the_gradients_that_they_hold():
-    class Buckets:
-        period = 1
-
+    class Buckets(MessagePlan):
         def operations(self, sizes, ranks):
             return [
                 Operation("exchange", 100, ready_bytes=100),
@@ -296,6 +302,68 @@ def test_buckets_wait_for_the_gradients_that_they_hold():
         (5.5, 6.0)
     )  # the first bucket is hidden, from 1 s to 3 s of 4 s
     assert (one.bound, one.bytes_sent_root) == ("bandwidth", 400)
+
+
+class Sharded(MessagePlan):
+    """Three parameters of 100, 200 and 300 bytes; the last one is a bucket, the others are one."""
+
+    def operations(self, sizes, ranks):
+        return [
+            Operation("exchange", 300, ready_bytes=300),
+            Operation("exchange", 300, ready_bytes=600),
+            Operation("exchange", 500, needed_bytes=0),
+            Operation("exchange", 800, needed_bytes=300),
+        ]
+
+    def bytes_sent(self, sizes, rank, ranks):
+        return 1900
+
+    def update_share(self, ranks):
+        return 1 / ranks
+
+
+@pytest.mark.parametrize(
+    ("overlap_cost", "expected"),
+    [
+        # Each byte takes 10 ms. Forward waits 5 s for the first gather; 6 s later, after 11 s, it
+        # needs the second one, which takes until 13 s: forward ends at 17 s, 7 s late. Backward
+        # hides the first exchange, and the second takes 3 s after it. The update takes 4 s / 2.
+        (0.0, (10 + 20 + 2, 7 + 3)),
+        # At half speed: forward is at 4 s when the second gather ends at 13 s, and does not wait
+        # for it. The first exchange delays backward by 1.5 s.
+        (0.5, (10 + 4 + 20 + 1.5 + 2, 5 + 3)),
+    ],
+)
+def test_forward_waits_for_the_gathers_that_the_last_step_began(overlap_cost, expected):
+    network = Network(0.0, 0.01, overlap_cost=overlap_cost)
+    compute = StepCompute(10.0, 20.0, 4.0, (300, 500, 600), (0.25, 0.75, 1.0), (0.6, 0.2, 0.0))
+    step = predict_step(Sharded(), [100, 200, 300], 2, network=network, compute=compute)
+    assert (step.compute_seconds, step.sync_seconds) == pytest.approx(expected)
+    assert step.step_seconds == pytest.approx(sum(expected))
+
+
+def test_a_stalled_forward_is_a_backward_seen_in_a_mirror():
+    """Here forward is followed from its begin: during a gather it computes, or waits for it."""
+    generator = random.Random(0)
+    for _ in range(500):
+        cost, forward = generator.choice([0.0, 0.3, 0.9]), 10.0
+        needed = sorted(generator.choice([0.0, forward * generator.random()]) for _ in range(5))
+        gathers = [(at, 4 * generator.random()) for at in needed[: generator.randrange(6)]]
+        computed = 0.0
+        for at, seconds in gathers:
+            computed = min(at, computed + (1 - cost) * seconds)
+        took = sum(seconds for _, seconds in gathers) + forward - computed
+        mirrored = [(forward - at, seconds) for at, seconds in reversed(gathers)]
+        assert forward + sum(exposed_seconds(mirrored, forward, cost)) == pytest.approx(took)
+
+
+def test_without_times_of_forward_it_is_the_mirror_image_of_backward():
+    """Backward is done with the last 300 of 600 bytes after a quarter: forward begins them then."""
+    alike = StepCompute(10.0, 20.0, 4.0, (300, 500, 600), (0.25, 0.75, 1.0))
+    assert [alike.needed_seconds(nbytes) for nbytes in (0, 100, 299, 300)] == [0, 2.5, 2.5, 7.5]
+    known = StepCompute(10.0, 20.0, 4.0, (300, 500, 600), (0.25, 0.75, 1.0), (0.6, 0.2, 0.0))
+    assert [known.needed_seconds(nbytes) for nbytes in (0, 100, 299, 300)] == [0, 2, 2, 6]
+    assert NO_COMPUTE.needed_seconds(100) == 0
 
 
 def test_a_periodic_strategy_is_predicted_by_its_mean_step():

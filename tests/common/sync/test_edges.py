@@ -68,7 +68,9 @@ def mixed_types(rank: int) -> dict[str, str]:
         torch.manual_seed(0)
         model = Mixed()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        sync = build_sync(name, **({"bucket_mb": 0.002} if name == "overlapped" else {}))
+        sync = build_sync(
+            name, **({"bucket_mb": 0.002} if name in ("overlapped", "sharded") else {})
+        )
         training = sync.prepare(model, optimizer)
         for step in range(3):
             optimizer.zero_grad()
@@ -78,6 +80,8 @@ def mixed_types(rank: int) -> dict[str, str]:
             training(inputs).square().sum().backward()
             sync.synchronize(model)
             optimizer.step()
+            sync.after_step(model)
+        sync.sync_replicas(model)
         sync.close()
         found[name] = [p.detach().double().numpy() for p in model.parameters()]
     return found
@@ -169,8 +173,8 @@ def test_overlapped_sends_a_bucket_before_the_next_gradient_is_there() -> None:
 def engines_in_turn(rank: int) -> tuple[float, str]:
     """Train one model with three engines in turn; return its error and a digest.
 
-    The engines use overlapped, ring and overlapped again, and each prepares twice. The reference
-    uses all_reduce throughout.
+    The engines use overlapped, sharded, ring and overlapped again, and each prepares twice. The
+    reference uses all_reduce throughout.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(288, 4)).double()
@@ -190,8 +194,8 @@ def engines_in_turn(rank: int) -> tuple[float, str]:
         for step in range(3)
     ]
     for trained, ways in (
-        (model, ("overlapped", "ring", "overlapped")),
-        (other, ("all_reduce",) * 3),
+        (model, ("overlapped", "sharded", "ring", "overlapped")),
+        (other, ("all_reduce",) * 4),
     ):
         for way in ways:
             engine = TrainingEngine(trained, "cpu", distributed=True, sync=way)

@@ -13,10 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from common.sync import STRATEGIES, build_sync
+from common.sync import sharded as sharded_module
 from common.sync import topk as topk_module
 
 BY_HAND = [name for name in STRATEGIES if name != "none" and not name.startswith("ddp")]
-CALLS = ("all_reduce", "all_gather", "gather", "scatter", "reduce", "broadcast", "send", "recv")
+CALLS = (
+    *("all_reduce", "all_gather", "gather", "scatter", "reduce", "broadcast", "send", "recv"),
+    "all_to_all_single",
+)
 RANKS = 4
 
 
@@ -26,6 +30,9 @@ def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     work = SimpleNamespace(wait=lambda: None)
     for name in (*CALLS, "P2POp"):
         monkeypatch.setattr(dist, name, lambda *_args, **_options: work)
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        monkeypatch.setattr(sharded_module, name, lambda *_args, **_options: work)
+    monkeypatch.setattr(dist, "get_backend", lambda: dist.Backend.NCCL)
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda _operations: [work])
     monkeypatch.setattr(dist, "get_rank", lambda: request.param)
     monkeypatch.setattr(dist, "get_world_size", lambda: RANKS)

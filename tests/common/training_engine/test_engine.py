@@ -734,6 +734,7 @@ def clipped(rank: int, strategy: str) -> dict[str, Any]:
         reference, global_batches, shares[rank], strict=True
     ):
         norms.append(float(engine.train_step([batch], global_samples=len(labels)).numbers[2]))
+        engine.agree_on_buffers()
         errors.append(relative_error(parameters_of(model), parameters))
     engine.close()
     return {"errors": errors, "norms": norms, "expected": [norm for _, norm in reference]}

@@ -17,6 +17,7 @@ from common.cost_model.calibration_file import load_calibration, reference_path
 from common.errors import UserError
 from common.sync import STRATEGIES, build_sync
 from common.sync.message_cost import GradientSize
+from common.sync.message_plans import MessagePlan
 from lab.predict.cli import main_predict
 from lab.predict.tables import message_plans, predict_table
 from lab.units import parse_latency, parse_rate
@@ -108,13 +109,7 @@ def test_ranks_of_one_machine_share_its_cores():
 
 
 def test_a_strategy_without_a_formula_is_shown_as_such(capsys):
-    class Silent:
-        period = 1
-
-        def operations(self, sizes, ranks):
-            raise NotImplementedError
-
-    row = predict_table([2], 1e9, None, {"silent": Silent()}, 256, "strong", REFERENCE)[0]
+    row = predict_table([2], 1e9, None, {"silent": MessagePlan()}, 256, "strong", REFERENCE)[0]
     assert (row.prediction, row.note) == (None, "no formula")
 
 
@@ -267,6 +262,7 @@ import json, sys, time
 from lab.predict.tables import message_plans
 from common.sync import STRATEGIES
 from common.sync.message_cost import GradientSize
+from common.sync.message_plans import MessagePlan
 sizes = [GradientSize(shape, itemsize) for shape, itemsize in json.loads(sys.argv[1])]
 print(json.dumps([
     [name, ranks, [list(vars(one).values()) for one in plan.operations(sizes, ranks)],

@@ -13,6 +13,7 @@ from common.cost_model.compute_model import StepCompute
 from common.cost_model.event_model import LARGEST_NODES, Network, step_seconds
 from common.sync import STRATEGIES
 from common.sync.message_cost import Operation
+from common.sync.message_plans import MessagePlan
 from lab.predict.scaling import most_nodes, numbers_of_nodes, scaling_limits
 from lab.predict.tables import compute_of, message_plans, scaling_limits_of
 
@@ -20,10 +21,8 @@ REFERENCE = load_calibration(reference_path())
 LINKS = [(1e10, 5e-5), (1e11, 5e-3)]
 
 
-class RingOfLatency:
+class RingOfLatency(MessagePlan):
     """A strategy that sends 2 (N - 1) messages of 0 bytes."""
-
-    period = 1
 
     def operations(self, sizes, ranks):
         return [Operation("exchange", 0, count=2 * (ranks - 1))]
@@ -181,14 +180,8 @@ def test_the_search_finds_what_every_number_of_nodes_gives(rate, latency, scalin
 
 
 def test_no_exchange_never_stops_and_a_strategy_without_a_formula_is_left_out():
-    class Silent:
-        period = 1
-
-        def operations(self, sizes, ranks):
-            raise NotImplementedError
-
     found = scaling_limits_of(
-        message_plans(["none"]) | {"silent": Silent()}, REFERENCE, 1e9, None, 256
+        message_plans(["none"]) | {"silent": MessagePlan()}, REFERENCE, 1e9, None, 256
     )
     assert [(one.sync, one.scaling) for one in found] == [("none", "strong"), ("none", "weak")]
     assert (found[0].limit, found[0].nodes, found[0].held_by) == (128, None, "samples")

@@ -1,0 +1,334 @@
+"""``sharded``: weights under way, optimisers and their state, overflow, and the order of events.
+
+test_sync.py compares it with one process after every step, test_bytes.py counts its messages. Here
+no step is followed by ``sync_replicas``, so that weights and state stay spread over the ranks.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from common.errors import UserError
+from common.profiling.comm_trace import Message, MessageRecorder
+from common.sync.optimizer_shards import ELEMENTWISE
+from common.sync.sharded import Sharded
+from common.training_engine import TrainingEngine
+from lab.proofs.equivalence import parameter_errors
+from tests.helpers import run_ranks
+
+STEPS, SAMPLES = 4, 3
+BUCKET_MB = 0.0008  # several buckets
+
+
+class Poisoned(Sharded):
+    """Fills the other ranks' parts of the weights with NaN until they arrive."""
+
+    def after_step(self, model: nn.Module) -> None:
+        for bucket in self._buckets:
+            own = bucket._own_weights.clone()
+            bucket._weights.tensor.fill_(torch.nan)
+            bucket._own_weights.copy_(own)
+        super().after_step(model)
+
+
+class Attends(nn.Module):
+    """Attention, whose ``out_proj`` is never called, tied weights, and a parameter of one entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        # Without biases: that of the keys has a gradient of rounding errors alone.
+        self.attention = nn.MultiheadAttention(8, 2, bias=False, batch_first=True)
+        self.norm, self.second = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Linear(2, 2)
+        self.head = nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        hidden = self.norm(hidden + self.attention(hidden, hidden, hidden)[0])
+        return self.head(self.gain * torch.tanh(self.second(hidden)).mean(dim=1))
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    inputs = torch.randn(SAMPLES, 5, 8, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(3, (SAMPLES,), generator=generator)
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(0)
+    return Attends()
+
+
+def two_groups(kind: type[Optimizer], model: nn.Module, **options: Any) -> Optimizer:
+    """Return an optimiser with two groups, since biases rarely have weight decay."""
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return kind([{"params": weights, "weight_decay": 0.01}, {"params": others}], lr=0.02, **options)
+
+
+def one_process(model: nn.Module, optimizer: Optimizer, ranks: int, steps: range) -> None:
+    for step in steps:
+        inputs, labels = (
+            torch.cat(parts)
+            for parts in zip(*(batch(step, rank) for rank in range(ranks)), strict=True)
+        )
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+
+def train(engine: TrainingEngine, rank: int, steps: range) -> None:
+    for step in steps:
+        engine.train_step([batch(step, rank)], global_samples=SAMPLES * engine.world.size)
+
+
+def prepared(
+    model: nn.Module, optimizer: Optimizer, sync: Any = None, **options: Any
+) -> TrainingEngine:
+    sync = sync or Poisoned(bucket_mb=BUCKET_MB)
+    engine = TrainingEngine(model, "cpu", distributed=True, sync=sync, **options)
+    engine.prepare(optimizer, nn.CrossEntropyLoss())
+    return engine
+
+
+def greatest_error(model: nn.Module, reference: nn.Module) -> float:
+    return max(parameter_errors(model, reference).values())
+
+
+def state_entries(optimizer: Optimizer) -> int:
+    return sum(
+        value.numel()
+        for entry in optimizer.state.values()
+        for name, value in entry.items()
+        if isinstance(value, Tensor) and value.dim()
+    )
+
+
+# --- Equal to one process, with every elementwise optimiser ---
+
+OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "ASGD": {"t0": 1}}
+
+
+def every_optimizer(rank: int, ranks: int) -> dict[str, tuple[float, float, bool]]:
+    """Return the error after four steps, the share of the state, and whether it is ordinary."""
+    found = {}
+    for kind in ELEMENTWISE:
+        model, reference = new_model(), new_model()
+        # Rprop has no weight decay.
+        make: Callable[[nn.Module], Optimizer] = lambda model, kind=kind: (  # noqa: E731
+            kind(model.parameters(), lr=0.002)
+            if kind.__name__ == "Rprop"
+            else two_groups(kind, model, **OPTIONS.get(kind.__name__, {}))
+        )
+        optimizer, whole = make(model), make(reference)
+        engine = prepared(model, optimizer)
+        train(engine, rank, range(STEPS))
+        one_process(reference, whole, ranks, range(STEPS))
+        entries = state_entries(whole)
+        share = state_entries(optimizer) / entries if entries else 0.0
+        engine.agree_on_buffers()
+        state, expected = optimizer.state_dict(), whole.state_dict()
+        same = state["state"].keys() == expected["state"].keys() and all(
+            torch.allclose(torch.as_tensor(value), torch.as_tensor(expected["state"][i][name]))
+            for i, entry in state["state"].items()
+            for name, value in entry.items()
+        )
+        same = same and state["param_groups"] == expected["param_groups"]
+        found[kind.__name__] = (greatest_error(model, reference), share, same)
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_every_optimiser_equals_one_process_with_its_nth_part_of_the_state(ranks: int) -> None:
+    by_rank = run_ranks(ranks, every_optimizer, ranks)
+    for name in by_rank[0]:
+        assert [found[name][0] < 1e-9 for found in by_rank] == [True] * ranks, (name, by_rank)
+        assert [found[name][2] for found in by_rank] == [True] * ranks, name
+        shares = [found[name][1] for found in by_rank]
+        # Adagrad also keeps a state for the unused parameters, on every rank.
+        assert sum(shares) == pytest.approx(1.0, abs=0.05), name
+        assert max(shares) < 1 / ranks + 0.05, name
+
+
+def test_other_optimisers_are_refused_by_name() -> None:
+    class Own(torch.optim.SGD):
+        """May do anything in its step."""
+
+    model = nn.Linear(2, 2)
+    for optimizer in (torch.optim.LBFGS(model.parameters()), Own(model.parameters(), lr=0.1)):
+        with pytest.raises(
+            UserError, match=rf"got the optimiser {type(optimizer).__name__}, .*SGD"
+        ):
+            Sharded().prepare(model, optimizer)
+
+
+# --- Checkpoints, averages, overflow ---
+
+
+def resumed(rank: int, ranks: int) -> dict[str, float]:
+    """Train half of the steps in one way and the rest in another; return the errors."""
+    half, rest = range(STEPS // 2), range(STEPS // 2, STEPS)
+    reference = new_model()
+    one_process(reference, two_groups(torch.optim.AdamW, reference), ranks, range(STEPS))
+    found = {}
+    for first, second in (("sharded", "all_reduce"), ("all_reduce", "sharded"), ("sharded",) * 2):
+        model = new_model()
+        optimizer = two_groups(torch.optim.AdamW, model)
+        engine = prepared(model, optimizer, first)
+        train(engine, rank, half)
+        weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        train(engine, rank, half)  # must not change what was saved
+        engine.close()
+        model = new_model()
+        optimizer = two_groups(torch.optim.AdamW, model)
+        engine = prepared(model, optimizer, second)
+        if second == "sharded":
+            train(engine, rank, half)  # loading also works between two steps
+            engine.agree_on_buffers()
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        train(engine, rank, rest)
+        engine.agree_on_buffers()
+        engine.close()
+        found[f"{first}, then {second}"] = greatest_error(model, reference)
+    # In one process, with the state of three ranks.
+    model = new_model()
+    optimizer = two_groups(torch.optim.AdamW, model)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    one_process(model, optimizer, ranks, rest)
+    return found | {"sharded, then one process": greatest_error(model, reference)}
+
+
+def test_its_checkpoints_are_ordinary() -> None:
+    for found in run_ranks(3, resumed, 3):
+        assert max(found.values()) < 1e-9, found
+
+
+def averages(rank: int) -> list[tuple[float, list[str]]]:
+    found = []
+    for sync in (Poisoned(bucket_mb=BUCKET_MB), "all_reduce"):
+        model = new_model()
+        engine = prepared(model, two_groups(torch.optim.SGD, model), sync, use_ema=True)
+        train(engine, rank, range(STEPS))
+        assert engine.ema is not None
+        found.append([p.tolist() for p in engine.ema.module.parameters()])
+        copy.deepcopy(model)(batch(0, 0)[0])  # a copy has hooks that wait for nothing
+        engine.close()
+    ours, theirs = ([torch.tensor(p) for p in parameters] for parameters in found)
+    return [float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)]
+
+
+def test_the_moving_average_reads_whole_weights() -> None:
+    for differences in run_ranks(2, averages):
+        assert max(differences) < 1e-9
+
+
+def overflow(rank: int, ranks: int) -> tuple[float, float, float]:
+    """Let one entry of rank 0's gradient overflow in the second step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = prepared(model, optimizer, amp_dtype=torch.float16)
+    torch.manual_seed(rank)
+    data = [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))]
+    engine.train_step(data, global_samples=4 * ranks)
+    engine.agree_on_buffers()
+    before, scale = copy.deepcopy(model), engine.scaler.get_scale()
+
+    def break_one_entry(gradient: Tensor) -> Tensor:
+        broken = gradient.clone()
+        broken.view(-1)[-1] = torch.inf
+        return broken
+
+    hook = model[0].weight.register_hook(break_one_entry) if rank == 0 else None
+    engine.train_step(data, global_samples=4 * ranks)
+    engine.agree_on_buffers()
+    unchanged = greatest_error(model, before)
+    scales = engine.scaler.get_scale() / scale
+    if hook is not None:
+        hook.remove()
+    engine.train_step(data, global_samples=4 * ranks)
+    engine.agree_on_buffers()
+    engine.close()
+    return unchanged, scales, greatest_error(model, before)
+
+
+def test_all_ranks_skip_a_step_that_overflows_in_one_ranks_part() -> None:
+    for unchanged, scales, later in run_ranks(3, overflow, 3):
+        assert (unchanged, scales) == (0.0, 0.5)
+        assert 0 < later < 1
+
+
+# --- When messages begin and who waits for them ---
+
+
+class Deep(nn.Module):
+    """Four layers of 1 MB each; (batch, 512) to (batch, 512)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)
+
+
+def order_of_events(rank: int) -> list[str]:
+    """Return the events of the third step, which has two micro-batches, and of a step after."""
+    model, events = Deep(), []
+    sync = Sharded(bucket_mb=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync.prepare(model, optimizer)
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        events.append("waits")
+        yield
+
+    class Recorder(MessageRecorder):
+        def _record(self, message: Message, work: object) -> None:
+            super()._record(message, work)
+            events.append(message.kind)
+
+    sync.waiting = waiting
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda *_, index=index: events.append(f"layer {index}"))
+        layer.weight.register_hook(lambda _, index=index: events.append(f"gradient {index}"))
+    for _ in range(3):
+        events.clear()
+        optimizer.zero_grad()
+        with sync.no_sync():
+            model(torch.ones(2, 512)).sum().backward()
+        events.append("accumulated")
+        with Recorder():
+            model(torch.ones(2, 512)).sum().backward()
+        sync.synchronize(model)
+        optimizer.step()
+        sync.after_step(model)
+    sync.sync_replicas(model)
+    sync.close()
+    count = len(events)
+    model(torch.ones(2, 512)).sum().backward()
+    return [*events[:count], "closed", *events[count:]]
+
+
+def test_each_layer_waits_for_its_own_bucket_and_each_bucket_leaves_when_it_is_full() -> None:
+    layers, gradients = [f"layer {i}" for i in range(4)], [f"gradient {i}" for i in (3, 2, 1, 0)]
+    waits = [event for layer in layers for event in ("waits", layer)]
+    overlapped = [event for gradient in gradients for event in (gradient, "all_to_all")]
+    for events in run_ranks(2, order_of_events):
+        assert events == [
+            *waits, *gradients, "accumulated", *layers, *overlapped, "closed", *layers, *gradients
+        ]  # fmt: skip
