@@ -95,7 +95,7 @@ def predict(model_name: str, opt: str, sync_name: str, *, rank: int, ranks: int)
     model = build(model_name)
     return predict_memory(
         sync_name,
-        {},
+        build_sync(sync_name),
         GradientSize.of(model.parameters()),
         rank=rank,
         ranks=ranks,

@@ -13,11 +13,11 @@ of parameters on N ranks and an optimiser that keeps k values for each entry, a 
 Activations are not in it: they depend on the rank's batch, and are freed by the end of backward.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from common.sync import MESSAGE_PLANS, build_message_plan_from
+from common.sync import MESSAGE_PLANS
 from common.sync.bucket_plans import is_compressed, thin_entries
 from common.sync.bucketing import assign_buckets
 from common.sync.built_in_plans import layers_of, part_bytes, shares_of
@@ -73,7 +73,7 @@ class _Case:
 
 def predict_memory(
     name: str,
-    options: Mapping[str, Any],
+    plan: Any,
     sizes: Sequence[int],
     *,
     rank: int,
@@ -86,13 +86,13 @@ def predict_memory(
 
     Parameters
     ----------
-    options : settings of the strategy, as ``build_message_plan_from`` takes them.
+    plan : the strategy or its message plan, for its bucket_mb or powersgd_rank.
     sizes : of the gradients, in the order of the parameters that train.
     untrained : bytes of the model's buffers and frozen parameters, which every rank holds.
     """
     if name not in MESSAGE_PLANS:
         return None
-    plan, shaped = build_message_plan_from(name, options), [with_shape(size) for size in sizes]
+    shaped = [with_shape(size) for size in sizes]
     case = _Case(plan, shaped, rank, ranks, optimizer, nccl=backend == "nccl")
     return _RULES.get(name, _replicated)(case) | {"untrained": untrained}
 

@@ -147,7 +147,7 @@ def _predicted_memory(setup: "Setup", engine: TrainingEngine) -> Memory | None:
     frozen = [p for p in parameters if not p.requires_grad]
     return predict_memory(
         "none" if isinstance(engine.sync, NoSync) else config.sync,
-        vars(config),
+        engine.sync,
         GradientSize.of(parameters),
         rank=world.rank,
         ranks=world.size,

@@ -84,7 +84,7 @@ def compare(cases: list, ranks: int) -> None:
         for rank in range(ranks):
             predicted = predict_memory(
                 name,
-                options,
+                build_sync(name, **options),
                 TRAINED,
                 rank=rank,
                 ranks=ranks,
@@ -115,10 +115,10 @@ def test_stages_of_zero_by_hand() -> None:
     }
     for name, kinds in expected.items():
         cost, sizes = optimizer_cost("sgd", 0.9), [GradientSize((4, 10))] * 4
-        found = predict_memory(name, {}, sizes, rank=3, ranks=4, optimizer=cost)
+        found = predict_memory(name, build_sync(name), sizes, rank=3, ranks=4, optimizer=cost)
         assert found == dict(zip(KINDS, (*kinds, 0), strict=True)), name
 
 
 def test_no_prediction_for_a_strategy_without_a_closed_form() -> None:
     cost = optimizer_cost("sgd", 0.9)
-    assert predict_memory("my_own", {}, TRAINED, rank=0, ranks=2, optimizer=cost) is None
+    assert predict_memory("my_own", None, TRAINED, rank=0, ranks=2, optimizer=cost) is None
