@@ -21,13 +21,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from loader import REPOSITORY, whole_number
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(REPOSITORY))
 
-from common.cost_model.memory_model import KINDS, Memory, optimizer_cost, predict_memory, total
+from common.cost_model.memory_model import (
+    KINDS,
+    Memory,
+    MemoryCase,
+    optimizer_cost,
+    predict_memory,
+    total,
+)
 from common.models import build_model
 from common.reporting.rank_memory import rank_memory
 from common.sync import STRATEGIES, build_sync
@@ -83,6 +91,7 @@ def most_allocated(action: Callable[[], None]) -> int:
     """Return the most bytes that torch's allocator has handed out at a time since the begin."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         action()
+        dist.barrier()  # messages under way would report to a profiler that is gone, and crash
     assert recorded.profiler is not None
     assert recorded.profiler.kineto_results is not None
     events = [one for one in recorded.profiler.kineto_results.events() if one.name() == "[memory]"]
@@ -93,15 +102,15 @@ def most_allocated(action: Callable[[], None]) -> int:
 def predict(model_name: str, opt: str, sync_name: str, *, rank: int, ranks: int) -> Memory | None:
     """Return the closed form for this case."""
     model = build(model_name)
-    return predict_memory(
-        sync_name,
-        build_sync(sync_name),
-        GradientSize.of(model.parameters()),
+    case = MemoryCase(
+        plan=build_sync(sync_name),
+        sizes=GradientSize.of(model.parameters()),
         rank=rank,
         ranks=ranks,
         optimizer=optimizer_cost(opt, 0.9),
         untrained=sum(buffer.nbytes for buffer in model.buffers()),
     )
+    return predict_memory(sync_name, case)
 
 
 def print_tensors(models: Sequence[str], sizes: Sequence[int], syncs: Sequence[str]) -> None:

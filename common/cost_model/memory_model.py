@@ -21,7 +21,7 @@ from common.sync import MESSAGE_PLANS
 from common.sync.bucket_plans import is_compressed, thin_entries
 from common.sync.bucketing import assign_buckets
 from common.sync.built_in_plans import layers_of, part_bytes, shares_of
-from common.sync.message_cost import GradientSize, with_shape
+from common.sync.message_cost import GradientSize
 
 Memory = dict[str, int]
 """Bytes of tensors on one rank by kind, one of ``KINDS``; each storage is counted once."""
@@ -55,49 +55,39 @@ def total(memory: Memory) -> int:
     return sum(memory.values())
 
 
-@dataclass(frozen=True)
-class _Case:
-    """Which rank, and what decides what it holds; see ``predict_memory``."""
-
-    plan: Any
-    sizes: Sequence[GradientSize]
-    rank: int
-    ranks: int
-    optimizer: OptimizerCost
-    nccl: bool
-
-    def state_bytes(self, sizes: Sequence[int]) -> int:
-        """Return the optimiser's state for parameters, or parts of them, of these sizes."""
-        return self.optimizer.copies * sum(sizes) + self.optimizer.step_bytes * len(sizes)
-
-
-def predict_memory(
-    name: str,
-    plan: Any,
-    sizes: Sequence[int],
-    *,
-    rank: int,
-    ranks: int,
-    optimizer: OptimizerCost,
-    untrained: int = 0,
-    backend: str | None = "gloo",
-) -> Memory | None:
-    """Return what ``rank`` of ``ranks`` holds with strategy ``name``; None for an unknown one.
+@dataclass(frozen=True, kw_only=True)
+class MemoryCase:
+    """What decides the bytes of a rank.
 
     Parameters
     ----------
     plan : the strategy or its message plan, for its bucket_mb or powersgd_rank.
     sizes : of the gradients, in the order of the parameters that train.
     untrained : bytes of the model's buffers and frozen parameters, which every rank holds.
+    nccl : whether messages use NCCL, not Gloo.
     """
+
+    plan: Any
+    sizes: Sequence[GradientSize]
+    rank: int
+    ranks: int
+    optimizer: OptimizerCost
+    untrained: int = 0
+    nccl: bool = False
+
+    def state_bytes(self, sizes: Sequence[int]) -> int:
+        """Return the optimiser's state for parameters, or parts of them, of these sizes."""
+        return self.optimizer.copies * sum(sizes) + self.optimizer.step_bytes * len(sizes)
+
+
+def predict_memory(name: str, case: MemoryCase) -> Memory | None:
+    """Return what the rank holds with strategy ``name``; None for one that this file lacks."""
     if name not in MESSAGE_PLANS:
         return None
-    shaped = [with_shape(size) for size in sizes]
-    case = _Case(plan, shaped, rank, ranks, optimizer, nccl=backend == "nccl")
-    return _RULES.get(name, _replicated)(case) | {"untrained": untrained}
+    return _RULES.get(name, _replicated)(case) | {"untrained": case.untrained}
 
 
-def _replicated(case: _Case) -> Memory:
+def _replicated(case: MemoryCase) -> Memory:
     """Every rank holds everything. A flat buffer or DDP's bucket is what ``p.grad`` views."""
     whole = sum(case.sizes)
     return {
@@ -108,11 +98,11 @@ def _replicated(case: _Case) -> Memory:
     }
 
 
-def _top_k(case: _Case) -> Memory:
+def _top_k(case: MemoryCase) -> Memory:
     return _replicated(case) | {"buckets": sum(case.sizes)}
 
 
-def _powersgd(case: _Case) -> Memory:
+def _powersgd(case: MemoryCase) -> Memory:
     """Besides the errors, which have the gradients' size, P and Q of each compressed gradient."""
     columns = case.plan.powersgd_rank
     thin = sum(
@@ -123,7 +113,7 @@ def _powersgd(case: _Case) -> Memory:
     return _replicated(case) | {"buckets": sum(case.sizes) + thin}
 
 
-def _sharded(case: _Case) -> Memory:
+def _sharded(case: MemoryCase) -> Memory:
     """The rank's part of each flat bucket, which padding makes a multiple of N entries long."""
     ready_order = case.sizes[::-1]
     part_bytes, segments = 0, []
@@ -144,13 +134,13 @@ def _sharded(case: _Case) -> Memory:
     }
 
 
-def _zero1(case: _Case) -> Memory:
+def _zero1(case: MemoryCase) -> Memory:
     """Whole parameters belong to a rank, so the state is not exactly 1/N."""
     own = [case.sizes[index] for index in shares_of(case.sizes, case.ranks)[case.rank]]
     return _replicated(case) | {"optimizer_state": case.state_bytes(own)}
 
 
-def _fsdp(case: _Case) -> Memory:
+def _fsdp(case: MemoryCase) -> Memory:
     """The rank's rows of each parameter; torch pads them to the same number on every rank.
 
     Of the whole parameter one entry stays, which every entry then reads. The gradients of a layer
@@ -171,13 +161,13 @@ def _fsdp(case: _Case) -> Memory:
     }
 
 
-def _own_rows(size: GradientSize, case: _Case) -> int:
+def _own_rows(size: GradientSize, case: MemoryCase) -> int:
     """Return the bytes of the rank's rows of a parameter, without padding."""
     part = part_bytes(size, case.ranks)
     return max(0, min(part, size - case.rank * part))
 
 
-_RULES: dict[str, Callable[[_Case], Memory]] = {
+_RULES: dict[str, Callable[[MemoryCase], Memory]] = {
     "topk": _top_k,
     "ddp_powersgd": _powersgd,
     "sharded": _sharded,

@@ -12,7 +12,7 @@ import torch
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from common.cost_model.memory_model import Memory, optimizer_cost, predict_memory
+from common.cost_model.memory_model import Memory, MemoryCase, optimizer_cost, predict_memory
 from common.distributed.clock_offset import clock_offset
 from common.distributed.collectives import gather_objects
 from common.profiling.comm_trace import Timeline
@@ -145,16 +145,16 @@ def _predicted_memory(setup: "Setup", engine: TrainingEngine) -> Memory | None:
     config, world = setup.config, setup.world
     parameters = list(engine.model.parameters())
     frozen = [p for p in parameters if not p.requires_grad]
-    return predict_memory(
-        "none" if isinstance(engine.sync, NoSync) else config.sync,
-        engine.sync,
-        GradientSize.of(parameters),
+    case = MemoryCase(
+        plan=engine.sync,
+        sizes=GradientSize.of(parameters),
         rank=world.rank,
         ranks=world.size,
         optimizer=optimizer_cost(config.opt, config.momentum),
         untrained=sum(tensor.nbytes for tensor in [*frozen, *engine.model.buffers()]),
-        backend=world.backend,
+        nccl=world.backend == "nccl",
     )
+    return predict_memory("none" if isinstance(engine.sync, NoSync) else config.sync, case)
 
 
 def _from_zero(recorded: Sequence[_RecordedStep]) -> list[RankTimeline]:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from common.cost_model.memory_model import (
     KINDS,
     Memory,
+    MemoryCase,
     optimizer_cost,
     predict_memory,
 )
@@ -82,16 +83,15 @@ def compare(cases: list, ranks: int) -> None:
     by_rank = run_ranks(ranks, every_case, cases)
     for index, (name, options, (opt, momentum)) in enumerate(cases):
         for rank in range(ranks):
-            predicted = predict_memory(
-                name,
-                build_sync(name, **options),
-                TRAINED,
+            case = MemoryCase(
+                plan=build_sync(name, **options),
+                sizes=TRAINED,
                 rank=rank,
                 ranks=ranks,
                 optimizer=optimizer_cost(opt, momentum),
                 untrained=UNTRAINED,
             )
-            assert by_rank[rank][index] == predicted, (name, opt, momentum, rank)
+            assert by_rank[rank][index] == predict_memory(name, case), (name, opt, momentum, rank)
 
 
 def test_each_rank_holds_what_is_predicted() -> None:
@@ -114,11 +114,17 @@ def test_stages_of_zero_by_hand() -> None:
         "fsdp": (160, 160, 160, 16),
     }
     for name, kinds in expected.items():
-        cost, sizes = optimizer_cost("sgd", 0.9), [GradientSize((4, 10))] * 4
-        found = predict_memory(name, build_sync(name), sizes, rank=3, ranks=4, optimizer=cost)
-        assert found == dict(zip(KINDS, (*kinds, 0), strict=True)), name
+        case = MemoryCase(
+            plan=build_sync(name),
+            sizes=[GradientSize((4, 10))] * 4,
+            rank=3,
+            ranks=4,
+            optimizer=optimizer_cost("sgd", 0.9),
+        )
+        assert predict_memory(name, case) == dict(zip(KINDS, (*kinds, 0), strict=True)), name
 
 
 def test_no_prediction_for_a_strategy_without_a_closed_form() -> None:
     cost = optimizer_cost("sgd", 0.9)
-    assert predict_memory("my_own", None, TRAINED, rank=0, ranks=2, optimizer=cost) is None
+    case = MemoryCase(plan=None, sizes=TRAINED, rank=0, ranks=2, optimizer=cost)
+    assert predict_memory("my_own", case) is None
