@@ -50,6 +50,15 @@ class _Progress(msgspec.Struct):
     in_a_row: Count = 0
 
 
+class _Buckets(msgspec.Struct, forbid_unknown_fields=True):
+    """A ``BucketChoice`` (common/cost_model/bucket_choice.py)."""
+
+    sync: str
+    bucket_mb: Annotated[float, Meta(gt=0, le=1e9)] | None
+    expected_step_seconds: Annotated[float, Meta(ge=0, le=1e9)]
+    default_step_seconds: Annotated[float, Meta(ge=0, le=1e9)]
+
+
 _Moment = Annotated[float, Meta(ge=0, le=1e12)]  # seconds since 1970
 
 
@@ -70,6 +79,7 @@ class _Entries(msgspec.Struct):
     step_in_epoch: Count = 0
     plan: _Plan | None = None
     progress: _Progress | None = None
+    auto_buckets: _Buckets | None = None
     scheduler_state_dict: dict[str, Any] | None = None
     scaler_state_dict: dict[str, Any] | None = None
     sync_state_dicts: list[dict[str, Any]] | None = None

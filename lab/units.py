@@ -1,9 +1,12 @@
-"""Parse rates and latencies as a user types them: "200mbit", "0.2ms"."""
+"""Parse what a user types: rates ("200mbit"), latencies ("0.2ms"), sizes of buckets ("auto")."""
 
+import contextlib
+import math
 import re
 from collections.abc import Mapping
 
 from common.errors import UserError
+from common.sync.bucketing import AUTO
 
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -23,6 +26,31 @@ def parse_latency(text: str | None) -> float | None:
     Raises UserError if the text is no positive number with a unit.
     """
     return _parse(text, _TIME_UNITS, "--latency", "0.2ms or 50us")
+
+
+def parse_bucket_mb(text: str | None) -> float | str | None:
+    """Return MiB, or "auto" itself; None gives None.
+
+    Raises UserError if the text is neither a positive number nor "auto".
+    """
+    if text is None or text == AUTO:
+        return text
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise UserError(f"--bucket-mb: got {text!r}, give a number above 0, or {AUTO}")
+
+
+def split_variant(sync: str) -> tuple[str, float | str | None]:
+    """Return the strategy and the size of its buckets: "ddp-auto" gives "ddp" and "auto".
+
+    "ddp-9" gives "ddp" and 9.0; any other text gives itself and None.
+    """
+    strategy, dash, size = sync.partition("-")
+    with contextlib.suppress(UserError):
+        if dash:
+            return strategy, parse_bucket_mb(size)
+    return sync, None
 
 
 def _parse(text: str | None, units: Mapping[str, float], flag: str, examples: str) -> float | None:

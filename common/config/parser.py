@@ -24,6 +24,7 @@ from common.config.schema import (
     TRAINING,
     Config,
     flag,
+    or_word,
 )
 from common.errors import UserError
 from common.sync import BUILT_IN, BY_HAND
@@ -138,11 +139,14 @@ class FlagParser(argparse.ArgumentParser):
         raise UserError(f"{name}: got {value!r}, {listed}")
 
 
-def _convert(kind: type, text: str) -> Any:
+def _convert(rules: Mapping[str, Any], text: str) -> Any:
+    kind = rules["type"]
+    if text == rules["word"]:
+        return text
     with contextlib.suppress(ValueError):
         if text or kind is str:  # Path("") would be the current folder
             return kind(text)
-    raise argparse.ArgumentTypeError(f"got {text!r}, give {EXPECTED[kind]}")
+    raise argparse.ArgumentTypeError(f"got {text!r}, give {EXPECTED[kind]}{or_word(rules)}")
 
 
 def build_parser(
@@ -235,7 +239,7 @@ def _add_flag(
         *flags,
         dest=name,
         help=help_text,
-        type=partial(_convert, kind),
+        type=partial(_convert, rules),
         choices=choices,
         metavar="NAME" if choices else _METAVARS.get(name, _METAVARS[kind]),
     )

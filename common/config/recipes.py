@@ -6,7 +6,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import EXPECTED, Config, has_type
+from common.config.schema import EXPECTED, Config, has_type, or_word
 from common.errors import UserError
 from common.utils.atomic_files import read_regular
 from common.utils.grouping import grouped
@@ -50,12 +50,15 @@ def read_recipe(path: Path) -> dict[str, Any]:
             close = closest(name, specs)
             hint = f"did you mean {close}?" if close else "--print-config shows the keys"
             raise UserError(f"recipe {path}: unknown key {key!r}; {hint}")
-        kind = specs[name]["type"]
-        if not has_type(value, kind):
+        kind, is_word = specs[name]["type"], value == specs[name]["word"]
+        if not has_type(value, kind) and not is_word:
             expected = "a text in quotes" if kind in (str, Path) else EXPECTED[kind]
-            raise UserError(f"recipe {path}: {key} = {value!r}, give {expected}")
+            raise UserError(
+                f"recipe {path}: {key} = {value!r}, give {expected}{or_word(specs[name])}"
+            )
         # By way of str: float("1" + 400 * "0") is inf, but float(10**400) raises OverflowError.
-        settings[name] = kind(str(value)) if kind in (Path, float) else value
+        converted = kind in (Path, float) and not is_word
+        settings[name] = kind(str(value)) if converted else value
     return settings
 
 

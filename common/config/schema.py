@@ -18,6 +18,7 @@ from common.distributed.launch_env import LaunchFlags
 from common.errors import UserError
 from common.models import MODELS
 from common.sync import STRATEGIES
+from common.sync.bucketing import AUTO
 from common.utils import paths
 from common.utils.environment import DEFAULT_MASTER_PORT, RUN_TOKEN
 from common.utils.registry import choices_text
@@ -60,6 +61,7 @@ RUN_NAME = (r"\w[\w.@+-]*", "a name of letters, digits, dots and dashes")
 # The rules of ``option`` with their defaults.
 _RULES = {
     "type": str,
+    "word": None,
     "choices": None,
     "minimum": None,
     "above": None,
@@ -78,10 +80,10 @@ def option(default: Any, group: str, help: str, *flags: str, **rules: Any) -> An
     ----------
     group : the heading in ``--help``.
     flags : the flag's other names.
-    rules : ``type`` and ``choices``; ``minimum``, ``above`` and ``maximum`` of a number; ``form``
-        of a text (a regular expression, and its description in messages); ``per_rank`` if ranks may
-        differ; ``in_recipe=False`` if a recipe may not set it, as with the rank;
-        ``secret`` if no file may show it.
+    rules : ``type`` and ``choices``; ``word``, a text that is allowed, too; ``minimum``, ``above``
+        and ``maximum`` of a number; ``form`` of a text (a regular expression, and its description
+        in messages); ``per_rank`` if ranks may differ; ``in_recipe=False`` if a recipe may not set
+        it, as with the rank; ``secret`` if no file may show it.
     """
     assert rules.keys() <= _RULES.keys()
     if rules.get("type") is int:
@@ -344,12 +346,14 @@ class Config:
         "on several GPUs: compute BatchNorm's statistics over all ranks, not per rank",
         type=bool,
     )
-    bucket_mb: float | None = option(
+    bucket_mb: float | str | None = option(
         None,
         TRAINING,
-        "for ddp and overlapped: MiB of gradients that are sent together (default: 1 in "
-        "the first bucket, then 25, like DistributedDataParallel)",
+        "for ddp, overlapped and sharded: MiB of gradients that are sent together (default: 1 in "
+        "the first bucket, then 25, like DistributedDataParallel; 1 for sharded); 'auto' measures "
+        "links and layers, and chooses the size for which it predicts the shortest step",
         type=float,
+        word=AUTO,
         above=0,
     )
     topk_ratio: float = option(
@@ -720,6 +724,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def or_word(rules: Mapping[str, Any]) -> str:
+    """Return how a message goes on about the text that a setting may be instead; "" if none."""
+    return f", or {rules['word']}" if rules["word"] else ""
+
+
 def has_type(value: Any, kind: type) -> bool:
     """Return whether the value fits a setting of this type; a bool is not a number."""
     return isinstance(value, PYTHON_TYPES[kind]) and (kind is bool or not isinstance(value, bool))
@@ -731,6 +740,8 @@ def _check(name: str, value: Any, rules: Mapping[str, Any]) -> None:
         raise UserError(
             f"{flag(name)}: got {value!r}, {choices_text(str(value), rules['choices'])}"
         )
+    if value == rules["word"]:
+        return
     bounds = [
         (f"{word} {rules[key]}", within, rules[key])
         for key, word, within in _BOUNDS
@@ -745,7 +756,8 @@ def _check(name: str, value: Any, rules: Mapping[str, Any]) -> None:
         huge = has_type(value, int) and value > _CPP_MAXIMUM
         limits = [text for text, _, bound in bounds if huge or bound != _CPP_MAXIMUM]
         number = " ".join([EXPECTED[rules["type"]], " and ".join(limits)]).replace("and of", "and")
-        expected = "a value or leave the flag out" if value == "" else number.strip()
+        number = number.strip() + or_word(rules)
+        expected = "a value or leave the flag out" if value == "" else number
         raise UserError(f"{flag(name)}: got {value!r}, give {expected}")
     if rules["form"] and not re.fullmatch(rules["form"][0], value):
         raise UserError(f"{flag(name)}: got {value!r}, give {rules['form'][1]}")

@@ -6,9 +6,9 @@ adds the messages.
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Annotated
 
 from msgspec import Meta
@@ -39,6 +39,35 @@ class StepCompute:
     ready_bytes: Sequence[int] = ()
     ready_shares: Sequence[float] = ()
     needed_shares: Sequence[float] = ()
+
+    @classmethod
+    def of_layers(
+        cls,
+        before_seconds: float,
+        ready: Mapping[str, float],
+        update_seconds: float,
+        sizes: Mapping[str, int],
+        *,
+        needed: Mapping[str, float] | None = None,
+    ) -> "StepCompute":
+        """Return the step whose backward makes each gradient after the seconds in ``ready``.
+
+        sizes : bytes of the gradients, by name, in the order of the parameters. needed : seconds of
+        "before" until forward uses each parameter; None: see ``needed_shares``.
+        """
+        backward = max(ready.values())
+        in_turn = list(sizes)[::-1]
+        shares = (ready[name] / backward for name in in_turn)
+        needed = needed or {}
+        begins = (needed[name] / before_seconds for name in in_turn if name in needed)
+        return cls(
+            before_seconds,
+            backward,
+            update_seconds,
+            tuple(accumulate(sizes[name] for name in in_turn)),
+            tuple(accumulate(shares, max)),
+            tuple(accumulate(begins, min)),
+        )
 
     @property
     def seconds(self) -> float:

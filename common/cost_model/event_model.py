@@ -1,20 +1,22 @@
 """The time of a training step, predicted from a strategy's message plan.
 
 Read downward: ``loads`` holds the closed formula of each collective, ``operation_terms`` turns it
-into seconds (alpha-beta-gamma model), ``exposed_seconds`` lets messages overlap with backward and
-with the next forward, and ``predict_step`` adds up the step. Imports no torch, so that a table for
-100,000 nodes takes a moment. The formulas are those of the algorithms that Gloo uses (Thakur,
-Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
+into seconds (alpha-beta-gamma model), overlap.py lets messages overlap with backward and with the
+next forward, and ``predict_step`` adds up the step. Imports no torch, so that a table for 100,000
+nodes takes a moment. The formulas are those of the algorithms that Gloo uses (Thakur, Rabenseifner,
+Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Annotated
 
 from msgspec import Meta
 
 from common.cost_model.compute_model import StepCompute
+from common.cost_model.overlap import ends_in_pairs, exposed_seconds
 from common.sync.message_cost import Operation
 from common.sync.message_plans import MessagePlan
 from common.utils.typed_json import Share, Text
@@ -190,39 +192,6 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
     )
 
 
-def exposed_seconds(
-    messages: Sequence[tuple[float | None, float]],
-    backward_seconds: float,
-    overlap_cost: float = 0.0,
-) -> tuple[float, float]:
-    """Return the seconds that messages add to backward, and those that they take after it.
-
-    messages : in order, after how many seconds of backward each may begin (None: after all of it),
-        and its own seconds. They go one after the other, c_k = max(r_k, c_{k-1}) + t_k. While one
-        is under way, backward computes at a speed of 1 - ``overlap_cost``.
-
-    A forward that waits for messages is the same seen in a mirror: time runs backwards, so the last
-    message comes first, and may begin once all of forward that needs it is done.
-    """
-    now = computed = 0.0  # seconds on the clock, and how many seconds' worth of backward are done
-    end_of_backward: float | None = None
-    speed = 1 - overlap_cost
-    for ready, seconds in messages:
-        # r_k: with no message under way, backward computes at full speed until this one's gradients
-        # are ready.
-        wait = max(0.0, (backward_seconds if ready is None else ready) - computed)
-        now += wait
-        computed += wait
-        left = backward_seconds - computed
-        if end_of_backward is None and left <= seconds * speed:  # backward ends during this message
-            end_of_backward = now + (left / speed if left else 0.0)
-        now += seconds
-        computed = min(backward_seconds, computed + seconds * speed)
-    if end_of_backward is None:
-        end_of_backward = now = now + backward_seconds - computed
-    return end_of_backward - backward_seconds, now - end_of_backward
-
-
 @dataclass(frozen=True)
 class Prediction:
     """One step, the mean over the strategy's period.
@@ -303,11 +272,16 @@ def _busy_and_exposed(
         for one, cost in costs
         if one.needed_bytes is None
     ]
-    beside_forward = [  # in the mirror: from the end of forward
-        (compute.before_seconds - compute.needed_seconds(one.needed_bytes), cost.seconds)
-        for one, cost in reversed(costs)
+    gathers = [
+        (compute.needed_seconds(one.needed_bytes), cost.seconds)
+        for one, cost in costs
         if one.needed_bytes is not None
     ]
+    ends = [0.0, *ends_in_pairs([seconds for _, seconds in gathers])]
+    beside_forward = [  # in the mirror: from the end of forward
+        (compute.before_seconds - needed, end - begin)
+        for (needed, _), (begin, end) in zip(gathers, pairwise(ends), strict=True)
+    ][::-1]
     computed = compute.before_seconds + compute.backward_seconds
     computed += plan.update_share(ranks) * compute.update_seconds
     exposed = 0.0

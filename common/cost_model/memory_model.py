@@ -6,7 +6,7 @@ of parameters on N ranks and an optimiser that keeps k values for each entry, a 
     strategy                parameters   gradients   optimiser state   buckets
     all_reduce, ddp, ...         M            M            k M            0
     topk, ddp_powersgd           M            M            k M            M: what was not sent yet
-    sharded                      M           M/N          k M/N          2 M; M with NCCL
+    sharded                      M           M/N          k M/N          0
     ddp_zero1                    M             M          about k M/N        0
     fsdp                         M/N           M/N        k M/N              0
 
@@ -64,7 +64,6 @@ class MemoryCase:
     plan : the strategy or its message plan, for its bucket_mb or powersgd_rank.
     sizes : of the gradients, in the order of the parameters that train.
     untrained : bytes of the model's buffers and frozen parameters, which every rank holds.
-    nccl : whether messages use NCCL, not Gloo.
     """
 
     plan: Any
@@ -73,7 +72,6 @@ class MemoryCase:
     ranks: int
     optimizer: OptimizerCost
     untrained: int = 0
-    nccl: bool = False
 
     def state_bytes(self, sizes: Sequence[int]) -> int:
         """Return the optimiser's state for parameters, or parts of them, of these sizes."""
@@ -125,12 +123,11 @@ def _sharded(case: MemoryCase) -> Memory:
         for index in bucket:
             begin, end = end, end + ready_order[index].entries
             segments.append(max(0, min(end, part) - max(begin, 0)) * itemsize)
-    padded = part_bytes * case.ranks
     return {
-        "parameters": padded,
+        "parameters": part_bytes * case.ranks,
         "gradients": part_bytes,
         "optimizer_state": case.state_bytes([size for size in segments if size]),
-        "buckets": padded * (1 if case.nccl else 2),  # filled by backward; received
+        "buckets": 0,  # those of gradients are freed during backward
     }
 
 

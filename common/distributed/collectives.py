@@ -170,6 +170,25 @@ def _broadcast_bytes(world: World, content: bytes, *, source: int) -> bytes:
     return content if world.rank == source else sent.cpu().numpy().tobytes()
 
 
+def start_all_reduce(
+    world: World, numbers: list[Any], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Callable[[], list[Any]]:
+    """Start an all_reduce of a list, or of nested lists, of numbers. Collective.
+
+    Returns the function that waits for the result and returns it in float64.
+    """
+    if world.size == 1:
+        return lambda: numbers
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=world.device)
+    work = dist.all_reduce(tensor, op=op, async_op=True)
+
+    def result() -> list[Any]:
+        work.wait()
+        return tensor.tolist()
+
+    return result
+
+
 def gather_objects(world: World, mine: T, *, schema: type[T]) -> list[T]:
     """Return every rank's value, by rank, as a ``schema``; a collective call.
 

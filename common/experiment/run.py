@@ -2,10 +2,12 @@
 
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from common.distributed.collectives import check_same_on_all_ranks, gather_objects
 from common.distributed.process_group import process_group, set_debug
+from common.experiment.auto_buckets import auto_buckets
 from common.experiment.graceful_stop import stop_on_signals
 from common.experiment.observers import build_progress, open_logger, open_profiler
 from common.experiment.resume import find_checkpoint, open_job
@@ -73,9 +75,10 @@ def _run(config: "Config", launch: "LaunchSpec", locks: ExitStack) -> None:
         if checkpoint is not None:
             refuse_other_training(checkpoint.path, checkpoint.entries, plan)
         setup = Setup(config, launch, world, job, dataset, plan, checkpoint, profile, began)
-        write_settings(setup)
 
         model = build_network(setup)
+        setup = replace(setup, buckets=auto_buckets(setup, model, train_loader))
+        write_settings(setup)
         log_header(setup, model)
         model, criterion, optimizer, scheduler = prepare_model(setup, model)
         extra = price_of_determinism(setup, model, train_loader)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.config.schema import Config
+from common.cost_model.bucket_choice import BucketChoice
 from common.data import load_dataset
 from common.data.dataset import Dataset
 from common.data.loaders import TrainLoader
@@ -54,6 +55,7 @@ class Setup:
     checkpoint : what the run resumes from; None: a fresh start.
     profile : durations of emulated compute; None: compute is real.
     began : ``time.perf_counter()`` when ``run`` was called.
+    buckets : what --bucket-mb auto chose; None if it was not asked to.
     """
 
     config: Config
@@ -65,6 +67,7 @@ class Setup:
     checkpoint: ResumePoint | None
     profile: Profile | None
     began: float
+    buckets: BucketChoice | None = None
 
     @property
     def folder(self) -> RunFolder:
@@ -75,6 +78,14 @@ class Setup:
     def entries(self) -> Mapping[str, Any]:
         """The entries of the checkpoint; empty for a fresh start."""
         return self.checkpoint.entries if self.checkpoint is not None else {}
+
+    @property
+    def bucket_mb(self) -> float | None:
+        """The size of buckets, as given or as chosen; None: the strategy's default."""
+        asked = self.config.bucket_mb
+        if isinstance(asked, str):
+            return self.buckets.bucket_mb if self.buckets else None
+        return asked
 
     @property
     def learning_rate(self) -> float:
@@ -188,6 +199,7 @@ def write_settings(setup: Setup) -> None:
             "world_size": setup.world.size,
             "backend": setup.world.backend,
             "precision": precision_name(setup.amp[0]),
+            "auto_buckets": asdict(setup.buckets) if setup.buckets else None,
         }
         settings = setup.config.as_json() | group | asdict(setup.plan)
         setup.folder.write_json("config.json", settings)
@@ -264,7 +276,7 @@ def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
         world.device,
         distributed=world.backend is not None,
         amp_dtype=setup.amp[0],
-        sync=build_sync_from(config.sync, vars(config)),
+        sync=build_sync_from(config.sync, vars(config) | {"bucket_mb": setup.bucket_mb}),
         use_ema=config.ema,
         ema_decay=config.ema_decay,
         clip_norm=config.clip_norm,
@@ -324,6 +336,7 @@ def build_checkpoint_manager(
         extra={
             "plan": asdict(setup.plan),
             "world_size": setup.world.size,
+            "auto_buckets": asdict(setup.buckets) if setup.buckets else None,
             "progress": validator.progress,
         },
     )

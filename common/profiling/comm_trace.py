@@ -40,6 +40,7 @@ _KINDS = {
     "c10d::recv_": "recv",
 }
 _POINT_TO_POINT = ("send", "recv")
+_WITHOUT_FUTURE = (*_POINT_TO_POINT, "reduce_scatter")  # of Gloo's works
 # The argument with the tensor that this rank passes in; else the first.
 _OWN_PART = {"all_gather": 1, "gather": 1, "all_to_all": 1, "reduce_scatter": 1}
 
@@ -58,8 +59,8 @@ class Message:
 class MessageRecorder(TorchDispatchMode):
     """Context manager that records this thread's torch.distributed calls in ``messages``.
 
-    A collective ends when its future does. A point-to-point message ends when the strategy has
-    waited for it and computes again.
+    A collective ends when its future does. A point-to-point message, and Gloo's reduce_scatter,
+    end when the strategy has waited for them and computes again.
 
     Parameters
     ----------
@@ -94,8 +95,7 @@ class MessageRecorder(TorchDispatchMode):
 
     def _record(self, message: Message, work: Any) -> None:
         self.messages.append(message)
-        # Gloo's works have no future if they are point-to-point.
-        if work is None or (message.kind in _POINT_TO_POINT and not self._queues):
+        if work is None or (message.kind in _WITHOUT_FUTURE and not self._queues):
             self._open.append((message, work))
         else:
             work.get_future().add_done_callback(

@@ -28,7 +28,9 @@ class LayerTimer:
     its parameters belong to the first call, whose backward comes last.
     """
 
-    def __init__(self, model: nn.Module, criterion: nn.Module, *, device: str) -> None:
+    def __init__(
+        self, model: nn.Module, criterion: nn.Module, *, device: torch.device | str
+    ) -> None:
         self._model, self._criterion, self._device = model, criterion, torch.device(device)
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._calls: list[Call] = []

@@ -1,18 +1,30 @@
 """Time messages and memory in the open process group: the calls that strategies make.
 
-All ranks begin and end each measurement together.
+All ranks begin and end each measurement together. ``measure_links`` measures all that
+common/cost_model/measured_links.py makes a network from.
 """
 
+import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.distributed.collectives import all_gather_single
+from common.sync.message_cost import KINDS
 from common.sync.p2p import send_and_receive
+from common.sync.sharded import reduce_scatter_single
 
 FLOAT_BYTES = 4
+SMALL, LARGE, LARGEST = 1_024, 2_000_000, 8_000_000
+_SMALL_CALLS, _SMALL_ROUNDS, _LARGE_CALLS, _LARGE_ROUNDS, _WARM_UP_CALLS = 20, 5, 2, 3, 1
+# Strategies use these in pairs: a rank sends out what it has collected. A send timed alone would
+# seem to end as soon as the message is in a buffer.
+_IN_PAIRS = {"gather": "scatter", "scatter": "gather", "reduce": "broadcast", "broadcast": "reduce"}
 SPREAD = 7936  # floats between two messages; a multiple of 64 keeps each aligned like a tensor
 MEMORY_SIZES = (1_000_000, 4_000_000, 12_000_000)
 _MEMORY_PAIRS = 4
@@ -35,11 +47,13 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
         "scatter": lambda tensor: dist.scatter(
             torch.empty_like(tensor), [tensor] * size if rank == 0 else None, src=0
         ),
-        "all_gather": lambda tensor: dist.all_gather(buffers(tensor), tensor),
+        "all_gather": lambda tensor: all_gather_single(
+            tensor.new_empty(size * len(tensor)), tensor
+        ),
         "all_to_all": lambda tensor: dist.all_to_all_single(
             torch.empty_like(whole_parts(tensor)), whole_parts(tensor)
         ),
-        "reduce_scatter": lambda tensor: dist.reduce_scatter_tensor(
+        "reduce_scatter": lambda tensor: reduce_scatter_single(
             tensor.new_empty(len(tensor) // size), whole_parts(tensor)
         ),
         "exchange": lambda tensor: send_and_receive(
@@ -47,6 +61,71 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
         ),
     }
     return calls[kind]
+
+
+def measure_links(
+    rank: int,
+    size: int,
+    *,
+    kinds: Sequence[str],
+    shaped: bool,
+    device: torch.device | str = "cpu",
+    limit_seconds: float = math.inf,
+) -> dict[str, Any]:
+    """Return the fields of ``MeasuredLinks``, the same on all ranks. Collective.
+
+    shaped : the links' rate is known, so one large message size is enough. limit_seconds : no
+        further round of a message size begins after that.
+    """
+    sizes = [
+        (SMALL, _SMALL_CALLS, _SMALL_ROUNDS),
+        *((nbytes, _LARGE_CALLS, _LARGE_ROUNDS) for nbytes in (LARGE, LARGEST)),
+    ]
+    found: dict[str, list[tuple[int, float]]] = {}
+    for kind in sorted(kinds, key=KINDS.index):
+        twin = _IN_PAIRS.get(kind)
+        pair = [message_call(one, rank, size) for one in (kind, twin) if one is not None]
+        found[kind] = found.get(twin or "") or []
+        for nbytes, calls, rounds in (sizes[:2] if shaped else sizes)[len(found[kind]) :]:
+            tensor = torch.zeros(nbytes // FLOAT_BYTES, device=device)
+            taken: list[float] = []
+            while len(taken) < rounds and sum(taken) * calls * len(pair) < limit_seconds:
+                taken.append(_seconds(pair, tensor, calls=calls))
+            found[kind].append((nbytes, statistics.median(taken)))
+    arena = torch.zeros(24_000_000, device=device)
+    per_byte = {
+        name: over_ranks(
+            statistics.median(seconds / nbytes for nbytes, seconds in rows),
+            dist.ReduceOp.MAX,
+            device,
+        )
+        for name, rows in time_memory(arena).items()
+    }
+    return {"nodes": size, "kinds": found, **per_byte}
+
+
+def _seconds(
+    calls_in_turn: Sequence[Callable[[Tensor], object]], tensor: Tensor, *, calls: int
+) -> float:
+    """Return the mean seconds of one call on the slowest rank.
+
+    The first call is not timed: an idle shaped link lets some bytes pass at once.
+    """
+    over_ranks(0.0, dist.ReduceOp.MAX, tensor.device)
+    for number in range(_WARM_UP_CALLS + calls):
+        if number == _WARM_UP_CALLS:
+            began = host_time(tensor.device)
+        for call in calls_in_turn:
+            call(tensor)
+    seconds = (host_time(tensor.device) - began) / calls / len(calls_in_turn)
+    return over_ranks(seconds, dist.ReduceOp.MAX, tensor.device)
+
+
+def host_time(device: torch.device) -> float:
+    """Return ``time.perf_counter()`` when the GPU, if it is one, has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def parts_of(arena: Tensor, nbytes: int, repeats: int) -> list[Tensor]:
@@ -77,9 +156,11 @@ def barrier(_step: int = 0) -> None:
     dist.all_reduce(torch.zeros(2))
 
 
-def over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:
+def over_ranks(
+    value: float, op: dist.ReduceOp.RedOpType, device: torch.device | str = "cpu"
+) -> float:
     """Return the largest (MAX) or smallest (MIN) of all ranks' values. Collective."""
-    number = torch.tensor([value], dtype=torch.float64)
+    number = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(number, op=op)
     return float(number)
 
@@ -103,8 +184,8 @@ def _seconds_in_memory(
     act: Callable[[Tensor, Tensor], object], arena: Tensor, nbytes: int
 ) -> float:
     parts = parts_of(arena, nbytes, 2 * _MEMORY_PAIRS)
-    barrier()
-    began = time.perf_counter()
+    over_ranks(0.0, dist.ReduceOp.MAX, arena.device)
+    began = host_time(arena.device)
     for part, other in zip(parts[::2], parts[1::2], strict=True):
         act(part, other)
-    return (time.perf_counter() - began) / _MEMORY_PAIRS
+    return (host_time(arena.device) - began) / _MEMORY_PAIRS

@@ -152,7 +152,6 @@ def _predicted_memory(setup: "Setup", engine: TrainingEngine) -> Memory | None:
         ranks=world.size,
         optimizer=optimizer_cost(config.opt, config.momentum),
         untrained=sum(tensor.nbytes for tensor in [*frozen, *engine.model.buffers()]),
-        nccl=world.backend == "nccl",
     )
     return predict_memory("none" if isinstance(engine.sync, NoSync) else config.sync, case)
 

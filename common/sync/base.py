@@ -35,6 +35,9 @@ class GradientSync(MessagePlan):
     # Whether all ranks have the same gradients after ``synchronize``, and so agree on overflow.
     equal_gradients = True
 
+    # Whether messages go on between two steps, so that others have to wait for them.
+    weights_under_way = False
+
     # Encloses each wait outside ``synchronize`` and ``after_step``; the engine times it as "sync".
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 

@@ -13,8 +13,8 @@ from common.utils.grouping import grouped
 
 # PowerSGD compresses a gradient that has more than this many times the entries of P and Q.
 POWERSGD_LEAST_GAIN = 2
-# Smaller than DDP's: the next forward waits for the whole of its first bucket.
-SHARDED_BUCKET_MB = 4.0
+# Less than DDP's: the next forward begins when the first layers' bucket has arrived.
+SHARDED_BUCKET_MB = 1.0
 
 
 class DDPPlan(MessagePlan):

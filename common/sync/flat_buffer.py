@@ -25,6 +25,7 @@ class FlatBuffer:
         first, lengths = self.parameters[0], [p.numel() for p in self.parameters]
         padded = -(-sum(lengths) // multiple_of) * multiple_of
         self.tensor = torch.zeros(padded, dtype=first.dtype, device=first.device)
+        self._nbytes = self.tensor.nbytes
         # With the parameter's own strides (channels_last too), copies and the optimiser run
         # through memory in one go. The meta device computes strides without allocating.
         self.views = {
@@ -37,11 +38,16 @@ class FlatBuffer:
     @torch.no_grad()
     def take(self, parameter: nn.Parameter, *, divisor: int) -> None:
         """Copy a parameter's gradient, divided, into its view; zeros if it has none."""
+        self.tensor.untyped_storage().resize_(self._nbytes)  # after ``free``; else it does nothing
         if parameter.grad is None:
             self.views[parameter].zero_()
         else:
             torch.div(parameter.grad, divisor, out=self.views[parameter])
         parameter.grad = self.views[parameter]
+
+    def free(self) -> None:
+        """Give the memory back until the next ``take``; nothing may read it in between."""
+        self.tensor.untyped_storage().resize_(0)
 
     def collect(self, *, divisor: int) -> Tensor:
         """Take every gradient and return the buffer's tensor."""

@@ -60,12 +60,13 @@ class Sharded(ShardedPlan, GradientSync):
 
     Parameters
     ----------
-    bucket_mb : MiB that close a bucket; None: 4.
+    bucket_mb : MiB that close a bucket; None: 1.
 
     Raises UserError in ``prepare`` unless the optimiser treats each entry by itself.
     """
 
     equal_gradients = False
+    weights_under_way = True
     _optimizer: OptimizerShards | None = None
     _filling: BackwardBuckets | None = None
     _buckets: "Sequence[_Bucket]" = ()
@@ -147,7 +148,7 @@ class Sharded(ShardedPlan, GradientSync):
         self._buckets = [_Bucket(share) for share in shares]
         self._filling = BackwardBuckets(
             [bucket.gradients for bucket in self._buckets],
-            lambda index: self._buckets[index].start_reduce(),
+            self._send,
         )
         for hook in self._hooks:
             hook.remove()
@@ -158,6 +159,12 @@ class Sharded(ShardedPlan, GradientSync):
                 for module, needed in self._needed_by_module(model).items()
             ),
         ]
+
+    def _send(self, index: int) -> None:
+        for bucket in self._buckets[:index]:
+            if bucket.is_reduced():
+                bucket.finish_reduce()  # early, since it frees memory
+        self._buckets[index].start_reduce()
 
     def _needed_by_module(self, model: nn.Module) -> dict[nn.Module, "list[_Bucket]"]:
         """Return the buckets that each module's forward needs.
@@ -200,9 +207,7 @@ class _Bucket:
         length = len(self._weights.tensor) // size
         self._own_weights = self._weights.tensor[rank * length :][:length]
         self._mean = torch.empty_like(self._own_weights)  # (length,) this rank's part
-        self._received: Tensor | None = None  # (N length,) every rank's share of it
-        if dist.get_backend() != dist.Backend.NCCL:
-            self._received = torch.empty_like(self._weights.tensor)
+        self._received: Tensor | None = None  # (N length,) every rank's share of it, while it comes
         self.segments: dict[nn.Parameter, Segment] = {}
         self._mean_gradients: list[tuple[nn.Parameter, Tensor]] = []  # of each segment
         end = -rank * length  # of the last parameter, counted from the begin of this rank's part
@@ -220,19 +225,32 @@ class _Bucket:
     def start_reduce(self) -> None:
         """Send every other rank its part of this rank's gradients."""
         flat = self.gradients.tensor
-        if self._received is None:
+        for parameter in self.parameters:
+            parameter.grad = flat.new_full((), torch.nan).expand_as(parameter)  # not yet known
+        if dist.get_backend() == dist.Backend.NCCL:
             self._reducing = reduce_scatter_single(self._mean, flat, async_op=True)
         else:
+            self._received = torch.empty_like(flat)
             self._reducing = dist.all_to_all_single(self._received, flat, async_op=True)
 
+    def is_reduced(self) -> bool:
+        """Whether the other ranks' gradients are there, but not yet added up."""
+        return self._reducing is not None and self._reducing.is_completed()
+
     def finish_reduce(self) -> None:
-        """Wait for the other ranks' gradients, and give the segments their sum."""
-        assert self._reducing is not None
+        """Wait for the other ranks' gradients, give the segments their sum, and free the rest.
+
+        Does nothing if it is done already.
+        """
+        if self._reducing is None:
+            return
         self._reducing.wait()
         if self._received is not None:
             torch.sum(self._received.view(-1, len(self._mean)), dim=0, out=self._mean)
         for segment, mean in self._mean_gradients:
             segment.grad = mean
+        self._reducing = self._received = None
+        self.gradients.free()
 
     def start_gather(self) -> None:
         """Send this rank's new weights to all others."""

@@ -50,13 +50,15 @@ def autocast(device: torch.device | str, dtype: torch.dtype | None) -> torch.aut
     return torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype is not None)
 
 
-def build_scaler(device: torch.device, *, enabled: bool, sharded: bool) -> torch.amp.GradScaler:
-    """Return the GradScaler of a training.
+def build_scaler(
+    device: torch.device, dtype: torch.dtype | None, *, sharded: bool
+) -> torch.amp.GradScaler:
+    """Return the GradScaler of a training in ``dtype``, which fp16 alone needs.
 
     sharded : the ranks have different gradients, so they must tell each other of an overflow.
     """
-    if not (enabled and sharded):
-        return torch.amp.GradScaler(device.type, enabled=enabled)
+    if not sharded or dtype != torch.float16:
+        return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # slow to import
 
     return ShardedGradScaler(device.type)

@@ -121,9 +121,8 @@ class TrainingEngine:
             )
             self.notice(notice)
         self.amp_dtype = amp_dtype
-        sharded, scales = not self.sync.equal_gradients, amp_dtype == torch.float16
-        self.scaler = build_scaler(self.device, enabled=scales, sharded=sharded)
-        check_strategy(self.sync, scales=scales, use_ema=use_ema)
+        self.scaler = build_scaler(self.device, amp_dtype, sharded=not self.sync.equal_gradients)
+        check_strategy(self.sync, scales=self.scaler.is_enabled(), use_ema=use_ema)
         self.timer = StepTimer(self.device, self.world.activity)
         self.sync.waiting = partial(self.timer.section, "sync")
         self.world.activity.period = self.sync.period
@@ -226,7 +225,7 @@ class TrainingEngine:
         The mean loss of a micro-batch is weighted by its samples x ranks / ``global_samples``. So
         the plain mean of the ranks' gradients is the gradient of the mean loss over the global
         batch, even if the ranks' shares differ in size. Gradients are exchanged once, after the
-        last micro-batch. ``seeds`` : for torch's generator, one for each micro-batch.
+        last one. ``seeds`` : for torch's generator, one for each micro-batch.
         """
         self.world.activity.step = self.step + 1
         if self.captured and len(micro_batches) == 1 and self.captured.fits(*micro_batches[0]):
@@ -283,8 +282,7 @@ class TrainingEngine:
     def _micro_batch(self, index: int, count: int, samples: int) -> Iterator[None]:
         """Enclose forward and backward of micro-batch ``index`` of ``count``.
 
-        Only the last micro-batch communicates. BatchNorm uses the statistics of the micro-batch's
-        own shard, and learns nothing from an empty one.
+        Only the last one communicates. BatchNorm learns nothing from an empty one.
         """
         shard = self.shards.of(index * len(self.shards) // count, samples)
         sync = self.sync.no_sync() if index < count - 1 else nullcontext()

@@ -143,7 +143,7 @@ def train_epoch(
                 engine.step, outcome, samples=local_samples, learning_rate=rate, times=times
             )
             if metrics.due:
-                flush_metrics(engine)
+                flush_metrics(engine, wait=not engine.sync.weights_under_way)
             if after_step is not None:
                 after_step(index + 1)
             if engine.stopping:
@@ -167,14 +167,16 @@ def _compile(engine: "TrainingEngine", loader: Iterable[MicroBatch]) -> None:
             engine.compile_for(to_device(inputs, engine.device), labels.to(engine.device))
 
 
-def flush_metrics(engine: "TrainingEngine") -> None:
+def flush_metrics(engine: "TrainingEngine", *, wait: bool = True) -> None:
     """Record the steps since the last flush, and agree whether to stop. Collective.
 
     Call it before a checkpoint within an epoch, which then holds no step that is not recorded.
-    Raises GroupError on every rank if the loss or the gradients are not finite on any rank.
+    ``wait`` : see ``MetricsBuffer.flush``. Raises GroupError on every rank if the loss or the
+    gradients are not finite on any rank.
     """
     assert engine.metrics is not None  # train_epoch sets it
-    engine.stopping = engine.metrics.flush(stop=engine.stop_requested) or engine.stopping
+    agreed = engine.metrics.flush(stop=engine.stop_requested, wait=wait)
+    engine.stopping = agreed or engine.stopping
 
 
 def _skip_steps(loader: Iterable[MicroBatch], epoch: int, start_step: int) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed.clock_offset import clock_offset
-from common.distributed.collectives import gather_tensors
+from common.distributed.collectives import gather_tensors, start_all_reduce
 from common.distributed.process_group import World
 from common.errors import GroupError
 from common.profiling.step_timer import RawSpans, StepTimer
@@ -129,11 +129,11 @@ class _Pending:
 
 def sum_over_ranks(world: World, numbers: list[Any]) -> list[Any]:
     """Return the sum of each number (of a list, or of nested lists) over the ranks. Collective."""
-    if world.size == 1:
-        return numbers
-    totals = torch.tensor(numbers, dtype=torch.float64, device=world.device)
-    dist.all_reduce(totals)
-    return totals.tolist()
+    return start_all_reduce(world, numbers)()
+
+
+def _nothing_to_finish() -> bool:
+    return False
 
 
 class MetricsBuffer:
@@ -167,6 +167,8 @@ class MetricsBuffer:
         self._overflow_is_normal, self._equal_gradients = overflow_is_normal, equal_gradients
         self._on_steps = on_steps or (lambda _records: None)
         self._pending: list[_Pending] = []
+        self._sent: list[_Pending] = []  # by a flush that has not recorded them yet
+        self._finish: Callable[[], bool] = _nothing_to_finish
         self._interval = 1
         self._clock_offset = clock_offset(world)
         self._warm = False
@@ -201,12 +203,22 @@ class MetricsBuffer:
             or (sees_alike and not math.isfinite(float(self._pending[-1].outcome.numbers[2])))
         )
 
-    def flush(self, *, stop: bool) -> bool:
+    def flush(self, *, stop: bool, wait: bool = True) -> bool:
         """Record the steps since the last flush; return whether any rank asks to stop. Collective.
+
+        wait : for the other ranks' numbers. Otherwise the next flush records these steps and
+            answers: messages that are under way for the next step would delay this one.
 
         Raises GroupError on every rank if the loss or the gradients are not finite on any rank.
         """
+        asked = self._finish()
+        self._finish = self._exchange(stop)
+        return self._finish() or asked if wait else asked
+
+    def _exchange(self, stop: bool) -> Callable[[], bool]:
+        """Start the messages of a flush; return the function that waits for them and records."""
         pending, numbers = self._pending, self._read(self._pending)
+        self._sent, self._pending = pending, []
         seconds = [self._timer.step_seconds(step.times) for step in pending]
         # (steps + 1, 4): loss sum, correct predictions, samples, 1 if not finite.
         # The last row: stop requests, seconds.
@@ -219,34 +231,39 @@ class MetricsBuffer:
             ]
             for one, (loss, correct, norm) in zip(pending, numbers, strict=True)
         ]
-        *totals, (stop_requests, all_seconds, _, _) = sum_over_ranks(
-            self._world, [*rows, [stop, sum(seconds), 0, 0]]
-        )
+        sums = start_all_reduce(self._world, [*rows, [stop, sum(seconds), 0, 0]])
         waits = self._wait_seconds(pending)
-        self._pending = []  # only now, so that flush_local has them if a lost rank breaks the above
-        good = next((i for i, total in enumerate(totals) if total[3]), len(totals))
-        for step, (loss_sum, correct, _, _) in zip(pending[:good], rows, strict=False):
-            self.result.loss_sum += loss_sum
-            self.result.correct += correct
-            self.result.samples += step.samples
-        self._count_time(seconds[:good])
-        if good:
-            self._on_steps(
-                [
-                    self._record(step, local[0], loss_sum / samples, correct / samples, wait)
-                    for step, local, (loss_sum, correct, samples, _), wait in zip(
-                        pending[:good], numbers, totals, waits, strict=False
-                    )
-                ]
-            )
-        if good < len(pending):
-            self._raise_not_finite(pending[good], numbers[good][0])
-        if pending:
-            self._timer.anchor()  # the GPU has just answered, so there is nothing to wait for
-            mean_seconds = all_seconds / self._world.size / len(pending)
-            steps = int(_FLUSH_SECONDS / max(mean_seconds, 1e-6))
-            self._interval = max(1, min(self._log_every, steps))
-        return stop_requests > 0
+
+        def finish() -> bool:
+            self._finish = _nothing_to_finish
+            *totals, (stop_requests, all_seconds, _, _) = sums()
+            waited = waits()
+            self._sent = []  # only now, so that flush_local has them if a lost rank breaks this
+            good = next((i for i, total in enumerate(totals) if total[3]), len(totals))
+            for step, (loss_sum, correct, _, _) in zip(pending[:good], rows, strict=False):
+                self.result.loss_sum += loss_sum
+                self.result.correct += correct
+                self.result.samples += step.samples
+            self._count_time(seconds[:good])
+            if good:
+                self._on_steps(
+                    [
+                        self._record(step, local[0], loss_sum / samples, correct / samples, wait)
+                        for step, local, (loss_sum, correct, samples, _), wait in zip(
+                            pending[:good], numbers, totals, waited, strict=False
+                        )
+                    ]
+                )
+            if good < len(pending):
+                self._raise_not_finite(pending[good], numbers[good][0])
+            if pending:
+                self._timer.anchor()  # the GPU has just answered, so there is nothing to wait for
+                mean_seconds = all_seconds / self._world.size / len(pending)
+                steps = int(_FLUSH_SECONDS / max(mean_seconds, 1e-6))
+                self._interval = max(1, min(self._log_every, steps))
+            return stop_requests > 0
+
+        return finish
 
     @staticmethod
     def _read(pending: Sequence[_Pending]) -> list[list[float]]:
@@ -266,34 +283,37 @@ class MetricsBuffer:
         result.seconds = time.perf_counter() - self._began
         self._warm = self._warm or bool(seconds)
 
-    def _wait_seconds(self, pending: list[_Pending]) -> list[float]:
-        """Return how long each step's "sync" waited for the slowest rank. Collective."""
-        if self._world.size == 1:
-            return [0.0] * len(pending)
+    def _wait_seconds(self, pending: list[_Pending]) -> Callable[[], list[float]]:
+        """Return the function that returns how long each step's "sync" waited for the slowest rank.
+
+        Collective; the function waits for the messages.
+        """
+        if self._world.size == 1 or not pending:
+            return lambda: [0.0] * len(pending)
         # The last two parts of "sync": before them it can only wait for weights, in forward.
         parts = [self._timer.spans(step.times)["sync"][-2:] for step in pending]
         begins = [  # (steps, 2) on the ranks' common clock
             [begin - self._clock_offset for begin, _ in spans] + [-math.inf] * (2 - len(spans))
             for spans in parts
         ]
-        latest = torch.tensor(begins, dtype=torch.float64, device=self._world.device).view(-1, 2)
-        dist.all_reduce(latest, op=dist.ReduceOp.MAX)
-        return [
+        latest = start_all_reduce(self._world, begins, dist.ReduceOp.MAX)
+        return lambda: [
             sum(
                 min(max(0.0, last + self._clock_offset - begin), end - begin)
                 for (begin, end), last in zip(spans, row, strict=False)
             )
-            for spans, row in zip(parts, latest.tolist(), strict=True)
+            for spans, row in zip(parts, latest(), strict=True)
         ]
 
     def flush_local(self) -> None:
         """Record the steps before an error, with this rank's numbers only. Not collective."""
-        if self._pending:
-            losses = [loss for loss, _, _ in self._read(self._pending)]
+        steps = self._sent + self._pending
+        if steps:
+            losses = [loss for loss, _, _ in self._read(steps)]
             self._on_steps(
                 [
                     self._record(step, loss, math.nan, math.nan, 0.0)
-                    for step, loss in zip(self._pending, losses, strict=True)
+                    for step, loss in zip(steps, losses, strict=True)
                 ]
             )
 

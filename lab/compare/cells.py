@@ -16,6 +16,7 @@ from common.errors import UserError
 from common.sync import BUILT_IN, is_exact
 from common.utils.paths import part_command
 from lab.compare.settings import Settings
+from lab.units import split_variant
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,11 @@ class Run:
     @property
     def path(self) -> Path:
         """The folder in which rank 0 writes what it measured."""
-        strategy = f"{part_of(self.cell['sync'])}-{self.cell['sync']}"
+        strategy, _ = split_variant(self.cell["sync"])
+        variant = self.cell["sync"].removeprefix(strategy).removeprefix("-")
         run = f"{cell_suffix(self.nodes, self.cell['rate'])}-{self.repeat + 1}"
-        return self.folder / "runs" / strategy / run
+        folder = self.folder / "runs" / f"{part_of(strategy)}-{strategy}"
+        return folder / (f"{variant}-{run}" if variant else run)
 
     @property
     def logs(self) -> Path:
@@ -93,7 +96,7 @@ def new_cell(
         "nodes": nodes,
         "rate": rate,
         "batch_size": batch_size,
-        "exact": is_exact(sync),
+        "exact": is_exact(split_variant(sync)[0]),
         "group": group,
         "oversubscribed": False,
         "status": "pending",
@@ -123,15 +126,15 @@ def cell_suffix(nodes: int, rate: str | None) -> str:
 
 
 def part_of(sync: str) -> str:
-    """Return the part that offers a strategy."""
+    """Return the part that offers a strategy, whatever the size of its buckets."""
     if sync == "none":
         return "PartOne"
-    return "PartThree" if sync in BUILT_IN else "PartTwo"
+    return "PartThree" if split_variant(sync)[0] in BUILT_IN else "PartTwo"
 
 
 def node_command(run: Run) -> list[str]:
     """Return what follows ``python`` on each node, without address, number of nodes and rank."""
-    settings, sync = run.settings, run.cell["sync"]
+    settings, (sync, bucket_mb) = run.settings, split_variant(run.cell["sync"])
     timed = settings.until_accuracy is None
     # A CUDA graph has no sections, and only one node could have it: no fair cell.
     flags = {
@@ -153,7 +156,8 @@ def node_command(run: Run) -> list[str]:
     }
     given = [(flag, str(value)) for flag, value in flags.items() if value is not None]
     switches = ["--timeline", "--measure-only"] if timed else ["--timeline"]
-    return [*part_command(part_of(sync)), *chain(*given), *switches, *settings.flags]
+    own = [] if bucket_mb is None else ["--bucket-mb", str(bucket_mb)]  # the last one counts
+    return [*part_command(part_of(sync)), *chain(*given), *switches, *settings.flags, *own]
 
 
 def profile_file(folder: Path) -> Path:

@@ -26,7 +26,8 @@ COMPARE_FLAGS: dict[str, dict[str, Any]] = {
     "--sync": {
         "nargs": "+",
         "default": ["gather_scatter", "all_reduce", "ddp"],
-        "help": f"strategies: {', '.join(STRATEGIES)}; or 'all', or 'exact'",
+        "help": f"strategies: {', '.join(STRATEGIES)}; or 'all', or 'exact'; 'ddp-auto' and "
+        "'ddp-9' are ddp with that --bucket-mb",
     },
     "--steps": {"type": int, "default": Settings.steps, "help": "timed steps of each run"},
     "--warmup": {

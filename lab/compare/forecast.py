@@ -7,9 +7,9 @@ time of a step with emulated compute.
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from itertools import accumulate
 from typing import Any
 
+from common.cost_model.bucket_choice import chosen_plan
 from common.cost_model.compute_model import StepCompute, local_samples
 from common.cost_model.event_model import Network, Prediction, predict_step
 from common.emulation.compute_profile import Profile
@@ -18,6 +18,7 @@ from common.models import build_model
 from common.sync.message_cost import GradientSize
 from common.sync.message_plans import MessagePlan
 from lab.predict.tables import message_plans
+from lab.units import split_variant
 
 _CLASSES = 10  # of the last layer, a thousandth of the gradients
 
@@ -50,9 +51,9 @@ def forecast_on_links(
         plan, nodes = plans[cell["sync"]], cell["nodes"]
         network = networks.get((nodes, cell["rate"]), Network(0.0, 0.0))  # one node sends nothing
         with contextlib.suppress(NotImplementedError):  # the plan does not say what it sends
-            prediction = predict_step(
-                plan, gradients, nodes, network=network, compute=compute_at(nodes)
-            )
+            on_links: dict[str, Any] = {"network": network, "compute": compute_at(nodes)}
+            plan = chosen_plan(plan, gradients, nodes, **on_links)
+            prediction = predict_step(plan, gradients, nodes, **on_links)
             cells[cell["id"]] = _entry(
                 cell, prediction, plan, gradients, why=(caveats or {}).get(nodes, "")
             )
@@ -106,7 +107,9 @@ def kinds_of(
 ) -> list[str]:
     """Return the kinds of operations of these strategies, for lab/calibrate/link_probe.py."""
     kinds: dict[str, None] = {}
-    for plan in message_plans(strategies, options).values():
+    names = {split_variant(name)[0] for name in strategies}
+    whatever_size = {name: value for name, value in options.items() if name != "bucket_mb"}
+    for plan in message_plans(sorted(names), whatever_size).values():
         with contextlib.suppress(NotImplementedError):
             kinds |= dict.fromkeys(
                 operation.kind for operation in plan.operations(gradients, nodes)
@@ -121,15 +124,12 @@ def emulated_compute(
 
     names, gradients : of the parameters that train, in their order.
     """
-    ready, needed = profile.ready_seconds(samples), profile.needed_seconds(samples)
-    forward, backward = profile.forward_seconds(samples), max(ready.values())
-    return StepCompute(
-        forward,
-        backward,
+    return StepCompute.of_layers(
+        profile.forward_seconds(samples),
+        profile.ready_seconds(samples),
         profile.update_seconds,
-        tuple(accumulate(reversed(gradients))),
-        tuple(accumulate((ready[name] / backward for name in reversed(names)), max)),
-        tuple(accumulate((needed[name] / forward for name in reversed(names)), min)),
+        dict(zip(names, gradients, strict=True)),
+        needed=profile.needed_seconds(samples),
     )
 
 

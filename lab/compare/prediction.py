@@ -23,6 +23,7 @@ from common.cost_model.calibration_file import (
 )
 from common.cost_model.compute_model import StepCompute
 from common.cost_model.event_model import Network
+from common.cost_model.measured_links import MeasuredLinks, network_from
 from common.emulation.compute_profile import load_profile
 from common.errors import GroupError, UserError
 from common.sync.message_cost import GradientSize
@@ -31,7 +32,6 @@ from common.utils.grouping import grouped
 from common.utils.progress import duration
 from common.utils.typed_json import read_json
 from lab.calibrate.calibration import calibrate, default_ranks, save_calibration
-from lab.calibrate.link_probe import MeasuredLinks, network_from
 from lab.compare.cells import cell_suffix, profile_file
 from lab.compare.executors import Executors
 from lab.compare.forecast import Link, emulated_compute_at, forecast_on_links, kinds_of

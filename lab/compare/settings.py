@@ -1,7 +1,7 @@
 """The settings of a comparison, checked when they are made."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -9,10 +9,10 @@ from typing import Any
 from common.errors import UserError
 from common.sync import STRATEGIES
 from common.utils.registry import choices_text
-from lab.units import parse_rate
+from lab.units import parse_bucket_mb, parse_rate, split_variant
 
-_STRATEGY_FLAGS = {
-    "--bucket-mb": float,
+_STRATEGY_FLAGS: dict[str, Callable[[str], Any]] = {
+    "--bucket-mb": parse_bucket_mb,
     "--topk-ratio": float,
     "--powersgd-rank": int,
     "--averaging-period": int,
@@ -21,15 +21,28 @@ _MOST = 10**6
 _AVERAGING_PERIOD = 4  # the default of local_sgd
 
 
+def _check_strategy(name: str) -> None:
+    strategy, bucket_mb = split_variant(name)
+    if strategy not in STRATEGIES:
+        choices = choices_text(name, [*STRATEGIES, "all", "exact"])
+        raise UserError(f"--sync: got {name}: {choices}")
+    if bucket_mb is not None:
+        from common.cost_model.bucket_choice import has_buckets  # slow, and --help imports this
+
+        if not has_buckets(strategy):
+            raise UserError(f"--sync: got {name}, but {strategy} has no buckets: give {strategy}")
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a comparison measures. An interrupted comparison resumes if its settings are equal.
 
-    ``batch_size`` is global with "strong" scaling, per node with "weak". ``steps`` are measured
-    after ``warmup`` other steps. With ``until_accuracy`` each of ``seeds`` trains once, for at most
-    ``epochs`` epochs; otherwise the first seed trains ``repeats`` times. ``rates`` are link rates
-    such as "200mbit", each on its own cluster; if empty, runs use loopback. ``compute`` is "real"
-    or a profile of emulated compute, as for the parts. Every run gets ``flags`` unchanged.
+    "ddp-auto" or "ddp-9" in ``sync`` is ddp with that --bucket-mb. ``batch_size`` is global with
+    "strong" scaling, per node with "weak". ``steps`` are measured after ``warmup`` other steps.
+    With ``until_accuracy`` each of ``seeds`` trains once, for at most ``epochs`` epochs; otherwise
+    the first seed trains ``repeats`` times. ``rates`` are link rates such as "200mbit", each on its
+    own cluster; if empty, runs use loopback. ``compute`` is "real" or a profile of emulated
+    compute, as for the parts. Every run gets ``flags`` unchanged.
     """
 
     nodes: tuple[int, ...]
@@ -63,10 +76,8 @@ class Settings:
                     f"{flag}: got {' '.join(map(str, values)) or 'nothing'}, give whole numbers "
                     f"from 1 to {_MOST:,}"
                 )
-        unknown = [name for name in self.sync if name not in STRATEGIES]
-        if unknown:
-            choices = choices_text(unknown[0], [*STRATEGIES, "all", "exact"])
-            raise UserError(f"--sync: got {unknown[0]}: {choices}")
+        for name in self.sync:
+            _check_strategy(name)
         rules = (
             (
                 self.scaling == "weak" or max(self.nodes) <= self.batch_size,

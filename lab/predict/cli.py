@@ -46,7 +46,9 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         help="strong: all nodes share one batch; weak: each node has its own batch",
     )
     parser.add_argument(
-        "--bucket-mb", type=float, help="size of a bucket in MB, as for PartTwo and PartThree"
+        "--bucket-mb",
+        metavar="SIZE",
+        help="size of a bucket in MiB, or 'auto', as for PartTwo and PartThree",
     )
     parser.add_argument("--topk-ratio", type=float, help="share of the gradients that topk sends")
     parser.add_argument("--powersgd-rank", type=int, help="rank of ddp_powersgd")
@@ -81,11 +83,13 @@ def main_predict(args: argparse.Namespace) -> int:
     from lab.predict.printing import print_tables, summarize
     from lab.predict.scaling import most_nodes
     from lab.predict.tables import message_plans, predict_table, scaling_limits_of
-    from lab.units import parse_latency, parse_rate
+    from lab.units import parse_bucket_mb, parse_latency, parse_rate
 
     calibration, is_reference = find_calibration(args.calibration)
     names = list(STRATEGIES) if "all" in args.sync else list(dict.fromkeys(args.sync))
     options = {name: value for name in _OPTIONS if (value := getattr(args, name, None)) is not None}
+    if "bucket_mb" in options:
+        options["bucket_mb"] = parse_bucket_mb(options["bucket_mb"])
     links = parse_rate(args.rate), parse_latency(args.latency)
     plans = message_plans(names, options)
     setting = {"batch_size": args.batch_size, "scaling": args.scaling}

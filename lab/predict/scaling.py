@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
+from common.cost_model.bucket_choice import chosen_plan
 from common.cost_model.compute_model import LEAST_SAMPLES, StepCompute
 from common.cost_model.event_model import (
     LARGEST_NODES,
@@ -85,9 +86,12 @@ def scaling_limits(
     tried = numbers_of_nodes(limit, also=() if scaling == "weak" else jumps)
     compute_at = cache(compute_at)
 
+    def at(plan: MessagePlan, nodes: int) -> MessagePlan:
+        return chosen_plan(plan, sizes, nodes, network=network, compute=compute_at(nodes))
+
     def speedup(plan: MessagePlan, nodes: int) -> float:
         alone, step = (
-            step_seconds(plan, sizes, count, network=network, compute=compute_at(count))
+            step_seconds(at(plan, count), sizes, count, network=network, compute=compute_at(count))
             for count in (1, nodes)
         )
         return (nodes if scaling == "weak" else 1) * alone / step
@@ -105,7 +109,8 @@ def scaling_limits(
         elif compute_nodes is not None and nodes >= compute_nodes:
             held_by = "compute"
         else:
-            held_by = message_terms(plan, sizes, max(2, nodes), network=network).largest
+            several = max(2, nodes)
+            held_by = message_terms(at(plan, several), sizes, several, network=network).largest
         found.append(
             ScalingLimit(
                 name,

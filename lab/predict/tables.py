@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from common.cost_model.bucket_choice import chosen_plan
 from common.cost_model.calibration_file import Calibration
 from common.cost_model.compute_model import LEAST_SAMPLES, StepCompute, local_samples
 from common.cost_model.event_model import LARGEST_NODES, Prediction, predict_step
@@ -18,6 +19,7 @@ from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.message_plans import MessagePlan
 from common.utils.registry import choices_text
 from lab.predict.scaling import SCALINGS, ScalingLimit, scaling_limits
+from lab.units import split_variant
 
 _NO_EXCHANGE = "no gradient exchange: each node trains its own model"
 
@@ -44,13 +46,18 @@ def message_plans(
 ) -> dict[str, MessagePlan]:
     """Return the message plans of these strategies by name, each with the options that it takes.
 
-    Raises UserError with the choices if a name is unknown.
+    A name may give the size of its buckets (``split_variant``). Raises UserError with the choices
+    if a name is unknown.
     """
-    unknown = [name for name in names if name not in STRATEGIES]
-    if unknown:
-        choices = choices_text(unknown[0], [*STRATEGIES, "all"])
-        raise UserError(f"--sync: got {unknown[0]}: {choices}")
-    return {name: build_message_plan_from(name, options or {}) for name in names}
+    plans = {}
+    for name in names:
+        strategy, bucket_mb = split_variant(name)
+        if strategy not in STRATEGIES:
+            choices = choices_text(name, [*STRATEGIES, "all"])
+            raise UserError(f"--sync: got {name}: {choices}")
+        own = {} if bucket_mb is None else {"bucket_mb": bucket_mb}
+        plans[name] = build_message_plan_from(strategy, {**(options or {}), **own})
+    return plans
 
 
 def compute_of(
@@ -99,10 +106,10 @@ def predict_table(
 
     def row(name: str, plan: MessagePlan, count: int) -> PredictedStep:
         compute = compute_of(calibration, count, **settings)
+        sizes = calibration.gradient_sizes
         try:
-            step = predict_step(
-                plan, calibration.gradient_sizes, count, network=network, compute=compute
-            )
+            plan = chosen_plan(plan, sizes, count, network=network, compute=compute)
+            step = predict_step(plan, sizes, count, network=network, compute=compute)
         except NotImplementedError:
             return PredictedStep(name, count, note="no formula")
         speedup = (count if scaling == "weak" else 1) * (alone / step.step_seconds)

@@ -222,14 +222,14 @@ def errors_on_this_rank(rank: int, size: int, strategy: GradientSync, case: Case
     )
     engine.prepare(case.sgd(model), nn.CrossEntropyLoss())
 
-    def compare(_records: list) -> None:
+    def compare(_step: int) -> None:
         strategy.sync_replicas(model)
         found.by_parameter.append(parameter_errors(model, references[len(found.digests)]))
         found.digests.append(digest(model.state_dict()))
 
     own = slice(rank * case.accumulation_steps, (rank + 1) * case.accumulation_steps)
     engine.train_epoch(
-        [part for parts in batches for part in parts[own]], epoch=1, log_every=1, on_steps=compare
+        [part for parts in batches for part in parts[own]], epoch=1, after_step=compare
     )
     engine.close()
     return found

@@ -145,7 +145,7 @@ def _precision(row: CellRow, settings: Mapping[str, Any]) -> str:
     asked = True if {"--amp", "--use-amp"} & set(flags) else settings.get("amp")
     if {"--no-amp", "--no-use-amp"} & set(flags):
         asked = False
-    if not (asked if asked is not None else gpu and row.sync in BUILT_IN):
+    if not (asked if asked is not None else gpu and row.sync.partition("-")[0] in BUILT_IN):
         return "fp32 on a GPU" if gpu else "fp32"
     given = flags[flags.index("--amp-dtype") + 1] if "--amp-dtype" in flags[:-1] else None
     return (given or settings.get("amp_dtype") or "fp16") if gpu else "bf16"

@@ -222,7 +222,8 @@ class ComparisonGroup:
 
 def order(sync: str) -> tuple[int, str]:
     """Return the sort key of a strategy: known ones first, in their own order."""
-    return ([*STRATEGIES, sync].index(sync), sync)
+    strategy = sync.partition("-")[0]  # "ddp-auto" follows "ddp"
+    return ([*STRATEGIES, strategy].index(strategy), sync)
 
 
 def blocks(results: Mapping[str, Any]) -> list[ComparisonGroup]:

@@ -184,6 +184,9 @@ _HERE = {
     "part-three --recipe vgg11-cifar10-fast": [long(f"{SMALL} --no-amp", prints="test accuracy")],
     "lab compare --dataset digits --nodes 1 2": [long(prints="report.html")],
     f"torchrun --nproc-per-node 2 -m common.cli PartThree {TINY_RUN}": [long(prints=EQUAL)],
+    f"python PartThree/main.py --distributed --world-size 2 {TINY_RUN} --bucket-mb auto": [
+        slow(prints=rf"--bucket-mb auto: .*expected step(.|\n)*{EQUAL}")
+    ],
     # docs/scaling*.md
     f"lab predict --nodes 100000 --scaling weak {FAR}": [quick(prints="bound by")],
     f"lab predict --nodes 100000 --scaling weak {FAR} --figure docs/images/scaling-weak.png": [

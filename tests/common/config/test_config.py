@@ -73,7 +73,7 @@ NONSENSE = {
     "--epochs": _POSITIVE_WHOLE,
     "--max-steps": _POSITIVE_WHOLE,
     "--stop-after-epoch": _POSITIVE_WHOLE,
-    "--bucket-mb": _ABOVE_ZERO,
+    "--bucket-mb": (*_ABOVE_ZERO, "Auto", "auto,25"),
     "--topk-ratio": (*_ABOVE_ZERO, "1.1"),
     "--powersgd-rank": (*_POSITIVE_WHOLE, "1025"),
     "--averaging-period": _POSITIVE_WHOLE,
@@ -225,6 +225,15 @@ def test_limits_themselves_are_allowed():
     )
     assert (config.rank, config.master_port, config.seed) == (4, 65535, 2**31 - 1)
     assert _parse("--master-port", 1).master_port == 1
+
+
+def test_a_size_of_buckets_or_auto():
+    assert (_parse("--bucket-mb", "9").bucket_mb, _parse().bucket_mb) == (9.0, None)
+    assert _parse("--bucket-mb", "auto").bucket_mb == "auto"
+    with pytest.raises(UserError, match="--bucket-mb: got 'fast', give a number, or auto"):
+        _parse("--bucket-mb", "fast")
+    with pytest.raises(UserError, match=r"--bucket-mb: got 0\.0, give a number above 0, or auto"):
+        _parse("--bucket-mb", "0")
 
 
 # --- synonyms, defaults and conflicts ---

@@ -14,12 +14,12 @@ from common.cost_model.event_model import (
     PACKET_BYTES,
     Network,
     Rate,
-    exposed_seconds,
     loads,
     message_terms,
     operation_terms,
     predict_step,
 )
+from common.cost_model.overlap import ends_in_pairs, exposed_seconds
 from common.sync import STRATEGIES
 from common.sync.message_cost import KINDS, GradientSize, Operation
 from common.sync.message_plans import MessagePlan
@@ -195,6 +195,17 @@ def test_more_bytes_and_more_ranks_never_take_less(kind):
 # K: bytes of 1 % of the entries
 TENSORS, PAYLOAD, K = len(VGG11), sum(VGG11), 4 * -(-sum(VGG11) // 400)
 
+SHARDED_BUCKETS = (
+    *(9_463_848, 9_443_328, 9_443_328, 4_724_736),
+    *(2_362_368, 1_182_720, 304_128),
+)
+
+
+def padded(sizes, ranks):
+    """Return the sum of these bytes, each padded to equal parts of whole 4-byte entries."""
+    return sum(4 * ranks * -(-size // (4 * ranks)) for size in sizes)
+
+
 # From docs/strategies.md, for n ranks: messages in sequence, and payload bytes on the busiest link.
 CLOSED_FORMS = {
     "gather_scatter": lambda n: (
@@ -211,6 +222,10 @@ CLOSED_FORMS = {
         2 * 16 + 2,
         (2 + 2) * PAYLOAD,
     ),  # 100,000 is no power of two: two more messages, each of all bytes
+    "sharded": lambda n: (
+        7 * n,
+        2 * (n - 1) / n * padded(SHARDED_BUCKETS, n) + 7 * (n - 2) * PACKET_BYTES,
+    ),
     "overlapped": lambda n: (3 * 2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
     "ddp": lambda n: (3 * 2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
     "ddp_fp16": lambda n: (3 * 2 * (n - 1), (n - 1) / n * PAYLOAD),
@@ -312,11 +327,11 @@ class Sharded(MessagePlan):
             Operation("exchange", 300, ready_bytes=300),
             Operation("exchange", 300, ready_bytes=600),
             Operation("exchange", 500, needed_bytes=0),
-            Operation("exchange", 800, needed_bytes=300),
+            Operation("exchange", 1000, needed_bytes=300),
         ]
 
     def bytes_sent(self, sizes, rank, ranks):
-        return 1900
+        return 2100
 
     def update_share(self, ranks):
         return 1 / ranks
@@ -325,21 +340,35 @@ class Sharded(MessagePlan):
 @pytest.mark.parametrize(
     ("overlap_cost", "expected"),
     [
-        # Each byte takes 10 ms. Forward waits 5 s for the first gather; 6 s later, after 11 s, it
-        # needs the second one, which takes until 13 s: forward ends at 17 s, 7 s late. Backward
+        # Each byte takes 10 ms. The gathers of 5 s and 10 s share the link: they end after 10 s and
+        # 15 s. Forward begins at 10 s, computes 2 s, and waits 3 s for the second one. Backward
         # hides the first exchange, and the second takes 3 s after it. The update takes 4 s / 2.
-        (0.0, (10 + 20 + 2, 7 + 3)),
-        # At half speed: forward is at 4 s when the second gather ends at 13 s, and does not wait
-        # for it. The first exchange delays backward by 1.5 s.
-        (0.5, (10 + 4 + 20 + 1.5 + 2, 5 + 3)),
+        (0.0, (10 + 20 + 2, 10 + 3 + 3)),
+        # At half speed forward needs the second gather at 14 s, and waits for 1 s. The first
+        # exchange delays backward by 1.5 s.
+        (0.5, (10 + 2 + 20 + 1.5 + 2, 10 + 1 + 3)),
     ],
 )
 def test_forward_waits_for_the_gathers_that_the_last_step_began(overlap_cost, expected):
     network = Network(0.0, 0.01, overlap_cost=overlap_cost)
-    compute = StepCompute(10.0, 20.0, 4.0, (300, 500, 600), (0.25, 0.75, 1.0), (0.6, 0.2, 0.0))
+    compute = StepCompute(10.0, 20.0, 4.0, (300, 500, 600), (0.25, 0.75, 1.0), (0.2, 0.1, 0.0))
     step = predict_step(Sharded(), [100, 200, 300], 2, network=network, compute=compute)
     assert (step.compute_seconds, step.sync_seconds) == pytest.approx(expected)
     assert step.step_seconds == pytest.approx(sum(expected))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ends"),
+    [
+        ([], []),
+        ([3], [3]),
+        ([4, 6, 10], [8, 12, 20]),
+        # The others end after 4, 8 and 14 s, but in order the first counts for them, too.
+        ([10, 2, 2, 3], [17, 17, 17, 17]),
+    ],
+)
+def test_two_messages_at_a_time_share_the_link(seconds, ends):
+    assert ends_in_pairs(seconds) == pytest.approx(ends)
 
 
 def test_a_stalled_forward_is_a_backward_seen_in_a_mirror():

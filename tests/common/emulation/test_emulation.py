@@ -116,6 +116,32 @@ def test_late_layers_are_made_up_for_and_times_follow_the_samples():
     assert all(forward + backward > 0.59 for forward, backward in taken)
 
 
+def test_a_wait_in_a_forward_pre_hook_is_not_made_up_for():
+    """A strategy waits there for weights. The hook of a layer inside another one runs, too."""
+    model = nn.Sequential(
+        nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 3)
+    )
+    emulated(model, forward=SectionTime(0.02, 0.0), backward=SectionTime(0.02, 0.0))
+    waits, called = {"0": 0.05, "1.0": 0.1, "2": 0.0}, []
+    for name, seconds in waits.items():
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda *_, name=name, seconds=seconds: (called.append(name), time.sleep(seconds))[0]
+        )
+    began = time.perf_counter()
+    outputs = model(torch.zeros(2, 3))
+    assert time.perf_counter() - began >= 4 * 0.02 + 0.15
+    outputs.sum().backward()
+    assert time.perf_counter() - began >= 8 * 0.02 + 0.15
+    assert called == list(waits)
+
+
+def test_an_update_of_a_part_of_the_weights_takes_that_part_of_the_time():
+    emulation = emulated(Small(), update=0.4)
+    began = time.perf_counter()
+    emulation.update(0.25)
+    assert 0.1 <= time.perf_counter() - began < 0.4
+
+
 def test_the_update_begins_when_the_exchange_has_ended():
     """The update does not make up for the time of an exchange."""
     model = Small()

@@ -17,6 +17,7 @@ from common.distributed.process_group import World
 from common.profiling import comm_trace
 from common.profiling.comm_trace import MessageRecorder, Timeline
 from common.reporting.rank_stats import median_seconds, timed
+from common.sync.sharded import reduce_scatter_single
 from common.training_engine import TrainingEngine
 from common.training_engine.metrics import MetricsBuffer, StepOutcome, StepRecord
 from tests.helpers import run_ranks
@@ -111,6 +112,11 @@ def recorded(rank: int, size: int) -> dict:
         torch.ones(1)  # as a strategy does after its wait: the recorder ends the message here
         after = time.perf_counter()
         dist.broadcast(tensor, src=size - 1)
+        half = torch.ones(500)
+        dist.all_to_all_single(torch.empty(1000), tensor)
+        dist.all_to_all([half.clone(), half.clone()], [half, half])
+        dist.reduce_scatter(torch.empty(500), [half, half])
+        reduce_scatter_single(torch.empty(500), tensor)
     recorder.finish()
     return {
         "lane": engine.timeline.busiest_step(0.0),
@@ -134,7 +140,7 @@ def test_messages_are_taken_down_with_bytes_and_times():
         begin, end = lane["sections"]["sync"][0]
         for message in lane["messages"]:
             assert begin <= message["begin"] <= message["end"] <= end + 0.01
-        single, broadcast = found["by hand"]
+        single, broadcast, *in_parts = found["by hand"]
         assert (single.kind, single.nbytes, single.sent_bytes) == (
             ("send", "recv")[rank],
             4000,
@@ -144,6 +150,11 @@ def test_messages_are_taken_down_with_bytes_and_times():
         assert (broadcast.kind, broadcast.sent_bytes) == ("broadcast", (0.0, 4000.0)[rank])
         if rank == 0:
             assert single.end - single.begin >= 0.05
+        # Half of the tensor goes to the other rank; Gloo reduces by a whole all_reduce.
+        assert [(m.kind, m.nbytes, m.sent_bytes) for m in in_parts] == [
+            *2 * [("all_to_all", 4000, 2000.0)],
+            *2 * [("reduce_scatter", 4000, 4000.0)],
+        ]
 
 
 class GPU:

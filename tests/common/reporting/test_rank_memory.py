@@ -110,7 +110,7 @@ def test_stages_of_zero_by_hand() -> None:
         "ddp": (640, 640, 640, 0),
         "topk": (640, 640, 640, 640),
         "ddp_zero1": (640, 640, 160, 0),
-        "sharded": (640, 160, 160, 1280),
+        "sharded": (640, 160, 160, 0),
         "fsdp": (160, 160, 160, 16),
     }
     for name, kinds in expected.items():

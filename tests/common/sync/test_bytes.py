@@ -14,7 +14,7 @@ from common.profiling.comm_trace import MessageRecorder
 from common.sync import STRATEGIES, build_sync
 from common.sync.base import GradientSync
 from common.sync.bucketing import MIB, assign_buckets, bucket_sizes
-from common.sync.message_cost import GradientSize, sent_bytes, tree_children
+from common.sync.message_cost import GradientSize, tree_children
 from tests.helpers import run_ranks
 from tests.helpers.strategies import Mixed
 
@@ -51,8 +51,11 @@ class Tiny(nn.Module):
 
 
 MODELS = {"odd": Odd, "tiny": Tiny, "mixed": Mixed}
-CASES = [(name, {}) for name in STRATEGIES if name != "none"] + [
+ELSEWHERE = ("none", "fsdp", "ddp_zero1")
+"""Without messages, or in test_built_in.py."""
+CASES = [(name, {}) for name in STRATEGIES if name not in ELSEWHERE] + [
     ("overlapped", {"bucket_mb": 0.002}),
+    ("sharded", {"bucket_mb": 0.002}),
     ("ddp", {"bucket_mb": 0.002}),
     ("ddp_fp16", {"bucket_mb": 0.002}),
     ("ddp", {"bucket_mb": 0.002, "find_unused_parameters": True}),
@@ -63,8 +66,11 @@ CASES = [(name, {}) for name in STRATEGIES if name != "none"] + [
 ]
 
 
-def recorded(rank: int, sync: GradientSync, model: nn.Module) -> list[tuple[str, int]]:
-    """Train until the messages repeat; return (kind, bytes) of each message of one period."""
+def recorded(rank: int, sync: GradientSync, model: nn.Module) -> list[tuple[str, int, float]]:
+    """Train until the messages repeat.
+
+    Returns (kind, bytes, bytes sent) of each message of one period.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     training = sync.prepare(model, optimizer)
     generator = torch.Generator().manual_seed(rank)
@@ -84,7 +90,7 @@ def recorded(rank: int, sync: GradientSync, model: nn.Module) -> list[tuple[str,
     with recorder:
         steps(sync.period)
     sync.close()
-    return [(message.kind, message.nbytes) for message in recorder.messages]
+    return [(message.kind, message.nbytes, message.sent_bytes) for message in recorder.messages]
 
 
 def every_case(rank: int) -> dict:
@@ -114,18 +120,8 @@ def test_bytes_sent_are_the_payload_of_the_messages(size: int, kind: str, index:
     sync, sizes = build_sync(name, **options), GradientSize.of(MODELS[kind]().parameters())
     for rank in range(size):
         real = messages(size)[rank][kind, index]
-        sent = sum(
-            (
-                Fraction(nbytes)
-                if what == "send"
-                else Fraction(0)
-                if what == "recv"
-                else sent_bytes(what, nbytes, rank=rank, ranks=size)
-                for what, nbytes in real
-            ),
-            Fraction(0),
-        )
-        assert sync.bytes_sent(sizes, rank, size) == sent, real
+        sent = sum(sent for _, _, sent in real)
+        assert float(sync.bytes_sent(sizes, rank, size)) == pytest.approx(sent, rel=1e-12), real
         if name.startswith("ddp") and (kind == "mixed" or "bucket_mb" in options):
             continue  # torch chooses the order of types, and backward the order within a layer
         if name not in BY_MESSAGES:
@@ -133,15 +129,15 @@ def test_bytes_sent_are_the_payload_of_the_messages(size: int, kind: str, index:
                 (one.kind, int(one.nbytes))
                 for one in sync.operations(sizes, size)
                 for _ in range(one.count)
-            ] == real
+            ] == [(what, nbytes) for what, nbytes, _ in real]
     if name in BY_MESSAGES:
-        longest = max(nbytes for what, nbytes in messages(size)[0][kind, index] if what == "send")
+        longest = max(sent for _, _, sent in messages(size)[0][kind, index])
         assert longest <= max(one.nbytes for one in sync.operations(sizes, size)) <= sum(sizes)
 
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in STRATEGIES if name not in ("none", "ddp_powersgd", "topk", "local_sgd")],
+    [name for name in STRATEGIES if name not in (*ELSEWHERE, "ddp_powersgd", "topk", "local_sgd")],
 )
 def test_the_docstrings_formulas_for_four_ranks(name: str) -> None:
     """One tensor of M = 4,000 bytes in 4-byte entries; fp16 sends half."""

@@ -8,6 +8,7 @@ import inspect
 import pytest
 
 from common.errors import UserError
+from common.models import build_model
 from common.sync import MESSAGE_PLANS, STRATEGIES, build_message_plan_from, build_sync_from
 from common.sync.base import GradientSync
 from common.sync.message_cost import GradientSize, Operation
@@ -46,6 +47,57 @@ def test_plan_and_strategy_refuse_the_same_options(options: dict[str, float]) ->
     for build in (build_message_plan_from, build_sync_from):
         with pytest.raises(UserError, match=next(iter(options))):
             build(name, options)
+
+
+def test_sharded_sends_padded_buckets_in_both_directions() -> None:
+    """VGG-11 on 4 nodes: five buckets of 4 MiB or more, the last layers first.
+
+    Only the first bucket needs padding: the classifier's 10 biases, with 8 bytes to 4 equal parts.
+    """
+    sizes = GradientSize.of(build_model("vgg11", 10).parameters())
+    plan = build_message_plan_from("sharded", {"bucket_mb": 4})
+    *reduces, a, b, c, d, e = plan.operations(sizes, 4)
+    assert [(one.kind, one.nbytes, one.summed_bytes, one.copied_bytes) for one in reduces] == [
+        ("all_to_all", padded, padded, size)
+        for padded, size in (
+            (9_463_856, 9_463_848),
+            (9_443_328, 9_443_328),
+            (9_443_328, 9_443_328),
+            (4_724_736, 4_724_736),
+            (3_849_216, 3_849_216),
+        )
+    ]
+    assert [one.ready_bytes for one in reduces] == [
+        9_463_848,
+        18_907_176,
+        28_350_504,
+        33_075_240,
+        36_924_456,
+    ]
+    # The next forward gets the first layers' bucket first, and uses it at once.
+    assert [(one.kind, one.nbytes, one.needed_bytes) for one in (a, b, c, d, e)] == [
+        ("all_gather", 3_849_216 // 4, 0),
+        ("all_gather", 4_724_736 // 4, 36_924_456 - 33_075_240),
+        ("all_gather", 9_443_328 // 4, 36_924_456 - 28_350_504),
+        ("all_gather", 9_443_328 // 4, 36_924_456 - 18_907_176),
+        ("all_gather", 9_463_856 // 4, 36_924_456 - 9_463_848),
+    ]
+    # 2(N-1)/N M, and as much of the padding
+    assert plan.bytes_sent(sizes, 3, 4) == 1.5 * (36_924_456 + 8)
+    assert (plan.update_share(4), build_message_plan_from("ddp", {}).update_share(4)) == (0.25, 1)
+
+
+def test_sharded_pads_in_entries_of_each_type() -> None:
+    """On 4 ranks 5 entries become 8, of 8 bytes each, and 3 entries of 2 bytes become 4."""
+    sizes = [GradientSize((5,), 8), GradientSize((3,), 2)]
+    reduces, gathers = [], []
+    for one in build_message_plan_from("sharded", {}).operations(sizes, 4):
+        (gathers if one.kind == "all_gather" else reduces).append(one)
+    assert sorted(one.nbytes for one in reduces) == [8, 64]
+    assert sorted(one.nbytes for one in gathers) == [2, 16]
+    # In the order of backward, and each gather waits for what the reduces before it hold.
+    assert [one.ready_bytes for one in reduces] == [6, 46]
+    assert [one.needed_bytes for one in gathers] == [0, 40]
 
 
 def test_an_unknown_name_is_told_the_choices() -> None:

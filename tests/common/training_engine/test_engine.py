@@ -177,16 +177,21 @@ def accumulate(rank: int, size: int, strategy: str, accumulation_steps: int) -> 
     }
     with counted_messages(engine) as count:
 
-        def compare(records: list) -> None:
+        def record(records: list) -> None:
             assert len(records) == 1, "log_every=1"
+            found["samples"].append(records[0].samples)
+
+        def compare(_step: int) -> None:
+            engine.sync.sync_replicas(model)
             found["errors"].append(
                 relative_error(parameters_of(model), references[len(found["errors"])])
             )
             found["digests"].append(digest(model.state_dict()))
             found["messages"].append(count["messages"] - sum(found["messages"]))
-            found["samples"].append(records[0].samples)
 
-        result = engine.train_epoch(micro_batches[rank], epoch=1, log_every=1, on_steps=compare)
+        result = engine.train_epoch(
+            micro_batches[rank], epoch=1, log_every=1, on_steps=record, after_step=compare
+        )
     engine.close()
     assert result.samples == sum(MICRO_BATCHES[size][rank])
     return found

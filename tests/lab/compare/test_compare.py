@@ -159,6 +159,34 @@ def test_every_strategy_is_started_by_a_command_that_its_part_understands(sync, 
     assert config.capture == "off", "all cells have sections"
 
 
+def test_a_strategy_with_several_sizes_of_buckets_has_a_cell_for_each(tmp_path):
+    """Each has its own id and folder, the one in which its part writes, and its own --bucket-mb."""
+    names = ("ddp", "ddp-auto", "ddp-9", "sharded-0.5")
+    settings = Settings(nodes=(2,), sync=names, flags=("--bucket-mb", "4"), repeats=1)
+    runs = [Run(tmp_path, settings, cell, 0) for cell in plan_cells(settings)]
+    assert [run.cell["id"] for run in runs] == [f"{name}-n2" for name in names]
+    assert all(run.cell["exact"] for run in runs)
+    configs = [
+        parse_arguments(
+            part_of(run.cell["sync"]),
+            "",
+            {},
+            BUILT_IN if part_of(run.cell["sync"]) == "PartThree" else BY_HAND,
+            node_command(run)[1:],
+        )
+        for run in runs
+    ]
+    assert [(config.sync, config.bucket_mb) for config in configs] == [
+        ("ddp", 4.0),
+        ("ddp", "auto"),
+        ("ddp", 9.0),
+        ("sharded", 0.5),
+    ]
+    written = [config.reports_folder / config.experiment / config.run_name for config in configs]
+    assert written == [run.path for run in runs]
+    assert len(set(written)) == len(names)
+
+
 def test_all_runs_of_a_comparison_have_equally_many_steps():
     """The learning rate follows the schedule, so more steps would be a different training."""
     settings = Settings(
@@ -199,6 +227,9 @@ def test_names_for_several_strategies():
     ("changes", "message"),
     [
         ({"sync": ("rings",)}, "got rings: did you mean ring"),
+        ({"sync": ("ring-auto",)}, "got ring-auto, but ring has no buckets: give ring"),
+        ({"sync": ("ddp-fast",)}, "got ddp-fast: "),
+        ({"sync": ("ddp-0",)}, "got ddp-0: "),
         ({"nodes": (0,)}, "--nodes: got 0"),
         ({"nodes": (1, 300)}, "got 300, more than the 256 samples"),
         ({"steps": 0}, "--steps: got 0"),

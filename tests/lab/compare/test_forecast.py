@@ -5,17 +5,11 @@ import json
 import pytest
 
 from common.cost_model.event_model import HEADERS, Network, Rate, loads
+from common.cost_model.measured_links import MeasuredLinks, network_from
 from common.emulation.compute_profile import Layer, Profile, SectionTime
 from common.models import build_model
+from common.profiling.link_measurements import LARGE, LARGEST, SMALL, measure_links
 from common.sync.message_cost import GradientSize
-from lab.calibrate.link_probe import (
-    LARGE,
-    LARGEST,
-    SMALL,
-    MeasuredLinks,
-    measure_links,
-    network_from,
-)
 from lab.cluster.tools import namespaces_refused
 from lab.compare.cells import plan_cells
 from lab.compare.forecast import emulated_compute, emulated_compute_at, forecast_on_links, kinds_of
@@ -107,6 +101,7 @@ def test_steps_of_emulated_cells_are_those_of_the_event_model():
 
 def test_only_what_the_strategies_send_is_measured():
     assert kinds_of(["all_reduce", "ddp"], {}, FOUR, 4) == ["all_reduce"]
+    assert kinds_of(["ddp-9", "ddp-auto"], {"bucket_mb": "auto"}, FOUR, 4) == ["all_reduce"]
     assert set(kinds_of(["gather_scatter", "ring", "none"], {}, FOUR, 4)) == {
         "gather",
         "scatter",
@@ -118,8 +113,9 @@ def test_only_what_the_strategies_send_is_measured():
     assert at(8).backward_seconds == pytest.approx(30 * 32e-4)
 
 
-def _measured(rank: int) -> dict:
-    return measure_links(rank, 2, kinds=["all_reduce", "gather", "scatter", "reduce"], shaped=False)
+def _measured(rank: int) -> MeasuredLinks:
+    kinds = ["all_reduce", "gather", "scatter", "reduce"]
+    return MeasuredLinks(**measure_links(rank, 2, kinds=kinds, shaped=False))
 
 
 def test_messages_are_measured_alike_on_all_ranks():

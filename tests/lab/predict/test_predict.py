@@ -13,13 +13,14 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
+from common.cost_model.bucket_choice import SIZES_MB
 from common.cost_model.calibration_file import load_calibration, reference_path
 from common.errors import UserError
 from common.sync import STRATEGIES, build_sync
 from common.sync.message_cost import GradientSize
 from common.sync.message_plans import MessagePlan
 from lab.predict.cli import main_predict
-from lab.predict.tables import message_plans, predict_table
+from lab.predict.tables import message_plans, predict_table, scaling_limits_of
 from lab.units import parse_latency, parse_rate
 from tests.helpers import ROOT
 
@@ -74,6 +75,24 @@ def test_speedup_and_efficiency_are_those_of_the_step_times():
     assert weak.speedup == pytest.approx(
         8 * one.prediction.step_seconds / weak.prediction.step_seconds
     )
+
+
+def test_auto_is_the_best_size_of_buckets_for_each_number_of_nodes():
+    sizes = [f"ddp-{size:g}" for size in SIZES_MB]
+    rows = table([1, 4, 64], ["ddp", "ddp-auto", *sizes])
+    for nodes in (1, 4, 64):
+        step = {
+            name: rows[name, nodes].prediction.step_seconds for name in ("ddp", "ddp-auto", *sizes)
+        }
+        best = min(step.values())
+        expected = best if best < 0.99 * step["ddp"] else step["ddp"]
+        assert step["ddp-auto"] == expected
+        assert (step["ddp-auto"] < step["ddp"]) == (nodes > 1)
+    by_flag = message_plans(["ddp", "ring"], {"bucket_mb": "auto"})
+    limits = scaling_limits_of(by_flag, REFERENCE, 1e9, 2e-4, 256)
+    assert [one.sync for one in limits] == ["ddp", "ring"] * 2
+    default = scaling_limits_of(message_plans(["ddp"]), REFERENCE, 1e9, 2e-4, 256)
+    assert limits[0].speedup >= default[0].speedup
 
 
 def test_the_rate_is_that_of_the_links():
@@ -145,6 +164,8 @@ def test_rates_and_latencies_are_read(parse, text, value):
         ({"sync": ["carrier_pigeon"]}, "halving_doubling"),
         ({"scaling": "up"}, "weak"),
         ({"batch_size": 1}, "--batch-size"),
+        ({"bucket_mb": "fast"}, "--bucket-mb: got 'fast', give a number above 0, or auto"),
+        ({"bucket_mb": "0"}, "got '0', give a number above 0, or auto"),
     ],
 )
 def test_bad_input_is_named_with_what_to_do(changes, said):
