@@ -119,6 +119,7 @@ class Exchange:
             total.backward()
             self._sync.synchronize(self._model)
             self._sync.after_step(self._model)
+            self._sync.wait_for_weights()
 
         return slowest(exchange)
 

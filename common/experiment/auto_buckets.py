@@ -23,7 +23,7 @@ from common.sync import build_message_plan_from
 from common.sync.bucketing import AUTO
 from common.sync.message_cost import GradientSize
 
-_LINK_SECONDS = 0.5  # for each kind of message at each of three sizes
+_LINK_SECONDS = 1.0  # for each kind of message at each of three sizes
 
 
 def auto_buckets(setup: Setup, model: nn.Module, loader: TrainLoader) -> BucketChoice | None:

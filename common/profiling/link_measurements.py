@@ -87,11 +87,13 @@ def measure_links(
         pair = [message_call(one, rank, size) for one in (kind, twin) if one is not None]
         found[kind] = found.get(twin or "") or []
         for nbytes, calls, rounds in (sizes[:2] if shaped else sizes)[len(found[kind]) :]:
-            tensor = torch.zeros(nbytes // FLOAT_BYTES, device=device)
+            # What is gathered has this size, as a bucket has.
+            part = nbytes // size if kind == "all_gather" else nbytes
+            tensor = torch.zeros(part // FLOAT_BYTES, device=device)
             taken: list[float] = []
             while len(taken) < rounds and sum(taken) * calls * len(pair) < limit_seconds:
                 taken.append(_seconds(pair, tensor, calls=calls))
-            found[kind].append((nbytes, statistics.median(taken)))
+            found[kind].append((part, statistics.median(taken)))
     arena = torch.zeros(24_000_000, device=device)
     per_byte = {
         name: over_ranks(

@@ -5,7 +5,7 @@ that a run may not have (a loss with emulated compute) is null. Entries that ear
 not write have defaults. Imports no torch.
 """
 
-from typing import Annotated, NotRequired, TypedDict
+from typing import Annotated, Literal, NotRequired, TypedDict
 
 from msgspec import Meta, Struct
 
@@ -216,6 +216,7 @@ class RunConfig(TrainingFacts, kw_only=True):
 
     world_size: Ranks
     sync: Name
+    bucket_mb: Annotated[float, Meta(gt=0, le=1e9)] | Literal["auto"] | None = None
     steps_per_epoch: Count = 0
 
 

@@ -9,9 +9,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from common.cost_model.bucket_choice import has_buckets
 from common.emulation.compute_profile import Profile
 from common.errors import UserError
 from common.reporting.run_files import RunConfig, TrainingFacts
+from common.sync import STRATEGIES
 from common.utils.grouping import grouped
 from lab.compare.cells import new_cell
 from lab.compare.outcomes import (
@@ -82,7 +84,7 @@ def _read(folder: Path, scaling: str) -> dict[str, Any]:
         facts["total_steps"] = None  # an epoch has fewer steps on more nodes
     return {
         "folder": folder,
-        "sync": config.sync if config.world_size > 1 else "none",
+        "sync": _strategy(config) if config.world_size > 1 else "none",
         "nodes": config.world_size,
         "batch_size": config.batch_size,
         "facts": facts,
@@ -92,6 +94,14 @@ def _read(folder: Path, scaling: str) -> dict[str, Any]:
             repeat["ranks"], environment, emulated=facts["compute"] != "real"
         ),
     }
+
+
+def _strategy(config: RunConfig) -> str:
+    """Return the name of the strategy's cell; other buckets have a cell of their own."""
+    size, known = config.bucket_mb, config.sync in STRATEGIES
+    if size is None or not known or not has_buckets(config.sync):
+        return config.sync
+    return f"{config.sync}-{size if isinstance(size, str) else f'{size:g}'}"
 
 
 def _cells(

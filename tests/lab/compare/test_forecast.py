@@ -114,16 +114,17 @@ def test_only_what_the_strategies_send_is_measured():
 
 
 def _measured(rank: int) -> MeasuredLinks:
-    kinds = ["all_reduce", "gather", "scatter", "reduce"]
+    kinds = ["all_reduce", "gather", "scatter", "reduce", "all_gather"]
     return MeasuredLinks(**measure_links(rank, 2, kinds=kinds, shaped=False))
 
 
 def test_messages_are_measured_alike_on_all_ranks():
     mine, other = run_ranks(2, _measured)
     assert mine.kinds == other.kinds
-    assert set(mine.kinds) == {"all_reduce", "gather", "scatter", "reduce"}
-    for rows in mine.kinds.values():
-        assert [nbytes for nbytes, _ in rows] == [SMALL, LARGE, LARGEST]
+    assert set(mine.kinds) == {"all_reduce", "gather", "scatter", "reduce", "all_gather"}
+    for kind, rows in mine.kinds.items():
+        ranks = 2 if kind == "all_gather" else 1  # each of them brings its part
+        assert [ranks * nbytes for nbytes, _ in rows] == [SMALL, LARGE, LARGEST]
         assert 0 < rows[0][1] < rows[2][1]
     assert 0 < mine.copy < 1e-7
 

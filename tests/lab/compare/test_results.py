@@ -195,6 +195,19 @@ def test_equal_runs_become_repeats_of_a_cell(tmp_path):
     assert results["settings"]["nodes"] == [1, 2]
 
 
+def test_runs_with_other_buckets_are_no_repeats_of_each_other(tmp_path):
+    """A strategy without buckets ignores the size."""
+    cases = [("ddp", None), ("ddp", "auto"), ("ddp", 9.0), ("ddp", 0.5), ("ring", "auto")]
+    folders = [
+        write_run(tmp_path / f"{sync}-{size}", sync=sync, bucket_mb=size) for sync, size in cases
+    ]
+    results = collect(folders, scaling="strong")
+    assert [cell["id"] for cell in results["cells"]] == [
+        *("ddp-n2", "ddp-auto-n2", "ddp-9-n2", "ddp-0.5-n2", "ring-n2")
+    ]
+    assert all(len(cell["repeats"]) == 1 for cell in results["cells"])
+
+
 @pytest.mark.parametrize(
     "changed",
     [
