@@ -37,13 +37,17 @@ COLORS = {
     "ring": "#17a0b0",
     "halving_doubling": "#4f8f8f",
     "overlapped": "#7d7411",
+    "sharded": "#a08658",
     "ddp": "#9b9221",
     "ddp_fp16": "#a0506e",
     "ddp_powersgd": "#d9486f",
+    "ddp_zero1": "#6f7436",
+    "fsdp": "#a9727a",
     "topk": "#84604f",
     "local_sgd": "#b08a72",
 }
-MARKERS = dict(zip(COLORS, "os^vDdPXhp*<>8H", strict=True))
+# matplotlib has 15 filled markers: related strategies must not share one.
+MARKERS = dict(zip(COLORS, "os^vDdPXhps*<>^v8H", strict=True))
 DASHES = [(0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (1, 1)), (0, (8, 3))]
 
 # Neighbours also differ in lightness, and waiting is hatched, so that a grey print is readable.

@@ -170,6 +170,14 @@ def _used_on_any_rank(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return [p for p, count in zip(parameters, ranks_that_use.tolist(), strict=True) if count]
 
 
+def norm_over_ranks(gradients: Sequence[Tensor], *, device: torch.device) -> Tensor:
+    """Return the norm of the gradients of all ranks together: one all_reduce of 8 bytes."""
+    norm = get_total_norm(gradients).to(device)
+    squares = norm.double().square()
+    dist.all_reduce(squares)
+    return squares.sqrt().to(norm.dtype)
+
+
 @torch.no_grad()
 def broadcast_from_rank0(tensors: list[Tensor]) -> None:
     """Overwrite each tensor, whatever its strides, with rank 0's: one broadcast per tensor."""

@@ -22,14 +22,15 @@ class FSDPPlan(MessagePlan):
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class. Backward gathers a layer's weights before it reduces the last one."""
-        gathers, reduces = [], []
+        gathers: list[Operation] = []
+        reduces: list[Operation] = []
         for layer in layers_of(sizes) if ranks > 1 else []:
             part = sum(part_bytes(size, ranks) for size in layer)
             gathers.append(Operation("all_gather", part, copied_bytes=ranks * part))
             reduces.append(Operation("all_reduce", ranks * part, copied_bytes=ranks * part))
         backward = gathers[-1:]
-        for layer in reversed(range(len(gathers))):
-            backward += [*gathers[max(0, layer - 1) : layer], reduces[layer]]
+        for index in reversed(range(len(gathers))):
+            backward += [*gathers[max(0, index - 1) : index], reduces[index]]
         return gathers + backward
 
     def update_share(self, ranks: int) -> float:
@@ -43,7 +44,7 @@ class DDPZero1Plan(DDPPlan):
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class. A rank without a parameter broadcasts 4 bytes."""
         return super().operations(sizes, ranks) + [
-            Operation("broadcast", size) for size in self._share_bytes(sizes, ranks)
+            Operation("broadcast", size, needed_bytes=0) for size in self._share_bytes(sizes, ranks)
         ]
 
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:

@@ -59,8 +59,8 @@ class OptimizerShards:
     def __init__(self, optimizer: Optimizer) -> None:
         if type(optimizer) not in ELEMENTWISE:
             raise UserError(
-                f"sharded: got the optimiser {type(optimizer).__name__}, but each rank updates a "
-                "part of the entries, which needs an optimiser that treats every entry by itself: "
+                f"got the optimiser {type(optimizer).__name__}, but with this strategy each rank "
+                "updates a part of the entries, so the optimiser must treat every entry by itself: "
                 f"{', '.join(one.__name__ for one in ELEMENTWISE)}. Choose one of them, or another "
                 "strategy"
             )

@@ -7,9 +7,10 @@
     update     #                                             # 1/N of it
 
 Buckets are flat, as those of ``overlapped``, and cut into N parts of equal length; part r belongs
-to rank r. During backward a full bucket leaves by ``all_to_all_single``, and each rank adds up the
+to rank r. During backward a full bucket leaves by ``all_to_all``, and each rank adds up the
 N shares of its part. (Gloo's ``reduce_scatter_tensor`` would be an all_reduce inside; NCCL has a
-real one.) The optimiser then holds this rank's parts only (optimizer_shards.py), with 1/N of the
+real one.) A large one goes in pieces, since N-1 ranks that send to one at once overflow the queue
+of its link. The optimiser then holds this rank's parts only (optimizer_shards.py), with 1/N of the
 state. After its step the new weights leave by ``all_gather``, and the next forward pass waits
 before each layer for the bucket that the layer needs. So half of what ``overlapped`` sends during
 and after backward can hide behind forward.
@@ -35,18 +36,18 @@ Common mistake: reading weights (an evaluation, a checkpoint, a moving average) 
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from common.distributed.collectives import all_gather_single
 from common.sync.backward_buckets import BackwardBuckets
-from common.sync.base import GradientSync
-from common.sync.bucket_plans import ShardedPlan
+from common.sync.base import GradientSync, norm_over_ranks
+from common.sync.bucket_plans import ShardedPlan, piece_entries
 from common.sync.bucketing import buckets_in_ready_order
 from common.sync.flat_buffer import FlatBuffer
 from common.sync.optimizer_shards import OptimizerShards, Segment
@@ -109,12 +110,8 @@ class Sharded(ShardedPlan, GradientSync):
             parameter.grad = None
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """See the base class: one all_reduce of 8 bytes."""
-        device = next(iter(self._parameters.values())).device
-        norm = get_total_norm(gradients).to(device)
-        squares = norm.double().square()
-        dist.all_reduce(squares)
-        return squares.sqrt().to(norm.dtype)
+        """See the base class."""
+        return norm_over_ranks(gradients, device=next(iter(self._parameters.values())).device)
 
     def after_step(self, model: nn.Module) -> None:
         """Start to gather the new weights, in the order in which forward needs them."""
@@ -219,7 +216,7 @@ class _Bucket:
                 part = slice(inside.start - begin, inside.stop - begin)
                 self.segments[parameter] = Segment(segment, part)
                 self._mean_gradients.append((segment, self._mean[inside]))
-        self._reducing: dist.Work | None = None
+        self._reducing: list[Any] = []  # works
         self._gathering: dist.Work | None = None
 
     def start_reduce(self) -> None:
@@ -228,28 +225,38 @@ class _Bucket:
         for parameter in self.parameters:
             parameter.grad = flat.new_full((), torch.nan).expand_as(parameter)  # not yet known
         if dist.get_backend() == dist.Backend.NCCL:
-            self._reducing = reduce_scatter_single(self._mean, flat, async_op=True)
+            self._reducing = [reduce_scatter_single(self._mean, flat, async_op=True)]
         else:
             self._received = torch.empty_like(flat)
-            self._reducing = dist.all_to_all_single(self._received, flat, async_op=True)
+            shape = (dist.get_world_size(), -1)
+            entries = piece_entries(dist.get_world_size(), flat.element_size())
+            self._reducing = [
+                dist.all_to_all([*received.unbind()], [*sent.unbind()], async_op=True)
+                for received, sent in zip(
+                    self._received.view(shape).split(entries, dim=1),
+                    flat.view(shape).split(entries, dim=1),
+                    strict=True,
+                )
+            ]
 
     def is_reduced(self) -> bool:
-        """Whether the other ranks' gradients are there, but not yet added up."""
-        return self._reducing is not None and self._reducing.is_completed()
+        """Whether the other ranks' gradients are there."""
+        return all(work.is_completed() for work in self._reducing)
 
     def finish_reduce(self) -> None:
         """Wait for the other ranks' gradients, give the segments their sum, and free the rest.
 
         Does nothing if it is done already.
         """
-        if self._reducing is None:
+        if not self._reducing:
             return
-        self._reducing.wait()
+        for work in self._reducing:
+            work.wait()
         if self._received is not None:
             torch.sum(self._received.view(-1, len(self._mean)), dim=0, out=self._mean)
         for segment, mean in self._mean_gradients:
             segment.grad = mean
-        self._reducing = self._received = None
+        self._reducing, self._received = [], None
         self.gradients.free()
 
     def start_gather(self) -> None:

@@ -87,6 +87,7 @@ class DDPZero1(DDPZero1Plan, DDPWrapper):
     def after_step(self, model: nn.Module) -> None:
         """Send the weights also if the optimiser made no step: its layers may be emulated."""
         if not self._stepped:
+            self._drop_gradients()
             self._step()
         self._stepped = False
 
@@ -116,10 +117,13 @@ class DDPZero1(DDPZero1Plan, DDPWrapper):
             )
             stack.callback(hook.remove)
             zero.step()
-        for group in optimizer.param_groups:
+        self._drop_gradients()
+        self._stepped = True
+
+    def _drop_gradients(self) -> None:
+        for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-        self._stepped = True
 
     def _split_state(self) -> None:
         """Move this rank's part of the state from the own optimiser, and drop the rest."""

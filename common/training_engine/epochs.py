@@ -116,6 +116,7 @@ def train_epoch(
         log_every=log_every,
         overflow_is_normal=engine.scaler.is_enabled(),
         equal_gradients=engine.sync.equal_gradients,
+        **({"exchanges": 2} if engine.sync.weights_under_way else {}),
         on_steps=on_steps,
     )
     if start_step:

@@ -145,6 +145,7 @@ class MetricsBuffer:
         seconds, so that the ranks soon agree on a request to stop.
     overflow_is_normal : infinite gradients are no error, since a GradScaler skips such steps.
     equal_gradients : all ranks hold the same gradients after ``synchronize``.
+    exchanges : how many of the last parts of "sync" begin with a message, and wait for all ranks.
     on_steps : takes the records of the flushed steps.
 
     The attribute ``result`` holds the epoch's sums up to the last flush.
@@ -159,13 +160,14 @@ class MetricsBuffer:
         log_every: int,
         overflow_is_normal: bool,
         equal_gradients: bool,
+        exchanges: int = 64,
         on_steps: Callable[[list[StepRecord]], None] | None,
     ) -> None:
         self._began = time.perf_counter()
         self.result = EpochResult()
         self._world, self._timer, self._epoch, self._log_every = world, timer, epoch, log_every
         self._overflow_is_normal, self._equal_gradients = overflow_is_normal, equal_gradients
-        self._on_steps = on_steps or (lambda _records: None)
+        self._exchanges, self._on_steps = exchanges, on_steps or (lambda _records: None)
         self._pending: list[_Pending] = []
         self._sent: list[_Pending] = []  # by a flush that has not recorded them yet
         self._finish: Callable[[], bool] = _nothing_to_finish
@@ -206,8 +208,7 @@ class MetricsBuffer:
     def flush(self, *, stop: bool, wait: bool = True) -> bool:
         """Record the steps since the last flush; return whether any rank asks to stop. Collective.
 
-        wait : for the other ranks' numbers. Otherwise the next flush records these steps and
-            answers: messages that are under way for the next step would delay this one.
+        wait : for the other ranks. Otherwise the next flush records these steps and answers.
 
         Raises GroupError on every rank if the loss or the gradients are not finite on any rank.
         """
@@ -290,10 +291,10 @@ class MetricsBuffer:
         """
         if self._world.size == 1 or not pending:
             return lambda: [0.0] * len(pending)
-        # The last two parts of "sync": before them it can only wait for weights, in forward.
-        parts = [self._timer.spans(step.times)["sync"][-2:] for step in pending]
-        begins = [  # (steps, 2) on the ranks' common clock
-            [begin - self._clock_offset for begin, _ in spans] + [-math.inf] * (2 - len(spans))
+        count = self._exchanges
+        parts = [self._timer.spans(step.times)["sync"][-count:] for step in pending]
+        begins = [  # (steps, count) on the ranks' common clock
+            [begin - self._clock_offset for begin, _ in spans] + [-math.inf] * (count - len(spans))
             for spans in parts
         ]
         latest = start_all_reduce(self._world, begins, dist.ReduceOp.MAX)

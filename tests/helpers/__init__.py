@@ -22,6 +22,8 @@ PRELOADED[:] = [
     "tests",
     *PRELOADED,
     "common.experiment.run",
+    "common.sync.fsdp",
+    "common.sync.zero1",
     "common.reporting.plots",
     "sklearn.datasets",
     "tests.helpers.tiny_model",
