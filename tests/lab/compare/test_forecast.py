@@ -168,6 +168,7 @@ def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(t
         "--sync",
         "all_reduce_flat",
         "ddp",
+        "ddp-auto",
         "--rate",
         "200mbit",
         "--compute",
@@ -188,8 +189,13 @@ def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(t
     results = read_results(folder / "results.json")
     cells = {cell["id"]: cell for cell in results["cells"]}
     assert {name: cell["status"] for name, cell in cells.items()} == dict.fromkeys(
-        ("none-n1", "all_reduce_flat-n4-200mbit", "ddp-n4-200mbit"), "done"
+        ("none-n1", "all_reduce_flat-n4-200mbit", "ddp-n4-200mbit", "ddp-auto-n4-200mbit"), "done"
     )
+    [config] = (folder / "runs" / "PartThree-ddp").glob("auto-*/config.json")
+    chosen = json.loads(config.read_text())["auto_buckets"]
+    predicted = results["prediction"]["cells"]["ddp-n4-200mbit"]["step_seconds"]
+    assert 0.8 < chosen["default_step_seconds"] / predicted < 1.6, "the run measures the same links"
+    assert chosen["expected_step_seconds"] <= chosen["default_step_seconds"]
     for name, cell in cells.items():
         predicted = results["prediction"]["cells"][name]
         assert (
