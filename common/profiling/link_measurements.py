@@ -26,7 +26,7 @@ _SMALL_CALLS, _SMALL_ROUNDS, _LARGE_CALLS, _LARGE_ROUNDS, _WARM_UP_CALLS = 20, 5
 # Strategies use these in pairs: a rank sends out what it has collected. A send timed alone would
 # seem to end as soon as the message is in a buffer.
 _IN_PAIRS = {"gather": "scatter", "scatter": "gather", "reduce": "broadcast", "broadcast": "reduce"}
-_PIECES = 8  # in which sharded sends the largest bucket here, two at a time
+_CHUNKS = 8  # in which sharded sends the largest bucket here, two at a time
 SPREAD = 7936  # floats between two messages; a multiple of 64 keeps each aligned like a tensor
 MEMORY_SIZES = (1_000_000, 4_000_000, 12_000_000)
 _MEMORY_PAIRS = 4
@@ -49,7 +49,7 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
         "all_gather": lambda tensor: all_gather_single(
             tensor.new_empty(size * len(tensor)), tensor
         ),
-        "all_to_all": lambda tensor: all_to_all_in_pieces(tensor, size),
+        "all_to_all": lambda tensor: all_to_all_in_chunks(tensor, size),
         "reduce_scatter": lambda tensor: reduce_scatter_single(
             tensor.new_empty(len(tensor) // size), tensor[: len(tensor) // size * size]
         ),
@@ -60,11 +60,11 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
     return calls[kind]
 
 
-def all_to_all_in_pieces(tensor: Tensor, size: int, pieces: int = 1) -> None:
-    """Send ``pieces`` all_to_alls at once; each rounds its piece down to ``size`` equal parts."""
+def all_to_all_in_chunks(tensor: Tensor, size: int, chunks: int = 1) -> None:
+    """Send ``chunks`` all_to_alls at once; each rounds its chunk down to ``size`` equal parts."""
     works: list[Any] = []
-    for piece in tensor.tensor_split(pieces):
-        parts = piece[: len(piece) // size * size].tensor_split(size)
+    for chunk in tensor.tensor_split(chunks):
+        parts = chunk[: len(chunk) // size * size].tensor_split(size)
         received = [torch.empty_like(part) for part in parts]
         works.append(dist.all_to_all(received, list(parts), async_op=True))
     for work in works:
@@ -94,18 +94,18 @@ def measure_links(
         twin = _IN_PAIRS.get(kind)
         pair = [message_call(one, rank, size) for one in (kind, twin) if one is not None]
         if kind == "all_to_all":
-            pair = [partial(all_to_all_in_pieces, size=size, pieces=_PIECES)]
+            pair = [partial(all_to_all_in_chunks, size=size, chunks=_CHUNKS)]
         found[kind] = found.get(twin or "") or []
-        one_large = sizes[::2] if kind == "all_to_all" else sizes[:2]  # a piece of 1 MB
+        one_large = sizes[::2] if kind == "all_to_all" else sizes[:2]  # in chunks of 1 MB
         for nbytes, calls, rounds in (one_large if shaped else sizes)[len(found[kind]) :]:
-            # A bucket of that size: each rank has a part of it, or sends it in pieces.
+            # A bucket of that size: each rank has a part of it, or sends it in chunks.
             part = nbytes // size if kind == "all_gather" else nbytes
-            pieces = _PIECES if kind == "all_to_all" else 1
+            chunks = _CHUNKS if kind == "all_to_all" else 1
             tensor = torch.zeros(part // FLOAT_BYTES, device=device)
             taken: list[float] = []
             while len(taken) < rounds and sum(taken) * calls * len(pair) < limit_seconds:
                 taken.append(_seconds(pair, tensor, calls=calls))
-            found[kind].append((part // pieces, statistics.median(taken) / pieces))
+            found[kind].append((part // chunks, statistics.median(taken) / chunks))
     arena = torch.zeros(24_000_000, device=device)
     per_byte = {
         name: over_ranks(
