@@ -115,7 +115,7 @@ def _run(config: "Config", launch: "LaunchSpec", locks: ExitStack) -> None:
                 callbacks=[validator, logger, profiler],
             )
 
-        gather_measurements(setup, engine, logger.own_steps)
+        gather_measurements(setup, engine, logger.own_steps, logger.memory)
         predictions = (
             []
             if config.only_times

@@ -12,11 +12,13 @@ import torch
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from common.cost_model.memory_model import Memory, MemoryCase, optimizer_cost, predict_memory
 from common.distributed.clock_offset import clock_offset
 from common.distributed.collectives import gather_objects
 from common.profiling.comm_trace import Timeline
 from common.reporting.run_files import (
     FORMAT,
+    MemoryRow,
     RankRow,
     RanksFile,
     RankTimeline,
@@ -24,6 +26,8 @@ from common.reporting.run_files import (
     StepSeconds,
     TimelineFile,
 )
+from common.sync.message_cost import GradientSize
+from common.sync.none import NoSync
 from common.training_engine import StepRecord, TrainingEngine
 from common.utils.environment import peak_memory_bytes
 from common.utils.typed_json import Step
@@ -91,7 +95,7 @@ def peak_gpu_memory_bytes(device: torch.device) -> int | None:
 
 
 def gather_measurements(
-    setup: "Setup", engine: TrainingEngine, own_steps: Sequence[StepRecord]
+    setup: "Setup", engine: TrainingEngine, own_steps: Sequence[StepRecord], memory: Memory | None
 ) -> None:
     """Have rank 0 write ``ranks.json`` and, if steps were recorded, ``timeline.json``."""
     world, timeline = setup.world, engine.timeline
@@ -103,6 +107,8 @@ def gather_measurements(
         seconds=cast(StepSeconds, median_seconds(steps, engine.sync.period)),
         peak_memory_bytes=peak_memory_bytes(),
         peak_gpu_memory_bytes=peak_gpu_memory_bytes(world.device),
+        memory=cast("MemoryRow | None", memory),
+        predicted_memory=cast("MemoryRow | None", _predicted_memory(setup, engine)),
         bytes_sent=timeline.sent_bytes_a_step if timeline else None,
         messages=timeline.messages_a_step if timeline else None,
     )
@@ -133,6 +139,21 @@ def gather_measurements(
             ranks=_from_zero(recorded),
         )
         setup.folder.write_json("timeline.json", step)
+
+
+def _predicted_memory(setup: "Setup", engine: TrainingEngine) -> Memory | None:
+    config, world = setup.config, setup.world
+    parameters = list(engine.model.parameters())
+    frozen = [p for p in parameters if not p.requires_grad]
+    case = MemoryCase(
+        plan=engine.sync,
+        sizes=GradientSize.of(parameters),
+        rank=world.rank,
+        ranks=world.size,
+        optimizer=optimizer_cost(config.opt, config.momentum),
+        untrained=sum(tensor.nbytes for tensor in [*frozen, *engine.model.buffers()]),
+    )
+    return predict_memory("none" if isinstance(engine.sync, NoSync) else config.sync, case)
 
 
 def _from_zero(recorded: Sequence[_RecordedStep]) -> list[RankTimeline]:

@@ -55,8 +55,22 @@ class StepSeconds(SectionSeconds):
     wire: Finite  # a difference: rounding may leave it below 0
 
 
+class MemoryRow(TypedDict):
+    """Bytes of a rank's tensors by kind, see common/cost_model/memory_model.py."""
+
+    parameters: Count
+    gradients: Count
+    optimizer_state: Count
+    buckets: Count
+    untrained: Count
+
+
 class RankRow(TypedDict):
-    """What one rank measured; ``bytes_sent`` and ``messages`` of a step, if they were counted."""
+    """What one rank measured; ``bytes_sent`` and ``messages`` of a step, if they were counted.
+
+    memory : null with emulated compute, which never updates. predicted_memory : null for a
+    strategy without a closed form.
+    """
 
     rank: Rank
     host: Text
@@ -64,6 +78,8 @@ class RankRow(TypedDict):
     seconds: StepSeconds
     peak_memory_bytes: Count
     peak_gpu_memory_bytes: NotRequired[Count | None]  # of the rank's GPU, if it has one
+    memory: NotRequired[MemoryRow | None]
+    predicted_memory: NotRequired[MemoryRow | None]
     bytes_sent: Bytes | None
     messages: Annotated[float, Meta(ge=0, le=1e9)] | None
 

@@ -4,11 +4,15 @@ import math
 import time
 from collections.abc import Mapping
 
+from common.cost_model.memory_model import Memory
 from common.distributed.process_group import World
 from common.reporting.console import Progress, say
+from common.reporting.rank_memory import rank_memory
 from common.reporting.run_folder import RunFolder
 from common.reporting.trackers import Trackers
 from common.training_engine import Callback, EpochEnd, EpochReport, StepRecord, TrainingEngine
+
+_STEPS_UNTIL_FINAL = 4  # DDP rebuilds its buckets, PowerSGD compresses from its third step on
 
 
 class RunLogger(Callback):
@@ -16,7 +20,8 @@ class RunLogger(Callback):
 
     ``history`` holds the steps of this process, on rank 0 after those of earlier parts of the run.
     ``own_steps`` holds those of this process alone. ``total_seconds`` includes evaluations and
-    checkpoints.
+    checkpoints. ``memory`` : of this rank's tensors between two of its first steps; None if compute
+    is emulated.
     """
 
     def __init__(
@@ -32,6 +37,7 @@ class RunLogger(Callback):
         self.own_steps: list[StepRecord] = []
         self.epochs: list[EpochReport] = []
         self.total_seconds = 0.0
+        self.memory: Memory | None = None
 
     def on_train_begin(self, engine: TrainingEngine, first_epoch: int) -> None:
         """Keep the engine, which counts the steps, and start the clock of the progress."""
@@ -40,6 +46,9 @@ class RunLogger(Callback):
 
     def on_steps(self, records: list[StepRecord]) -> None:
         """Record the steps; write and show them on rank 0."""
+        engine = self._engine
+        if engine.emulation is None and len(self.own_steps) < _STEPS_UNTIL_FINAL:
+            self.memory = rank_memory(engine.model, engine.optimizer, engine.sync)
         self.history += records
         self.own_steps += records
         if not self._world.is_rank0:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from msgspec.structs import asdict
 
 from common.cost_model.calibration_file import count
+from common.cost_model.memory_model import KINDS, Memory, total
 from common.evaluation import generate_eval_report
 from common.profiling.step_timer import SECTIONS
 from common.reporting.console import card, say
@@ -208,6 +209,8 @@ def _card_rows(
         rows["test loss"] = f"{summary.test_loss:.3f}"
     if summary.ema_test_accuracy is not None:
         rows["EMA accuracy"] = f"{100 * summary.ema_test_accuracy:.2f} %, averaged weights"
+    if run_logger.memory:
+        rows["tensors"] = memory_text(run_logger.memory)
     rows |= graph_rows(summary)
     rows["equal weights"] = "only one rank"
     if setup.world.size > 1:
@@ -217,6 +220,17 @@ def _card_rows(
         )
     tested, folder = summary.test_accuracy is not None, setup.folder
     return rows | ({"report": folder.report} if tested else {"folder": folder.path})
+
+
+def memory_text(memory: Memory) -> str:
+    """Return the bytes of rank 0's tensors by kind, for a person."""
+    whole = total(memory)
+    parts = [
+        f"{name} {memory[kind] / 1e6:.1f}"
+        for kind, name in KINDS.items()
+        if memory[kind] > whole / 1000
+    ]
+    return f"{whole / 1e6:.1f} MB on rank 0: {', '.join(parts)}"
 
 
 def section_text(sections: SectionSeconds, step_seconds: float) -> str:

@@ -151,6 +151,11 @@ def _section(
         "tables": [
             _table(block, "Times", tables.TIMES),
             _table(block, "Scaling, bytes, memory", tables.COSTS),
+            *(
+                [_table(block, "Tensors of the rank that holds most", tables.MEMORY)]
+                if any(row.memory() or row.memory(predicted=True) for row in block.rows)
+                else []
+            ),
         ],
         "figures": figures,
         "settings": block_settings(block, results),

@@ -5,11 +5,12 @@ Texts are rounded. The CSV holds the exact numbers, in seconds, bytes and ratios
 
 import csv
 import io
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from common.cost_model.memory_model import KINDS
 from lab.report.equality import wrong_rows
 from lab.report.view import (
     NOTHING,
@@ -77,6 +78,15 @@ def _status(row: CellRow) -> str:
     return f"{row.status}: {shown}" if shown else row.status
 
 
+def _kind_of_memory(row: CellRow, kind: str) -> str:
+    # Emulated compute updates nothing, so it has no optimiser state to measure.
+    return _or_nothing((row.memory() or row.memory(predicted=True)).get(kind), ".2f", divide=1e6)
+
+
+def _megabytes(memory: Mapping[str, int]) -> str:
+    return f"{sum(memory.values()) / 1e6:.2f}" if memory else NOTHING
+
+
 COLUMNS = (
     Column("strategy", "strategy", lambda row: row.sync, number=False),
     Column("nodes", "nodes", lambda row: str(row.nodes)),
@@ -115,6 +125,14 @@ COLUMNS = (
         "peak memory, MB",
         lambda row: _or_nothing(row.median("peak_memory_bytes"), ".0f", divide=1e6),
     ),
+    *(
+        Column(kind, f"{name}, MB", partial(_kind_of_memory, kind=kind))
+        for kind, name in KINDS.items()
+    ),
+    Column("tensors", "all tensors, MB", lambda row: _megabytes(row.memory())),
+    Column(
+        "tensors_predicted", "predicted, MB", lambda row: _megabytes(row.memory(predicted=True))
+    ),
     Column(
         "predicted",
         "predicted step, s",
@@ -152,6 +170,8 @@ COSTS = (
     "predicted",
     "error",
 )
+MEMORY = ("strategy", "nodes", *KINDS, "tensors", "tensors_predicted")
+_NOT_IN_MARKDOWN = {*KINDS, "tensors_predicted"} - {"optimizer_state"}
 
 
 def cell_text(column: Column, row: CellRow, wrong: Collection[str]) -> str:
@@ -162,12 +182,13 @@ def cell_text(column: Column, row: CellRow, wrong: Collection[str]) -> str:
 def markdown(blocks: Sequence[ComparisonGroup]) -> str:
     """Return the tables of all blocks as Markdown, with headings if there are several."""
     parts = []
+    columns = [column for column in COLUMNS if column.key not in _NOT_IN_MARKDOWN]
     for block in blocks:
         wrong = wrong_rows(block)
         lines = [
-            [column.heading for column in COLUMNS],
-            ["---:" if column.number else "---" for column in COLUMNS],
-            *([cell_text(column, row, wrong) for column in COLUMNS] for row in block.rows),
+            [column.heading for column in columns],
+            ["---:" if column.number else "---" for column in columns],
+            *([cell_text(column, row, wrong) for column in columns] for row in block.rows),
         ]
         heading = f"**{escape(block.label)}**\n\n" if len(blocks) > 1 else ""
         emulated = f"{escape(what_is_emulated(block.settings))}\n\n" if block.emulated else ""
@@ -220,6 +241,8 @@ def _csv_row(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
         "root_sent_bytes": row.median("root_bytes_sent"),
         "others_sent_bytes": row.median("others_bytes_sent"),
         "peak_memory_bytes": row.median("peak_memory_bytes"),
+        **{f"{kind}_bytes": row.memory().get(kind) for kind in KINDS},
+        "predicted_tensor_bytes": sum(row.memory(predicted=True).values()) or None,
         "predicted_step_seconds": row.predicted,
         "prediction_error_ratio": row.error,
         "prediction_in_scope": int(row.in_scope) if row.prediction else None,

@@ -13,6 +13,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
+from common.cost_model.memory_model import total
 from common.errors import UserError
 from common.sync import STRATEGIES
 from lab.predict.readable import bandwidth_text, duration_text
@@ -149,6 +150,13 @@ class CellRow:
         """Bytes that all ranks together send per step."""
         root, others = self.median("root_bytes_sent"), self.median("others_bytes_sent")
         return None if root is None else root + (self.nodes - 1) * (others or 0.0)
+
+    def memory(self, *, predicted: bool = False) -> Mapping[str, int]:
+        """Return by kind the bytes of tensors on the rank with most of them; empty if unknown."""
+        name = "predicted_memory" if predicted else "memory"
+        ranks = [rank for repeat in self.repeats for rank in repeat.get("ranks") or []]
+        found = [rank[name] for rank in ranks if rank.get(name)]
+        return max(found, key=total, default={})
 
     def per_rank(self, name: str) -> list[float]:
         """Return ``name`` of each rank that has it, averaged over the successful repeats."""

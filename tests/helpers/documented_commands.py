@@ -214,6 +214,15 @@ _HERE = {
     ".venv/bin/python benchmarks/audit_overhead.py": [long("--pairs 1 --steps 2")],
     ".venv/bin/python benchmarks/sync.py": [long("--rounds 2 --pairs 2")],
     ".venv/bin/python benchmarks/cluster.py": [long("--rounds 2")],
+    # docs/memory.md
+    "lab compare --nodes 1 2 4 --sync ddp ddp_zero1 sharded fsdp --dataset digits --batch-size 32 "
+    "--steps 3 --repeats 1 -- --opt adamw": [long(prints="report.html")],
+    ".venv/bin/python benchmarks/memory.py": [
+        long(
+            "--models vgg11 --ranks 2 --sync ddp",
+            prints=r"vgg11 \| adamw \| ddp \| 2 .* 147\.72 \| 147\.72",
+        ),
+    ],
     "python3 benchmarks/gpu.py --stage 1 --dry-run --out reports/gpu-dry": [
         long(prints="two ranks, one GPU +ok")
     ],

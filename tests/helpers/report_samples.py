@@ -57,6 +57,17 @@ def sent(sync: str, nodes: int, rank: int) -> float:
     return 2 * (nodes - 1) / nodes * BYTES * shrink
 
 
+def memory(sync: str, nodes: int) -> dict[str, int]:
+    """Return the bytes of a rank's tensors with AdamW; ``topk`` keeps a residual."""
+    return {
+        "parameters": BYTES,
+        "gradients": BYTES,
+        "optimizer_state": 2 * BYTES // (nodes if sync == "sharded" else 1),
+        "buckets": BYTES if sync == "topk" else 0,
+        "untrained": 30_000,
+    }
+
+
 def cell(
     sync: str,
     nodes: int,
@@ -125,6 +136,8 @@ def cell(
                     middle["peak_memory_bytes"] + (rank - (nodes - 1) / 2) * 4e6
                 ),
                 "bytes_sent": 0.0 if nodes == 1 else sent(sync, nodes, rank),
+                "memory": memory(sync, nodes),
+                "predicted_memory": memory(sync, nodes),
             }
             for rank in range(nodes)
         ]

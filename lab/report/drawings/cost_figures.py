@@ -1,15 +1,18 @@
-"""The figures of what a strategy costs besides time: bytes sent and peak memory.
+"""The figures of what a strategy costs besides time: bytes sent, peak memory, tensors by kind.
 
 As in ``lab.report.drawings.figures``, each ``draw_*`` returns the figure of a block, or raises
 NothingToShowError with a sentence for the page if there is nothing to compare.
 """
 
 from functools import partial
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
+from common.cost_model.memory_model import KINDS
 from lab.plot_style import INK, PAPER, NothingToShowError, color, line_key, title
 from lab.report.drawings.row_panels import (
     equal_in_each_panel,
@@ -21,6 +24,13 @@ from lab.report.drawings.row_panels import (
 from lab.report.view import CellRow, ComparisonGroup, nodes_text
 
 MB = 1e6
+_LOOKS: dict[str, dict[str, Any]] = {
+    "parameters": {"alpha": 1.0},
+    "gradients": {"alpha": 0.65},
+    "optimizer_state": {"alpha": 0.4, "hatch": "////"},
+    "buckets": {"alpha": 0.4, "hatch": "...."},
+    "untrained": {"alpha": 0.2},
+}
 
 
 def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
@@ -128,3 +138,58 @@ def _memory_bar(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
     axis.barh(y, mean, height=0.7, color=color(row.sync))
     axis.plot([most] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
     write_value(axis, y, f"{mean:,.0f} MB")
+
+
+def draw_tensors(block: ComparisonGroup, *, narrow: bool) -> Figure:
+    """Draw the tensors of the rank that holds most, by kind, and the predicted sum."""
+    rows = [row for row in block.measured if _tensors(row)]
+    if not rows:
+        raise NothingToShowError("No cell has recorded its tensors yet.")
+    if same := equal_in_each_panel(rows, _tensors):
+        raise NothingToShowError(
+            "No figure, because the ranks of all strategies hold the same (within 1 %): "
+            + "; ".join(f"{value:,.1f} MB on {nodes_text(nodes)}" for nodes, value in same)
+            + "."
+        )
+    right = max(value for row in rows for value in _tensors(row))
+    figure, _ = row_panels(
+        block,
+        narrow=narrow,
+        draw=_tensor_bars,
+        xlabel="tensors of a rank, MB",
+        right=right,
+        extra=0.75 if narrow else 0.55,
+    )
+    figure.legend(
+        handles=[
+            *(Patch(facecolor=INK, label=name, **_LOOKS[kind]) for kind, name in KINDS.items()),
+            line_key("predicted", linestyle="", marker="D", markersize=6, markerfacecolor=PAPER),
+        ],
+        loc="outside lower center",
+        ncols=2 if narrow else 3,
+    )
+    title(figure, "Tensors of a rank, by kind", emulated=block.emulated)
+    return figure
+
+
+def _tensors(row: CellRow) -> list[float]:
+    """Return the measured and the predicted MB of all kinds together, as far as they are known."""
+    return [
+        sum(known.values()) / MB for known in (row.memory(), row.memory(predicted=True)) if known
+    ]
+
+
+def _tensor_bars(axis: Axes, y: float, row: CellRow) -> None:
+    if not _tensors(row):
+        note(axis, y, "not recorded")
+        return
+    left = 0.0
+    known = row.memory() or row.memory(predicted=True)
+    for kind, look in _LOOKS.items():
+        width = known[kind] / MB
+        axis.barh(y, width, left=left, height=0.7, color=color(row.sync), **look)
+        left += width
+    if row.memory(predicted=True):
+        predicted = sum(row.memory(predicted=True).values()) / MB
+        hollow(axis, predicted, y, row.sync, marker="D", markersize=6)
+    write_value(axis, y, f"{left:,.1f} MB")

@@ -114,6 +114,12 @@ _MEMORY_CAPTION = (
     "The bar is the mean over the ranks, the tick the rank that needed most."
 )
 
+_TENSORS_CAPTION = (
+    "Tensors between two steps on the rank that holds most, each storage counted once: no "
+    "activations, no libraries. The diamond is the sum by the closed form; where compute is "
+    "emulated, the bar is the closed form's, too."
+)
+
 _PREDICTION_CAPTION = (
     "The percentage is the error: predicted divided by measured, minus one. Dotted: outside the "
     "scope that the model claims."
@@ -126,6 +132,7 @@ FIGURES = (
     ("bytes", "Bytes sent", cost_figures.draw_bytes, _BYTES_CAPTION),
     ("loss", "Loss over steps", curves.draw_loss, loss_caption),
     ("memory", "Peak memory", cost_figures.draw_memory, _MEMORY_CAPTION),
+    ("tensors", "Tensors of a rank", cost_figures.draw_tensors, _TENSORS_CAPTION),
     (
         "prediction",
         "Predicted and measured step time",

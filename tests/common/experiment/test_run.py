@@ -130,6 +130,11 @@ def test_three_ranks_share_batch_and_test_set(
     assert "batch: 10 or 11 per rank x 3 ranks = 31 global; 3 steps, " in ended[0].out
     assert "evaluating 360 test images on 3 ranks" in ended[0].out
     assert summary["wall_seconds"] > summary["total_seconds"] > 0
+    for row in json.loads((folder / "ranks.json").read_text())["ranks"]:
+        memory = row["memory"]
+        assert memory == row["predicted_memory"]
+        assert memory["parameters"] == memory["gradients"] == memory["optimizer_state"] > 0
+    assert " MB on rank 0: parameters " in ended[0].out
     for rank in (1, 2):  # rank 0 speaks; the others report their end
         log = folder / f"logs_rank{rank}.txt"
         end = rf"rank {rank} of 3: finished after 3 steps in [\d.]+ s\. Rank 0 writes the report; "
