@@ -36,12 +36,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from common.distributed.collectives import all_gather_single
 from common.errors import UserError
-from common.sync.base import GradientSync
+from common.sync.base import GradientSync, norm_over_ranks
 from common.sync.built_in_plans import FSDPPlan
 from common.sync.fsdp_layers import (
     LayerGather,
@@ -149,11 +148,7 @@ class FSDP(FSDPPlan, GradientSync):
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """See the base class: one all_reduce of 8 bytes."""
-        device = next(iter(self._parameters.values())).device
-        norm = get_total_norm(gradients).to(device)
-        squares = norm.double().square()
-        dist.all_reduce(squares)
-        return squares.sqrt().to(norm.dtype)
+        return norm_over_ranks(gradients, device=next(iter(self._parameters.values())).device)
 
     def wait_for_weights(self) -> None:
         """Gather the whole weights, one all_gather a parameter. Collective."""
