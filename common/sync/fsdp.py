@@ -26,9 +26,9 @@ Common mistake: a layer that only some ranks use. The others never join its gath
 """
 
 import copy
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -36,14 +36,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from common.distributed.collectives import all_gather_single
 from common.errors import UserError
-from common.sync.base import GradientSync
+from common.sync.base import GradientSync, norm_over_ranks
 from common.sync.built_in_plans import FSDPPlan
-from common.sync.optimizer_shards import OptimizerShards, Segment
+from common.sync.fsdp_layers import (
+    LayerGather,
+    LayerReduction,
+    ParameterRows,
+    layer_name,
+    layers,
+)
+from common.sync.optimizer_shards import OptimizerShards
 
 
 class FSDP(FSDPPlan, GradientSync):
@@ -85,7 +91,7 @@ class FSDP(FSDPPlan, GradientSync):
         self._weights_are_whole = True
         return self._training
 
-    def _shard(self, model: nn.Module) -> "tuple[FullyShardedModel, list[_Part]]":
+    def _shard(self, model: nn.Module) -> "tuple[FullyShardedModel, list[ParameterRows]]":
         for name, parameter in self._parameters.items():
             if parameter.dim() == 0:
                 raise UserError(
@@ -102,11 +108,11 @@ class FSDP(FSDPPlan, GradientSync):
         for index, modules in enumerate(groups):
             fully_shard(modules, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
             layer: Any = modules[0]  # fully_shard has made it an FSDPModule
-            layer.set_custom_all_gather(_AllGather(self, index))
-            layer.set_custom_reduce_scatter(_ReduceScatter(self, index))
-        self._layer_names = [_name(sharded, modules[0]) for modules in groups]
+            layer.set_custom_all_gather(LayerGather(partial(self.message, index)))
+            layer.set_custom_reduce_scatter(LayerReduction(partial(self.message, index)))
+        self._layer_names = [layer_name(sharded, modules[0]) for modules in groups]
         parts = [
-            _Part(self._parameters[name], parameter)
+            ParameterRows(self._parameters[name], parameter)
             for name, parameter in sharded.named_parameters()
             if name in self._parameters
         ]
@@ -142,11 +148,7 @@ class FSDP(FSDPPlan, GradientSync):
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """See the base class: one all_reduce of 8 bytes."""
-        device = next(iter(self._parameters.values())).device
-        norm = get_total_norm(gradients).to(device)
-        squares = norm.double().square()
-        dist.all_reduce(squares)
-        return squares.sqrt().to(norm.dtype)
+        return norm_over_ranks(gradients, device=next(iter(self._parameters.values())).device)
 
     def wait_for_weights(self) -> None:
         """Gather the whole weights, one all_gather a parameter. Collective."""
@@ -221,102 +223,3 @@ class FullyShardedModel(nn.Module):
             raise UserError("fsdp cannot train a compiled model: leave out --compile")
         self._others[0].begin_forward()
         return self.sharded(*inputs, **options)
-
-
-class _Part:
-    """This rank's rows of a parameter: ``whole`` of the model, ``sharded`` of the copy."""
-
-    def __init__(self, whole: nn.Parameter, sharded: Any) -> None:
-        self.whole, self._sharded = whole, sharded  # the second one is a DTensor
-        self._rows = sharded.detach().to_local()
-        self._first_row = dist.get_rank() * -(-len(whole) // dist.get_world_size())
-        begin = self._first_row * whole[0].numel()
-        self.segment = None
-        if self._rows.numel():
-            entries = slice(begin, begin + self._rows.numel())
-            self.segment = Segment(nn.Parameter(self._rows.view(-1)), entries)
-
-    @torch.no_grad()
-    def free_whole(self) -> None:
-        """Keep this rank's rows only; who reads the others reads NaN."""
-        self._rows.copy_(self.whole[self._first_row :][: len(self._rows)])
-        self.whole.data = self.whole.new_full((), float("nan")).expand(self.whole.shape)
-
-    def gather_whole(self) -> None:
-        """Give the model all rows. Collective."""
-        self.whole.data = self._sharded.detach().full_tensor()
-
-    def pass_gradient(self) -> None:
-        """Move this rank's rows of the mean gradient to the parameter that the optimiser has."""
-        gradient, self._sharded.grad = self._sharded.grad, None
-        if gradient is not None and self.segment is not None:
-            self.segment.parameter.grad = gradient.to_local().view(-1)
-
-
-class _LayerMessage:
-    """A message of one layer, as FSDP sends it by itself; the strategy times it."""
-
-    def __init__(self, sync: FSDP, layer: int) -> None:
-        self._sync, self._layer = sync, layer
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _AllGather(_LayerMessage):
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        with self._sync.message(self._layer):
-            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class _ReduceScatter(_LayerMessage):
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        with self._sync.message(self._layer):
-            return dist.reduce_scatter_tensor(
-                output_tensor, input_tensor, op=op, group=group, async_op=async_op
-            )
-
-
-def layers(model: nn.Module) -> list[list[nn.Module]]:
-    """Return the modules of each layer that can be gathered by itself, in the model's order.
-
-    These are the topmost modules below ``model`` that own parameters which train, and share none
-    with another module. One with vectors only joins the layer before it.
-    """
-    owners = Counter(
-        p for module in model.modules() for p in module.parameters(recurse=False) if p.requires_grad
-    )
-    found: list[list[nn.Module]] = []
-
-    def search(module: nn.Module) -> None:
-        own = [p for p in module.parameters() if p.requires_grad]
-        owns_directly = any(p.requires_grad for p in module.parameters(recurse=False))
-        if module is model or not owns_directly:
-            for child in module.children():
-                search(child)
-        elif all(owners[p] == 1 for p in own):
-            if found and all(p.dim() == 1 for p in own):
-                found[-1].append(module)
-            else:
-                found.append([module])
-
-    search(model)
-    return found
-
-
-def _name(model: nn.Module, module: nn.Module) -> str:
-    name = next(name for name, one in model.named_modules() if one is module)
-    return f"layer {name!r}" if name else "the whole model"

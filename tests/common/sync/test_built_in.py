@@ -18,7 +18,7 @@ from common.errors import UserError
 from common.profiling.comm_trace import MessageRecorder
 from common.sync import build_sync
 from common.sync.built_in_plans import shares_of
-from common.sync.fsdp import layers
+from common.sync.fsdp_layers import layers
 from common.sync.message_cost import GradientSize
 from common.training_engine import TrainingEngine
 from common.training_engine.evaluation_loop import predict
