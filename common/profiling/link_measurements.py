@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ _SMALL_CALLS, _SMALL_ROUNDS, _LARGE_CALLS, _LARGE_ROUNDS, _WARM_UP_CALLS = 20, 5
 # Strategies use these in pairs: a rank sends out what it has collected. A send timed alone would
 # seem to end as soon as the message is in a buffer.
 _IN_PAIRS = {"gather": "scatter", "scatter": "gather", "reduce": "broadcast", "broadcast": "reduce"}
+_PIECES = 8  # in which sharded sends the largest bucket here, two at a time
 SPREAD = 7936  # floats between two messages; a multiple of 64 keeps each aligned like a tensor
 MEMORY_SIZES = (1_000_000, 4_000_000, 12_000_000)
 _MEMORY_PAIRS = 4
@@ -35,9 +37,6 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
 
     def buffers(tensor: Tensor) -> list[Tensor]:
         return [torch.empty_like(tensor) for _ in range(size)]
-
-    def whole_parts(tensor: Tensor) -> Tensor:
-        return tensor[: len(tensor) // size * size]
 
     calls: dict[str, Callable[[Tensor], object]] = {
         "all_reduce": lambda tensor: dist.all_reduce(tensor),
@@ -50,17 +49,26 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
         "all_gather": lambda tensor: all_gather_single(
             tensor.new_empty(size * len(tensor)), tensor
         ),
-        "all_to_all": lambda tensor: dist.all_to_all_single(
-            torch.empty_like(whole_parts(tensor)), whole_parts(tensor)
-        ),
+        "all_to_all": lambda tensor: all_to_all_in_pieces(tensor, size),
         "reduce_scatter": lambda tensor: reduce_scatter_single(
-            tensor.new_empty(len(tensor) // size), whole_parts(tensor)
+            tensor.new_empty(len(tensor) // size), tensor[: len(tensor) // size * size]
         ),
         "exchange": lambda tensor: send_and_receive(
             tensor, torch.empty_like(tensor), to=(rank + 1) % size, source=(rank - 1) % size
         ),
     }
     return calls[kind]
+
+
+def all_to_all_in_pieces(tensor: Tensor, size: int, pieces: int = 1) -> None:
+    """Send ``pieces`` all_to_alls at once; each rounds its piece down to ``size`` equal parts."""
+    works: list[Any] = []
+    for piece in tensor.tensor_split(pieces):
+        parts = piece[: len(piece) // size * size].tensor_split(size)
+        received = [torch.empty_like(part) for part in parts]
+        works.append(dist.all_to_all(received, list(parts), async_op=True))
+    for work in works:
+        work.wait()
 
 
 def measure_links(
@@ -85,15 +93,18 @@ def measure_links(
     for kind in sorted(kinds, key=KINDS.index):
         twin = _IN_PAIRS.get(kind)
         pair = [message_call(one, rank, size) for one in (kind, twin) if one is not None]
+        if kind == "all_to_all":
+            pair = [partial(all_to_all_in_pieces, size=size, pieces=_PIECES)]
         found[kind] = found.get(twin or "") or []
         for nbytes, calls, rounds in (sizes[:2] if shaped else sizes)[len(found[kind]) :]:
-            # What is gathered has this size, as a bucket has.
+            # A bucket of that size: each rank has a part of it, or sends it in pieces.
             part = nbytes // size if kind == "all_gather" else nbytes
+            pieces = _PIECES if kind == "all_to_all" else 1
             tensor = torch.zeros(part // FLOAT_BYTES, device=device)
             taken: list[float] = []
             while len(taken) < rounds and sum(taken) * calls * len(pair) < limit_seconds:
                 taken.append(_seconds(pair, tensor, calls=calls))
-            found[kind].append((part, statistics.median(taken)))
+            found[kind].append((part // pieces, statistics.median(taken) / pieces))
     arena = torch.zeros(24_000_000, device=device)
     per_byte = {
         name: over_ranks(

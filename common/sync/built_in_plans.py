@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from common.sync.bucket_plans import DDPPlan
-from common.sync.message_cost import GradientSize, Operation, sent_bytes, with_shape
+from common.sync.message_cost import GradientSize, Operation, sent_bytes, tree_children, with_shape
 from common.sync.message_plans import MessagePlan
 
 
@@ -39,28 +39,38 @@ class FSDPPlan(MessagePlan):
 
 
 class DDPZero1Plan(DDPPlan):
-    """As ``DDPPlan``, then a broadcast of each rank's share of the weights."""
+    """As ``DDPPlan``, then a broadcast of each rank's share of the weights.
+
+    A rank without a parameter broadcasts 4 bytes.
+    """
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class. A rank without a parameter broadcasts 4 bytes."""
-        return super().operations(sizes, ranks) + [
-            Operation("broadcast", size, needed_bytes=0) for size in self._share_bytes(sizes, ranks)
-        ]
+        """See the base class."""
+        shares, empty = self._broadcasts(sizes, ranks)
+        found = [Operation("broadcast", share, needed_bytes=0) for share in shares]
+        if empty:
+            found.append(Operation("broadcast", 4, count=empty, needed_bytes=0))
+        return super().operations(sizes, ranks) + found
 
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
-        """See the base class: in each broadcast another rank is the root."""
-        broadcasts = (
-            sent_bytes("broadcast", size, rank=rank, ranks=ranks, root=root)
-            for root, size in enumerate(self._share_bytes(sizes, ranks))
+        """See the base class. Each broadcast has another root, so each rank has all places once."""
+        shares, empty = self._broadcasts(sizes, ranks)
+        reductions = super().operations(sizes, ranks)
+        children = [tree_children((rank - root) % ranks, ranks) for root in range(len(shares))]
+        of_empty = 4 * (ranks - 1 - sum(children)) if empty else 0
+        return (
+            sum(
+                (sent_bytes(o.kind, o.nbytes, rank=rank, ranks=ranks) for o in reductions),
+                Fraction(),
+            )
+            + sum(share * count for share, count in zip(shares, children, strict=True))
+            + of_empty
         )
-        reductions = sum(
-            sent_bytes(one.kind, one.nbytes, rank=rank, ranks=ranks)
-            for one in super().operations(sizes, ranks)
-        )
-        return reductions + sum(broadcasts, Fraction(0))
 
-    def _share_bytes(self, sizes: Sequence[int], ranks: int) -> list[int]:
-        return [sum(sizes[i] for i in share) or 4 for share in shares_of(sizes, ranks)]
+    def _broadcasts(self, sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:
+        """Return the bytes of each share, in the order of the ranks, and how many have none."""
+        shares = [sum(sizes[i] for i in share) for share in shares_of(sizes, ranks)]
+        return shares, ranks - len(shares)
 
     def update_share(self, ranks: int) -> float:
         """See the base class."""
@@ -87,13 +97,14 @@ def part_bytes(size: GradientSize, ranks: int) -> int:
 
 
 def shares_of(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return each rank's parameters, as indices; the largest goes first, to the emptiest rank.
+    """Return the parameters, as indices, of the first ranks; the others have none.
 
-    ZeroRedundancyOptimizer shares out the parameters of one group of its optimiser by this rule.
+    The largest goes first, to the emptiest rank: so ZeroRedundancyOptimizer shares out the
+    parameters of one group of its optimiser.
     """
     entries = [with_shape(size).entries for size in sizes]
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    filled = [0] * ranks
+    shares: list[list[int]] = [[] for _ in sizes[:ranks]]
+    filled = [0] * len(shares)
     for index in sorted(range(len(sizes)), key=lambda i: -entries[i]):
         rank = filled.index(min(filled))
         shares[rank].append(index)

@@ -226,9 +226,9 @@ class FullyShardedModel(nn.Module):
 class _Part:
     """This rank's rows of a parameter: ``whole`` of the model, ``sharded`` of the copy."""
 
-    def __init__(self, whole: nn.Parameter, sharded: nn.Parameter) -> None:
-        self.whole, self._sharded = whole, sharded
-        self._rows = sharded.detach().to_local()  # type: ignore[attr-defined]  # of a DTensor
+    def __init__(self, whole: nn.Parameter, sharded: Any) -> None:
+        self.whole, self._sharded = whole, sharded  # the second one is a DTensor
+        self._rows = sharded.detach().to_local()
         self._first_row = dist.get_rank() * -(-len(whole) // dist.get_world_size())
         begin = self._first_row * whole[0].numel()
         self.segment = None
@@ -244,16 +244,16 @@ class _Part:
 
     def gather_whole(self) -> None:
         """Give the model all rows. Collective."""
-        self.whole.data = self._sharded.detach().full_tensor()  # type: ignore[attr-defined]
+        self.whole.data = self._sharded.detach().full_tensor()
 
     def pass_gradient(self) -> None:
         """Move this rank's rows of the mean gradient to the parameter that the optimiser has."""
         gradient, self._sharded.grad = self._sharded.grad, None
         if gradient is not None and self.segment is not None:
-            self.segment.parameter.grad = gradient.to_local().view(-1)  # type: ignore[attr-defined]
+            self.segment.parameter.grad = gradient.to_local().view(-1)
 
 
-class _Message:
+class _LayerMessage:
     """A message of one layer, as FSDP sends it by itself; the strategy times it."""
 
     def __init__(self, sync: FSDP, layer: int) -> None:
@@ -263,7 +263,7 @@ class _Message:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _AllGather(_Message):
+class _AllGather(_LayerMessage):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -275,7 +275,7 @@ class _AllGather(_Message):
             return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class _ReduceScatter(_Message):
+class _ReduceScatter(_LayerMessage):
     def __call__(
         self,
         output_tensor: Tensor,

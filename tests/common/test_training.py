@@ -359,6 +359,8 @@ def test_a_part_on_gpus_trains_with_every_strategy_by_default(
         "ddp": torch.float16,
         "ddp_fp16": torch.bfloat16,
         "ddp_powersgd": torch.bfloat16,
+        "ddp_zero1": torch.float16,
+        "fsdp": torch.float16,
     }
     # Without a group, no strategy changes the gradients.
     alone = World(device=torch.device("cuda"))

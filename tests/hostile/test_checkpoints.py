@@ -63,6 +63,12 @@ def _entries() -> dict:
         "sync_state_dicts": [{"residuals": [torch.ones(3)]}, {}],
         "plan": {"batch_size": 6, "shards": 2, "model": "tiny"},
         "progress": {"best_accuracy": 0.5, "in_a_row": 0},
+        "auto_buckets": {
+            "sync": "ddp",
+            "bucket_mb": 9.0,
+            "expected_step_seconds": 0.5,
+            "default_step_seconds": 0.6,
+        },
     }
 
 

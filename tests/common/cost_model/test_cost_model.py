@@ -206,6 +206,12 @@ def padded(sizes, ranks):
     return sum(4 * ranks * -(-size // (4 * ranks)) for size in sizes)
 
 
+def pieces(sizes, ranks):
+    """Return how many pieces these buckets go in: of 1 MiB in equal parts of whole entries."""
+    longest = 2**20 // (4 * ranks)
+    return sum(-(-size // (4 * ranks * longest)) for size in sizes)
+
+
 # From docs/strategies.md, for n ranks: messages in sequence, and payload bytes on the busiest link.
 CLOSED_FORMS = {
     "gather_scatter": lambda n: (
@@ -223,8 +229,9 @@ CLOSED_FORMS = {
         (2 + 2) * PAYLOAD,
     ),  # 100,000 is no power of two: two more messages, each of all bytes
     "sharded": lambda n: (
-        7 * n,
-        2 * (n - 1) / n * padded(SHARDED_BUCKETS, n) + 7 * (n - 2) * PACKET_BYTES,
+        7 * (n - 1) + pieces(SHARDED_BUCKETS, n),
+        2 * (n - 1) / n * padded(SHARDED_BUCKETS, n)
+        + pieces(SHARDED_BUCKETS, n) * (n - 2) * PACKET_BYTES,
     ),
     "overlapped": lambda n: (3 * 2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
     "ddp": lambda n: (3 * 2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),

@@ -403,7 +403,9 @@ def mean_gradient(sync: GradientSync, parameter: nn.Parameter) -> Tensor:
 
 
 def test_every_strategy_exchanges_the_gradients_that_the_ranks_made():
-    names = tuple(name for name in STRATEGIES if name not in ("none", "ddp_powersgd"))
+    # test_built_in.py has those of torch that keep no gradient after a step.
+    left_out = ("none", "ddp_powersgd", "ddp_zero1", "fsdp")
+    names = tuple(name for name in STRATEGIES if name not in left_out)
     ranks = run_ranks(2, _one_step, names)
     for name in names:
         exact = build_sync(name).exact

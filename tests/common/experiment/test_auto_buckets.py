@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.checkpoint import load_checkpoint, save_checkpoint
 from common.config.schema import Config
 from common.cost_model.bucket_choice import BucketChoice
 from common.data.dataset import Dataset, ImageSet
@@ -19,6 +21,7 @@ from common.data.sharding import GlobalBatchSampler
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import World, current_world
 from common.emulation.compute_profile import Layer, Profile, SectionTime
+from common.errors import UserError
 from common.experiment import auto_buckets, run
 from common.experiment.compute_trial import ComputeTrial
 from common.utils.hashing import digest
@@ -138,6 +141,44 @@ def test_emulated_compute_is_the_profiles_with_all_micro_batches() -> None:
     assert compute.backward_seconds == pytest.approx(6.4)
     assert compute.ready_seconds(300) == pytest.approx(4.8)
     assert compute.needed_seconds(100) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("sync", "ranks", "kept"),
+    [("ddp", 4, True), ("ddp", 3, False), ("overlapped", 4, False)],
+)
+def test_a_resumed_run_keeps_the_choice_of_the_same_strategy_and_ranks(
+    sync: str, ranks: int, kept: bool
+) -> None:
+    choice = BucketChoice("ddp", 9.0, 0.5, 0.6)
+    setup: Any = SimpleNamespace(
+        entries={"auto_buckets": asdict(choice), "world_size": 4},
+        config=SimpleNamespace(sync=sync),
+        world=SimpleNamespace(size=ranks),
+    )
+    assert auto_buckets._earlier_choice(setup) == (choice if kept else None)
+    setup.entries = {"world_size": ranks}
+    assert auto_buckets._earlier_choice(setup) is None
+
+
+@pytest.mark.parametrize("change", [{"bucket_mb": -1.0}, {"bucket_mb": "9"}, {"more": 1}])
+def test_an_impossible_choice_in_a_checkpoint_is_refused(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    entries: dict[str, Any] = {
+        "epoch": 1,
+        "loss": 0.5,
+        "model_state_dict": {},
+        "optimizer_state_dict": {},
+        "auto_buckets": asdict(BucketChoice("ddp", 9.0, 0.5, 0.6)),
+    }
+    save_checkpoint(tmp_path / "good.pt", entries)
+    assert load_checkpoint(tmp_path / "good.pt")["auto_buckets"] == entries["auto_buckets"]
+    save_checkpoint(
+        tmp_path / "bad.pt", entries | {"auto_buckets": entries["auto_buckets"] | change}
+    )
+    with pytest.raises(UserError, match="is not a training checkpoint of this project"):
+        load_checkpoint(tmp_path / "bad.pt")
 
 
 def _train(rank: int, ports: list[int], folder: str) -> list[Any]:

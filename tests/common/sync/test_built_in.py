@@ -295,15 +295,17 @@ class Branches(nn.Module):
 
 
 def refused(rank: int, kind: str) -> None:
-    models = {"branches": Branches, "scalar": lambda: nn.Linear(4, 4), "mixed": Mixed}
-    model = models[kind]()
+    model = {"branches": Branches, "mixed": Mixed}.get(kind, lambda: nn.Linear(4, 4))()
     if kind == "branches":
         model.use_second = rank == 0
     if kind == "scalar":
         model.scale = nn.Parameter(torch.tensor(1.0))
+    if kind == "compiled":
+        model.compile()
+    maker = torch.optim.Adafactor if kind == "optimiser" else torch.optim.SGD
     name = "ddp_zero1" if kind == "mixed" else "fsdp"
     engine = TrainingEngine(model, "cpu", distributed=True, sync=name)
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    engine.prepare(maker(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
     engine.train_step([(torch.randn(2, 4), torch.tensor([0, 1]))], global_samples=4)
 
 
@@ -312,6 +314,8 @@ def refused(rank: int, kind: str) -> None:
     [
         ("branches", r"rank 0 is at layer 'second', but rank 1 at layer 'first'"),
         ("scalar", r"parameter 'scale' is a scalar"),
+        ("compiled", "leave out --compile"),
+        ("optimiser", "Adafactor"),
         ("mixed", r"types torch\.float32, torch\.float64, but ZeroRedundancyOptimizer wants one"),
     ],
 )

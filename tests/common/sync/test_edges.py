@@ -25,6 +25,7 @@ from lab.proofs.equivalence import parameter_errors
 from tests.helpers import RankError, run_ranks
 from tests.helpers.strategies import EXACT, Mixed
 
+MIXING = [name for name in EXACT if name != "ddp_zero1"]  # which refuses several types
 BY_HAND = {
     "tree": tree_all_reduce,
     "ring": ring_all_reduce,
@@ -64,7 +65,7 @@ def test_any_length_is_summed_over_any_number_of_ranks(size: int) -> None:
 
 def mixed_types(rank: int) -> dict[str, str]:
     found = {}
-    for name in EXACT:
+    for name in MIXING:
         torch.manual_seed(0)
         model = Mixed()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -89,7 +90,7 @@ def mixed_types(rank: int) -> dict[str, str]:
 
 def test_parameters_of_two_types() -> None:
     for found in run_ranks(2, mixed_types):
-        for name in EXACT:
+        for name in MIXING:
             for ours, theirs in zip(found[name], found["all_reduce"], strict=True):
                 assert abs(ours - theirs).max() <= 1e-6, name
 

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.sync import STRATEGIES, build_sync
+from common.sync import BY_HAND, build_sync
 from common.sync import sharded as sharded_module
 from common.sync import topk as topk_module
 
-BY_HAND = [name for name in STRATEGIES if name != "none" and not name.startswith("ddp")]
 CALLS = (
     *("all_reduce", "all_gather", "gather", "scatter", "reduce", "broadcast", "send", "recv"),
     "all_to_all_single",

@@ -114,17 +114,19 @@ def test_only_what_the_strategies_send_is_measured():
 
 
 def _measured(rank: int) -> MeasuredLinks:
-    kinds = ["all_reduce", "gather", "scatter", "reduce", "all_gather"]
+    kinds = ["all_reduce", "gather", "scatter", "reduce", "all_gather", "all_to_all"]
     return MeasuredLinks(**measure_links(rank, 2, kinds=kinds, shaped=False))
 
 
 def test_messages_are_measured_alike_on_all_ranks():
     mine, other = run_ranks(2, _measured)
     assert mine.kinds == other.kinds
-    assert set(mine.kinds) == {"all_reduce", "gather", "scatter", "reduce", "all_gather"}
-    for kind, rows in mine.kinds.items():
-        ranks = 2 if kind == "all_gather" else 1  # each of them brings its part
-        assert [ranks * nbytes for nbytes, _ in rows] == [SMALL, LARGE, LARGEST]
+    whole = ("all_reduce", "gather", "scatter", "reduce")
+    sizes = {kind: [SMALL, LARGE, LARGEST] for kind in whole}
+    sizes["all_gather"] = [SMALL // 2, LARGE // 2, LARGEST // 2]  # each of two ranks has a part
+    sizes["all_to_all"] = [SMALL // 8, LARGE // 8, LARGEST // 8]  # in pieces
+    assert {kind: [row[0] for row in rows] for kind, rows in mine.kinds.items()} == sizes
+    for rows in mine.kinds.values():
         assert 0 < rows[0][1] < rows[2][1]
     assert 0 < mine.copy < 1e-7
 
@@ -166,6 +168,7 @@ def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(t
         "--sync",
         "all_reduce_flat",
         "ddp",
+        "ddp-auto",
         "--rate",
         "200mbit",
         "--compute",
@@ -186,8 +189,13 @@ def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(t
     results = read_results(folder / "results.json")
     cells = {cell["id"]: cell for cell in results["cells"]}
     assert {name: cell["status"] for name, cell in cells.items()} == dict.fromkeys(
-        ("none-n1", "all_reduce_flat-n4-200mbit", "ddp-n4-200mbit"), "done"
+        ("none-n1", "all_reduce_flat-n4-200mbit", "ddp-n4-200mbit", "ddp-auto-n4-200mbit"), "done"
     )
+    [config] = (folder / "runs" / "PartThree-ddp").glob("auto-*/config.json")
+    chosen = json.loads(config.read_text())["auto_buckets"]
+    predicted = results["prediction"]["cells"]["ddp-n4-200mbit"]["step_seconds"]
+    assert 0.8 < chosen["default_step_seconds"] / predicted < 1.6, "the run measures the same links"
+    assert chosen["expected_step_seconds"] <= chosen["default_step_seconds"]
     for name, cell in cells.items():
         predicted = results["prediction"]["cells"][name]
         assert (
