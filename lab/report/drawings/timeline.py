@@ -1,8 +1,8 @@
 """One recorded step: how much of its messages lies under backward, and its trace for Perfetto.
 
-``overlap`` is the share of a rank's message time before the end of its backward. A rank's sync
-section counts as waiting until the slowest rank has its last gradient, and as time on the wire
-after that. ``lab.report.drawings.timeline_figure`` draws the step.
+``overlap`` is the share of a rank's message time before the end of its backward, during which the
+rank computed. A rank's sync section after its own last gradient counts as waiting until the slowest
+rank has its last gradient; the rest is time on the wire. timeline_figure.py draws the step.
 """
 
 import math
@@ -32,12 +32,26 @@ def backward_end(rank: Mapping[str, Any]) -> float | None:
 
 
 def overlap(rank: Mapping[str, Any]) -> float | None:
-    """Return which share of the time in messages (their union) lies before the end of backward."""
+    """Return which share of the time in messages (their union) is hidden.
+
+    Hidden is what lies before the end of backward and outside "sync": fsdp waits for messages
+    within forward and backward.
+    """
     spans = union([(message["begin"], message["end"]) for message in rank.get("messages") or []])
     last, total = backward_end(rank), sum(end - begin for begin, end in spans)
     if last is None or total <= 0:
         return None
-    return sum(max(0.0, min(end, last) - begin) for begin, end in spans) / total
+    before = [(begin, min(end, last)) for begin, end in spans]
+    waits = union((rank.get("sections") or {}).get("sync") or [])
+    exposed = [
+        (max(begin, start), min(end, stop)) for begin, end in before for start, stop in waits
+    ]
+    return (_length(before) - _length(exposed)) / total
+
+
+def _length(spans: Sequence[Span]) -> float:
+    """Return the length of disjoint spans; one that ends before it begins counts as empty."""
+    return sum(max(0.0, end - begin) for begin, end in spans)
 
 
 def mean_overlap(timeline: Mapping[str, Any]) -> float | None:
@@ -54,14 +68,17 @@ def share_text(share: float | None) -> str:
 
 
 def sync_parts(timeline: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str, list[Span]]:
-    """Split a rank's sync at the slowest rank's last gradient into "wait" and "wire"."""
+    """Split a rank's sync at the slowest rank's last gradient into "wait" and "wire".
+
+    What comes before the rank's own last gradient is on the wire: weights that forward waits for.
+    """
     ends = [end for other in timeline["ranks"] if (end := backward_end(other)) is not None]
-    slowest = max(ends, default=-math.inf)
-    spans = [(begin, end) for begin, end in (rank.get("sections") or {}).get("sync") or []]
-    parts = {
-        "wait": [(begin, min(end, slowest)) for begin, end in spans],
-        "wire": [(max(begin, slowest), end) for begin, end in spans],
-    }
+    slowest, own = max(ends, default=-math.inf), backward_end(rank) or -math.inf
+    parts: dict[str, list[Span]] = {"wait": [], "wire": []}
+    for begin, end in (rank.get("sections") or {}).get("sync") or []:
+        split = max(begin, min(end, slowest)) if begin >= own else begin
+        parts["wait"].append((begin, split))
+        parts["wire"].append((split, end))
     return {name: [span for span in spans if span[1] > span[0]] for name, spans in parts.items()}
 
 

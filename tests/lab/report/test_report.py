@@ -396,6 +396,14 @@ def test_overlap_by_hand() -> None:
     assert mean_overlap({"ranks": [second]}) is None
     assert sync_parts(HAND, first) == {"wait": [(0.3, 0.35)], "wire": [(0.35, 0.5)]}
     assert sync_parts(HAND, second) == {"wait": [], "wire": [(0.35, 0.5)]}
+    # With a wait for weights within forward, and messages that block backward.
+    sync = [[0.05, 0.08], [0.2, 0.25], [0.3, 0.5]]
+    blocked = first | {"sections": first["sections"] | {"sync": sync}}
+    assert overlap(blocked) == pytest.approx(1 / 6)
+    assert sync_parts(HAND, blocked) == {
+        "wait": [(0.3, 0.35)],
+        "wire": [(0.05, 0.08), (0.2, 0.25), (0.35, 0.5)],
+    }
     assert [[message["begin"] for message in lane] for lane in lanes(first["messages"])] == [
         [0.2, 0.4],
         [0.25],
