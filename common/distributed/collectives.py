@@ -39,8 +39,9 @@ from common.utils.typed_json import encode
 T = TypeVar("T")
 _FIRST_PAUSE_SECONDS = 0.02
 
-# torch 2.14 warns of the older name, torch 2.11 does not know the newer one.
+# torch 2.14 warns of the older names, torch 2.11 does not know the newer ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def check_same_on_all_ranks(world: World, facts: Mapping[str, Any], *, what: str) -> None:

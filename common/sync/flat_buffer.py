@@ -38,7 +38,8 @@ class FlatBuffer:
     @torch.no_grad()
     def take(self, parameter: nn.Parameter, *, divisor: int) -> None:
         """Copy a parameter's gradient, divided, into its view; zeros if it has none."""
-        self.tensor.untyped_storage().resize_(self._nbytes)  # after ``free``; else it does nothing
+        if not self.tensor.untyped_storage().nbytes():  # after ``free``
+            self.tensor.untyped_storage().resize_(self._nbytes)
         if parameter.grad is None:
             self.views[parameter].zero_()
         else:

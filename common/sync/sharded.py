@@ -44,16 +44,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from common.distributed.collectives import all_gather_single
+from common.distributed.collectives import all_gather_single, reduce_scatter_single
 from common.sync.backward_buckets import BackwardBuckets
 from common.sync.base import GradientSync, norm_over_ranks
 from common.sync.bucket_plans import ShardedPlan, piece_entries
 from common.sync.bucketing import buckets_in_ready_order
 from common.sync.flat_buffer import FlatBuffer
 from common.sync.optimizer_shards import OptimizerShards, Segment
-
-# torch 2.14 warns of the older name, torch 2.11 does not know the newer one.
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Sharded(ShardedPlan, GradientSync):

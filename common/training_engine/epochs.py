@@ -116,9 +116,10 @@ def train_epoch(
         log_every=log_every,
         overflow_is_normal=engine.scaler.is_enabled(),
         equal_gradients=engine.sync.equal_gradients,
-        **({"exchanges": 2} if engine.sync.weights_under_way else {}),
         on_steps=on_steps,
     )
+    if engine.sync.weights_under_way:
+        metrics.exchanges = 2  # before, "sync" waits for messages that began earlier
     if start_step:
         metrics.resume(engine.resumed_epoch, start_step=start_step)
         engine.resumed_epoch = EpochResult()

@@ -145,11 +145,13 @@ class MetricsBuffer:
         seconds, so that the ranks soon agree on a request to stop.
     overflow_is_normal : infinite gradients are no error, since a GradScaler skips such steps.
     equal_gradients : all ranks hold the same gradients after ``synchronize``.
-    exchanges : how many of the last parts of "sync" begin with a message, and wait for all ranks.
     on_steps : takes the records of the flushed steps.
 
     The attribute ``result`` holds the epoch's sums up to the last flush.
     """
+
+    # How many of the last parts of "sync" begin with a message, and so wait for the slowest rank.
+    exchanges = 64
 
     def __init__(
         self,
@@ -160,14 +162,13 @@ class MetricsBuffer:
         log_every: int,
         overflow_is_normal: bool,
         equal_gradients: bool,
-        exchanges: int = 64,
         on_steps: Callable[[list[StepRecord]], None] | None,
     ) -> None:
         self._began = time.perf_counter()
         self.result = EpochResult()
         self._world, self._timer, self._epoch, self._log_every = world, timer, epoch, log_every
         self._overflow_is_normal, self._equal_gradients = overflow_is_normal, equal_gradients
-        self._exchanges, self._on_steps = exchanges, on_steps or (lambda _records: None)
+        self._on_steps = on_steps or (lambda _records: None)
         self._pending: list[_Pending] = []
         self._sent: list[_Pending] = []  # by a flush that has not recorded them yet
         self._finish: Callable[[], bool] = _nothing_to_finish
@@ -291,7 +292,7 @@ class MetricsBuffer:
         """
         if self._world.size == 1 or not pending:
             return lambda: [0.0] * len(pending)
-        count = self._exchanges
+        count = self.exchanges
         parts = [self._timer.spans(step.times)["sync"][-count:] for step in pending]
         begins = [  # (steps, count) on the ranks' common clock
             [begin - self._clock_offset for begin, _ in spans] + [-math.inf] * (count - len(spans))
