@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.distributed.collectives import all_gather_single
+from common.distributed.collectives import all_gather_single, reduce_scatter_single
 from common.sync.message_cost import KINDS
 from common.sync.p2p import send_and_receive
-from common.distributed.collectives import reduce_scatter_single
 
 FLOAT_BYTES = 4
 SMALL, LARGE, LARGEST = 1_024, 2_000_000, 8_000_000
