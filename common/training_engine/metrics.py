@@ -210,7 +210,6 @@ class MetricsBuffer:
         """Record the steps since the last flush; return whether any rank asks to stop. Collective.
 
         wait : for the other ranks. Otherwise the next flush records these steps and answers.
-
         Raises GroupError on every rank if the loss or the gradients are not finite on any rank.
         """
         asked = self._finish()
