@@ -13,9 +13,9 @@ from common.utils.grouping import grouped
 
 # PowerSGD compresses a gradient that has more than this many times the entries of P and Q.
 POWERSGD_LEAST_GAIN = 2
-# Bytes of one all_to_all. N-1 ranks that send to one at once overflow the queue of its link if they
-# send more: 1.5 times as long for 9 MB on 4 nodes at 1 Gbit/s.
-PIECE_BYTES = 2**20
+# Bytes of one message of an all_to_all. With longer ones the N-1 ranks that send to one at once
+# overflow the queue of its link: 1.5 times as long for a bucket of 9 MB, 4 nodes and 1 Gbit/s.
+PIECE_BYTES = 2**18
 # Less than DDP's: the next forward begins when the first layers' bucket has arrived.
 SHARDED_BUCKET_MB = 1.0
 
@@ -64,7 +64,7 @@ class OverlappedPlan(DDPPlan):
 class ShardedPlan(MessagePlan):
     """Some all_to_alls for each bucket of gradients, then an all_gather for each bucket of weights.
 
-    A bucket is padded to N equal parts, one for each rank. It is reduced, in pieces of
+    A bucket is padded to N equal parts, one for each rank. It is reduced, in messages of
     ``PIECE_BYTES``, as soon as backward has filled it. The gathers come in the order of forward, so
     the last bucket that was reduced is the first that is gathered.
     """
@@ -78,7 +78,7 @@ class ShardedPlan(MessagePlan):
         reduces, gathers = [], []
         for size, ready in bucket_sizes(sizes, self.bucket_mb):
             own = -(-size.entries // ranks)  # entries of each rank's part
-            entries = min(own, piece_entries(ranks, size.itemsize))
+            entries = min(own, PIECE_BYTES // size.itemsize)
             for piece, count in ((entries, own // entries), (own % entries, 1)):
                 nbytes = ranks * piece * size.itemsize
                 reduces.append(
@@ -99,11 +99,6 @@ class ShardedPlan(MessagePlan):
     def update_share(self, ranks: int) -> float:
         """See the base class."""
         return 1 / ranks
-
-
-def piece_entries(ranks: int, itemsize: int) -> int:
-    """Return the entries of each rank's part that go into one all_to_all."""
-    return max(1, PIECE_BYTES // (ranks * itemsize))
 
 
 class DDPPowerSGDPlan(MessagePlan):

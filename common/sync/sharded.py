@@ -47,7 +47,7 @@ from torch.utils.hooks import RemovableHandle
 from common.distributed.collectives import all_gather_single, reduce_scatter_single
 from common.sync.backward_buckets import BackwardBuckets
 from common.sync.base import GradientSync, norm_over_ranks
-from common.sync.bucket_plans import ShardedPlan, piece_entries
+from common.sync.bucket_plans import PIECE_BYTES, ShardedPlan
 from common.sync.bucketing import buckets_in_ready_order
 from common.sync.flat_buffer import FlatBuffer
 from common.sync.optimizer_shards import OptimizerShards, Segment
@@ -226,7 +226,7 @@ class _Bucket:
         else:
             self._received = torch.empty_like(flat)
             shape = (dist.get_world_size(), -1)
-            entries = piece_entries(dist.get_world_size(), flat.element_size())
+            entries = PIECE_BYTES // flat.element_size()
             self._reducing = [
                 dist.all_to_all([*received.unbind()], [*sent.unbind()], async_op=True)
                 for received, sent in zip(

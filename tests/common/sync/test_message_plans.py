@@ -60,7 +60,7 @@ def test_sharded_sends_padded_buckets_in_both_directions() -> None:
     plan = build_message_plan_from("sharded", {"bucket_mb": 4})
     *reduces, a, b, c, d, e = plan.operations(sizes, 4)
     assert {one.kind for one in reduces} == {"all_to_all"}
-    assert max(one.nbytes for one in reduces) == PIECE_BYTES
+    assert max(one.nbytes for one in reduces) == 4 * PIECE_BYTES
     by_bucket = grouped((one.ready_bytes, one) for one in reduces)
     assert {
         ready: sum(one.count * one.nbytes for one in pieces) for ready, pieces in by_bucket.items()
