@@ -20,14 +20,15 @@ Equal to the other exact strategies, with these differences: ``p.grad`` is None 
     over the ranks; and weights may be under way until ``sync_replicas``, which also gathers the
     optimiser's state. A layer's weights are whole when the layer's forward begins, and nowhere
     else: call ``sync_replicas`` before you read them.
-Sends: every rank, rank 0 included, 2(N-1)K messages, 2(N-1)/N M bytes, for K buckets, and receives
-    as much; up to N-1 entries a bucket more, to make the parts equal.
-Time: as ``overlapped``, with (N-1) messages and (N-1)/N M_k bytes for bucket k in backward; the
-    same again in forward, where bucket k is there at d_k = d_(k+1) + t_k, and its first layer
-    starts no sooner. Each rank adds M bytes up in memory, and copies M bytes into the buckets.
-    [Rajbhandari et al., ZeRO, arXiv:1910.02054, stage 1; Zhang et al., DeAR, arXiv:2302.12445]
-Memory of a rank: M of weights, M of gradients in buckets, M to receive them on Gloo, and 1/N of the
-    optimiser's state.
+Sends: every rank, rank 0 included, 2(N-1)/N M bytes for K buckets, and receives as much; up to N-1
+    entries a bucket more, to make the parts equal. On Gloo (N-1)K messages for the weights, and for
+    the gradients one for each 256 KiB to each other rank.
+Time: as ``overlapped``, with (N-1)/N M_k bytes for bucket k in backward; the same again in forward,
+    where bucket k is there at d_k = d_(k+1) + t_k, and its first layer starts no sooner. Each rank
+    adds M bytes up in memory, and copies M bytes into the buckets.
+    [Rajbhandari et al., ZeRO, arXiv:1910.02054, stage 2; Zhang et al., DeAR, arXiv:2302.12445]
+Memory of a rank: M of weights, 1/N of mean gradients and of the optimiser's state; and a bucket,
+    on Gloo twice, from its first gradient until it is reduced (docs/memory.md).
 Common mistake: reading weights (an evaluation, a checkpoint, a moving average) while other ranks'
     parts of them are still under way. Another: clipping by the norm of this rank's part.
 
@@ -140,10 +141,7 @@ class Sharded(ShardedPlan, GradientSync):
     def _make_buckets(self, parameters: Sequence[nn.Parameter], model: nn.Module) -> None:
         shares = buckets_in_ready_order(parameters, self.bucket_mb)
         self._buckets = [_Bucket(share) for share in shares]
-        self._filling = BackwardBuckets(
-            [bucket.gradients for bucket in self._buckets],
-            self._send,
-        )
+        self._filling = BackwardBuckets([one.gradients for one in self._buckets], self._send)
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
