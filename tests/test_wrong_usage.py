@@ -139,7 +139,8 @@ USAGES = ENVIRONMENTS | {  # command: (status, what follows "error: ")
     "PartTwo --sync telepathy": (2, f"--sync: got 'telepathy', choose one of {STRATEGIES}"),
     "PartThree --sync ddp_16": (
         2,
-        "--sync: got 'ddp_16', did you mean ddp_fp16? Choices: ddp, ddp_fp16, ddp_powersgd",
+        "--sync: got 'ddp_16', did you mean ddp_fp16? Choices: ddp, ddp_fp16, ddp_powersgd, "
+        "ddp_zero1, fsdp",
     ),
     "PartOne --dataset cifar": (
         2,

@@ -65,9 +65,9 @@ def train_epoch(
     """
     flush = MetricsBuffer.flush
 
-    def flush_that_may_wait(metrics: MetricsBuffer, *, stop: bool) -> bool:
+    def flush_that_may_wait(metrics: MetricsBuffer, **options: bool) -> bool:
         with gpu.may_wait():
-            return flush(metrics, stop=stop)
+            return flush(metrics, **options)
 
     monkeypatch.setattr(MetricsBuffer, "flush", flush_that_may_wait)
     sampler = GlobalBatchSampler(

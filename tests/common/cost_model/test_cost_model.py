@@ -207,8 +207,8 @@ def padded(sizes, ranks):
 
 
 def pieces(sizes, ranks):
-    """Return how many pieces these buckets go in: of 1 MiB in equal parts of whole entries."""
-    longest = 2**20 // (4 * ranks)
+    """Return how many all_to_alls these buckets take, with messages of 256 KiB to each rank."""
+    longest = 2**18 // 4  # entries
     return sum(-(-size // (4 * ranks * longest)) for size in sizes)
 
 

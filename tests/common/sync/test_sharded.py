@@ -345,7 +345,8 @@ def order_of_events(rank: int) -> list[str]:
 def test_each_layer_waits_for_its_own_bucket_and_each_bucket_leaves_when_it_is_full() -> None:
     layers, gradients = [f"layer {i}" for i in range(4)], [f"gradient {i}" for i in (3, 2, 1, 0)]
     waits = [event for layer in layers for event in ("waits", layer)]
-    overlapped = [event for gradient in gradients for event in (gradient, "all_to_all")]
+    # A bucket of 1 MB on 2 ranks: two messages of 256 KiB to the other rank.
+    overlapped = [event for one in gradients for event in (one, "all_to_all", "all_to_all")]
     for events in run_ranks(2, order_of_events):
         assert events == [
             *waits, *gradients, "accumulated", *layers, *overlapped, "closed", *layers, *gradients
