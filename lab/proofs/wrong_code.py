@@ -84,7 +84,7 @@ def clip_before_averaging(engine: TrainingEngine, micro_batches: Any, **more: An
     average = engine.sync.synchronize
 
     def clip_first(model: nn.Module) -> None:
-        if engine._clip_norm is not None:
+        if engine._clip_norm is not None and not engine.sync.weights_under_way:
             nn.utils.clip_grad_norm_(model.parameters(), engine._clip_norm)
         average(model)
 

@@ -8,7 +8,7 @@ from common.utils import registry
 
 DISTRIBUTED = [name for name in STRATEGIES if name != "none"]
 EXACT = [name for name in DISTRIBUTED if registry.load(STRATEGIES, name, kind="strategy").exact]
-# Ranks may use different layers; fsdp, which is tested in test_built_in.py, refuses that.
+# Ranks may use different layers and numbers of micro-batches. fsdp (test_built_in.py) refuses that.
 ANY_LAYERS = [name for name in EXACT if name != "fsdp"]
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
