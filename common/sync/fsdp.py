@@ -20,7 +20,8 @@ Sends: a rank 3(N-1)K messages for K layers. With NCCL 3(N-1)/N M bytes: (N-1)/N
 Time: NCCL gathers the next layer while one computes. Gloo does not, and every message is exposed:
     4(N-1)/N M / B + 4(N-1)K alpha. [Zhao et al., PyTorch FSDP, arXiv:2304.11277]
 Common mistake: a layer that only some ranks use, or more micro-batches on some ranks. The others
-    never join the gather; the first step finds that and says so, a later one hangs. Another: ``model.state_dict()`` on rank 0 alone.
+    never join the gather; the first step finds that and says so, a later one hangs. Another:
+    ``model.state_dict()`` on rank 0 alone.
 
 (N ranks, M bytes of parameters; alpha seconds per message, B bytes per second on a link.)
 """
