@@ -116,6 +116,8 @@ def recorded(rank: int, size: int) -> dict:
         half = torch.ones(500)
         dist.all_to_all([half.clone(), half.clone()], [half, half])
         dist.reduce_scatter(torch.empty(500), [half, half])
+        torch.ones(1)
+        reduced = time.perf_counter()
         for kind in KINDS:  # as `lab calibrate` measures them, here with an odd number of entries
             message_call(kind, rank, size)(torch.ones(1001))
     recorder.finish()
@@ -125,6 +127,7 @@ def recorded(rank: int, size: int) -> dict:
         "messages": engine.timeline.messages_a_step,
         "by hand": recorder.messages,
         "after": after,
+        "reduced": reduced,
     }
 
 
@@ -157,6 +160,7 @@ def test_messages_are_taken_down_with_bytes_and_times():
             *2 * [("all_to_all", 4000, 2000.0)],
             *2 * [("reduce_scatter", 4000, 4000.0)],
         ]
+        assert next(m.end for m in others if m.kind == "reduce_scatter") <= found["reduced"]
         measured = [m.kind for m in others[2:] if m.nbytes in (4000, 4004)]
         assert [kind for kind in measured if kind not in ("send", "recv")] == list(KINDS[:-1])
 
