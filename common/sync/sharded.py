@@ -7,19 +7,19 @@
     update     #                                             # 1/N of it
 
 Buckets are flat, as those of ``overlapped``, and cut into N parts of equal length; part r belongs
-to rank r. During backward a full bucket leaves by ``all_to_all``, and each rank adds up the
-N shares of its part. (Gloo's ``reduce_scatter_tensor`` would be an all_reduce inside; NCCL has a
-real one.) A large one goes in pieces, since N-1 ranks that send to one at once overflow the queue
-of its link. The optimiser then holds this rank's parts only (optimizer_shards.py), with 1/N of the
-state. After its step the new weights leave by ``all_gather``, and the next forward pass waits
-before each layer for the bucket that the layer needs. So half of what ``overlapped`` sends during
-and after backward can hide behind forward.
+to rank r. During backward a full bucket leaves: on NCCL by ``reduce_scatter``, on Gloo, whose
+reduce_scatter is a whole all_reduce inside, by ``all_to_all``, and each rank adds up the N shares
+of its part. On Gloo a large bucket goes in messages of ``PIECE_BYTES`` (bucket_plans.py), since N-1
+ranks that send to one at once can overflow the queue of its link. The optimiser then holds this
+rank's parts only (optimizer_shards.py), with 1/N of the state. After its step the new weights leave
+by ``all_gather``, and the next forward pass waits before each layer for the buckets that the layer
+needs. So half of what ``overlapped`` sends during and after backward can hide behind forward.
 
 Equal to the other exact strategies, with these differences: ``p.grad`` is None after
     ``synchronize``, since no rank has the whole mean gradient; the norm for clipping is added up
     over the ranks; and weights may be under way until ``sync_replicas``, which also gathers the
-    optimiser's state. A layer's weights are whole when the layer's forward begins, and nowhere
-    else: call ``sync_replicas`` before you read them.
+    optimiser's state. After a step a layer's weights may be incomplete until its next forward
+    begins; then they are whole until the next step. Call ``sync_replicas`` before you read them.
 Sends: every rank, rank 0 included, 2(N-1)/N M bytes for K buckets, and receives as much; up to N-1
     entries a bucket more, to make the parts equal. On Gloo (N-1)K messages for the weights, and for
     the gradients one for each 256 KiB to each other rank.
@@ -27,10 +27,11 @@ Time: as ``overlapped``, with (N-1)/N M_k bytes for bucket k in backward; the sa
     where bucket k is there at d_k = d_(k+1) + t_k, and its first layer starts no sooner. Each rank
     adds M bytes up in memory, and copies M bytes into the buckets.
     [Rajbhandari et al., ZeRO, arXiv:1910.02054, stage 2; Zhang et al., DeAR, arXiv:2302.12445]
-Memory of a rank: M of weights, 1/N of mean gradients and of the optimiser's state; and a bucket,
-    on Gloo twice, from its first gradient until it is reduced (docs/memory.md).
-Common mistake: reading weights (an evaluation, a checkpoint, a moving average) while other ranks'
-    parts of them are still under way. Another: clipping by the norm of this rank's part.
+Memory of a rank: M of weights, 1/N of mean gradients and of the optimiser's state; and every
+    bucket from its first gradient until it is reduced, on Gloo with as much to receive in from when
+    it is sent: up to M each if the link is slow (docs/memory.md).
+Common mistake: reading weights, e.g. for a moving average, while other ranks' parts of them are
+    still under way. Another: clipping by the norm of this rank's part.
 
 (N ranks, M bytes of gradients.) Each dtype has its own buckets.
 """
@@ -186,7 +187,7 @@ class Sharded(ShardedPlan, GradientSync):
 
 
 class _Bucket:
-    """Some parameters' gradients and weights in flat memory; the N-th part of it is this rank's."""
+    """Some parameters' gradients and weights in flat memory; one of N parts is this rank's."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         size, rank = dist.get_world_size(), dist.get_rank()
@@ -239,9 +240,9 @@ class _Bucket:
         return all(work.is_completed() for work in self._reducing)
 
     def finish_reduce(self) -> None:
-        """Wait for the other ranks' gradients, give the segments their sum, and free the rest.
+        """Wait for the other ranks' gradients, give the segments the mean, and free the rest.
 
-        Does nothing if it is done already.
+        Each share is divided by N already. Does nothing if it is done already.
         """
         if not self._reducing:
             return

@@ -32,3 +32,14 @@ class Mixed(nn.Module):
         for layer in self.layers:
             hidden = torch.tanh(layer(hidden.to(layer.weight.dtype)))
         return hidden
+
+
+class Deep(nn.Module):
+    """Four layers of 1 MB each; (batch, 512) to (batch, 512)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)

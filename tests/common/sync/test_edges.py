@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from common.errors import UserError
 from common.profiling.comm_trace import Message, MessageRecorder
@@ -23,7 +23,7 @@ from common.training_engine import TrainingEngine
 from common.utils.hashing import digest
 from lab.proofs.equivalence import parameter_errors
 from tests.helpers import RankError, run_ranks
-from tests.helpers.strategies import EXACT, Mixed
+from tests.helpers.strategies import EXACT, Deep, Mixed
 
 MIXING = [name for name in EXACT if name != "ddp_zero1"]  # which refuses several types
 BY_HAND = {
@@ -96,17 +96,6 @@ def test_parameters_of_two_types() -> None:
 
 
 # --- overlapped ---
-
-
-class Deep(nn.Module):
-    """Four layers of 1 MB each; (batch, 512) to (batch, 512)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layers(inputs)
 
 
 def order_of_events(rank: int) -> dict[str, list]:

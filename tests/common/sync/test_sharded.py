@@ -21,6 +21,7 @@ from common.sync.sharded import Sharded
 from common.training_engine import TrainingEngine
 from lab.proofs.equivalence import parameter_errors
 from tests.helpers import run_ranks
+from tests.helpers.strategies import Deep
 
 STEPS, SAMPLES = 4, 3
 BUCKET_MB = 0.0008  # several buckets
@@ -290,17 +291,6 @@ def test_all_ranks_skip_a_step_that_overflows_in_one_ranks_part() -> None:
 
 
 # --- When messages begin and who waits for them ---
-
-
-class Deep(nn.Module):
-    """Four layers of 1 MB each; (batch, 512) to (batch, 512)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layers(inputs)
 
 
 def order_of_events(rank: int) -> list[str]:
