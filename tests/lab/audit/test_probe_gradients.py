@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from lab.audit.probe.coordinates import coordinates
 from lab.audit.recording import Recording, read_recording
+from lab.proofs.ranks import context
 from tests.lab.audit.gradient_cases import CASES, RANKS, Truth
 
 HOOK = Path(__file__).parents[3] / "lab" / "audit" / "probe" / "hook" / "sitecustomize.py"
@@ -23,10 +23,14 @@ HOOK = Path(__file__).parents[3] / "lab" / "audit" / "probe" / "hook" / "sitecus
 def run_probed(
     function: Callable[..., None], folder: Path, *arguments: Any, probed: bool = True
 ) -> None:
-    """Run ``function(rank, *arguments)`` in a process for each rank, with the probe."""
-    context = multiprocessing.get_context("fork")
+    """Run ``function(rank, *arguments)`` in a process for each rank, with the probe.
+
+    Forked from a server that has never run autograd: after torch.compile, for example, this process
+    can fork none that may call backward.
+    """
+    maker = context()
     workers = [
-        context.Process(target=_rank, args=(function, folder, rank, probed, arguments))
+        maker.Process(target=_rank, args=(function, folder, rank, probed, arguments))
         for rank in range(RANKS)
     ]
     for worker in workers:
