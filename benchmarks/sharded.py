@@ -92,7 +92,7 @@ def serve(job: argparse.Namespace) -> None:
         for name, p in build_model(job.model, CLASSES).named_parameters()
     }
     gradients = list(sizes.values())
-    kinds = ["all_reduce", "all_to_all", "all_gather", "broadcast"]
+    kinds = ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
     links = measure_links(job.rank, job.ranks, kinds=kinds, shaped=False, limit_seconds=1.0)
     network = network_from(MeasuredLinks(**links), rate_bits=None)
     profile = load_profile(job.compute, model=job.model)

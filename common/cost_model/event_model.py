@@ -156,8 +156,6 @@ def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
         "all_reduce": (2 * (ranks - 1), 2 * parts, parts),  # ring: reduce-scatter, then all-gather
         "reduce": (ranks, 2 * parts, parts),  # ring: reduce-scatter, then the parts go to the root
         "all_gather": (ranks - 1, (ranks - 1) * nbytes, 0.0),  # ring
-        # Each rank sends to all others at once: one latency, and headers as through a root.
-        "all_to_all": (1, parts + (ranks - 2) * PACKET_BYTES, 0.0),
         "reduce_scatter": (ranks - 1, parts, parts),  # the first half of all_reduce's ring
         "broadcast": (rounds, rounds * nbytes, 0.0),  # binomial tree
         "gather": (1, through_root, 0.0),  # every rank straight to the root: one latency

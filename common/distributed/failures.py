@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -44,8 +45,9 @@ def broken_collective(error: BaseException) -> str | None:
         return None
     frames = traceback.extract_tb(error.__traceback__)
     calls = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
-    in_backward = any(frame.name == "backward" for frame in frames)
-    unnamed = "DistributedDataParallel's all_reduce in backward" if in_backward else "a collective"
+    # DistributedDataParallel raises in autograd itself; a strategy's own hook adds frames.
+    in_autograd = bool(frames) and Path(frames[-1].filename).parent.name == "autograd"
+    unnamed = "DistributedDataParallel's all_reduce in backward" if in_autograd else "a collective"
     return next((name for name in calls if name != "wrapper"), unnamed)
 
 

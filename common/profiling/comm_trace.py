@@ -80,6 +80,12 @@ class MessageRecorder(TorchDispatchMode):
         self.messages: list[Message] = []
         self._open: list[tuple[Message, Any]] = []  # messages without a future; work may be None
 
+    def in_thread(self) -> "MessageRecorder":
+        """Return a context for another thread, which records its calls in the same ``messages``."""
+        recorder = MessageRecorder()
+        recorder._now, recorder._queues, recorder.messages = self._now, self._queues, self.messages
+        return recorder
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
@@ -154,6 +160,10 @@ class Timeline:
             queues = dist.is_initialized() and dist.get_backend() == dist.Backend.NCCL
             self._recorder = MessageRecorder(partial(now, torch.device("cuda")) if queues else None)
         return self._recorder or nullcontext()
+
+    def in_thread(self) -> AbstractContextManager:
+        """Return the context of a thread that sends during a step."""
+        return self._recorder.in_thread() if self._recorder is not None else nullcontext()
 
     def took(self, step: int, timer: StepTimer, times: RawSpans) -> None:
         """Keep a recorded step's messages and sections; ``times`` is what ``timer.take`` returned.

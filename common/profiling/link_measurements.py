@@ -18,6 +18,8 @@ from torch import Tensor
 from common.distributed.collectives import all_gather_single, reduce_scatter_single
 from common.sync.message_cost import KINDS
 from common.sync.p2p import send_and_receive
+from common.sync.ring import ring_reduce_scatter
+from common.utils.processes import DaemonThreads
 
 FLOAT_BYTES = 4
 SMALL, LARGE, LARGEST = 1_024, 2_000_000, 8_000_000
@@ -25,7 +27,6 @@ _SMALL_CALLS, _SMALL_ROUNDS, _LARGE_CALLS, _LARGE_ROUNDS, _WARM_UP_CALLS = 20, 5
 # Strategies use these in pairs: a rank sends out what it has collected. A send timed alone would
 # seem to end as soon as the message is in a buffer.
 _IN_PAIRS = {"gather": "scatter", "scatter": "gather", "reduce": "broadcast", "broadcast": "reduce"}
-_CHUNKS = 8  # in which sharded sends the largest bucket here, two at a time
 SPREAD = 7936  # floats between two messages; a multiple of 64 keeps each aligned like a tensor
 MEMORY_SIZES = (1_000_000, 4_000_000, 12_000_000)
 _MEMORY_PAIRS = 4
@@ -48,10 +49,7 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
         "all_gather": lambda tensor: all_gather_single(
             tensor.new_empty(size * len(tensor)), tensor
         ),
-        "all_to_all": lambda tensor: all_to_all_in_chunks(tensor, size),
-        "reduce_scatter": lambda tensor: reduce_scatter_single(
-            tensor.new_empty(len(tensor) // size), tensor[: len(tensor) // size * size]
-        ),
+        "reduce_scatter": partial(_reduce_scatter, size=size, threads=DaemonThreads(2)),
         "exchange": lambda tensor: send_and_receive(
             tensor, torch.empty_like(tensor), to=(rank + 1) % size, source=(rank - 1) % size
         ),
@@ -59,15 +57,18 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
     return calls[kind]
 
 
-def all_to_all_in_chunks(tensor: Tensor, size: int, chunks: int = 1) -> None:
-    """Send ``chunks`` all_to_alls at once; each rounds its chunk down to ``size`` equal parts."""
-    works: list[Any] = []
-    for chunk in tensor.tensor_split(chunks):
-        parts = chunk[: len(chunk) // size * size].tensor_split(size)
-        received = [torch.empty_like(part) for part in parts]
-        works.append(dist.all_to_all(received, list(parts), async_op=True))
-    for work in works:
-        work.wait()
+def _reduce_scatter(tensor: Tensor, *, size: int, threads: DaemonThreads) -> None:
+    """Reduce as ``sharded`` does: on Gloo two at a time, here the tensor's halves."""
+    if dist.get_backend() == dist.Backend.NCCL:
+        part = len(tensor) // size
+        reduce_scatter_single(tensor.new_empty(part), tensor[: part * size])
+        return
+    reducing = [
+        threads.submit(partial(ring_reduce_scatter, half.tensor_split(size), tag=number))
+        for number, half in enumerate(tensor.tensor_split(2))
+    ]
+    for one in reducing:
+        one.result()
 
 
 def measure_links(
@@ -92,19 +93,15 @@ def measure_links(
     for kind in sorted(kinds, key=KINDS.index):
         twin = _IN_PAIRS.get(kind)
         pair = [message_call(one, rank, size) for one in (kind, twin) if one is not None]
-        if kind == "all_to_all":
-            pair = [partial(all_to_all_in_chunks, size=size, chunks=_CHUNKS)]
         found[kind] = found.get(twin or "") or []
-        one_large = sizes[::2] if kind == "all_to_all" else sizes[:2]  # in chunks of 1 MB
-        for nbytes, calls, rounds in (one_large if shaped else sizes)[len(found[kind]) :]:
-            # A bucket of that size: each rank has a part of it, or sends it in chunks.
+        for nbytes, calls, rounds in (sizes[:2] if shaped else sizes)[len(found[kind]) :]:
+            # A buffer of that size: each rank has a part of it.
             part = nbytes // size if kind == "all_gather" else nbytes
-            chunks = _CHUNKS if kind == "all_to_all" else 1
             tensor = torch.zeros(part // FLOAT_BYTES, device=device)
             taken: list[float] = []
             while len(taken) < rounds and sum(taken) * calls * len(pair) < limit_seconds:
                 taken.append(_seconds(pair, tensor, calls=calls))
-            found[kind].append((part // chunks, statistics.median(taken) / chunks))
+            found[kind].append((part, statistics.median(taken)))
     arena = torch.zeros(24_000_000, device=device)
     per_byte = {
         name: over_ranks(

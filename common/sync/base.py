@@ -41,6 +41,9 @@ class GradientSync(MessagePlan):
     # Encloses each wait outside ``synchronize`` and ``after_step``; the engine times it as "sync".
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
+    # Encloses what a thread of the strategy's own sends; the engine's timeline records it there.
+    recording: Callable[[], AbstractContextManager[object]] = nullcontext
+
     def __init__(self) -> None:
         self._parameters: dict[str, nn.Parameter] = {}
         self._first_pattern: list[bool] | None = None

@@ -13,9 +13,6 @@ from common.utils.grouping import grouped
 
 # PowerSGD compresses a gradient that has more than this many times the entries of P and Q.
 POWERSGD_LEAST_GAIN = 2
-# Bytes of one message of an all_to_all. With longer ones the N-1 ranks that send to one at once
-# overflow the queue of its link: 1.5 times as long for a bucket of 9 MB, 4 nodes and 1 Gbit/s.
-PIECE_BYTES = 2**18
 # Less than DDP's: the next forward begins when the first layers' bucket has arrived.
 SHARDED_BUCKET_MB = 1.0
 
@@ -62,11 +59,11 @@ class OverlappedPlan(DDPPlan):
 
 
 class ShardedPlan(MessagePlan):
-    """Some all_to_alls for each bucket of gradients, then an all_gather for each bucket of weights.
+    """A reduce_scatter for each bucket of gradients, then an all_gather for each one of weights.
 
-    A bucket is padded to N equal parts, one for each rank. It is reduced, in messages of
-    ``PIECE_BYTES``, as soon as backward has filled it. The gathers come in the order of forward, so
-    the last bucket that was reduced is the first that is gathered.
+    A bucket is padded to N equal parts, one for each rank, and reduced as soon as backward has
+    filled it. The gathers come in the order of forward, so the last bucket that was reduced is the
+    first that is gathered.
     """
 
     def __init__(self, *, bucket_mb: float | None = None) -> None:
@@ -74,26 +71,14 @@ class ShardedPlan(MessagePlan):
         self.bucket_mb = SHARDED_BUCKET_MB if bucket_mb is None else bucket_mb
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class. Each rank adds the N parts that it receives."""
+        """See the base class."""
         reduces, gathers = [], []
         for size, ready in bucket_sizes(sizes, self.bucket_mb):
-            own = -(-size.entries // ranks)  # entries of each rank's part
-            entries = min(own, PIECE_BYTES // size.itemsize)
-            for piece, count in ((entries, own // entries), (own % entries, 1)):
-                nbytes = ranks * piece * size.itemsize
-                reduces.append(
-                    Operation(
-                        "all_to_all",
-                        nbytes,
-                        count=count,
-                        summed_bytes=nbytes,
-                        copied_bytes=nbytes,
-                        ready_bytes=ready,
-                    )
-                )
-            part = own * size.itemsize
+            part = -(-size.entries // ranks) * size.itemsize  # each rank's
+            reduces.append(
+                Operation("reduce_scatter", ranks * part, copied_bytes=size, ready_bytes=ready)
+            )
             gathers.append(Operation("all_gather", part, needed_bytes=sum(sizes) - ready))
-        reduces = [one for one in reduces if one.nbytes]
         return reduces + gathers[::-1]
 
     def update_share(self, ranks: int) -> float:

@@ -19,7 +19,6 @@ KINDS = (
     "gather",
     "scatter",
     "all_gather",
-    "all_to_all",
     "reduce_scatter",
     "exchange",
 )

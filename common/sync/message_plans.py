@@ -151,13 +151,13 @@ class RingPlan(RoundsPlan):
         return [adding, replace(adding, summed_bytes=0)]
 
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
-        """See the base class: first all chunks but the next one, then all but the one after."""
+        """See the base class: first all chunks but its own, then all but the next one."""
         return Fraction(
             sum(
                 size.itemsize
                 * (size.entries - _chunk_entries(size.entries, skipped % ranks, ranks))
                 for size in buffers(sizes)
-                for skipped in (rank + 1, rank + 2)
+                for skipped in (rank, rank + 1)
             )
         )
 

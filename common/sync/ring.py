@@ -16,6 +16,7 @@ Common mistake: a blocking ``send`` on every rank before any ``recv``: all wait 
 seconds to add one byte.) Each dtype has its own buffer.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -39,20 +40,26 @@ class Ring(RingPlan, GradientSync):
 def ring_all_reduce(total: Tensor) -> None:
     """Sum ``total`` over the ranks in place; it is contiguous, and of any length."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    following, before = (rank + 1) % size, (rank - 1) % size
     # N views of lengths that differ by at most one; together they cover the buffer.
     bounds = [total.numel() * index // size for index in range(size + 1)]
     chunks = [total[begin:end] for begin, end in pairwise(bounds)]
-    received = torch.empty_like(max(chunks, key=len))
-
-    # In round k (from 0) rank r passes on chunk r-k, the sum of k+1 ranks so far.
+    ring_reduce_scatter(chunks)
+    # Now rank r holds the whole sum of chunk r. It sends that chunk first.
     for step in range(size - 1):
         mine, coming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
-        arriving = received[: len(coming)]
-        send_and_receive(mine, arriving, to=following, source=before)
-        coming += arriving
+        send_and_receive(mine, coming, to=(rank + 1) % size, source=(rank - 1) % size)
 
-    # Now rank r holds the whole sum of chunk r+1. It sends that chunk first.
+
+def ring_reduce_scatter(chunks: Sequence[Tensor], *, tag: int = 0) -> None:
+    """Sum chunk r over the ranks in place on rank r; the other chunks then hold partial sums.
+
+    ``chunks`` : N tensors, each as long as on the other ranks. ``tag`` : see ``send_and_receive``.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    received = torch.empty_like(max(chunks, key=len))
+    # In round k (from 0) rank r passes on chunk r-k-1, the sum of k+1 ranks so far.
     for step in range(size - 1):
-        mine, coming = chunks[(rank + 1 - step) % size], chunks[(rank - step) % size]
-        send_and_receive(mine, coming, to=following, source=before)
+        mine, coming = chunks[(rank - step - 1) % size], chunks[(rank - step - 2) % size]
+        arriving = received[: len(coming)]
+        send_and_receive(mine, arriving, to=(rank + 1) % size, source=(rank - 1) % size, tag=tag)
+        coming += arriving

@@ -7,10 +7,9 @@
     update     #                                             # 1/N of it
 
 Buckets are flat, as those of ``overlapped``, and cut into N parts of equal length; part r belongs
-to rank r. During backward a full bucket leaves: on NCCL by ``reduce_scatter``, on Gloo, whose
-reduce_scatter is a whole all_reduce inside, by ``all_to_all``, and each rank adds up the N shares
-of its part. On Gloo a large bucket goes in messages of ``PIECE_BYTES`` (bucket_plans.py), since N-1
-ranks that send to one at once can overflow the queue of its link. The optimiser then holds this
+to rank r. During backward a full bucket leaves: on NCCL by ``reduce_scatter``; on Gloo, whose
+reduce_scatter is a whole all_reduce inside, by the first half of the ring in ring.py, in a thread.
+Two threads send two buckets at a time, as Gloo does with collectives. The optimiser then holds this
 rank's parts only (optimizer_shards.py), with 1/N of the state. After its step the new weights leave
 by ``all_gather``, and the next forward pass waits before each layer for the buckets that the layer
 needs. So half of what ``overlapped`` sends during and after backward can hide behind forward.
@@ -21,15 +20,14 @@ Equal to the other exact strategies, with these differences: ``p.grad`` is None 
     optimiser's state. After a step a layer's weights may be incomplete until its next forward
     begins; then they are whole until the next step. Call ``sync_replicas`` before you read them.
 Sends: every rank, rank 0 included, 2(N-1)/N M bytes for K buckets, and receives as much; up to N-1
-    entries a bucket more, to make the parts equal. On Gloo (N-1)K messages for the weights, and for
-    the gradients one for each 256 KiB to each other rank.
+    entries a bucket more, to make the parts equal. On Gloo 2(N-1)K messages.
 Time: as ``overlapped``, with (N-1)/N M_k bytes for bucket k in backward; the same again in forward,
     where bucket k is there at d_k = d_(k+1) + t_k, and its first layer starts no sooner. Each rank
-    adds M bytes up in memory, and copies M bytes into the buckets.
+    adds (N-1)/N M bytes up in memory, and copies M bytes into the buckets.
     [Rajbhandari et al., ZeRO, arXiv:1910.02054, stage 2; Zhang et al., DeAR, arXiv:2302.12445]
 Memory of a rank: M of weights, 1/N of mean gradients and of the optimiser's state; and every
-    bucket from its first gradient until it is reduced, on Gloo with as much to receive in from when
-    it is sent: up to M each if the link is slow (docs/memory.md).
+    bucket from its first gradient until it is reduced: up to M if the link is slow. On Gloo 1/N of
+    two buckets more, to receive in (docs/memory.md).
 Common mistake: reading weights, e.g. for a moving average, while other ranks' parts of them are
     still under way. Another: clipping by the norm of this rank's part.
 
@@ -49,10 +47,12 @@ from torch.utils.hooks import RemovableHandle
 from common.distributed.collectives import all_gather_single, reduce_scatter_single
 from common.sync.backward_buckets import BackwardBuckets
 from common.sync.base import GradientSync, norm_over_ranks
-from common.sync.bucket_plans import PIECE_BYTES, ShardedPlan
+from common.sync.bucket_plans import ShardedPlan
 from common.sync.bucketing import buckets_in_ready_order
 from common.sync.flat_buffer import FlatBuffer
 from common.sync.optimizer_shards import OptimizerShards, Segment
+from common.sync.ring import ring_reduce_scatter
+from common.utils.processes import DaemonThreads
 
 
 class Sharded(ShardedPlan, GradientSync):
@@ -70,6 +70,7 @@ class Sharded(ShardedPlan, GradientSync):
     _optimizer: OptimizerShards | None = None
     _filling: BackwardBuckets | None = None
     _buckets: "Sequence[_Bucket]" = ()
+    _threads: DaemonThreads | None = None
     _hooks: Sequence[RemovableHandle] = ()
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
@@ -138,10 +139,13 @@ class Sharded(ShardedPlan, GradientSync):
         for hook in self._hooks:
             hook.remove()
         self._filling, self._optimizer, self._hooks, self._buckets = None, None, (), ()
+        self._threads = None
 
     def _make_buckets(self, parameters: Sequence[nn.Parameter], model: nn.Module) -> None:
         shares = buckets_in_ready_order(parameters, self.bucket_mb)
-        self._buckets = [_Bucket(share) for share in shares]
+        self._buckets = [_Bucket(share, number) for number, share in enumerate(shares)]
+        if dist.get_backend() != dist.Backend.NCCL:
+            self._threads = DaemonThreads(2)
         self._filling = BackwardBuckets([one.gradients for one in self._buckets], self._send)
         for hook in self._hooks:
             hook.remove()
@@ -157,7 +161,10 @@ class Sharded(ShardedPlan, GradientSync):
         for bucket in self._buckets[:index]:
             if bucket.is_reduced():
                 bucket.finish_reduce()  # early, since it frees memory
-        self._buckets[index].start_reduce()
+        if self._threads is None:
+            self._buckets[index].start_reduce()
+        else:
+            self._buckets[index].start_ring(self._threads, self.recording)
 
     def _needed_by_module(self, model: nn.Module) -> dict[nn.Module, "list[_Bucket]"]:
         """Return the buckets that each module's forward needs.
@@ -189,9 +196,9 @@ class Sharded(ShardedPlan, GradientSync):
 class _Bucket:
     """Some parameters' gradients and weights in flat memory; one of N parts is this rank's."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], number: int) -> None:
         size, rank = dist.get_world_size(), dist.get_rank()
-        self.parameters = parameters
+        self.parameters, self._number = parameters, number
         self.gradients = FlatBuffer(parameters, multiple_of=size)
         self._weights = FlatBuffer(parameters, multiple_of=size)
         with torch.no_grad():
@@ -200,7 +207,6 @@ class _Bucket:
         length = len(self._weights.tensor) // size
         self._own_weights = self._weights.tensor[rank * length :][:length]
         self._mean = torch.empty_like(self._own_weights)  # (length,) this rank's part
-        self._received: Tensor | None = None  # (N length,) every rank's share of it, while it comes
         self.segments: dict[nn.Parameter, Segment] = {}
         self._mean_gradients: list[tuple[nn.Parameter, Tensor]] = []  # of each segment
         end = -rank * length  # of the last parameter, counted from the begin of this rank's part
@@ -212,47 +218,51 @@ class _Bucket:
                 part = slice(inside.start - begin, inside.stop - begin)
                 self.segments[parameter] = Segment(segment, part)
                 self._mean_gradients.append((segment, self._mean[inside]))
-        self._reducing: list[Any] = []  # works
+        self._is_reduced: Callable[[], bool] = lambda: False
+        self._wait_for_mean: Callable[[], object] | None = None
         self._gathering: dist.Work | None = None
 
     def start_reduce(self) -> None:
         """Send every other rank its part of this rank's gradients."""
-        flat = self.gradients.tensor
+        self._hide_gradients()
+        work: Any = reduce_scatter_single(self._mean, self.gradients.tensor, async_op=True)
+        self._is_reduced, self._wait_for_mean = work.is_completed, work.wait
+
+    def start_ring(
+        self, threads: DaemonThreads, recording: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        """As ``start_reduce``, by point-to-point messages in a thread."""
+
+        def reduce() -> None:
+            parts = self.gradients.tensor.tensor_split(dist.get_world_size())
+            with recording():
+                ring_reduce_scatter(parts, tag=self._number)
+                self._mean.copy_(parts[dist.get_rank()])
+
+        self._hide_gradients()
+        future = threads.submit(reduce)
+        self._is_reduced, self._wait_for_mean = future.done, future.result
+
+    def _hide_gradients(self) -> None:
+        nan = self.gradients.tensor.new_full((), torch.nan)
         for parameter in self.parameters:
-            parameter.grad = flat.new_full((), torch.nan).expand_as(parameter)  # not yet known
-        if dist.get_backend() == dist.Backend.NCCL:
-            self._reducing = [reduce_scatter_single(self._mean, flat, async_op=True)]
-        else:
-            self._received = torch.empty_like(flat)
-            shape = (dist.get_world_size(), -1)
-            entries = PIECE_BYTES // flat.element_size()
-            self._reducing = [
-                dist.all_to_all([*received.unbind()], [*sent.unbind()], async_op=True)
-                for received, sent in zip(
-                    self._received.view(shape).split(entries, dim=1),
-                    flat.view(shape).split(entries, dim=1),
-                    strict=True,
-                )
-            ]
+            parameter.grad = nan.expand_as(parameter)  # not yet known
 
     def is_reduced(self) -> bool:
         """Whether the other ranks' gradients are there."""
-        return all(work.is_completed() for work in self._reducing)
+        return self._is_reduced()
 
     def finish_reduce(self) -> None:
         """Wait for the other ranks' gradients, give the segments the mean, and free the rest.
 
         Each share is divided by N already. Does nothing if it is done already.
         """
-        if not self._reducing:
+        if self._wait_for_mean is None:
             return
-        for work in self._reducing:
-            work.wait()
-        if self._received is not None:
-            torch.sum(self._received.view(-1, len(self._mean)), dim=0, out=self._mean)
+        self._wait_for_mean()
         for segment, mean in self._mean_gradients:
             segment.grad = mean
-        self._reducing, self._received = [], None
+        self._wait_for_mean = None
         self.gradients.free()
 
     def start_gather(self) -> None:

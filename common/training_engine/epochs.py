@@ -118,6 +118,8 @@ def train_epoch(
         equal_gradients=engine.sync.equal_gradients,
         on_steps=on_steps,
     )
+    if engine.timeline is not None:
+        engine.sync.recording = engine.timeline.in_thread
     if engine.sync.weights_under_way:
         metrics.exchanges = 2  # before, "sync" waits for messages that began earlier
     if start_step:

@@ -9,6 +9,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import NoReturn, TypeVar
 
 import psutil
@@ -32,18 +33,46 @@ def end_process(status: int) -> NoReturn:
     os._exit(status)
 
 
+class DaemonThreads:
+    """``count`` daemon threads that begin actions in the order of ``submit``.
+
+    They end after the last action when nobody has the object any more. ThreadPoolExecutor's threads
+    would keep the process alive until then: for ever, if one waits for a rank that has ended.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._count = count
+        for _ in range(count):
+            threading.Thread(target=_run_actions, args=(self._actions,), daemon=True).start()
+
+    def submit(self, action: Callable[[], T]) -> "Future[T]":
+        """Return the future of ``action``."""
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(action())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        self._actions.put(run)
+        return outcome
+
+    def __del__(self) -> None:
+        for _ in range(self._count):
+            self._actions.put(None)
+
+
+def _run_actions(actions: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while run := actions.get():
+        run()
+        del run  # with all that the action refers to
+
+
 def in_thread(action: Callable[[], T]) -> "Future[T]":
     """Start ``action`` in a daemon thread and return its future."""
-    outcome: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            outcome.set_result(action())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return outcome
+    return DaemonThreads(1).submit(action)
 
 
 def kill_on_parent_exit() -> Callable[[], object] | None:

@@ -109,11 +109,6 @@ def messages_of(kind, ranks, nbytes):
         ],
         "all_gather": ring_rounds(ranks, ranks - 1, nbytes, 0),
         "reduce_scatter": reduce_scatter,
-        "all_to_all": [
-            (rank, (rank + turn) % ranks, part + (PACKET_BYTES if turn > 1 else 0), [], 0)
-            for turn in range(1, ranks)
-            for rank in range(ranks)
-        ],
         "broadcast": binomial(ranks, nbytes),
         "gather": [
             (rank, 0, nbytes + (PACKET_BYTES if rank > 1 else 0), [], 0) for rank in range(1, ranks)
@@ -206,12 +201,6 @@ def padded(sizes, ranks):
     return sum(4 * ranks * -(-size // (4 * ranks)) for size in sizes)
 
 
-def pieces(sizes, ranks):
-    """Return how many all_to_alls these buckets take, with messages of 256 KiB to each rank."""
-    longest = 2**18 // 4  # entries
-    return sum(-(-size // (4 * ranks * longest)) for size in sizes)
-
-
 # From docs/strategies.md, for n ranks: messages in sequence, and payload bytes on the busiest link.
 CLOSED_FORMS = {
     "gather_scatter": lambda n: (
@@ -229,9 +218,8 @@ CLOSED_FORMS = {
         (2 + 2) * PAYLOAD,
     ),  # 100,000 is no power of two: two more messages, each of all bytes
     "sharded": lambda n: (
-        7 * (n - 1) + pieces(SHARDED_BUCKETS, n),
-        2 * (n - 1) / n * padded(SHARDED_BUCKETS, n)
-        + pieces(SHARDED_BUCKETS, n) * (n - 2) * PACKET_BYTES,
+        7 * 2 * (n - 1),
+        2 * (n - 1) / n * padded(SHARDED_BUCKETS, n),
     ),
     "overlapped": lambda n: (3 * 2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
     "ddp": lambda n: (3 * 2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),

@@ -121,3 +121,14 @@ def test_nccls_cause_stands_below_last_error(
     assert (broken_collective(error) is not None) == lost
     assert (f"(torch: {cause})" in (explain_collective_failure(error) or "")) == lost
     assert cause_of(ValueError("first\nsecond")) == "first"
+
+
+def test_a_hook_of_backward_is_not_named_after_distributed_data_parallel() -> None:
+    def broke(_: torch.Tensor) -> None:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:29500")
+
+    weight = torch.ones(3, requires_grad=True)
+    weight.register_hook(broke)
+    with pytest.raises(RuntimeError) as caught:
+        weight.sum().backward()
+    assert broken_collective(caught.value) == "a collective"

@@ -114,17 +114,16 @@ def test_only_what_the_strategies_send_is_measured():
 
 
 def _measured(rank: int) -> MeasuredLinks:
-    kinds = ["all_reduce", "gather", "scatter", "reduce", "all_gather", "all_to_all"]
+    kinds = ["all_reduce", "gather", "scatter", "reduce", "all_gather", "reduce_scatter"]
     return MeasuredLinks(**measure_links(rank, 2, kinds=kinds, shaped=False))
 
 
 def test_messages_are_measured_alike_on_all_ranks():
     mine, other = run_ranks(2, _measured)
     assert mine.kinds == other.kinds
-    whole = ("all_reduce", "gather", "scatter", "reduce")
+    whole = ("all_reduce", "gather", "scatter", "reduce", "reduce_scatter")
     sizes = {kind: [SMALL, LARGE, LARGEST] for kind in whole}
     sizes["all_gather"] = [SMALL // 2, LARGE // 2, LARGEST // 2]  # each of two ranks has a part
-    sizes["all_to_all"] = [SMALL // 8, LARGE // 8, LARGEST // 8]  # in pieces
     assert {kind: [row[0] for row in rows] for kind, rows in mine.kinds.items()} == sizes
     for rows in mine.kinds.values():
         assert 0 < rows[0][1] < rows[2][1]
