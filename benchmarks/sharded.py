@@ -106,9 +106,9 @@ def serve(job: argparse.Namespace) -> None:
     )
     ways: dict[str, tuple[str, dict[str, Any]]] = {}
     for name in job.sync:
-        strategy, _, auto = name.partition("-")
-        options = {}
-        if auto:
+        strategy, _, buckets = name.partition("-")
+        options = {"bucket_mb": float(buckets)} if buckets and buckets != "auto" else {}
+        if buckets == "auto":
             choice = choose_buckets(
                 strategy, gradients, job.ranks, network=network, compute=compute
             )
@@ -197,7 +197,8 @@ def parse() -> argparse.Namespace:
         "--sync",
         nargs="+",
         default=["ddp", "ddp-auto", "overlapped", "sharded", "ddp_zero1"],
-        help="strategies, ddp among them; -auto: with the buckets that the event model chooses",
+        help="strategies, ddp among them; -auto: with the buckets that the event model chooses; "
+        "-9: of 9 MiB",
     )
     parser.add_argument("--batch-size", type=whole_number, default=256, help="global (default 256)")
     parser.add_argument("--steps", type=whole_number, default=5, help="of a block (default: 5)")

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import DistBackendError
 
 from common.distributed.failures import broken_collective, cause_of, explain_collective_failure
