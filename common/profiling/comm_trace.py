@@ -80,10 +80,13 @@ class MessageRecorder(TorchDispatchMode):
         self.messages: list[Message] = []
         self._open: list[tuple[Message, Any]] = []  # messages without a future; work may be None
 
-    def in_thread(self) -> "MessageRecorder":
-        """Return a context for another thread, which records its calls in the same ``messages``."""
-        recorder = MessageRecorder()
-        recorder._now, recorder._queues, recorder.messages = self._now, self._queues, self.messages
+    def for_thread(self) -> "MessageRecorder":
+        """Return a context for another thread, which records its calls in the same ``messages``.
+
+        Use it only while this one is entered: torch keeps some flags of modes for all threads.
+        """
+        recorder = MessageRecorder(self._now if self._queues else None)
+        recorder.messages = self.messages
         return recorder
 
     def __torch_dispatch__(
@@ -161,9 +164,9 @@ class Timeline:
             self._recorder = MessageRecorder(partial(now, torch.device("cuda")) if queues else None)
         return self._recorder or nullcontext()
 
-    def in_thread(self) -> AbstractContextManager:
+    def for_thread(self) -> AbstractContextManager:
         """Return the context of a thread that sends during a step."""
-        return self._recorder.in_thread() if self._recorder is not None else nullcontext()
+        return self._recorder.for_thread() if self._recorder is not None else nullcontext()
 
     def took(self, step: int, timer: StepTimer, times: RawSpans) -> None:
         """Keep a recorded step's messages and sections; ``times`` is what ``timer.take`` returned.

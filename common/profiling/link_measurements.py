@@ -33,7 +33,12 @@ _MEMORY_PAIRS = 4
 
 
 def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
-    """Return the blocking call of that kind as a strategy makes it; it takes one tensor."""
+    """Return the blocking call of that kind as a strategy makes it; it takes one tensor.
+
+    On Gloo reduce_scatter sends the tensor's halves at the same time, as ``sharded`` two buckets.
+    """
+    if kind == "reduce_scatter" and dist.get_backend() != dist.Backend.NCCL:
+        return partial(_two_rings, size=size, threads=DaemonThreads(2))
 
     def buffers(tensor: Tensor) -> list[Tensor]:
         return [torch.empty_like(tensor) for _ in range(size)]
@@ -49,7 +54,9 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
         "all_gather": lambda tensor: all_gather_single(
             tensor.new_empty(size * len(tensor)), tensor
         ),
-        "reduce_scatter": partial(_reduce_scatter, size=size, threads=DaemonThreads(2)),
+        "reduce_scatter": lambda tensor: reduce_scatter_single(
+            tensor.new_empty(len(tensor) // size), tensor[: len(tensor) // size * size]
+        ),
         "exchange": lambda tensor: send_and_receive(
             tensor, torch.empty_like(tensor), to=(rank + 1) % size, source=(rank - 1) % size
         ),
@@ -57,18 +64,13 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
     return calls[kind]
 
 
-def _reduce_scatter(tensor: Tensor, *, size: int, threads: DaemonThreads) -> None:
-    """Reduce as ``sharded`` does: on Gloo two at a time, here the tensor's halves."""
-    if dist.get_backend() == dist.Backend.NCCL:
-        part = len(tensor) // size
-        reduce_scatter_single(tensor.new_empty(part), tensor[: part * size])
-        return
-    reducing = [
-        threads.submit(partial(ring_reduce_scatter, half.tensor_split(size), tag=number))
-        for number, half in enumerate(tensor.tensor_split(2))
+def _two_rings(tensor: Tensor, *, size: int, threads: DaemonThreads) -> None:
+    rings = [
+        threads.submit(partial(ring_reduce_scatter, half.tensor_split(size), tag=tag))
+        for tag, half in enumerate(tensor.tensor_split(2))
     ]
-    for one in reducing:
-        one.result()
+    for ring in rings:
+        ring.result()
 
 
 def measure_links(
@@ -101,7 +103,9 @@ def measure_links(
             taken: list[float] = []
             while len(taken) < rounds and sum(taken) * calls * len(pair) < limit_seconds:
                 taken.append(_seconds(pair, tensor, calls=calls))
-            found[kind].append((part, statistics.median(taken)))
+            # Two rings share this time.
+            count = 2 if kind == "reduce_scatter" and dist.get_backend() == "gloo" else 1
+            found[kind].append((part // count, statistics.median(taken) / count))
     arena = torch.zeros(24_000_000, device=device)
     per_byte = {
         name: over_ranks(

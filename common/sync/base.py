@@ -41,7 +41,7 @@ class GradientSync(MessagePlan):
     # Encloses each wait outside ``synchronize`` and ``after_step``; the engine times it as "sync".
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    # Encloses what a thread of the strategy's own sends; the engine's timeline records it there.
+    # Encloses what the strategy sends in threads of its own; the engine's timeline records it.
     recording: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def __init__(self) -> None:

@@ -97,8 +97,8 @@ def sent_bytes(kind: str, nbytes: int, *, rank: int, ranks: int, root: int = 0) 
 
     all_reduce, all_gather and reduce are rings; after its ring, reduce collects the N parts at the
     root. broadcast is a binomial tree; gather and scatter go straight to and from the root, in
-    all_to_all each part goes straight to its rank. reduce_scatter is NCCL's, the first half of
-    all_reduce's ring: Gloo runs a whole all_reduce in its place.
+    all_to_all each part goes straight to its rank. reduce_scatter is the first half of all_reduce's
+    ring, as NCCL and ``sharded`` run it; Gloo's own call is a whole all_reduce.
     The result is a fraction because the parts of a ring are M/N bytes.
     """
     at_root = rank == root

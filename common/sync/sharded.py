@@ -8,10 +8,10 @@
 
 Buckets are flat, as those of ``overlapped``, and cut into N parts of equal length; part r belongs
 to rank r. During backward a full bucket leaves: on NCCL by ``reduce_scatter``; on Gloo, whose
-reduce_scatter is a whole all_reduce inside, by the first half of the ring in ring.py, in a thread.
-Two threads send two buckets at a time, as Gloo does with collectives. The optimiser then holds this
-rank's parts only (optimizer_shards.py), with 1/N of the state. After its step the new weights leave
-by ``all_gather``, and the next forward pass waits before each layer for the buckets that the layer
+reduce_scatter is a whole all_reduce inside, by the first half of ring.py's ring, in one of two
+threads: two buckets at a time, as in Gloo's own two threads. The optimiser then holds this rank's
+parts only (optimizer_shards.py), with 1/N of the state. After its step the new weights leave by
+``all_gather``, and the next forward pass waits before each layer for the buckets that the layer
 needs. So half of what ``overlapped`` sends during and after backward can hide behind forward.
 
 Equal to the other exact strategies, with these differences: ``p.grad`` is None after
@@ -23,11 +23,11 @@ Sends: every rank, rank 0 included, 2(N-1)/N M bytes for K buckets, and receives
     entries a bucket more, to make the parts equal. On Gloo 2(N-1)K messages.
 Time: as ``overlapped``, with (N-1)/N M_k bytes for bucket k in backward; the same again in forward,
     where bucket k is there at d_k = d_(k+1) + t_k, and its first layer starts no sooner. Each rank
-    adds (N-1)/N M bytes up in memory, and copies M bytes into the buckets.
+    adds (N-1)/N M bytes up in memory, and copies M bytes into the buckets, on Gloo M/N out of them.
     [Rajbhandari et al., ZeRO, arXiv:1910.02054, stage 2; Zhang et al., DeAR, arXiv:2302.12445]
 Memory of a rank: M of weights, 1/N of mean gradients and of the optimiser's state; and every
-    bucket from its first gradient until it is reduced: up to M if the link is slow. On Gloo 1/N of
-    two buckets more, to receive in (docs/memory.md).
+    bucket from its first gradient until it is reduced: up to M if the link is slow. On Gloo also
+    1/N of two buckets, to receive in (docs/memory.md).
 Common mistake: reading weights, e.g. for a moving average, while other ranks' parts of them are
     still under way. Another: clipping by the norm of this rank's part.
 
@@ -218,7 +218,7 @@ class _Bucket:
                 part = slice(inside.start - begin, inside.stop - begin)
                 self.segments[parameter] = Segment(segment, part)
                 self._mean_gradients.append((segment, self._mean[inside]))
-        self._is_reduced: Callable[[], bool] = lambda: False
+        self.is_reduced: Callable[[], bool] = lambda: False
         self._wait_for_mean: Callable[[], object] | None = None
         self._gathering: dist.Work | None = None
 
@@ -226,31 +226,28 @@ class _Bucket:
         """Send every other rank its part of this rank's gradients."""
         self._hide_gradients()
         work: Any = reduce_scatter_single(self._mean, self.gradients.tensor, async_op=True)
-        self._is_reduced, self._wait_for_mean = work.is_completed, work.wait
+        self.is_reduced, self._wait_for_mean = work.is_completed, work.wait
 
     def start_ring(
         self, threads: DaemonThreads, recording: Callable[[], AbstractContextManager[object]]
     ) -> None:
-        """As ``start_reduce``, by point-to-point messages in a thread."""
+        """As ``start_reduce``, by a ring of messages in one of ``threads``."""
 
         def reduce() -> None:
             parts = self.gradients.tensor.tensor_split(dist.get_world_size())
             with recording():
                 ring_reduce_scatter(parts, tag=self._number)
+                # Inside: the recorder takes this for the end of the last message.
                 self._mean.copy_(parts[dist.get_rank()])
 
         self._hide_gradients()
         future = threads.submit(reduce)
-        self._is_reduced, self._wait_for_mean = future.done, future.result
+        self.is_reduced, self._wait_for_mean = future.done, future.result
 
     def _hide_gradients(self) -> None:
         nan = self.gradients.tensor.new_full((), torch.nan)
         for parameter in self.parameters:
             parameter.grad = nan.expand_as(parameter)  # not yet known
-
-    def is_reduced(self) -> bool:
-        """Whether the other ranks' gradients are there."""
-        return self._is_reduced()
 
     def finish_reduce(self) -> None:
         """Wait for the other ranks' gradients, give the segments the mean, and free the rest.
@@ -262,7 +259,7 @@ class _Bucket:
         self._wait_for_mean()
         for segment, mean in self._mean_gradients:
             segment.grad = mean
-        self._wait_for_mean = None
+        self.is_reduced, self._wait_for_mean = (lambda: True), None
         self.gradients.free()
 
     def start_gather(self) -> None:

@@ -119,7 +119,7 @@ def train_epoch(
         on_steps=on_steps,
     )
     if engine.timeline is not None:
-        engine.sync.recording = engine.timeline.in_thread
+        engine.sync.recording = engine.timeline.for_thread
     if engine.sync.weights_under_way:
         metrics.exchanges = 2  # before, "sync" waits for messages that began earlier
     if start_step:

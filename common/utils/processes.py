@@ -36,7 +36,7 @@ def end_process(status: int) -> NoReturn:
 class DaemonThreads:
     """``count`` daemon threads that begin actions in the order of ``submit``.
 
-    They end after the last action when nobody has the object any more. ThreadPoolExecutor's threads
+    They end after the last action, once nothing refers to the object. ThreadPoolExecutor's threads
     would keep the process alive until then: for ever, if one waits for a rank that has ended.
     """
 

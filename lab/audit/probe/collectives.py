@@ -7,6 +7,7 @@ is not recorded. What C++ sends by itself, such as DistributedDataParallel, is n
 
 import functools
 import inspect
+import itertools
 import os
 import sys
 import threading
@@ -57,7 +58,7 @@ class CallRecorder:
         self._contents = ParameterStorages(probe)
         self._works: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._thread = threading.local()
-        self._calls, self._step, self._calls_in_step = 0, 0, 0
+        self._calls, self._step, self._calls_in_step = itertools.count(), 0, 0
         self._full = False
 
     def replace(self, name: str, original: Callable[..., Any]) -> None:
@@ -115,7 +116,7 @@ class CallRecorder:
             fields = self._describe(name, given.arguments)
         except Exception:  # a call that torch refuses as well, or that cannot be described
             fields = {}
-        number, self._calls = self._calls, self._calls + 1
+        number = next(self._calls)  # also from several threads
         at = self._probe.place()
         self._probe.record("call", c=number, name=name, step=self._probe.step, **fields, at=at)
         result = self._timed(number, "seconds", original, arguments, named)

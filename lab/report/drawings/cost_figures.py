@@ -4,6 +4,7 @@ As in ``lab.report.drawings.figures``, each ``draw_*`` returns the figure of a b
 NothingToShowError with a sentence for the page if there is nothing to compare.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,16 +36,13 @@ _LOOKS: dict[str, dict[str, Any]] = {
 
 def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw the bytes that the root and each other rank send per step, joined by a line."""
-    rows = [row for row in block.measured if row.nodes > 1 and _sent(row)]
-    values = [value for row in rows for value in _sent(row)]
-    if not values:
-        raise NothingToShowError("No cell on more than one node has counted its bytes yet.")
-    if same := equal_in_each_panel(rows, _sent):
-        raise NothingToShowError(
-            "No figure, because every rank of every strategy sends the same: "
-            + "; ".join(f"{value:,.1f} MB a step on {nodes_text(nodes)}" for nodes, value in same)
-            + "."
-        )
+    values = _values_that_differ(
+        [row for row in block.measured if row.nodes > 1],
+        _sent,
+        missing="No cell on more than one node has counted its bytes yet.",
+        alike="every rank of every strategy sends the same",
+        form="{:,.1f} MB a step",
+    )
     positive = [value for value in values if value > 0]
     log = bool(positive) and max(positive) / min(positive) > 15
     floor = min(positive) / 2 if log else 0.0
@@ -101,16 +99,15 @@ def _bytes_row(axis: Axes, y: float, row: CellRow, *, floor: float) -> None:
 
 def draw_memory(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw peak memory: a bar to the mean over the ranks, a tick at the largest."""
-    rows = [row for row in block.measured if _peak_memory(row)]
-    if not rows:
-        raise NothingToShowError("No cell has recorded its memory yet.")
-    if same := equal_in_each_panel(rows, _peak_memory):
-        raise NothingToShowError(
-            "No figure, because all ranks of all strategies need the same (within 1 %): "
-            + "; ".join(f"{value:,.0f} MB on {nodes_text(nodes)}" for nodes, value in same)
-            + "."
+    right = max(
+        _values_that_differ(
+            block.measured,
+            _peak_memory,
+            missing="No cell has recorded its memory yet.",
+            alike="all ranks of all strategies need the same (within 1 %)",
+            form="{:,.0f} MB",
         )
-    right = max(value for row in rows for value in _peak_memory(row))
+    )
     figure, _ = row_panels(
         block,
         narrow=narrow,
@@ -142,16 +139,15 @@ def _memory_bar(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
 
 def draw_tensors(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw the tensors of the rank that holds most, by kind, and the predicted sum."""
-    rows = [row for row in block.measured if _tensors(row)]
-    if not rows:
-        raise NothingToShowError("No cell has recorded its tensors yet.")
-    if same := equal_in_each_panel(rows, _tensors):
-        raise NothingToShowError(
-            "No figure, because the ranks of all strategies hold the same (within 1 %): "
-            + "; ".join(f"{value:,.1f} MB on {nodes_text(nodes)}" for nodes, value in same)
-            + "."
+    right = max(
+        _values_that_differ(
+            block.measured,
+            _tensors,
+            missing="No cell has recorded its tensors yet.",
+            alike="the ranks of all strategies hold the same (within 1 %)",
+            form="{:,.1f} MB",
         )
-    right = max(value for row in rows for value in _tensors(row))
+    )
     figure, _ = row_panels(
         block,
         narrow=narrow,
@@ -193,3 +189,24 @@ def _tensor_bars(axis: Axes, y: float, row: CellRow) -> None:
         predicted = sum(row.memory(predicted=True).values()) / MB
         hollow(axis, predicted, y, row.sync, marker="D", markersize=6)
     write_value(axis, y, f"{left:,.1f} MB")
+
+
+def _values_that_differ(
+    rows: Sequence[CellRow],
+    values_of: Callable[[CellRow], Sequence[float]],
+    *,
+    missing: str,
+    alike: str,
+    form: str,
+) -> list[float]:
+    """Return all values of all rows. Raises NothingToShowError if there are none, or all are equal.
+
+    missing, alike : what to say then. form : of a value.
+    """
+    rows = [row for row in rows if values_of(row)]
+    if not rows:
+        raise NothingToShowError(missing)
+    if same := equal_in_each_panel(rows, values_of):
+        each = [f"{form.format(value)} on {nodes_text(nodes)}" for nodes, value in same]
+        raise NothingToShowError(f"No figure, because {alike}: {'; '.join(each)}.")
+    return [value for row in rows for value in values_of(row)]

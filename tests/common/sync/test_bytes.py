@@ -88,7 +88,7 @@ def recorded(rank: int, sync: GradientSync, model: nn.Module) -> list[tuple[str,
         max(3, sync.period)
     )  # DDP's messages are final after its third step, those of other strategies after the first
     recorder = MessageRecorder()
-    sync.recording = recorder.in_thread
+    sync.recording = recorder.for_thread
     with recorder:
         steps(sync.period)
     sync.close()

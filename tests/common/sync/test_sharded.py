@@ -306,7 +306,7 @@ def order_of_events(rank: int) -> list[str]:
         yield
 
     def compute_gradient(index: int) -> None:
-        """In the last micro-batch, wait until the bucket before this one has been sent."""
+        """In the last micro-batch, wait until the bucket before this one is under way."""
         sent = 2 * (len(model.layers) - 1 - index) if sync.recording != nullcontext else 0
         wait_until(lambda: len(recorder.messages) >= sent, f"bucket {index + 1}")
         events.append(f"gradient {index}")
@@ -322,9 +322,10 @@ def order_of_events(rank: int) -> list[str]:
         with sync.no_sync():
             model(torch.ones(2, 512)).sum().backward()
         events.append("accumulated")
-        sync.recording = recorder.in_thread if step == 2 else nullcontext
-        model(torch.ones(2, 512)).sum().backward()
-        sync.synchronize(model)
+        sync.recording = recorder.for_thread if step == 2 else nullcontext
+        with recorder if step == 2 else nullcontext():
+            model(torch.ones(2, 512)).sum().backward()
+            sync.synchronize(model)
         optimizer.step()
         sync.after_step(model)
     sync.sync_replicas(model)
