@@ -1,7 +1,7 @@
 """Compare ``sharded`` with DistributedDataParallel on emulated nodes, in turns, step by step.
 
     lab calibrate                    # or lab calibrate --model resnet50: the time of each layer
-    python benchmarks/sharded.py     # vgg11, 4 and 8 nodes, three rates: about 15 minutes
+    python benchmarks/sharded.py     # vgg11, 4 and 8 nodes, three rates: about 25 minutes
 
 Each pair of a number of nodes and a rate is one cluster (``lab cluster``), in which all strategies
 take turns in one process group: a block of steps of each one, in another order every round. The
@@ -196,7 +196,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--sync",
         nargs="+",
-        default=["ddp", "ddp-auto", "overlapped", "sharded", "ddp_zero1"],
+        default=["ddp", "ddp-auto", "overlapped", "sharded", "sharded-auto", "ddp_zero1"],
         help="strategies, ddp among them; -auto: with the buckets that the event model chooses; "
         "-9: of 9 MiB",
     )
