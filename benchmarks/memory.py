@@ -8,7 +8,8 @@ a rank; then every tensor that the rank holds is counted, by kind, each storage 
 bytes, so neither the batch nor the load of the machine matters. A row shows the rank that holds
 most. Its last column is the peak within a step: what it holds after ``zero_grad``, and the most
 that torch's allocator hands out from then on, which includes gathered layers, gradients before they
-are in a bucket, and the activations of two images. Gloo's own buffers are not in it.
+are in a bucket, and the activations of two images. Not in it: Gloo's own buffers, and what the
+threads of ``sharded`` receive in.
 
 Activations depend on the batch: they are the tensors that autograd keeps for backward, counted on
 the meta device, which knows shapes and holds no data. ``lab.proofs.ranks`` starts the ranks.
