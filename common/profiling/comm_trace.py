@@ -83,7 +83,7 @@ class MessageRecorder(TorchDispatchMode):
     def for_thread(self) -> "MessageRecorder":
         """Return a context for another thread, which records its calls in the same ``messages``.
 
-        Use it only while this one is entered: torch keeps some flags of modes for all threads.
+        Use it only while this recorder is entered: torch shares some mode flags between threads.
         """
         recorder = MessageRecorder(self._now if self._queues else None)
         recorder.messages = self.messages

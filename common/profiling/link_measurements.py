@@ -35,9 +35,9 @@ _MEMORY_PAIRS = 4
 def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
     """Return the blocking call of that kind as a strategy makes it; it takes one tensor.
 
-    On Gloo reduce_scatter sends the tensor's halves at the same time, as ``sharded`` two buckets.
+    On Gloo reduce_scatter sends the tensor's two halves at once, as ``sharded`` sends two buckets.
     """
-    if kind == "reduce_scatter" and dist.get_backend() != dist.Backend.NCCL:
+    if kind == "reduce_scatter" and dist.get_backend() != "nccl":
         return partial(_two_rings, size=size, threads=DaemonThreads(2))
 
     def buffers(tensor: Tensor) -> list[Tensor]:
@@ -103,8 +103,8 @@ def measure_links(
             taken: list[float] = []
             while len(taken) < rounds and sum(taken) * calls * len(pair) < limit_seconds:
                 taken.append(_seconds(pair, tensor, calls=calls))
-            # Two rings share this time.
-            count = 2 if kind == "reduce_scatter" and dist.get_backend() == "gloo" else 1
+            # On Gloo two rings ran at once: half the bytes, half the time.
+            count = 2 if kind == "reduce_scatter" and dist.get_backend() != "nccl" else 1
             found[kind].append((part // count, statistics.median(taken) / count))
     arena = torch.zeros(24_000_000, device=device)
     per_byte = {

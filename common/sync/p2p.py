@@ -11,7 +11,7 @@ def send_and_receive(mine: Tensor, coming: Tensor, *, to: int, source: int, tag:
     announced its receive. An announcement queued behind data on the same link would be delayed, and
     the two ranks would take turns (twice the time, measured on links of 500 Mbit/s).
 
-    tag : the same at both ends; keeps apart what several threads send at once. NCCL ignores it.
+    tag : equal at both ends; separates the messages of several threads. NCCL ignores it.
     """
     both = [dist.P2POp(dist.irecv, coming, source, tag=tag)] if len(coming) else []
     both += [dist.P2POp(dist.isend, mine, to, tag=tag)] if len(mine) else []

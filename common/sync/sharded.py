@@ -7,29 +7,29 @@
     update     #                                             # 1/N of it
 
 Buckets are flat, as those of ``overlapped``, and cut into N parts of equal length; part r belongs
-to rank r. During backward a full bucket leaves: on NCCL by ``reduce_scatter``; on Gloo, whose
-reduce_scatter is a whole all_reduce inside, by the first half of ring.py's ring, in one of two
-threads: two buckets at a time, as in Gloo's own two threads. The optimiser then holds this rank's
-parts only (optimizer_shards.py), with 1/N of the state. After its step the new weights leave by
-``all_gather``, and the next forward pass waits before each layer for the buckets that the layer
-needs. So half of what ``overlapped`` sends during and after backward can hide behind forward.
+to rank r. A full bucket leaves during backward. NCCL uses ``reduce_scatter``. Gloo's is a whole
+all_reduce, so there the first half of ring.py's ring runs, two buckets at a time in two threads.
+The optimiser then holds this rank's parts only (optimizer_shards.py), with 1/N of the state. After
+its step the new weights leave by ``all_gather``, and the next forward pass waits before each layer
+for the buckets that the layer needs. So half of what ``overlapped`` sends during and after backward
+can hide behind forward.
 
 Equal to the other exact strategies, with these differences: ``p.grad`` is None after
     ``synchronize``, since no rank has the whole mean gradient; the norm for clipping is added up
     over the ranks; and weights may be under way until ``sync_replicas``, which also gathers the
     optimiser's state. After a step a layer's weights may be incomplete until its next forward
     begins; then they are whole until the next step. Call ``sync_replicas`` before you read them.
-Sends: every rank, rank 0 included, 2(N-1)/N M bytes for K buckets, and receives as much; up to N-1
-    entries a bucket more, to make the parts equal. On Gloo 2(N-1)K messages.
+Sends: every rank, rank 0 included, 2(N-1)/N M bytes in K buckets, and receives as much; padding
+    adds up to N-1 entries a bucket. On Gloo 2(N-1)K messages.
 Time: as ``overlapped``, with (N-1)/N M_k bytes for bucket k in backward; the same again in forward,
     where bucket k is there at d_k = d_(k+1) + t_k, and its first layer starts no sooner. Each rank
     adds (N-1)/N M bytes up in memory, and copies M bytes into the buckets, on Gloo M/N out of them.
     [Rajbhandari et al., ZeRO, arXiv:1910.02054, stage 2; Zhang et al., DeAR, arXiv:2302.12445]
 Memory of a rank: M of weights, 1/N of mean gradients and of the optimiser's state; and every
     bucket from its first gradient until it is reduced: up to M if the link is slow. On Gloo also
-    1/N of two buckets, to receive in (docs/memory.md).
-Common mistake: reading weights, e.g. for a moving average, while other ranks' parts of them are
-    still under way. Another: clipping by the norm of this rank's part.
+    receive buffers: 1/N of two buckets (docs/memory.md).
+Common mistake: reading weights, e.g. for a moving average, that are still under way. Another:
+    clipping by the norm of one rank's part.
 
 (N ranks, M bytes of gradients.) Each dtype has its own buckets.
 """

@@ -34,10 +34,10 @@ def end_process(status: int) -> NoReturn:
 
 
 class DaemonThreads:
-    """``count`` daemon threads that begin actions in the order of ``submit``.
+    """``count`` daemon threads that start actions in the order of ``submit``.
 
     They end after the last action, once nothing refers to the object. ThreadPoolExecutor's threads
-    would keep the process alive until then: for ever, if one waits for a rank that has ended.
+    would keep the process alive until then, forever if one waits for a rank that has ended.
     """
 
     def __init__(self, count: int) -> None:
