@@ -30,6 +30,7 @@ _KINDS = {
     "scatter": "scatter",
     "all_gather": "all_gather",
     "all_gather_into_tensor": "all_gather",
+    "all_gather_single": "all_gather",  # its name from torch 2.14 on
     "_all_gather_base": "all_gather",
 }
 _OTHERS_SENT = {
@@ -37,6 +38,7 @@ _OTHERS_SENT = {
     "isend": 1.0,
     "reduce_scatter": None,  # None: all but this rank's own part
     "reduce_scatter_tensor": None,
+    "reduce_scatter_single": None,
     "_reduce_scatter_base": None,
     "all_to_all": None,
     "all_to_all_single": None,
@@ -140,12 +142,21 @@ def _within(records: Sequence[Record], begin: float, end: float) -> Iterator[Rec
 
 
 def _blocked(rank: RankRecords) -> list[tuple[float, float]]:
-    """Return when calls held the script up: begin and end of each, in order."""
-    spans = (
-        (one["t"] - (one.get("seconds") or 0.0) - (one.get("wait_seconds") or 0.0), one["t"])
-        for one in rank.by_kind["done"]
-    )
-    return sorted(spans)
+    """Return when calls held the script up: begin and end of each, in order.
+
+    A call in a thread of the script's own does not hold up backward.
+    """
+    passes = [(one["t"] - (one["seconds"] or 0.0), one["t"]) for one in rank.by_kind["backward"]]
+    spans: list[tuple[float, float]] = []
+    for one in rank.by_kind["done"]:
+        seconds = (one.get("seconds") or 0.0) + (one.get("wait_seconds") or 0.0)
+        begin, end = one["t"] - seconds, one["t"]
+        for first, last in passes if one.get("own_thread") else ():
+            if begin < last and first < end:
+                spans.append((begin, first))
+                begin = last
+        spans.append((begin, end))
+    return sorted(span for span in spans if span[0] < span[1])
 
 
 def overlap(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:

@@ -148,8 +148,10 @@ class CallRecorder:
             raise
         finally:
             self._hangs.waits.pop(number, None)
-            seconds = {"seconds": 0.0, field: time.monotonic() - began}
-            self._probe.record("done", c=number, **seconds, error=error)
+            fields: dict[str, Any] = {"seconds": 0.0, field: time.monotonic() - began}
+            if _in_own_thread():
+                fields["own_thread"] = True
+            self._probe.record("done", c=number, **fields, error=error)
 
     def _too_many(self) -> bool:
         """Return whether calls are no longer recorded: many a step, and enough steps were seen."""
@@ -192,6 +194,13 @@ class CallRecorder:
     def _record_group(self, at: list[Any] | None) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         self._probe.record("group", rank=rank, world=world, backend=dist.get_backend(), at=at)
+
+
+def _in_own_thread() -> bool:
+    """Return whether this is a thread that the script started: not the main one, nor autograd's."""
+    thread = threading.current_thread()
+    of_torch = isinstance(thread, threading._DummyThread)
+    return thread is not threading.main_thread() and not of_torch
 
 
 def _watch_meshes(probe: Probe) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -225,7 +226,12 @@ def test_the_page_of_the_documentation_names_every_finding_as_the_catalogue_does
 
 
 def records(
-    *, calls: list[dict], through: str, own_exposed: float, apart: float = 0.1
+    *,
+    calls: list[dict],
+    through: str,
+    own_exposed: float,
+    apart: float = 0.1,
+    done: dict[str, Any] | None = None,
 ) -> list[dict]:
     """Return six steps of one second each, the first two of which take ten seconds."""
     found: list[dict] = [
@@ -254,7 +260,8 @@ def records(
         for index, call in enumerate(calls):
             at = begin + 0.7 + apart * index
             found.append({"k": "call", "t": at, "c": number, "size": 2, "async": False, **call})
-            found.append({"k": "done", "t": at, "c": number, "seconds": 0.05, "wait_seconds": 0.0})
+            took = {"seconds": 0.05, "wait_seconds": 0.0} | (done or {})
+            found.append({"k": "done", "t": at, "c": number, **took})
             number += 1
         found.append({"k": "step", "t": time, "o": 0, "step": step})
         found.append({"k": "stepped", "t": time + 0.1, "o": 0, "step": step, "seconds": 0.1})
@@ -289,6 +296,37 @@ def test_calls_of_several_threads_at_the_same_time_are_exposed_once() -> None:
     call = {"name": "all_reduce", "bytes": 4000}
     found = measured(calls=[call] * 3, through="module", own_exposed=0.0, apart=0.02)
     assert found["exposed_seconds"] == pytest.approx(0.09)
+
+
+@pytest.mark.parametrize(
+    ("own_thread", "exposed", "backward"), [(False, 0.4, 0.1), (True, 0.1, 0.4)]
+)
+def test_a_call_in_a_thread_of_the_scripts_own_does_not_hold_backward_up(
+    own_thread: bool, exposed: float, backward: float
+) -> None:
+    """Backward lasts from 0.2 to 0.6 s of a step, the call from 0.3 to 0.7 s."""
+    call = {"name": "isend", "bytes": 4000}
+    done = {"seconds": 0.1, "wait_seconds": 0.3, "own_thread": own_thread}
+    found = measured(calls=[call], through="module", own_exposed=0.0, done=done)
+    assert found["exposed_seconds"] == pytest.approx(exposed)
+    assert found["backward_seconds"] == pytest.approx(backward)
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [
+        ("all_gather_into_tensor", 4000),
+        ("all_gather_single", 4000),
+        ("reduce_scatter_tensor", 2000),
+        ("reduce_scatter_single", 2000),
+        ("all_to_all", 2000),
+        ("isend", 4000),
+    ],
+)
+def test_every_name_of_a_collective_counts_its_bytes(name: str, sent: float) -> None:
+    call = {"name": name, "bytes": 4000}
+    found = measured(calls=[call], through="module", own_exposed=0.0)
+    assert found["bytes_sent"] == sent
 
 
 def test_ddp_hides_its_messages_so_they_are_counted_by_its_parameters() -> None:
