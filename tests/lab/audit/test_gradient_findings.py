@@ -1,5 +1,6 @@
 """lab/audit/findings: what the optimisers get, told from records with known gradients."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from lab.audit.findings.finding import Finding, Right, Unknown
 from lab.audit.findings.gradients import check as check_gradients
 from lab.audit.findings.gradients.factors import resolve
 from lab.audit.findings.weights import check as check_weights
-from lab.audit.recording import Recording
+from lab.audit.recording import Recording, read_recording
 from lab.audit.result import EqualityVerdict, verdict
 from tests.lab.audit.recordings import COLUMNS, Exchange, Numbers, gradients, mean, train
 
@@ -378,6 +379,22 @@ def test_the_right_run_says_what_is_right(tmp_path: Path) -> None:
     ]
     assert len(outcomes) == 3
     assert verdict_of(recording).answer == "yes"
+
+
+def test_an_optimiser_whose_gradients_nobody_saw_is_named(tmp_path: Path) -> None:
+    train(tmp_path)
+    row = ["1.0.0", "critic.weight", [4], "float32", 4, 0, 4]
+    for rank in range(3):
+        with (tmp_path / f"{1000 + rank}.jsonl").open("a", encoding="utf-8") as file:
+            records: list[dict[str, Any]] = [{"k": "params", "optimizer": "SGD", "rows": [row]}]
+            records += [{"k": "step", "step": 0, "own": None, "got": None, "sent": None}]
+            for record in records:
+                file.write(json.dumps({"t": 1.0, "o": 1, **record}) + "\n")
+    recording = read_recording(tmp_path)
+    outcomes = [*check_gradients(recording)]
+    assert [type(one) for one in outcomes] == [Right, Unknown]
+    assert "the optimiser of critic.weight took no step" in outcomes[1].text
+    assert verdict_of(recording).answer == "cannot tell"
 
 
 def test_weights_that_differ_are_named_once(tmp_path: Path) -> None:

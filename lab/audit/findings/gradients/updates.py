@@ -9,7 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
-from lab.audit.findings.gradients.combination import GradientStep, gradient_steps
+from lab.audit.findings.gradients.combination import (
+    GradientStep,
+    gradient_steps,
+    parameter_rows,
+)
 from lab.audit.findings.gradients.factors import check_factor, check_loss
 from lab.audit.findings.gradients.own import bypassed, check_own
 from lab.audit.findings.gradients.patterns import Pattern, clips_of, explain, limits_before_exchange
@@ -47,18 +51,22 @@ def check(recording: Recording) -> Iterator[Outcome]:
         yield Unknown(f"gradients: {error}")
         return
     replicas = read_replicas(recording)
-    for o, steps in optimizers.items():
-        whose = _holder(steps) if len(optimizers) > 1 else "the optimiser"
-        patterns = _explain_all(steps, replicas.get(o))
-        yield from _check(recording, patterns, replicas.get(o), whose)
     if not any(optimizers.values()):
         yield Unknown(f"gradients: {_why_unseen(recording)}")
+        return
+    for o, steps in optimizers.items():
+        whose = _holder(recording, o) if len(optimizers) > 1 else "the optimiser"
+        if not steps:
+            yield Unknown(f"gradients: {whose} took no step of which all ranks saw the gradients")
+            continue
+        patterns = _explain_all(steps, replicas.get(o))
+        yield from _check(recording, patterns, replicas.get(o), whose)
 
 
-def _holder(steps: list[GradientStep]) -> str:
+def _holder(recording: Recording, o: int) -> str:
     """Return "the optimiser of" and its first parameter's name, to tell it from others."""
-    names = [one.name or one.key for one in steps[0].parameters] if steps else []
-    return f"the optimiser of {names[0]}" if names else "an optimiser"
+    rows = parameter_rows(recording.ranks[0], o)
+    return f"the optimiser of {rows[0][1] or rows[0][0]}" if rows else "an optimiser"
 
 
 def _why_unseen(recording: Recording) -> str:
@@ -94,8 +102,6 @@ def _check(
     received = [one for one in after_backward or patterns if one.kind != "nothing"]
     observed = [one for one in received if one.kind != "same"]
     kinds = {one.kind for one in observed}
-    if not patterns:
-        return
     if not received:
         why = "is zero_grad() called between backward() and step(), or is the loss constant"
         yield Unknown(
