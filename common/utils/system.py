@@ -10,7 +10,7 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.errors import UserError
@@ -30,6 +30,9 @@ def missing_features() -> list[str]:
         ),
         "Freed memory is returned to the system after each step: steps may be slower.": (
             libc_function("mallopt") is None
+        ),
+        "Gloo's threads may interrupt those that send: many ranks on few cores are slower.": (
+            not hasattr(os, "SCHED_BATCH")
         ),
         "CPU affinity is unknown: all cores of the machine are counted.": (
             not hasattr(os, "sched_getaffinity")
@@ -101,3 +104,25 @@ def tune_malloc() -> bool:
     """
     mallopt = libc_function("mallopt") or (lambda option, value: 0)  # 0: an error
     return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _NEVER))
+
+
+@contextlib.contextmanager
+def batch_scheduling(wanted: bool = True) -> Iterator[None]:
+    """Schedule threads that start in this context as SCHED_BATCH, if ``wanted``; on Linux.
+
+    Such a thread waits for the end of a time slice or for an idle core instead of interrupting
+    another thread when it wakes. Gloo's thread that reads the sockets needs that: if it interrupts
+    a sending thread, which holds the connection's lock, it polls the socket until its own slice
+    ends, some milliseconds later. [sched(7)]
+    """
+    wanted = wanted and hasattr(os, "SCHED_BATCH")
+    if not wanted or os.sched_getscheduler(0) != os.SCHED_OTHER:  # the user has chosen another
+        yield
+        return
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

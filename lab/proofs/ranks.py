@@ -20,6 +20,8 @@ from typing import Any
 
 import cloudpickle
 
+from common.utils.system import batch_scheduling
+
 PRELOADED = [
     "torch",
     "torch._dynamo",
@@ -156,13 +158,14 @@ def _rank_main(
         if backend == "nccl":
             os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
             torch.cuda.set_device(rank % torch.cuda.device_count())
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(store, size),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
+        with batch_scheduling(backend == "gloo"):
+            dist.init_process_group(
+                backend,
+                store=dist.FileStore(store, size),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
         dist.barrier()  # a rank that finishes at once must not leave while others still connect
         answer = (rank, None, function(rank, *arguments))
     except BaseException:
