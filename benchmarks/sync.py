@@ -159,9 +159,9 @@ def measure_exchanges(names: Sequence[str], rounds: int) -> dict[str, list[float
 class Steps:
     """Training steps of VGG-11 with one strategy."""
 
-    def __init__(self, name: str, *, batch_size: int, bucket_mb: float | None) -> None:
+    def __init__(self, name: str, *, batch_size: int, **options: Any) -> None:
         torch.manual_seed(SEED)
-        self._sync = build_sync(name, bucket_mb=bucket_mb)
+        self._sync = build_sync(name, **options)
         self._model = build_model("vgg11", 10).to(memory_format=torch.channels_last)
         self._optimizer = torch.optim.SGD(
             self._model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4
