@@ -1,11 +1,11 @@
-"""Measure what it saves that Gloo's threads interrupt no others: exchanges and steps, in turns.
+"""Measure what it saves that ranks do not interrupt each other: exchanges and steps, in turns.
 
     python benchmarks/gloo_threads.py
 
-Real ranks over loopback, one torch thread each. Process groups follow each other, one with
-``batch_scheduling`` (common/utils/system.py), as every run of this project opens it, and one
-without, as torch does. In each group the ranks pass 64 bytes around a ring, and train VGG-11 with
-some strategies. Each pair of groups gives a ratio; a time is the slowest rank's.
+Real ranks over loopback, one torch thread each. Process groups follow each other, one under
+``batch_scheduling`` (common/utils/system.py), as this project starts more ranks than the machine
+has cores, and one without. In each group the ranks pass 64 bytes around a ring, and train VGG-11
+with some strategies. Each pair of groups gives a ratio; a time is the slowest rank's.
 """
 
 import argparse
@@ -61,9 +61,10 @@ def measure(rank: int, size: int, folder: str, pairs: int, batch_size: int) -> d
                 dist.init_process_group(
                     "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120)
                 )
-            seconds_per_exchange()
-            seconds = {"exchange of 64 bytes": seconds_per_exchange()}
-            seconds |= {f"step, {name}": seconds_per_step(name, batch_size) for name in STRATEGIES}
+                seconds_per_exchange()
+                seconds = {"exchange of 64 bytes": seconds_per_exchange()}
+                for name in STRATEGIES:
+                    seconds[f"step, {name}"] = seconds_per_step(name, batch_size)
             for name, value in seconds.items():
                 found.setdefault(name, [{} for _ in range(pairs)])[pair][wanted] = value
     return {name: [(one[True], one[False]) for one in values] for name, values in found.items()}

@@ -46,7 +46,7 @@ from common.profiling.link_measurements import measure_links, over_ranks
 from common.sync import build_message_plan_from, build_sync_from
 from common.sync.message_cost import GradientSize
 from common.training_engine import TrainingEngine
-from common.utils.system import batch_scheduling, tune_malloc
+from common.utils.system import tune_malloc
 
 WARM_UP = 3  # steps of a block; DDP rearranges its buckets in its second step
 CLASSES = 10
@@ -80,14 +80,13 @@ def serve(job: argparse.Namespace) -> None:
     """Run one rank: measure the links, predict, then measure blocks in turns; rank 0 writes."""
     torch.set_num_threads(1)
     tune_malloc()  # as run() does
-    with batch_scheduling():  # as run() does
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{job.master}:{job.port}",
-            rank=job.rank,
-            world_size=job.ranks,
-            timeout=timedelta(seconds=300),
-        )
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{job.master}:{job.port}",
+        rank=job.rank,
+        world_size=job.ranks,
+        timeout=timedelta(seconds=300),
+    )
     sizes = {
         name: GradientSize(p.shape, p.element_size())
         for name, p in build_model(job.model, CLASSES).named_parameters()

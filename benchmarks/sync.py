@@ -49,7 +49,7 @@ sys.path.insert(0, str(REPOSITORY))
 from common.models import build_model
 from common.sync import STRATEGIES, build_sync
 from common.sync.message_cost import GradientSize
-from common.utils.system import batch_scheduling, tune_malloc
+from common.utils.system import batch_scheduling, tune_malloc, usable_cores
 
 _WARM_UP_ROUNDS = 4
 
@@ -204,14 +204,13 @@ def serve(rank: int, size: int, store: str, arguments: argparse.Namespace, resul
     torch.set_num_threads(1)
     torch.manual_seed(SEED + rank)
     tune_malloc()  # as run() does
-    with batch_scheduling():  # as run() does
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, size),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=120),
-        )
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=120),
+    )
     try:
         exchanges = measure_exchanges(arguments.sync, arguments.rounds) if arguments.rounds else {}
         steps = (
@@ -242,8 +241,9 @@ def run_ranks(
             )
             for rank in range(size)
         ]
-        for process in ranks:
-            process.start()
+        with batch_scheduling(size > usable_cores()):  # as run_local_ranks does
+            for process in ranks:
+                process.start()
         while results.empty() and all(process.exitcode in (None, 0) for process in ranks):
             time.sleep(0.1)
         if results.empty():

@@ -34,7 +34,6 @@ from common.distributed.launch_env import LaunchSpec, launch_from_environment
 from common.distributed.rendezvous import check_in, rendezvous
 from common.errors import GroupError, Stopped, UserError, first_line, print_to_stderr
 from common.utils.network import interface_of, route_to
-from common.utils.system import batch_scheduling
 from common.utils.typed_json import calm
 
 _ASYNCHRONOUS = ("nccl",)  # these backends' collectives return before they are done
@@ -192,15 +191,14 @@ def open_group(
         device = gpu_of(placement.local_rank)
         torch.cuda.set_device(device)
     try:
-        with batch_scheduling(backend == "gloo"):
-            dist.init_process_group(
-                backend,
-                rank=launch.rank,
-                world_size=launch.size,
-                timeout=timedelta(seconds=timeout_seconds),
-                device_id=device if backend == "nccl" else None,
-                store=store,
-            )
+        dist.init_process_group(
+            backend,
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if backend == "nccl" else None,
+            store=store,
+        )
     except RuntimeError as error:
         raise GroupError(
             f"the ranks met at {launch.master_ip}:{launch.master_port}, but {backend} could not "

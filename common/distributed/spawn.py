@@ -20,6 +20,7 @@ from typing import IO
 from common.errors import INTERRUPTED, TO_BE_CONTINUED, print_to_stderr
 from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.processes import kill_on_parent_exit, shell_status
+from common.utils.system import batch_scheduling, usable_cores
 
 _POLL_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -84,19 +85,20 @@ def run_local_ranks(
     failed: list[int] = []
     deadline, stopping = time.monotonic() + limit_seconds, False
     try:
-        for rank, command in enumerate(commands):
-            output = outputs[rank] if outputs else None
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output and subprocess.STDOUT,
-                    env=environments[rank],
-                    start_new_session=True,
-                    preexec_fn=kill_on_parent_exit(),
+        with batch_scheduling(len(commands) > usable_cores()):
+            for rank, command in enumerate(commands):
+                output = outputs[rank] if outputs else None
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output and subprocess.STDOUT,
+                        env=environments[rank],
+                        start_new_session=True,
+                        preexec_fn=kill_on_parent_exit(),
+                    )
                 )
-            )
         while True:
             statuses = [process.poll() for process in processes]
             ended = [rank for rank, status in enumerate(statuses) if status and rank not in failed]

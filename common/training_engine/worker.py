@@ -22,7 +22,7 @@ from common.distributed.gpus import gpu_of
 from common.training_engine.engine import TrainingEngine
 from common.training_engine.launch import OUTCOME_FILE
 from common.utils.processes import end_process
-from common.utils.system import batch_scheduling, usable_cores
+from common.utils.system import usable_cores
 
 _TIMEOUT, _PATIENCE = timedelta(seconds=60), timedelta(hours=2)
 
@@ -70,14 +70,13 @@ def _open_group(folder: Path, rank: int, world_size: int, backend: str) -> dist.
         torch.cuda.set_device(gpu_of(rank))
     else:
         torch.set_num_threads(max(1, usable_cores() // world_size))
-    with batch_scheduling(backend == "gloo"):
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(str(folder / "store"), world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=_TIMEOUT,
-        )
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(str(folder / "store"), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=_TIMEOUT,
+    )
     dist.barrier()  # shows that the group works
     patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
     assert isinstance(patient, dist.ProcessGroup)  # a number only for ranks outside the group

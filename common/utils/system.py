@@ -31,7 +31,7 @@ def missing_features() -> list[str]:
         "Freed memory is returned to the system after each step: steps may be slower.": (
             libc_function("mallopt") is None
         ),
-        "Gloo's threads may interrupt those that send: many ranks on few cores are slower.": (
+        "Ranks may interrupt each other: more ranks than cores are slower.": (
             not hasattr(os, "SCHED_BATCH")
         ),
         "CPU affinity is unknown: all cores of the machine are counted.": (
@@ -107,13 +107,14 @@ def tune_malloc() -> bool:
 
 
 @contextlib.contextmanager
-def batch_scheduling(wanted: bool = True) -> Iterator[None]:
-    """Schedule threads that start in this context as SCHED_BATCH, if ``wanted``; on Linux.
+def batch_scheduling(wanted: bool) -> Iterator[None]:
+    """Schedule processes and threads that start in this context as SCHED_BATCH, if ``wanted``.
 
-    Such a thread waits for the end of a time slice or for an idle core instead of interrupting
-    another thread when it wakes. Gloo's thread that reads the sockets needs that: if it interrupts
-    a sending thread, which holds the connection's lock, it polls the socket until its own slice
-    ends, some milliseconds later. [sched(7)]
+    For more ranks than cores; on Linux. Such a thread waits for the end of a time slice or for an
+    idle core, and does not interrupt another when it wakes. Without it Gloo's thread that reads the
+    sockets interrupts a sending thread, which holds the connection's lock, and then polls the
+    socket until its own slice ends: 4 ms for a message. With a core for each rank, and other
+    programs on these cores, waiting would take longer. [sched(7); benchmarks/gloo_threads.py]
     """
     wanted = wanted and hasattr(os, "SCHED_BATCH")
     if not wanted or os.sched_getscheduler(0) != os.SCHED_OTHER:  # the user has chosen another

@@ -21,7 +21,7 @@ import psutil
 
 from common.errors import UserError
 from common.utils.processes import adopt_orphans, descendants, kill_on_parent_exit
-from common.utils.system import open_descriptors
+from common.utils.system import batch_scheduling, open_descriptors, usable_cores
 from lab.cluster import network
 from lab.cluster.network import Link
 from lab.cluster.program import NOT_FOUND, parse_python, preload_modules, reset_forked_state
@@ -57,6 +57,7 @@ class NodeSupervisor:
         self._events = Connection(os.dup(1), readable=False)
         os.dup2(2, 1)  # what this process prints must not mix with the events
         self._link: Link | None = None
+        self._nodes = 0
         self._programs: dict[int, _Program] = {}
         self._child_ended, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
@@ -68,7 +69,7 @@ class NodeSupervisor:
 
         link : of each node; None on loopback, where nodes are processes without their own network.
         """
-        self._link = link
+        self._nodes, self._link = nodes, link
         if link is None:
             adopt_orphans()
         else:
@@ -159,9 +160,10 @@ class NodeSupervisor:
     ) -> None:
         """Start a command on a node on which nothing runs."""
         reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            self._become(node, writer, command, environment, folder)
+        with batch_scheduling(self._nodes > usable_cores()):
+            pid = os.fork()
+            if pid == 0:
+                self._become(node, writer, command, environment, folder)
         os.close(writer)
         self._programs[node] = _Program(pid, FileIO(reader))
 

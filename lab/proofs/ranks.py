@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-from common.utils.system import batch_scheduling
+from common.utils.system import batch_scheduling, usable_cores
 
 PRELOADED = [
     "torch",
@@ -158,7 +158,7 @@ def _rank_main(
         if backend == "nccl":
             os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
             torch.cuda.set_device(rank % torch.cuda.device_count())
-        with batch_scheduling(backend == "gloo"):
+        with batch_scheduling(size > usable_cores()):
             dist.init_process_group(
                 backend,
                 store=dist.FileStore(store, size),
@@ -166,8 +166,8 @@ def _rank_main(
                 world_size=size,
                 timeout=timedelta(seconds=timeout_seconds),
             )
-        dist.barrier()  # a rank that finishes at once must not leave while others still connect
-        answer = (rank, None, function(rank, *arguments))
+            dist.barrier()  # a rank that finishes at once must not leave while others still connect
+            answer = (rank, None, function(rank, *arguments))
     except BaseException:
         answer = (rank, traceback.format_exc(), None)
     # Send the answer before closing the connections, so that the first failure arrives before the

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from common.distributed import spawn
 from common.distributed.spawn import RankExits, run_local_ranks
 from common.utils.system import ON_LINUX
 from tests.helpers.waiting import wait_until
@@ -212,3 +213,15 @@ def test_each_rank_writes_to_its_own_file_in_the_environment_given(tmp_path: Pat
 def test_without_files_a_rank_writes_where_this_process_does(capfd: pytest.CaptureFixture) -> None:
     run_local_ranks([python("import sys; print('out'); print('err', file=sys.stderr)")])
     assert capfd.readouterr() == ("out\n", "err\n")
+
+
+@pytest.mark.skipif(not ON_LINUX, reason="SCHED_BATCH is Linux's")
+@pytest.mark.parametrize("cores", [1, 2])
+def test_only_more_ranks_than_cores_do_not_interrupt_each_other(
+    cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spawn, "usable_cores", lambda: cores)
+    policy = python("import os, sys; sys.exit(os.sched_getscheduler(0))")
+    expected = os.SCHED_BATCH if cores == 1 else os.SCHED_OTHER
+    assert run_local_ranks([policy] * 2).statuses == (expected,) * 2
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER

@@ -9,19 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from common.distributed.failures import open_sockets
-from common.distributed.launch_env import LaunchSpec
-from common.distributed.process_group import process_group
 from common.utils import environment, processes, system
-from tests.helpers import free_port, run_ranks
 
-KILLED, MEMORY, THREADS, AFFINITY, CONNECTIONS = (
+KILLED, MEMORY, TURNS, AFFINITY, CONNECTIONS = (
     "not killed with their parent",
     "returned to the system",
-    "Gloo's threads",
+    "more ranks than cores",
     "all cores",
     "cannot be listed",
 )
@@ -78,7 +73,7 @@ def test_elsewhere_every_function_works() -> None:
     assert system.tune_malloc() is False
     assert processes.kill_on_parent_exit() is None
     processes.adopt_orphans()
-    with system.batch_scheduling():
+    with system.batch_scheduling(True):
         pass
     assert system.open_descriptors() == []
     assert open_sockets() == set()
@@ -91,9 +86,7 @@ def test_elsewhere_every_function_works() -> None:
 @pytest.mark.usefixtures("elsewhere")
 def test_elsewhere_what_is_missing_is_named_with_what_happens_instead() -> None:
     missing = system.missing_features()
-    for sentence, name in zip(
-        missing, (KILLED, MEMORY, THREADS, AFFINITY, CONNECTIONS), strict=True
-    ):
+    for sentence, name in zip(missing, (KILLED, MEMORY, TURNS, AFFINITY, CONNECTIONS), strict=True):
         assert name in sentence
         assert ": " in sentence
 
@@ -110,36 +103,15 @@ def test_a_linux_with_another_c_library_lacks_its_functions_alone(
     assert MEMORY in memory
 
 
-def scheduling_of_a_run(rank: int, port: int) -> set[tuple[str, int]]:
-    """Return name and scheduling of each thread of a rank that opened its group as ``run`` does."""
-    dist.destroy_process_group()
-    launch = LaunchSpec(rank, 2, "127.0.0.1", port)
-    with process_group(launch, backend="gloo", timeout_seconds=60):
-        dist.all_reduce(torch.ones(1))
-        return {
-            (Path(f"/proc/self/task/{thread}/comm").read_text(), os.sched_getscheduler(int(thread)))
-            for thread in os.listdir("/proc/self/task")
-        }
-
-
-@pytest.mark.skipif(not system.ON_LINUX, reason="what Linux has")
-def test_gloos_threads_alone_interrupt_nobody() -> None:
-    for found in run_ranks(2, scheduling_of_a_run, free_port()):
-        batch = {name for name, policy in found if policy == os.SCHED_BATCH}
-        others = {name for name, policy in found if policy == os.SCHED_OTHER}
-        assert "gloo_tcp_loop\n" in batch - others
-        assert "python\n" in others
-
-
 @pytest.mark.skipif(not system.ON_LINUX, reason="what Linux has")
 def test_a_scheduling_that_the_user_has_chosen_stays() -> None:
     def chosen() -> int:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
-        with system.batch_scheduling():
+        with system.batch_scheduling(True):
             return os.sched_getscheduler(0)
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(chosen).result(timeout=10) == os.SCHED_IDLE
-    with pytest.raises(KeyError), system.batch_scheduling():
+    with pytest.raises(KeyError), system.batch_scheduling(True):
         raise KeyError
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
