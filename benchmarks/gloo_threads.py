@@ -9,6 +9,7 @@ with some strategies. Each pair of groups gives a ratio; a time is the slowest r
 """
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -52,6 +53,7 @@ def seconds_per_step(strategy: str, batch_size: int) -> float:
 def measure(rank: int, size: int, folder: str, pairs: int, batch_size: int) -> dict[str, list]:
     """Return the pairs (with, without) of seconds on one rank, by what was measured."""
     tune_malloc()  # as run() does
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # run_ranks has chosen
     found: dict[str, list[dict[bool, float]]] = {}
     for pair in range(pairs):
         for wanted in (True, False) if pair % 2 else (False, True):
