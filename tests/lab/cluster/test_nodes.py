@@ -5,6 +5,7 @@ The tests of forked programs and of training share one cluster, which imports to
 
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from common.errors import UserError
 from common.models import build_model
 from common.sync import build_sync
 from common.sync.message_cost import GradientSize
+from common.utils.system import ON_LINUX, usable_cores
 from lab.cluster import Cluster, tools
 from lab.compare.cells import part_of
 from tests.helpers import LONG, ROOT, wait_until
@@ -80,7 +82,7 @@ import torch
 print(json.dumps({"name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path[0],
     "folder": os.getcwd(), "word": os.environ["WORD"], "threads": torch.get_num_threads(),
     "seed": torch.initial_seed(), "input": sys.stdin.read(),
-    "executable": sys.executable,
+    "executable": sys.executable, "scheduling": getattr(os, "sched_getscheduler", int)(0),
     "open": sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2)[1:]}))
 sys.stderr.write("last words")
 """
@@ -175,6 +177,8 @@ def check_facts(forking: Cluster, folder: Path) -> None:
     assert forked == fresh
     assert fresh["argv"] == [facts, f"1 of {NODES}"]
     assert fresh["word"] == "given"
+    do_not_interrupt = ON_LINUX and usable_cores() < NODES
+    assert fresh["scheduling"] == (os.SCHED_BATCH if do_not_interrupt else 0)
 
 
 @pytest.mark.parametrize(
