@@ -1,11 +1,11 @@
-"""Measure what it saves that ranks do not interrupt each other: exchanges and steps, in turns.
+"""Measure the time saved when ranks do not interrupt each other: exchanges and steps, in turns.
 
     python benchmarks/gloo_threads.py
 
-Real ranks over loopback, one torch thread each. Process groups follow each other, one under
-``batch_scheduling`` (common/utils/system.py), as this project starts more ranks than the machine
-has cores, and one without. In each group the ranks pass 64 bytes around a ring, and train VGG-11
-with some strategies. Each pair of groups gives a ratio; a time is the slowest rank's.
+Real ranks over loopback, one torch thread each. Process groups come in pairs: one is under
+``batch_scheduling`` (common/utils/system.py), as this project does it for more ranks than cores,
+and one is not. In each group the ranks pass 64 bytes around a ring, and train VGG-11 with some
+strategies. Each pair of groups gives a ratio; a time is the slowest rank's.
 """
 
 import argparse

@@ -108,13 +108,13 @@ def tune_malloc() -> bool:
 
 @contextlib.contextmanager
 def batch_scheduling(wanted: bool) -> Iterator[None]:
-    """Schedule processes and threads that start in this context as SCHED_BATCH, if ``wanted``.
+    """Put this thread under SCHED_BATCH in the context, if ``wanted``; what it starts inherits it.
 
     For more ranks than cores; on Linux. Such a thread waits for the end of a time slice or for an
     idle core, and does not interrupt another when it wakes. Without it Gloo's thread that reads the
-    sockets interrupts a sending thread, which holds the connection's lock, and then polls the
-    socket until its own slice ends: 4 ms for a message. With a core for each rank, and other
-    programs on these cores, waiting would take longer. [sched(7); benchmarks/gloo_threads.py]
+    sockets interrupts a sending thread, which holds the connection's lock, and then polls until its
+    own slice ends, up to 4 ms later. Ranks with a core each would lose next to other programs: a
+    step with many messages then takes up to twice as long. [sched(7); benchmarks/gloo_threads.py]
     """
     wanted = wanted and hasattr(os, "SCHED_BATCH")
     if not wanted or os.sched_getscheduler(0) != os.SCHED_OTHER:  # the user has chosen another
